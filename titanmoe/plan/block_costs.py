@@ -1,8 +1,8 @@
-"""The time of a block, by component: what attention, and a feed-forward network or experts, compute, move and send.
+"""Seconds of a block by component: what attention, and a feed-forward network or experts, compute, move and send.
 
-All times are those of the slowest rank.
+All times are those of the slowest rank. `titanmoe.plan.price` adds blocks up to a step.
 
-Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed rows, D model.
+Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed tokens, D model.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from titanmoe.plan.sizes import ADDED, KERNELS, Adapter, adapters_of
 from titanmoe.plan.training_stacks import TITANMOE, Stack
 
 BACKWARD = 2.0
-"""Matrix products in backward, relative to forward."""
+"""FLOPs of matrix products in backward, relative to forward."""
 ATTENTION_BACKWARD = 2.5
-"""The same for attention, which recomputes its scores in backward (arXiv 2205.14135)."""
+"""FLOPs of attention in backward, relative to forward: it recomputes its scores (arXiv 2205.14135)."""
 RING = (((16, 27), (4, 4)), ((26, 17), (44, 22)))
 """Bytes that torch's ring of context parallelism moves around its kernels to cut pieces and to merge their results, in
 the same units, forward and backward: per element of queries, and of keys and values; once, and again for each piece
 that comes around. Counted in rehearsals (tests/plan/test_price.py)."""
 RING_KERNELS = (5, 13), (15, 10)
-"""Kernels that the same rehearsals count, once and for each piece."""
+"""Kernels that the same rehearsals count, once and for each shard that comes around."""
 RING_RATE = 0.35 * 989.5e12
 """FLOPs per second at most in the ring's pieces where FlashAttention-2 computes them, which reaches 35 % of an H100's
 peak (arXiv 2407.08608, abstract), where attention in one piece is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
@@ -52,7 +52,7 @@ FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). No
 
 
 class BackwardFactors(NamedTuple):
-    """Backward's FLOPs of a block, relative to forward's."""
+    """FLOPs of a block's backward, relative to those of its forward."""
 
     products: float = BACKWARD
     scores: float = BACKWARD
@@ -60,7 +60,7 @@ class BackwardFactors(NamedTuple):
 
 
 def _backward(config: Config) -> list[BackwardFactors]:
-    """Of each block, and of the head (as ffn)."""
+    """Return the factors of each block, and last of the head (as ffn)."""
     model, tuning = config.model, Tuning.of(config)
     if tuning.trains_all:
         return [BackwardFactors()] * (model.num_layers + model.mtp_depth + 1)
@@ -69,13 +69,16 @@ def _backward(config: Config) -> list[BackwardFactors]:
 
 
 def _slower_in_pieces(seq: int, cp: int) -> float:
-    """Of each rank's attention one part in cp is causal, over as many tokens as it has, and the others are not."""
+    """Return how much longer attention takes in cp shards than in one.
+
+    One shard is causal, over a rank's tokens, the others are not, and short ones are slower.
+    """
     short = cp / seq
     return ((1 + SHORT_CAUSAL * short) + (cp - 1) * (1 + SHORT * short)) / cp / (1 + SHORT_CAUSAL / seq)
 
 
 class BlockCosts(DispatchCosts):
-    """The costs for one model and batch. What several mappings share is priced once."""
+    """Costs of blocks for one model and batch. What several mappings share is priced once."""
 
     def __init__(
         self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0, stack: Stack = TITANMOE
@@ -96,18 +99,18 @@ class BlockCosts(DispatchCosts):
         self.backward = _backward(config)
         ways = [(mixer, window(self.model, i), self.backward[i]) for i, mixer in enumerate(self.mixers)]
         self.like = [ways.index(way) for way in ways]
-        """By block: the first one that mixes tokens in the same way, and of which as much is trained."""
+        """For each block, the first one that mixes tokens in the same way and of which as much is trained."""
         self.adapters = [list(adapters_of(config, layer, self.w)) for layer in range(len(self.mixers))]
         keys = [(has_experts(self.model, i), backward.ffn) for i, backward in enumerate(self.backward[:-1])]
         self.most = 1.0 if config.lora.rank else BACKWARD
-        """Backward's products at most: adapters' own, which its factors count too, are priced apart."""
+        """Most that backward's products count: adapters' own, which its factors count too, are priced apart."""
         self.ffn_adapters = dict(zip(keys, self.adapters, strict=True))
         self.kinds = Counter((has_experts(self.model, i), self.like[i]) for i in range(self.model.num_layers))
 
     # ---- pieces of both
 
     def _product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
-        """Seconds of one (m, k) by (k, n) product: limited by its FLOPs or its bytes, whichever take longer."""
+        """Return the seconds of one (m, k) by (k, n) product: by its FLOPs or its bytes, whichever take longer."""
         share = min(1.0, self.device.share(m, n, k) * self.factors.matrix)
         move_seconds = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
         return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
@@ -119,15 +122,19 @@ class BlockCosts(DispatchCosts):
         return self.move_seconds(elements * self.stack.swiglu[part])
 
     def _row_copies(self, left: float, arrived: float, exchanged: bool, part: int) -> float:
-        """Seconds to copy routed tokens before they are sent, and back."""
+        """Return the seconds to copy routed tokens before they are sent, and back."""
         regrouped = 2 * arrived * self.stack.regroup[part] * exchanged
         return self.move_seconds(((left + arrived) * self.stack.permute[part] + regrouped) * self.model.dim)
 
     def _adapted(
         self, adapters: list[Adapter], prefix: str, rows: float, split: int, groups: float = 1.0
     ) -> tuple[Cost, Cost]:
-        """What those on matrices whose names begin so add, forward and backward. rows: of each of the groups. split:
-        the ranks of tp or etp."""
+        """Return what adapters on matrices whose names begin with `prefix` add, forward and backward.
+
+        Args:
+            rows: rows of each of the groups.
+            split: ranks of tp or etp.
+        """
         forward = backward = Cost()
         for adapter in adapters:
             if not adapter.name.startswith(prefix):
@@ -147,14 +154,14 @@ class BlockCosts(DispatchCosts):
         return forward, backward
 
     def _mixer_bytes(self, work: MixerWork, part: int) -> float:
-        """Bytes moved per position between a mixer's products: norms of heads, rotation, joins, and others."""
+        """Return the bytes moved per position between a mixer's products: norms of heads, rotation, joins, others."""
         rotated = 4 * work.queries if self.stack.joins_latent_heads and self.model.kv_lora_rank else work.rotated
         return rotated * self.stack.rope[part] + work.normed * self.stack.norm[part] + 2 * work.moved[part]
 
     # ---- forward and backward of one microbatch
 
     def _attention(self, tp: int, cp: int, samples: int, layer: int) -> tuple[Cost, Cost]:
-        """Of a block that is the first of its kind of mixer."""
+        """Return forward and backward of attention in a block that is the first of its kind of mixer."""
         model, mixer, seq = self.model, self.mixers[layer], self.config.training.seq_len
         X = samples * seq / cp
         T = X / tp
@@ -194,7 +201,10 @@ class BlockCosts(DispatchCosts):
         return rate / _slower_in_pieces(self.config.training.seq_len, cp)
 
     def _context(self, group: LinkGroup, X: float, samples: int, work: MixerWork) -> float:
-        """Messages of ulysses or allgather, or of runs, in forward; backward sends twice as much."""
+        """Return the seconds of the messages of ulysses or allgather, or of states of linear attention, in forward.
+
+        Backward sends twice as much.
+        """
         query, keys, options = work.queries, work.keys, self.config.parallelism
         if work.state:
             count = samples * sequence_chunks(group.size, options.cp_placement)
@@ -206,9 +216,15 @@ class BlockCosts(DispatchCosts):
         return self.links.gather(group, group.size * X * keys * self.w)
 
     def _ring(self, group: LinkGroup, query: float, keys: float, attention: float, part: int) -> Cost:
-        """What the ring adds. query, keys: elements of a rank. Keys and values pass from rank to rank, and in backward
-        their gradients too, in float32 and once more, to come home. Messages hide behind the attention of other
-        pieces."""
+        """Return what the ring of context parallelism adds to attention.
+
+        Keys and values pass from rank to rank, and in backward their gradients too, in float32 and once more, to come
+        home. Messages hide behind the attention of other shards.
+
+        Args:
+            query: elements of a rank's queries.
+            keys: elements of a rank's keys and values.
+        """
         passes = group.size - 1
         message_seconds = passes * self.links.pass_on(group, keys * self.w)
         if not self.stack.merges_ring:
@@ -228,7 +244,7 @@ class BlockCosts(DispatchCosts):
         )
 
     def _head(self, tp: int, cp: int, samples: int) -> Cost:
-        """Forward and backward."""
+        """Return forward and backward of the head and the loss together."""
         X, D = samples * self.config.training.seq_len / cp, self.model.dim
         V = self.model.vocab_size / tp
         products = self.stack.head_products - BACKWARD + self.backward[-1].ffn
@@ -265,8 +281,13 @@ class BlockCosts(DispatchCosts):
         backward: float = BACKWARD,
         between: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[Cost, Cost]:
-        """share: ranks that share a sample, tp x cp. tp: matters to the shared expert only. between: as for
-        `seconds_in_parts`, forward and backward."""
+        """Return forward and backward of a MoE layer.
+
+        Args:
+            share: ranks that share a sample, tp x cp.
+            tp: matters to the shared expert only.
+            between: as for `seconds_in_parts`, forward and backward.
+        """
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / share
         R = T * model.top_k * etp * self.imbalance
@@ -299,22 +320,27 @@ class BlockCosts(DispatchCosts):
         return costs[0], costs[1]
 
     def _expert_biases(self, R: float, etp: int, part: int) -> float:
-        """Seconds that experts' biases take in passes of their own."""
+        """Return the seconds that experts' biases take in passes of their own."""
         hidden, output = (per_element[part] for per_element in self.stack.expert_biases)
         elements = R * (self.model.expert_hidden / etp * hidden + self.model.dim * output)
         return self.move_seconds(elements) * self.model.expert_biases
 
     def _router_product(self, T: float) -> float:
-        """Seconds forward: of a float32 product; or of one in 16 bits with as many columns as the weights' three parts
-        have, and of its sum in float32 (docs/benchmarks.md, "The roofline of a layer, counted")."""
+        """Return the seconds of the router's product in forward.
+
+        It is in float32, or in 16 bits with as many columns as the weights' three parts have and their sum in float32
+        (docs/benchmarks.md, "The roofline of a layer, counted").
+        """
         E, D = self.model.num_experts, self.model.dim
         if not (self.stack.router_in_parts and splits_router_product(self.config)):
             return self.product(T, E, D) * 4
         return self.product(T, 3 * E, D) + self.move_seconds(T * E * 16 + E * D * 12)
 
     def _grouped_rows(self, R: float, local_experts: float) -> tuple[float, float]:
-        """The rows of a product and the number of products that a grouped one is priced as: it fills the device with
-        the rows of all its experts."""
+        """Return the rows and the number of the products that a grouped product is priced as.
+
+        It fills the device with the rows of all its experts.
+        """
         rows = (max(R / local_experts, min(R, 256.0)) * R) ** 0.5
         return rows, R / rows
 
@@ -328,11 +354,13 @@ class BlockCosts(DispatchCosts):
         )
         return max(products, local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory))
 
-    def experts_again(
+    def recomputed_experts(
         self, forward: Cost, mode: str, share: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice
     ) -> Cost:
-        """What backward computes again of the experts' part: all but the down product, a third of the products. Rows
-        are sent there at most, not back."""
+        """Return what backward recomputes of the experts: all but the down product, a third of the products.
+
+        Routed tokens are sent to the experts at most, not back.
+        """
         parts = choice.parts if ep * etp > 1 else 1
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
         down = parts * self.expert_products(R / parts, ep, etp) / 3
@@ -348,7 +376,7 @@ class BlockCosts(DispatchCosts):
     def attention_and_ffn(
         self, fold: Fold, samples: int, layer: int, choice: DispatchChoice
     ) -> tuple[tuple[Cost, Cost], ...]:
-        """Attention, and the feed-forward network or experts."""
+        """Return forward and backward of attention, and of the feed-forward network or experts."""
         model = self.model
         if has_experts(model, layer) and choice.halves:
             return self._in_halves(fold, samples, layer, choice)
@@ -359,7 +387,10 @@ class BlockCosts(DispatchCosts):
         return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden, self.backward[layer].ffn)
 
     def _in_halves(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice) -> tuple[tuple[Cost, Cost], ...]:
-        """Of a block with experts. While rows of the first half travel, attention of the second is computed."""
+        """Return `attention_and_ffn` of a block with experts in halves.
+
+        While routed tokens of the first half are in flight, attention of the second is computed.
+        """
         half = self.attention(fold.tp, fold.cp, samples / 2, self.like[layer])
         between = tuple(cost.matrix + cost.attention + cost.memory for cost in half)
         degrees, backward = (fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp), self.backward[layer]
@@ -380,7 +411,7 @@ class BlockCosts(DispatchCosts):
         again = Cost() if mode == "moe" else attention[0]
         if mode in ("moe", "full", "full_except_dispatch") and has_experts(self.model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
-            return total + again + self.experts_again(ffn[0], mode, *degrees, choice)
+            return total + again + self.recomputed_experts(ffn[0], mode, *degrees, choice)
         if mode in FULL:
             return total + again + ffn[0]
         if mode == "selective":

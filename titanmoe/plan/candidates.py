@@ -1,4 +1,4 @@
-"""The mappings that a search considers, each with a bound on its time and memory."""
+"""Mappings that a search considers, each with lower bounds of its time and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from titanmoe.plan.totals_by_mode import MODES, expert_seconds, non_expert_secon
 
 MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10
-"""Of tp and etp, and of stages per rank."""
+"""Largest tp and etp, and most stages per rank."""
 
 MappingKey = tuple[int, int, int, int]
 """pp, tp, ep, etp."""
@@ -34,16 +34,16 @@ MappingKey = tuple[int, int, int, int]
 
 class Candidate(NamedTuple):
     bound: float
-    """The least seconds that a step takes."""
+    """Lower bound of the seconds of a step."""
     least_bytes: float
-    """The least bytes that a rank needs."""
+    """Lower bound of the bytes that a rank needs."""
     fold: Fold
-    """With one replica."""
+    """Degrees, with one replica."""
     samples: int
     mode: str
     schedule: str
     stages: int
-    """Per rank."""
+    """Stages per rank."""
     dispatch_choice: DispatchChoice
 
     @property
@@ -138,8 +138,11 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
 
 
 def _loads_of_equal_stages(schedule: str, pp: int, stages: int, microbatches: int) -> list[tuple[float, float]]:
-    """Return for each load of the first rank how many microbatches it has in flight in all of its stages, and the
-    fraction of its stages that have gradients."""
+    """Return the loads of the first rank where all stages are equal.
+
+    Of each: how many microbatches are in flight in all of its stages, and the fraction of its stages that have
+    gradients.
+    """
     loads = backward_loads(schedule, pp, stages, microbatches, 0)
     return [(sum(load.in_flight) / stages, sum(load.begun) / stages) for load in loads]
 

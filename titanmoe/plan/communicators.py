@@ -1,4 +1,4 @@
-"""What NCCL takes of a device's memory: buffers of each communicator, and more for ranks that are sent to directly.
+"""Memory that NCCL takes of a device: buffers of each communicator, and more for each rank that is sent to directly.
 
 docs/launch.md lists the communicators; tests/rehearse/test_communicators.py counts those that a run makes.
 """
@@ -44,10 +44,11 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
 
 
 def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
-    """Rows, and ulysses, go to every rank of a group directly; the ring and the pipeline to two.
+    """Return the bytes that NCCL takes.
 
-    The pipeline has several communicators, but to the same two ranks; and what a communicator itself takes, it takes at
-    its first collective (NCCL_RUNTIME_CONNECT, from NCCL 2.22 on), which these never have. They are counted as one.
+    Routed tokens and ulysses go to every rank of a group, ring and pipeline to two. The pipeline has several
+    communicators, but to the same two ranks; and what a communicator itself takes, it takes at its first collective
+    (NCCL_RUNTIME_CONNECT, from NCCL 2.22 on), which these never have. They are counted as one.
     """
     kinds_and_groups = {
         (kind, group) for kind, group in communicators(config, fold, device.domain) if "stages " not in kind
@@ -64,5 +65,5 @@ def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
 
 
 def usable_bytes(config: Config, fold: Fold, device: Device) -> float:
-    """Bytes of the device's memory that are left for tensors."""
+    """Return the bytes of the device's memory that are left for tensors."""
     return device.memory - device.reserved - nccl_bytes(config, fold, device)

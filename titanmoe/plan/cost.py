@@ -1,4 +1,4 @@
-"""What something costs, by component."""
+"""Seconds of a microbatch by component: what every price is added up from."""
 
 from __future__ import annotations
 

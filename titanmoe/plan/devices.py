@@ -1,4 +1,4 @@
-"""What a device and its links can do, read from a TOML file in which every figure has its source.
+"""Rates and sizes of a device and its links, read from a TOML file in which every figure has its source.
 
 Bytes and FLOPs per second, seconds, bytes. A link's rate is that of one device in one direction.
 """
@@ -54,7 +54,7 @@ class Device:
     """Devices that reach each other over the fast link; more than a node where racks are wired."""
     memory: float
     reserved: float
-    """The part of memory that CUDA and the allocator's rounding keep from tensors."""
+    """Bytes that CUDA and the allocator's rounding take from tensors."""
     communicator: float
     """Bytes that NCCL takes for each communicator."""
     peer: float
@@ -64,9 +64,9 @@ class Device:
     peak_float32: float
     peak_fp8: float
     attention: float
-    """Share of the peak that attention kernels reach, forward and backward together."""
+    """Fraction of the peak that attention kernels reach, forward and backward together."""
     message_share: float
-    """Share of the multiprocessors that the kernels of messages take from computation meanwhile."""
+    """Fraction of the multiprocessors that the kernels of messages take from computation meanwhile."""
     link: float
     link_latency: float
     network: float
@@ -74,14 +74,17 @@ class Device:
     price: float
     """US dollars per hour and device."""
     curve: tuple[tuple[float, float], ...]
-    """Share of the peak that a matrix product reaches, by the harmonic mean of its three sizes."""
+    """Fraction of the peak that a matrix product reaches, by the harmonic mean of its three sizes."""
     sources: dict[str, str]
 
     def peak(self, dtype: str) -> float:
         return {"bfloat16": self.peak_bfloat16, "fp8": self.peak_fp8}.get(dtype, self.peak_float32)
 
     def share(self, m: float, n: float, k: float) -> float:
-        """Interpolated between the curve's points in log size; proportional below, constant above."""
+        """Return the fraction of the peak that a product reaches.
+
+        It is interpolated in log size, proportional below the curve, and constant above it.
+        """
         size = 3 / (1 / m + 1 / n + 1 / k)
         at = bisect_left(self.curve, (size,))
         if at == 0:
@@ -97,7 +100,7 @@ def names() -> list[str]:
 
 
 def device_like(gpu: str) -> Device:
-    """The shipped device that a GPU's own name contains, such as "NVIDIA H100 80GB HBM3"; an H100 for any other."""
+    """Return the shipped device that a GPU's own name contains, such as "NVIDIA H100 80GB HBM3"; an H100 if none is."""
     return known_device(gpu) or read_device("h100")
 
 
@@ -109,7 +112,7 @@ def known_device(gpu: str) -> Device | None:
 
 
 def read_device(name: str) -> Device:
-    """Reads a shipped device by its name, or a file of the same form."""
+    """Read a shipped device by its name, or a file of the same form."""
     path = SHIPPED / f"{name}.toml" if name in names() else Path(name)
     if path.suffix != ".toml":
         raise ConfigError([f"--hardware = {name} is not known: use {', '.join(names())}, or a file of that form"])
@@ -146,7 +149,7 @@ def read_device(name: str) -> Device:
 
 
 def _figure(data: dict[str, Any], key: str) -> tuple[float, str, str]:
-    """Value, source, and what is wrong."""
+    """Return a figure, its source, and what is wrong with it ("" if nothing)."""
     entry = data.get(key)
     if entry is None:
         return 0.0, "", f'{key} is missing: give {key} = {{ value = ..., source = "..." }}'

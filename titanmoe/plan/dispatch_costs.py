@@ -1,4 +1,4 @@
-"""What a layer's dispatch and combine cost: seconds of the messages of routed tokens, less what is computed meanwhile.
+"""Costs of a layer's dispatch and combine: seconds of the messages of routed tokens, less what is computed meanwhile.
 
 BlockCosts (titanmoe.plan.block_costs) adds the work of a block to them.
 """
@@ -17,10 +17,11 @@ from titanmoe.plan.links import Factors, LinkGroup, Links
 from titanmoe.plan.training_stacks import Stack
 
 NEAR = 1.02
-"""What saves at most 2 % is left out: no formula is that exact."""
+"""Gain below which a choice is not made: no formula is exact to 2 %."""
 PROFILED = 0.37
-"""Of the messages of rows, what the overlap of two microbatches hides at most: 36.55 %, by a profile of Megatron's with
-Qwen3-30B-A3B on 16 H100s (NVIDIA-NeMo/Megatron-Bridge, skills/nemo-mbridge-perf-expert-parallel-overlap)."""
+"""Fraction of the messages of routed tokens that the overlap of two microbatches hides at most: 36.55 %, by a profile
+of Megatron's with Qwen3-30B-A3B on 16 H100s (NVIDIA-NeMo/Megatron-Bridge,
+skills/nemo-mbridge-perf-expert-parallel-overlap)."""
 
 BLOCK_KERNELS = 96
 """Kernels of a whole block, forward and backward, that rehearsals count (tests/plan/test_price.py)."""
@@ -52,11 +53,11 @@ class DispatchChoice(NamedTuple):
 def seconds_in_parts(
     there: float, products: float, back: float, parts: int, before: float = 0.0, between: float = 0.0
 ) -> float:
-    """Return the seconds from the first message to the last, with two workers that each do one thing at a time: the
-    wire and the experts.
+    """Return the seconds from the first message to the last.
 
-    A part is sent `between` after the one before it, and results queue behind all of them on the way back. If one
-    takes `there` to arrive, `products` to be multiplied and `back` to return, part i = 1..n
+    Two workers each do one thing at a time: the wire and the experts. A part is sent `between` after the one before it,
+    and results queue behind all of them on the way back. If one takes `there` to arrive, `products` to be multiplied
+    and `back` to return, part i = 1..n
 
         arrives     here(i) = max((i - 1) * between, here(i - 1)) + there
         is done     done(i) = max(here(i), done(i - 1)) + products          done(0) = before + (n - 1) * between
@@ -99,7 +100,7 @@ class DispatchCosts:
     links: Links
     stack: Stack
     w: int
-    """Bytes of a number that is computed with."""
+    """Bytes of a number in the compute dtype."""
 
     def move_seconds(self, count: float) -> float:
         return count * self.stack.memory * self.w / 2 / (self.device.bandwidth * self.factors.memory)
@@ -138,8 +139,11 @@ class DispatchCosts:
         return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
 
     def cost_of_halves(self, weights: float, T: float, part: int, times: float) -> Cost:
-        """Return what two halves of a microbatch add, apart from kernels: the sum of their gradients of so many
-        weights, and of T tokens their outputs, or the gradients of their inputs, as one tensor."""
+        """Return what two halves of a microbatch add, apart from kernels.
+
+        That is the sum of their gradients of `weights` weights, and of T tokens their outputs, or the gradients of
+        their inputs, as one tensor.
+        """
         return Cost(
             memory=self.move_seconds(T * self.model.dim * HALVES),
             copies=self.move_seconds(weights * HALVES_WEIGHTS) * part * (times > 1),

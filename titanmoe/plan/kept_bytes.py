@@ -1,7 +1,10 @@
-"""What a block keeps of a microbatch for backward, in closed form.
+"""Bytes of activations that a block saves of a microbatch for backward, in closed form.
 
-T tokens a rank owns, X positions of its attention slice (T times tp), R routed rows, D model, w bytes of the compute
-dtype, W at least 4.
+The planner's memory (`titanmoe.plan.memory`) adds them up. tests/plan/test_memory.py compares the formulas with
+rehearsals.
+
+Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed tokens, D model, w bytes of the
+compute dtype, W at least 4.
 """
 
 from __future__ import annotations
@@ -21,18 +24,18 @@ from titanmoe.plan.sizes import ModelKey, Sizes
 
 
 class KeptBytes(NamedTuple):
-    """Bytes that one microbatch leaves in a block for backward, and what recomputation brings back."""
+    """Activation memory of one microbatch in a block, and of its recomputation."""
 
     attention: int
     ffn: int
     rows: int
-    """Of ffn: what backward of the experts frees before their gradients are reduced."""
+    """The part of `ffn` that backward of the experts frees before their gradients are reduced."""
     recomputed: int
-    """Bytes of the half that is recomputed, while it is in backward."""
+    """Bytes of the recomputed half of the block while it is in backward."""
 
 
 class Widths:
-    """What every formula needs from the recipe and the mapping."""
+    """Sizes of a recipe under a mapping that the formulas of this room share."""
 
     def __init__(self, config: Config, fold: Fold, imbalance: float = 1.0):
         model, training = config.model, config.training
@@ -53,22 +56,22 @@ class Widths:
 
 
 class Flow(NamedTuple):
-    """Whether backward asks for gradients of parts of a block: of an input, if anything before it is trained."""
+    """Which gradients backward computes in a block: an input's only if something before it is trained."""
 
     into_attention: bool = True
-    """Of what attention's norm gives."""
+    """Whether the output of attention's norm has a gradient."""
     attention_weights: bool = True
-    """Of those that read it."""
+    """Whether weights that read it are trained."""
     into_ffn: bool = True
     router_weights: bool = True
     ffn_weights: bool = True
-    """Of those of the dense network or of experts that read its input."""
+    """Whether weights that read the input of the dense network or of the experts are trained."""
     shared_weights: bool = True
     out_of_ffn: bool = True
     attention_ranks: int = 0
-    """Of all adapters together."""
+    """Sum of the ranks of attention's adapters."""
     dense_ranks: int = 0
-    """Those of the dense network or the shared expert."""
+    """Sum of the ranks of adapters of the dense network or the shared expert."""
     expert_ranks: tuple[int, ...] = ()
 
     @property
@@ -82,7 +85,7 @@ class Flow(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
-    """Return what backward asks gradients of in each block, and so what forward has to keep for it."""
+    """Return for each block which gradients backward computes, and so what forward has to save."""
     model, flows = key.model, []
     if tuning.trains_all:
         return (Flow(),) * len(key.mixers)
@@ -124,7 +127,10 @@ def _dense(s: Widths, hidden: int, selective: bool) -> int:
 
 
 def _router(s: Widths, trained: bool) -> int:
-    """What the router keeps: its input, wide or with the weights' parts; logits and scores; and where rows go."""
+    """Return the bytes that the router saves.
+
+    They are its input, wide or with the weights' parts; logits and scores; and the places of routed tokens.
+    """
     model, T, K = s.model, s.T, s.model.top_k
     by_parts = splits_router_product(s.config)
     product = model.dim * (T * s.w * trained + model.num_experts * 8 if by_parts else T * s.W * trained)
@@ -133,7 +139,10 @@ def _router(s: Widths, trained: bool) -> int:
 
 
 def _saved_of_recomputed(s: Widths, with_rows: bool) -> int:
-    """Return what a recomputed MoE layer saves: where rows go; perhaps also the rows that arrived, with weights."""
+    """Return the bytes that a recomputed MoE layer saves.
+
+    They are places of routed tokens, and with `with_rows` the routed tokens that arrived, with their weights.
+    """
     order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
     return s.T * s.model.top_k * s.fold.etp * 2 * 8 + s.R * (order + with_rows * (s.model.dim * s.w + s.W))
 
@@ -144,7 +153,7 @@ def mode_of(config: Config, layer: int) -> str:
 
 
 def input_bytes(s: Widths, layer: int) -> int:
-    """What is kept of a mixer's input: that of its norm with a scale per token, and what its products read."""
+    """Return the bytes saved of a mixer's input: its norm's input with a scale per token, and what products read."""
     flow, D, w = s.flows[layer], s.model.dim, s.w
     # The adapters' narrow products are kept for the gradients of B.
     inputs = s.mixers[layer].input_positions(s.model, s.share) * D * flow.attention_weights
@@ -153,7 +162,7 @@ def input_bytes(s: Widths, layer: int) -> int:
 
 
 def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
-    """What a layer keeps for one microbatch. mode: replaces the recipe's."""
+    """Return what a layer saves for one microbatch, under the recipe's mode of recomputation or under `mode`."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     experts = has_experts(model, layer)
     mode = mode or mode_of(s.config, layer)

@@ -1,4 +1,4 @@
-"""The time of a collective on the links that its group crosses: a delay per message, and bytes over bandwidth.
+"""Seconds of a collective on the links that its group crosses: a delay per message, and bytes over bandwidth.
 
 A group is `size` ranks, `stride` apart, as every axis and every run of adjacent axes of a view is. Those of it within
 one domain of the fast link talk over it, the others over the network card of each rank; both work at the same time.
@@ -14,23 +14,25 @@ from titanmoe.plan.devices import Device
 
 @dataclass(frozen=True)
 class Factors:
-    """What no datasheet says. Fitted once to seven published runs (docs/planner.md), the same for every model,
-    mapping and device."""
+    """Efficiencies that no datasheet states.
+
+    Fitted once to seven published runs (docs/planner.md), the same for every model, mapping and device.
+    """
 
     matrix: float = 1.0
-    """On the device's curve of matrix rates."""
+    """Factor on the device's curve of matrix rates."""
     attention: float = 0.939
-    """On the device's share for attention."""
+    """Factor on the device's fraction of the peak in attention."""
     memory: float = 0.841
-    """Of the memory's bandwidth, in element-wise work."""
+    """Fraction of the memory's bandwidth that element-wise work reaches."""
     link: float = 0.776
-    """Of the fast link's bandwidth."""
+    """Fraction of the fast link's bandwidth."""
     network: float = 0.716
-    """Of the network's bandwidth."""
+    """Fraction of the network's bandwidth."""
     rows: float = 0.78
-    """Of what is left of both, in an all-to-all, whose messages are many and small."""
+    """Fraction of both that is left in an all-to-all, whose messages are many and small."""
     block: float = 0.000448
-    """Seconds in which a block and microbatch, forward and backward, keeps the device waiting for the host."""
+    """Seconds that the device waits for the host in a block and microbatch, forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class LinkGroup:
     stride: int
 
     def ranks_per_domain(self, domain: int) -> int:
-        """How many of the group's ranks share a domain."""
+        """Return how many of the group's ranks share a domain."""
         return min(self.size, max(1, domain // self.stride))
 
 
@@ -65,7 +67,7 @@ class Links:
         self.message_share = device.message_share
 
     def exposed(self, message: float, behind: float) -> float:
-        """Seconds that a message adds to the computation that hides it. message, behind: what each takes alone."""
+        """Return the seconds that a message adds to the computation that hides it; both given as they take alone."""
         return max(0.0, message - behind) + self.message_share * min(message, behind)
 
     def _delay(self, group: LinkGroup) -> float:
@@ -74,7 +76,7 @@ class Links:
         return self.link_latency * log2(max(near, 2)) + self.network_latency * (log2(domains) if domains > 1 else 0)
 
     def gather(self, group: LinkGroup, whole: float) -> float:
-        """All-gather to `whole` bytes on each rank, or the reduce-scatter of as many."""
+        """Return the seconds of an all-gather to `whole` bytes on each rank, or of the reduce-scatter of as many."""
         n, near = group.size, group.ranks_per_domain(self.domain)
         if n == 1:
             return 0.0
@@ -83,7 +85,7 @@ class Links:
         return self._delay(group) + max(inside, between)
 
     def exchange(self, group: LinkGroup, size: float) -> float:
-        """All-to-all of `size` bytes per rank, including those that stay: a message to each of the others."""
+        """Return the seconds of an all-to-all of `size` bytes per rank, those that stay included."""
         n, near = group.size, group.ranks_per_domain(self.domain)
         if n == 1:
             return 0.0
@@ -92,17 +94,20 @@ class Links:
         return delay + max(inside, across) / self.rows
 
     def relay(self, group: LinkGroup, across: float, inside: float) -> float:
-        """By one-sided kernels: bytes that leave each rank's domain, and bytes that each rank sends within one."""
+        """Return the seconds of one-sided kernels that send `across` bytes out of a domain and `inside` within."""
         near = group.ranks_per_domain(self.domain)
         within = inside * (near - 1) / near / self.link
         return self._delay(group) + max(within, across / self.fused + within / 2)
 
     def send(self, stride: int, size: float) -> float:
-        """From a rank to the one `stride` ranks after it."""
+        """Return the seconds to send `size` bytes from a rank to the one `stride` ranks after it."""
         if stride >= self.domain:
             return self.network_latency + size / self.network
         return self.link_latency + size / self.link
 
     def pass_on(self, group: LinkGroup, size: float) -> float:
-        """From each rank of a ring to the next: as long as the slowest, which leaves the domain if any does."""
+        """Return the seconds in which each rank of a ring sends to the next.
+
+        They are those of a pair that leaves the domain, if any does.
+        """
         return self.send(group.stride if group.ranks_per_domain(self.domain) == group.size else self.domain, size)

@@ -1,9 +1,9 @@
-"""The most a rank's memory holds, by component, in closed form: the largest of the points that can be the peak.
+"""Peak memory of a rank by component, in closed form: the largest of the moments that can be the peak.
 
-What is kept follows the modules' code as a rehearsal sees it on GPUs (docs/rehearse.md): bytes that tensors ask for,
+What is saved follows the modules' code as a rehearsal sees it on GPUs (docs/rehearse.md): bytes that tensors ask for,
 balanced routing, Triton's kernels, nothing compiled. tests/plan compares every formula here with rehearsals.
 
-Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed rows, D model, w bytes of the
+Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed tokens, D model, w bytes of the
 compute dtype, W at least 4.
 """
 
@@ -21,14 +21,14 @@ from titanmoe.fold.pipeline_schedules import read_csv, stage_ranks
 from titanmoe.fold.unsharded_experts import experts_are_unsharded, has_compute_copies, reshards_after_forward
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.kept_bytes import Widths, input_bytes, kept_bytes, mode_of
-from titanmoe.plan.muon_work import travelling_bytes
+from titanmoe.plan.muon_work import matrix_buffer_bytes
 from titanmoe.plan.schedule_cost import BackwardLoad, backward_loads, largest_loads
 from titanmoe.plan.sizes import ModelKey, WeightUnit, fsdp, state_bytes, units_of_stage
 from titanmoe.train.find_teacher import find_teacher, teacher_config
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 SLICE = 2**30
-"""Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""
+"""Bytes of a chunk of logits on GPUs (titanmoe.models.vocabulary)."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class RankMemory:
 
     weights: int
     gradients: int
-    """This rank's pieces of them, as after the step's backward."""
+    """Bytes of this rank's shards of the gradients after the step's backward."""
     moments: int
     components: dict[str, int]
-    """At the peak."""
+    """Bytes at the peak, by component."""
     peak_during: str
-    """What the rank is doing at the peak."""
+    """Moment of the step at which the peak is."""
 
     @property
     def peak(self) -> int:
@@ -50,8 +50,12 @@ class RankMemory:
 
 
 def rank_memories(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[RankMemory]:
-    """The memory of every pipeline rank. imbalance: rows of the busiest rank over the mean. only_ends: only the first
-    rank, which has most microbatches in flight, and the last, which has the head."""
+    """Return the memory of every pipeline rank.
+
+    Args:
+        imbalance: routed tokens of the busiest rank over the mean.
+        only_ends: only the first rank, which has most microbatches in flight, and the last, which has the head.
+    """
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
     layers = stages_of(config, len(owners), tuple(config.pipeline.layers_per_stage))
@@ -65,7 +69,7 @@ def rank_memories(config: Config, fold: Fold, imbalance: float = 1.0, only_ends:
 
 
 def _teacher_bytes(s: Widths, only_ends: bool) -> list[int]:
-    """Of every pipeline rank's part of a teacher, its weights and what it says of a step; empty if there is none."""
+    """Return, for each pipeline rank, bytes of the teacher's weights and of its outputs for a step; [] without one."""
     options = s.config.distillation
     if not options.teacher:
         return []
@@ -80,7 +84,7 @@ def _stages(key: ModelKey, seq_len: int, stages: int, explicit: tuple[int, ...])
 
 
 def stages_of(config: Config, stages: int, explicit: tuple[int, ...]) -> list[range]:
-    """The layers of each stage. explicit: how many each has, if the recipe says so."""
+    """Return the layers of each stage. `explicit`: numbers of layers, if the recipe gives them."""
     return _stages(ModelKey.of(config.model), config.training.seq_len, stages, explicit)
 
 
@@ -255,26 +259,31 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             gradients=largest * reduced,
         )
     if OPTIMIZERS.look_up(config.optimizer.name).numbers_per_matrix_weight:
-        update = base | {"gradients": trained, "other": travelling_bytes(config, fold)}
+        update = base | {"gradients": trained, "other": matrix_buffer_bytes(config, fold)}
         candidates.append(("the update of matrices", update))
     name, components = max(candidates, key=lambda candidate: sum(candidate[1].values()))
     return RankMemory(weights, trained, moments, {k: v for k, v in components.items() if v}, name)
 
 
 def _stored(unit: WeightUnit, parts: int, width: int) -> int:
-    """Bytes of what one of the data ranks keeps. Routers are in float32 at least: titanmoe.moe.router."""
+    """Return the bytes of a unit on one of `parts` data ranks. Routers are in float32 at least."""
     wide = sum(unit.replicated)
     return (unit.shard_size(parts) - wide) * width + wide * max(width, 4)
 
 
 def _frozen_stored(unit: WeightUnit, parts: int, w: int) -> int:
-    """The same of what is frozen, which is stored as it is computed with."""
+    """Return the bytes of a unit's frozen tensors on one of `parts` data ranks, stored in the compute dtype."""
     return _stored(unit, parts, w) - _stored(unit.trained, parts, w)
 
 
 def _layers_gradients(s: Widths, experts: WeightUnit, reduced: int, width: int, accumulated: bool) -> int:
-    """Bytes that a layer's experts add at most while their gradients become part of the step's. experts: what is
-    trained. width: of stored weights. accumulated: the sums are there already."""
+    """Return the most bytes that a layer's experts add while their gradients are added to the step's.
+
+    Args:
+        experts: the trained ones.
+        width: bytes of a stored weight.
+        accumulated: whether the sums exist already.
+    """
     whole, fold = experts.whole, s.fold
     if experts_are_unsharded(s.config.parallelism, s.config.training, fold.edp):
         if accumulated:
@@ -287,7 +296,7 @@ def _layers_gradients(s: Widths, experts: WeightUnit, reduced: int, width: int, 
 
 
 def _block_stored(s: Widths, layer: int, width: int) -> int:
-    """Of what is trained."""
+    """Return the bytes of a block's trained weights on a rank."""
     experts = _stored(s.sizes.experts_of(layer).trained, s.fold.edp, width) if has_experts(s.model, layer) else 0
     return _stored(s.sizes.block(layer).trained, fsdp(s.fold), width) + experts
 
@@ -307,7 +316,7 @@ def _whole_trained(s: Widths, layers: range, first: bool, last: bool) -> int:
 
 
 def _loads(s: Widths, rank: int, stages: int) -> list[BackwardLoad]:
-    """Return what so many stages of a pipeline rank hold in those of its backward passes that may be the peak."""
+    """Return the loads of a pipeline rank of `stages` stages in those of its backward passes that may be the peak."""
     options = s.config.pipeline
     if s.fold.pp == 1:
         return [BackwardLoad((1.0,), (False,))]

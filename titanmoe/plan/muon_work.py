@@ -1,4 +1,7 @@
-"""What Muon's update adds to a step on each rank: Newton-Schulz FLOPs, and bytes of matrices on their way."""
+"""Work that Muon's update adds to a step on each rank: Newton-Schulz FLOPs, and bytes of the messages of matrices.
+
+The planner prices it (`titanmoe.plan.price`); what runs is `titanmoe.parallel.whole_matrices`.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,24 @@ from titanmoe.plan.sizes import ModelKey
 
 
 class MuonWork(NamedTuple):
-    """Of the mean rank."""
+    """Work of a step on the mean rank."""
 
     flops: float = 0.0
     attention_bytes: float = 0.0
-    """Sent over dp_shard, cp and tp."""
+    """Bytes sent over dp_shard, cp and tp."""
     expert_bytes: float = 0.0
-    """Sent over edp and etp."""
+    """Bytes sent over edp and etp."""
 
 
 class Alike(NamedTuple):
-    """Weights of all layers that have the same matrices."""
+    """Weights of several layers whose matrices have the same shapes."""
 
     name: str
-    """The end of theirs."""
+    """Last part of their names."""
     shape: Shape
     count: int
     flops: int
-    """Of a Newton-Schulz step of one."""
+    """FLOPs of a Newton-Schulz step of one of them."""
     copied: bool
     """Whether every rank of tp has all of it."""
 
@@ -61,7 +64,7 @@ def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning
 
 
 def muon_work(config: Config, fold: Fold) -> MuonWork:
-    """As titanmoe.parallel.whole_matrices does it. Replicas do the same work."""
+    """Return the work of a step's update. Replicas do the same work."""
     model, options = config.model, config.optimizer
     width = 8 if config.training.dtype == "float64" else WIDTHS[options.ns_dtype]
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
@@ -82,8 +85,8 @@ def muon_work(config: Config, fold: Fold) -> MuonWork:
     return MuonWork(flops / fold.pp, dense_bytes / fold.pp, expert_bytes / fold.pp)
 
 
-def travelling_bytes(config: Config, fold: Fold) -> int:
-    """What a rank holds of matrices on their way: as they leave, and as they arrive."""
+def matrix_buffer_bytes(config: Config, fold: Fold) -> int:
+    """Return the bytes of the send and receive buffers of matrices on a rank."""
     work, width = muon_work(config, fold), WIDTHS[config.optimizer.ns_dtype]
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
     # Sent are the others' shares, there and back; this rank's own is in the messages too.
@@ -92,7 +95,7 @@ def travelling_bytes(config: Config, fold: Fold) -> int:
 
 
 def _cut_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, width: int) -> float:
-    """What the ranks of a team send for an expert's matrix: to its owner and back, or for the sum of Gram matrices."""
+    """Return the bytes that the ranks of an expert's matrix send: to its owner and back, or to sum Gram matrices."""
     ranks = fold.edp * fold.etp
     if fold.etp == 1 and not sliced:
         return 0.0

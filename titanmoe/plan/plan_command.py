@@ -100,7 +100,7 @@ def _plan(args: argparse.Namespace, device: Any) -> Plan:
 
 
 def _check_imbalance(config: Config, imbalance: float) -> None:
-    """A token goes to an expert once, so no expert has more rows than there are tokens."""
+    """Raise ConfigError for an imbalance that routing cannot reach: a token goes to an expert once."""
     experts, top_k = config.model.num_experts, config.model.top_k
     if imbalance > experts / top_k:
         raise ConfigError(
@@ -112,7 +112,7 @@ def _check_imbalance(config: Config, imbalance: float) -> None:
 
 
 def _search(config: Config, args: argparse.Namespace, device: Any) -> Any:
-    """Raises ConfigError with the reason if nothing is legal, or nothing fits."""
+    """Search the fastest mappings; raise ConfigError with the reason if none is legal, or none fits."""
     from titanmoe.fold.legality import violations
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
@@ -193,7 +193,7 @@ def _short(cells: tuple[str, ...]) -> str:
 
 
 def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
-    """The recipe, and notes on what is assumed. Its own mapping has to be legal only for --explain."""
+    """Return the recipe, and notes on what is assumed. Its own mapping has to be legal only for --explain."""
     from titanmoe.components import COMPONENTS
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations

@@ -1,4 +1,4 @@
-"""moe.overlap = "auto": what the planner would have a run compute while routed tokens are in flight."""
+"""Choose `moe.overlap = "auto"`: what a run computes while routed tokens are in flight, by the planner."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def with_overlap(config: Config, overlap: str) -> Config:
 
 
 def planned_overlap(config: Config, world: int, device: Device) -> tuple[Config, str]:
-    """Return the config with moe.overlap as the planner finds it fastest under the run's mapping, and what was chosen
-    and why; the config itself and "" if the recipe says it.
+    """Return the config with the fastest moe.overlap, and a text that says what was chosen and why.
 
-    Every rank must get the same answer, so it depends on nothing else.
+    If the recipe does not say "auto" these are the config itself and "". Every rank must get the same answer, so it
+    depends on nothing else.
 
     Args:
         config: with a global batch size.

@@ -1,4 +1,7 @@
-"""The time of a step: blocks under a schedule, weights and gradients on their way, the optimizer."""
+"""Seconds of a step: blocks under a schedule, messages of weights and gradients, the optimizer.
+
+`Pricer.price` is what `titanmoe plan` prints for a mapping.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,22 @@ from titanmoe.plan.weight_copies import WeightCopies
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 UPDATE = 28
-"""Bytes that the norm, clipping and the update move per weight in float32, without the optimizer's own numbers."""
+"""Bytes that the gradient norm, clipping and the update move per float32 weight, without the optimizer's moments."""
 
 
 @dataclass
 class Price:
     step: float
     components: dict[str, float]
-    """In seconds; they add up to the step."""
+    """Seconds by component; they add up to the step."""
     tokens: float
-    """Per second and device."""
+    """Tokens per second and device."""
     mfu: float
     microbatches: int
 
     @property
     def bottleneck(self) -> str:
-        """What takes the most time after matrix work."""
+        """Component that takes the most time after matrix work."""
         rest = {name: t for name, t in self.components.items() if name != "matrix work"}
         return max(rest, key=rest.get)
 
@@ -61,18 +64,18 @@ NAMES = {
 
 
 class BlockKind(NamedTuple):
-    """All that the price of a block depends on, apart from the mapping."""
+    """Kind of a block: all that its price depends on, apart from the mapping."""
 
     experts: bool
     like: int
-    """The first block that mixes tokens in the same way."""
+    """First block that mixes tokens in the same way."""
     recomputed: bool
 
 
 def blocks_of_rank(
     stages: list[dict[BlockKind, tuple[int, int]]], owners: list[int], rank: int
 ) -> dict[BlockKind, int]:
-    """How many blocks of each kind a rank has."""
+    """Return how many blocks of each kind a rank has."""
     counts: dict[BlockKind, int] = {}
     for owner, stage in zip(owners, stages, strict=True):
         if owner == rank:
@@ -82,7 +85,7 @@ def blocks_of_rank(
 
 
 class Pricer(BlockCosts):
-    """Prices mappings of one model, batch and world."""
+    """Price of mappings of one model, batch and world."""
 
     def __init__(
         self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0, stack: Stack = TITANMOE
@@ -92,7 +95,7 @@ class Pricer(BlockCosts):
         self.counts = cache(self._counts)
 
     def split(self, stages: int, uneven: tuple[int, ...]) -> list[range]:
-        """The layers of each stage. uneven: how many each has, where the recipe says so."""
+        """Return the layers of each stage. `uneven`: numbers of layers, where the recipe gives them."""
         if self.stack.balances_stages or uneven:
             return stages_of(self.config, stages, uneven)
         each, more = divmod(self.model.num_layers, stages)
@@ -100,7 +103,7 @@ class Pricer(BlockCosts):
         return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _counts(self, stages: int, every: int, uneven: tuple[int, ...]) -> list[dict[BlockKind, tuple[int, int]]]:
-        """For each stage, how many blocks of each kind it has, and the index of one of them."""
+        """Return for each stage how many blocks of each kind it has, and the index of one of them."""
         stage_counts = []
         for layers in self.split(stages, uneven):
             stage: dict[BlockKind, tuple[int, int]] = {}
@@ -111,8 +114,11 @@ class Pricer(BlockCosts):
         return stage_counts
 
     def weights(self, config: Config, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float, float]:
-        """Seconds to gather a block's weights once, to reduce its gradients once, and to sum those of experts that FSDP
-        has not got over their replicas, once a step."""
+        """Return the seconds of the messages of a block's weights.
+
+        They are those to gather its weights once, to reduce its gradients once, and, once a step, to sum the gradients
+        of experts outside FSDP over their replicas.
+        """
         reduced = max(self.w, WIDTHS[self.config.training.mixed_precision_reduce])
         gather = reduce = last = 0.0
         parts = [
@@ -140,7 +146,7 @@ class Pricer(BlockCosts):
         return gather, reduce, last
 
     def weight_copies(self, config: Config, fold: Fold, m: int) -> WeightCopies | None:
-        """None: nothing is copied."""
+        """Return how weights and gradients are copied; None if they are not."""
         if not self.stack.fsdp2:
             return None
         training = config.training
@@ -152,7 +158,7 @@ class Pricer(BlockCosts):
     def block_copies(
         self, copies: WeightCopies | None, config: Config, fold: Fold, sizes: Sizes, layer: int
     ) -> tuple[float, float]:
-        """Seconds for each microbatch and for each step."""
+        """Return the seconds of a block's copies for each microbatch and for each step."""
         if copies is None:
             return 0.0, 0.0
         moved = [copies.moved(sizes.block(layer), fsdp(fold))]
@@ -165,21 +171,25 @@ class Pricer(BlockCosts):
         return self._copy_seconds(*moved)
 
     def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
-        """Whether FSDP has not got the experts."""
+        """Return whether the experts are outside FSDP."""
         return self.stack.unshards_experts and experts_are_unsharded(config.parallelism, config.training, fold.edp)
 
     def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:
-        """The same of the embedding or the head."""
+        """Return the seconds of the copies of the embedding or the head, for each microbatch and for each step."""
         return (0.0, 0.0) if copies is None else self._copy_seconds(copies.moved(unit, fsdp(fold), 1))
 
     def _copy_seconds(self, *moved: tuple[int, int]) -> tuple[float, float]:
-        """Copies share the device with what is computed, so nothing hides them."""
+        """Return the seconds of copies, which share the device with computation, so that nothing hides them."""
         microbatch, step = map(sum, zip(*moved, strict=True))
         rate = self.device.bandwidth * self.factors.memory
         return microbatch / rate, step / rate
 
     def price(self, config: Config, fold: Fold) -> Price:
-        """config: this pricer's, with another mapping, microbatch, schedule or recomputation."""
+        """Price a mapping.
+
+        Args:
+            config: this pricer's, with another mapping, microbatch, schedule or recomputation.
+        """
         training, model = config.training, self.model
         samples = training.local_batch_size
         m = max(1, training.global_batch_size // (samples * fold.dp))
@@ -260,7 +270,7 @@ class Pricer(BlockCosts):
         return DispatchChoice(config.moe.dispatcher, config.moe.overlap == "halves", hidden)
 
     def matrices(self, config: Config, fold: Fold) -> float:
-        """Seconds of an update that works on whole matrices, apart from moving numbers."""
+        """Return the seconds of an update that works on full matrices, apart from moving numbers."""
         if not OPTIMIZERS.look_up(config.optimizer.name).numbers_per_matrix_weight:
             return 0.0
         work = muon_work(config, fold)
@@ -271,7 +281,7 @@ class Pricer(BlockCosts):
         return work.flops / rate + sum(2 * self.links.exchange(group, sent / 2) for group, sent in (attention, experts))
 
     def hop(self, pp: int, stage: int, samples: int, share: int) -> float:
-        """A microbatch's hidden states to the next stage."""
+        """Return the seconds to send a microbatch's hidden states to the next stage. `share`: ranks of a sample."""
         size = samples * self.config.training.seq_len / share * self.model.dim * self.w
         return self.links.send(stage, size) if pp > 1 else 0.0
 
@@ -292,7 +302,7 @@ class Pricer(BlockCosts):
         return fold.pp == 1 and not config.parallelism.reduce_once
 
     def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
-        """Seconds that a step takes longer because weights and gradients are under way."""
+        """Return the seconds that messages of weights and gradients add to a step."""
         gather = reduce = last = 0.0
         for count, layer in blocks.values():
             times = self.weights(config, fold, sizes, layer)

@@ -1,4 +1,4 @@
-"""What a pipeline schedule's own table says: how long ranks idle, and how many microbatches a rank has in flight."""
+"""Costs of a pipeline schedule, from its own table: how long ranks idle, and how many microbatches are in flight."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import NamedTuple
 from titanmoe.fold.pipeline_schedules import SCHEDULES, SINGLE, Action, Cell, alternate, bubble, single_order
 
 ROUNDS = 3
-"""Microbatches per rank when a table is played through: from 2 on, one more changes neither the idle time nor how
-many are in flight."""
+"""Microbatches per rank with which a table is evaluated: from 2 on, one more changes neither the idle time nor how many
+are in flight."""
 ALL_AHEAD = ("GPipe", "LoopedBFS")
-"""Every forward before the first backward."""
+"""Schedules that run every forward before the first backward."""
 
 
 class BackwardLoad(NamedTuple):
-    """What the stages of a rank hold while one of them is in backward."""
+    """Microbatches and gradients that the stages of a rank hold while one of them is in backward."""
 
     in_flight: tuple[float, ...]
-    """Microbatches of each stage."""
+    """Microbatches in flight in each stage."""
     begun: tuple[bool, ...]
-    """Stages that have gradients of an earlier microbatch."""
+    """Whether each stage has gradients of an earlier microbatch."""
 
     def is_within(self, other: BackwardLoad) -> bool:
         return all(a <= b for a, b in zip(sum(self, ()), sum(other, ()), strict=True))
@@ -31,11 +31,11 @@ class ScheduleCost(NamedTuple):
     idle: float
     """Idle time over the busy time of one microbatch."""
     in_flight: tuple[int, ...]
-    """For each rank: the most pairs of microbatch and stage whose activations are kept at once."""
+    """For each rank, the most pairs of microbatch and stage whose activations are saved at once."""
 
 
 def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
-    """The rows of torch's own schedule, made without process groups."""
+    """Return the rows of torch's own schedule, made without process groups."""
     if schedule in SINGLE:
         return single_order(schedule, pp, microbatches)
     from torch.distributed.pipelining import schedules as torch_schedules
@@ -68,7 +68,7 @@ def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: in
 
 
 CHANGE = {"F": 1, "B": -1, "W": -1, "I": 0}
-"""What an action adds to the microbatches in flight."""
+"""Microbatches that an action adds to those in flight."""
 
 
 def _in_flight(row: list[Cell]) -> int:
@@ -127,7 +127,7 @@ def interleaved_row(pp: int, stages_per_rank: int, microbatches: int, rank: int)
 
 
 def largest_loads(row: list[Cell]) -> list[BackwardLoad]:
-    """Return those of `backward_loads` for the cells of one rank."""
+    """Return the loads in `row`, the cells of one rank, that are not within another."""
     stages = sorted({action.stage for cell in row for action in cell})
     in_flight, begun, loads = dict.fromkeys(stages, 0), dict.fromkeys(stages, False), set[BackwardLoad]()
     for cell in row:

@@ -1,4 +1,4 @@
-"""The fastest of all legal mappings of a recipe on a number of devices.
+"""Search for the fastest of all legal mappings of a recipe on a number of devices.
 
 Mappings are taken by a bound on their time: what blocks cost one after the other under their schedule, without weights'
 messages, the optimizer and the ends of the model. When no bound is below the slowest that would be shown, the search is
@@ -48,7 +48,7 @@ class PricedMapping:
 
     @property
     def fullest(self) -> int:
-        """The pipeline rank that needs most memory."""
+        """Pipeline rank that needs most memory."""
         return max(range(len(self.memory)), key=lambda i: self.memory[i].peak)
 
     @property
@@ -57,7 +57,7 @@ class PricedMapping:
 
 
 def is_unfolded(fold: Fold) -> bool:
-    """Experts on attention's own axes: split by tp like it, and ep within its data ranks, which are cp x tp apart."""
+    """Return whether experts lie on attention's own axes: etp is tp, and ep divides its data ranks, cp x tp apart."""
     return fold.etp == fold.tp and fold.dp % fold.ep == 0
 
 
@@ -69,7 +69,7 @@ def evaluate(
     imbalance: float = 1.0,
     stack: Stack = TITANMOE,
 ) -> PricedMapping:
-    """The recipe's own mapping."""
+    """Price the recipe's own mapping."""
     fold = derive(world, config.parallelism)
     config, _ = planned_overlap(config, world, device)
     price = Pricer(config, device, factors, imbalance, stack).price(config, fold)
@@ -80,9 +80,9 @@ def evaluate(
 class Search:
     best: list[PricedMapping]
     best_unfolded: PricedMapping | None
-    """As it would be on attention's own mesh."""
+    """Fastest mapping on attention's own mesh."""
     nearest: PricedMapping | None
-    """If nothing fits: the mapping that comes closest."""
+    """Mapping that comes closest to fitting, if none fits."""
     considered: int
     priced: int
 
@@ -100,7 +100,13 @@ def search(
     imbalance: float = 1.0,
     stack: Stack = TITANMOE,
 ) -> Search:
-    """Considers the mappings that divide everything evenly and may fit. config has a global batch size."""
+    """Return the fastest mappings among those that divide everything evenly and may fit.
+
+    Args:
+        config: recipe with a global batch size.
+        count: how many are returned.
+        imbalance: routed tokens of the busiest rank over the mean.
+    """
     pricer, one_mesh = (kind(config, device, factors, imbalance, stack) for kind in (Pricer, OneMesh))
     candidates = list(candidates_of(config, world, pricer, device.memory - device.reserved))
     best: dict[MappingKey, PricedMapping] = {}
@@ -153,7 +159,7 @@ def search(
 
 
 def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
-    """Whether any mapping does."""
+    """Return whether any mapping fits into the devices' memory."""
     pricer = Pricer(config, device, factors)
     candidates = candidates_of(config, world, pricer, device.memory - device.reserved)
     return any(
@@ -166,8 +172,10 @@ def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
 
 
 def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> Iterator[PricedMapping]:
-    """The candidate with one replica, and with enough replicas that each stays within one domain of the fast link; with
-    each way to keep weights or free them. Neither memory nor laws are checked yet."""
+    """Yield a candidate, priced, with each choice of replicas and of reshard_after_forward.
+
+    Replicas are one, or so many that each stays within a domain of the fast link. Memory and laws are not checked.
+    """
     fold = candidate.fold
     data_ranks_per_domain = pricer.device.domain // (fold.cp * fold.tp)
     replicas = {1}
@@ -185,7 +193,7 @@ def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> It
 
 
 def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
-    """Values of parallelism.reshard_after_forward that differ for the candidate; the recipe's own if it says which."""
+    """Return the values of reshard_after_forward that differ for the candidate; the recipe's own unless it is auto."""
     if config.parallelism.reshard_after_forward != "auto":
         return [config.parallelism.reshard_after_forward]
     if candidate.fold.pp == 1:  # "always" differs from "auto" for experts in no FSDP unit
@@ -194,7 +202,7 @@ def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
 
 
 def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str) -> Config:
-    """The recipe with the candidate's mapping. reshard: parallelism.reshard_after_forward."""
+    """Return the recipe with the candidate's mapping. `reshard`: parallelism.reshard_after_forward."""
     table, single = config.parallelism, SCHEDULES[candidate.schedule].stages_per_rank == 1
     choice = candidate.dispatch_choice
     experts = replace(table.experts, ep=fold.ep, etp=fold.etp, edp=-1, edp_replicate=-1)
@@ -217,7 +225,7 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str)
 
 
 class OneMesh(Pricer):
-    """Prices of experts on attention's own mesh, as without folding.
+    """Pricer of experts on attention's own mesh, as without folding.
 
     The mesh is dp x cp x tp: the ranks of a group of ep are cp x tp apart, so that a node has fewer of them.
     """

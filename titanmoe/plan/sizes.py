@@ -1,5 +1,4 @@
-"""The weights of a rank, exactly: each matrix of the modules, how tp and etp split it, and what FSDP leaves of it; its
-adapters, and the bytes of its optimizer's state.
+"""Weights of a rank, exactly: shapes after tp and etp, what FSDP shards, adapters, and optimizer state.
 
 Elements, not bytes, unless it says so. A unit is what FSDP gathers and reduces at once: a block without its experts, or
 its experts.
@@ -28,19 +27,19 @@ EVERYTHING = Tuning()
 
 @dataclass(frozen=True)
 class WeightUnit:
-    """The local pieces of its tensors after tp, ep and etp."""
+    """Tensors that FSDP gathers and reduces at once, with their shapes on a rank after tp, ep and etp."""
 
     shapes: tuple[Shape, ...]
     dims: tuple[int, ...]
-    """The dim of each that FSDP shards."""
+    """Dim of each tensor that FSDP shards."""
     replicated: tuple[int, ...] = ()
-    """Elements of its tensors that every data rank holds whole, outside FSDP: the router's."""
+    """Elements of each tensor that every data rank holds in full, outside FSDP: the router's."""
     frozen: tuple[bool, ...] = ()
-    """Which tensors are not trained, first the sharded ones; empty: all are."""
+    """Whether each tensor is frozen, the sharded ones first; empty if all are trained."""
 
     @cached_property
     def trained(self) -> WeightUnit:
-        """The same without what is frozen."""
+        """The unit without its frozen tensors."""
         if not any(self.frozen):
             return self
         count = len(self.shapes)
@@ -50,7 +49,7 @@ class WeightUnit:
 
     @cached_property
     def whole(self) -> int:
-        """What FSDP gathers."""
+        """Elements that FSDP gathers."""
         return sum(map(prod, self.shapes))
 
     @cached_property
@@ -62,7 +61,10 @@ class WeightUnit:
 
     @lru_cache(maxsize=65536)  # noqa: B019  (a unit is a value, and few are ever made)
     def shard_size(self, parts: int, index: int = 0) -> int:
-        """What one of the data ranks keeps; the first has the most. Uneven dims are cut as torch.chunk does."""
+        """Return the elements that one of `parts` data ranks stores; the first stores the most.
+
+        Uneven dims are sharded as torch.chunk does.
+        """
         total = sum(self.replicated)
         for shape, dim in zip(self.shapes, self.dims, strict=True):
             rows = shape[dim]
@@ -71,7 +73,7 @@ class WeightUnit:
         return total
 
     def sharded_size(self, parts: int) -> int:
-        """`shard_size` without what every data rank holds whole."""
+        """Return `shard_size` without the elements that every data rank holds in full."""
         return self.shard_size(parts) - sum(self.replicated)
 
     def __len__(self) -> int:
@@ -81,13 +83,18 @@ class WeightUnit:
 def _unit(
     split: int, parts: list[Split], replicated: tuple[int, ...] = (), frozen: tuple[bool, ...] = ()
 ) -> WeightUnit:
-    """parts: shape of each tensor, and the dim that `split` ranks divide among them, if any."""
+    """Return the unit of a rank.
+
+    Args:
+        split: ranks that divide a tensor.
+        parts: shape of each tensor, and the dim that they divide, if any.
+    """
     shapes = tuple(tuple(n // split if dim == i else n for i, n in enumerate(shape)) for shape, dim in parts)
     return WeightUnit(shapes, (0,) * len(shapes), replicated, frozen)
 
 
 class ModelKey:
-    """A model as a cache key: models are not hashable, and hashing their fields each time is slow."""
+    """Hashable key of a model for caches. Models are not hashable, and hashing their fields each time is slow."""
 
     _cache: dict[tuple, ModelKey] = {}
 
@@ -120,7 +127,7 @@ def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
 
 @lru_cache(maxsize=4096)
 def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning: Tuning = EVERYTHING) -> WeightUnit:
-    """layer: of the block, if not all of its tensors are trained."""
+    """Return the experts of a rank. `layer` matters only if not all of a block's tensors are trained."""
     model, name = key.model, tensors.block_name(key.model, layer)
     parts = tensors.of_experts(model)
     parts |= tuning.adapters(name, parts)
@@ -140,7 +147,7 @@ def _first_alike(key: ModelKey, layer: int) -> int:
 
 
 class Sizes:
-    """The units of a model under a mapping."""
+    """Units of a model under a mapping."""
 
     def __init__(self, model: Model, tp: int, ep: int, etp: int, edp: int, tuning: Tuning = EVERYTHING):
         self.model, self.tuning = model, tuning
@@ -171,7 +178,7 @@ class Sizes:
 def units_of_stage(
     config: Config, sizes: Sizes, layers: range, first: bool, last: bool
 ) -> tuple[list[WeightUnit], int]:
-    """The units sharded over attention's data ranks, and how many blocks have experts."""
+    """Return the units of a stage that attention's data ranks shard, and the number of its blocks with experts."""
     model = config.model
     numbers = [*layers, *range(model.num_layers, model.num_layers + model.mtp_depth * last)]
     units = [sizes.block(layer) for layer in numbers]
@@ -186,15 +193,16 @@ def units_of_stage(
 
 
 def fsdp(fold: Fold) -> int:
-    """Ranks among which a block's weights are sharded."""
+    """Return the number of ranks that shard a block's weights."""
     return fold.dp_shard * fold.cp
 
 
 # ---- adapters
 
 ADDED, KERNELS = 6, (4, 6)
-"""Of an adapted matrix: bytes moved, in 16 bits, per element to which the adapter's share is added (its outputs; in
-backward its inputs' gradients), and kernels: two narrow products, a scale and a sum; in backward four products."""
+"""Cost of an adapter beside its products: bytes moved, in 16 bits, per element to which its term is added (outputs; in
+backward gradients of inputs), and kernels forward and backward: two narrow products, a scale and a sum; four products
+and two sums."""
 
 
 class Adapter(NamedTuple):
@@ -224,7 +232,7 @@ def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
 # ---- optimizer state
 
 Parts = list[tuple[WeightUnit, int]]
-"""Units, each with the number of data ranks that share it."""
+"""Units, each with the number of data ranks that shard it."""
 
 
 def state_bytes(
@@ -245,7 +253,7 @@ def state_bytes(
     as_weights, width = WIDTHS[config.training.dtype], optimizer.moment_width(config)
 
     def numbers(parts: Parts) -> int:
-        """Bytes of one number for each trained weight."""
+        """Return the bytes of one number for each trained weight."""
         if width < as_weights:  # routers' too, which are stored wider
             return sum(unit.trained.shard_size(n) for unit, n in parts) * width
         return sum(stored(unit.trained, n, width) for unit, n in parts)

@@ -1,4 +1,4 @@
-"""Seconds of all blocks of a model, added up, for each mode of recomputation: what the search puts together."""
+"""Seconds of all blocks of a model for each mode of recomputation: terms that the search adds up into its bounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titanmoe.plan.dispatch_costs import DispatchChoice
 
 MODES = ("none", "selective", "moe", "full_except_dispatch", "full")
 SecondsByMode = tuple[float, ...]
-"""In the order of MODES."""
+"""Seconds in the order of MODES."""
 
 
 def _add(
@@ -27,8 +27,10 @@ def _add(
     backward: Cost,
     again: dict[str, Cost] | None = None,
 ) -> list[float]:
-    """The totals with this part of `count` blocks added. again: what each mode computes twice of it; full recomputation
-    all, if nothing is said."""
+    """Return the totals with this part of `count` blocks added.
+
+    `again`: what each mode recomputes of it; by default full recomputation recomputes all.
+    """
     once = sum(forward) + sum(backward)
     again = again or {"full": forward, "full_except_dispatch": forward}
     memory, products = costs.stack.selective
@@ -38,7 +40,7 @@ def _add(
 
 
 def non_expert_seconds(costs: BlockCosts, tp: int, cp: int, samples: int) -> SecondsByMode:
-    """Of everything that the experts' mapping does not touch."""
+    """Return the seconds of all that the experts' mapping does not change."""
     totals = [sum(costs.head(tp, cp, samples))] * len(MODES)
     for (experts, like), count in costs.kinds.items():
         totals = _add(costs, totals, count, *costs.attention(tp, cp, samples, like))
@@ -51,7 +53,7 @@ def non_expert_seconds(costs: BlockCosts, tp: int, cp: int, samples: int) -> Sec
 def expert_seconds(
     costs: BlockCosts, share: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice
 ) -> SecondsByMode:
-    """Of all experts. share: ranks that share a sample, tp x cp."""
+    """Return the seconds of all experts. `share`: ranks that share a sample, tp x cp."""
     counts: Counter[float] = Counter()
     for (experts, like), count in costs.kinds.items():
         counts[costs.backward[like].ffn] += count * experts
@@ -59,20 +61,23 @@ def expert_seconds(
     for factor, count in counts.items():
         if count:
             forward, backward = costs.experts(*degrees, choice, factor)
-            again = {mode: costs.experts_again(forward, mode, *degrees, choice) for mode in ("moe", *MODES[3:])}
+            again = {mode: costs.recomputed_experts(forward, mode, *degrees, choice) for mode in ("moe", *MODES[3:])}
             totals = _add(costs, totals, count, forward, backward, again)
     return tuple(totals)
 
 
 def row_seconds(costs: BlockCosts, *experts: Any) -> float:
-    """Of `expert_seconds`, those of the rows' messages, if nothing is recomputed."""
+    """Return the seconds of the messages of routed tokens in `expert_seconds`, without recomputation."""
     both = costs.experts(*experts)
     return sum(count * has for (has, _), count in costs.kinds.items()) * sum(cost.rows for cost in both)
 
 
 def seconds_in_halves(config: Config, costs: BlockCosts, dispatcher: str, fold: Fold) -> SecondsByMode:
-    """Of a whole model whose blocks take the samples of a microbatch in two halves; endless where they cannot. config:
-    that of `costs`, with its own microbatch."""
+    """Return the seconds of a model whose blocks take a microbatch in two halves; infinite where they cannot.
+
+    Args:
+        config: that of `costs`, with its own microbatch.
+    """
     if fold.ep * fold.etp == 1 or any(halves_violations(config, DISPATCHERS.look_up(dispatcher))):
         return (inf,) * len(MODES)
     samples = config.training.local_batch_size
