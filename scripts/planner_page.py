@@ -115,8 +115,10 @@ def priced_rows(rows: list[dict[str, Any]], factors: Factors) -> list[Row]:
 
 
 def fit(rows: list[dict[str, Any]]) -> Factors:
-    """Return the factors of least squares, by Gauss-Newton on logarithms: the calibration rows' errors, and the
-    factors' distances from START."""
+    """Return the factors of least squares, by Gauss-Newton on logarithms.
+
+    Residuals are the calibration rows' errors and the factors' distances from START.
+    """
     rows = [row for row in rows if row["id"] in CALIBRATION]
     keys = [field.name for field in fields(Factors)]
     start, spread = (np.array([float(x) for x in values]) for values in (
@@ -176,8 +178,12 @@ def ranges(priced: list[Row]) -> dict[str, float]:
 
 
 def order(priced: list[Row]) -> tuple[int, int, int, int, float]:
-    """Return of how many pairs of the paper's mappings the planner knows the faster one, and of how many groups the
-    fastest: of one model, batch and world; and the error of two steps' ratio within which four of five pairs are."""
+    """Compare the planner's order of the paper's mappings of one model, batch and world with the published one.
+
+    Returns:
+        Pairs whose faster mapping is right, pairs, groups whose fastest mapping is right, groups, and the error of two
+        steps' ratio within which four of five pairs are.
+    """
     groups, pairs, ratios = defaultdict(list), [], []
     for one in priced:
         if one.row["source"].startswith(PAPER):  # one release of one software
@@ -301,8 +307,10 @@ SETTINGS: dict[str, Callable[[Config, int], tuple[list[str], int]]] = {
 
 
 def folding_gains() -> list[dict[str, Any]]:
-    """Return the fastest mapping of each recipe for GPUs and each setting, and the fastest unfolded one: as overrides,
-    with seconds a step."""
+    """Return the fastest mapping of each recipe and setting, and the fastest unfolded one.
+
+    They are overrides, with seconds a step.
+    """
     gains = []
     for name in (name for name in shipped_recipes() if "debug" not in name):
         own = recipe(name)
