@@ -1,1 +1,1 @@
-"""Saving, loading under any mapping, and the commands that look at checkpoints."""
+"""Save and load checkpoints independently of the parallel mapping; the commands that inspect and convert them."""

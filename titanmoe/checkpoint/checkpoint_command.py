@@ -1,4 +1,4 @@
-"""`titanmoe checkpoint`: looking at a run's checkpoints, and letting tools of PyTorch do so."""
+"""`titanmoe checkpoint`: list, inspect, verify and compare a run's checkpoints, or open them to PyTorch's own tools."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PATH_HELP = "a run's folder, its checkpoints' folder, or one checkpoint"
 def add_checkpoint(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "checkpoint",
-        help="ls, inspect, verify or diff: a run's checkpoints; dcp: for tools of PyTorch",
-        description="Look at a run's checkpoints, or let tools of PyTorch do so.",
+        help="list, inspect, verify or compare a run's checkpoints; dcp: let torch.distributed.checkpoint read one",
+        description="Look at a run's checkpoints, or let the tools of torch.distributed.checkpoint read one.",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
 
@@ -67,7 +67,11 @@ def _run_or_error(run: Any, args: argparse.Namespace) -> int:
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """The checkpoints that a path names: itself, or those in it."""
+    """Return the checkpoints that a path names, by step: the path itself, or all in a run's or checkpoints' folder.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint.
+    """
     if safe_files.exists(path / layout.MANIFEST):
         return [path]
     for folder in (path, safe_files.refuse_link(path / "checkpoints")):
@@ -78,6 +82,11 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def latest_checkpoint(path: Path) -> Path:
+    """Return the path itself if it is a checkpoint, else the last checkpoint written in that run's folder.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint, or the latest is a link.
+    """
     checkpoints = checkpoints_in(path)
     if checkpoints == [path]:
         return path
@@ -208,11 +217,12 @@ def _axes(axes: dict[str, int]) -> str:
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
-    """Sorts layers.2 before layers.10."""
+    """Return a sort key that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def format_size(count: int) -> str:
+    """Return a number of bytes as text, such as 3.2 GB (10^9 bytes)."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -1,4 +1,8 @@
-"""A checkpoint's folder: all ranks of a group write it together; anyone can read any block of any tensor from it."""
+"""A checkpoint's folder: all ranks of a group write it together; any process reads any block of any tensor from it.
+
+Writing goes through torch.distributed.checkpoint (see write_tensors). Reading uses neither its metadata nor pickle:
+tensors.json says which file has which block, so what was saved under one mapping loads under any other.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +46,23 @@ def save(
     progress: SaveProgress | None = None,
     finite: bool = False,
 ) -> None:
-    """Called by all ranks of the group, or by one process without a group. When it returns, the checkpoint is complete
-    and has its name. If it raises, it does so on every rank, and whatever was there before is unchanged; what it has
-    written is removed, so that a full disk does not stay full. finite: refuse NaN and infinity."""
+    """Write a complete checkpoint to `target`. Collective over the group; None stands for a single process.
+
+    The folder gets its name only once every byte is on disk. On an error, what was there before is unchanged and the
+    unfinished files are removed.
+
+    Args:
+        target: the checkpoint's folder.
+        shards: what this rank holds of each tensor, by name in the checkpoint.
+        manifest: makes the manifest from the checksums of all files; called on the group's first rank.
+        group: a process group of CPU tensors (gloo).
+        carried: files to copy into the subfolder hf/, by their names there.
+        progress: told what this rank is doing, for messages about a save that does not end.
+        finite: refuse NaN and infinity.
+
+    Raises:
+        CheckpointError: on all ranks, if anything fails on one.
+    """
     first = group is None or dist.get_rank(group) == 0
     unfinished = target.with_name(target.name + layout.WRITING)
     try:
@@ -99,22 +117,22 @@ def _check_visible(unfinished: Path) -> None:
 
 
 class StoredTensors:
-    """A folder of files with blocks of tensors: any block of any tensor can be read."""
+    """A folder of files that hold blocks of tensors, from which any block of any tensor can be read."""
 
     stored: Mapping[str, StoredTensor]
 
     def __init__(self, path: Path):
         self.path = path
         self._numbers: dict[StoredBlock, StridedData] = {}
-        """Of the blocks that have been read from."""
+        """Where the elements of each block are that has been read from, so that its header is parsed once."""
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype by name."""
+        """Shape and dtype of each tensor, by name."""
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.stored.items()}
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """A tensor, or the block of it that begins at offset and has this shape."""
+        """Return a tensor in its stored dtype on the CPU, or the block of it with this offset and shape."""
         if name not in self.stored:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         whole, dtype = self.tensors[name]
@@ -123,8 +141,11 @@ class StoredTensors:
         return out
 
     def fill(self, targets: Mapping[str, tuple[str, TensorShard]]) -> None:
-        """Fill shards, each from the stored tensor that it names. The keys are the caller's own. No rank waits for
-        another."""
+        """Fill local shards in place from the files, converting dtypes. Not collective.
+
+        Args:
+            targets: the stored tensor's name and the shard to fill; the keys are the caller's own.
+        """
         blocks_by_file: dict[str, dict[StoredBlock, list[tuple[str, TensorShard]]]] = {}
         for name, shard in targets.values():
             for block in self._blocks_for(name, shard):
@@ -157,7 +178,7 @@ class StoredTensors:
 
 
 class Checkpoint(StoredTensors):
-    """A complete checkpoint, open for reading."""
+    """A complete checkpoint that titanmoe wrote, open for reading."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -177,6 +198,7 @@ class Checkpoint(StoredTensors):
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open one checkpoint's folder for reading; CheckpointError if it has no valid manifest."""
     return Checkpoint(Path(path))
 
 
@@ -188,8 +210,16 @@ def write_checkpoint(
     carried: Mapping[str, Path] | None = None,
     group: Group = None,
 ) -> None:
-    """Write a checkpoint that does not come from training, such as a converted one. carried: files to copy into hf/, by
-    their names there."""
+    """Write a checkpoint that does not come from training, such as a converted one. Collective over the group.
+
+    Args:
+        path: its folder.
+        tensors: what this rank writes, by name in the checkpoint.
+        record: the manifest's record.
+        overwrite: replace what is there; otherwise an existing folder is refused.
+        carried: files to copy into hf/, by their names there.
+        group: the ranks that write together; None for a single process.
+    """
     target = Path(path)
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists: choose another folder, or give --overwrite")
@@ -213,7 +243,7 @@ def _save_error(failure: dcp.CheckpointException, target: Path) -> CheckpointErr
 
 @contextlib.contextmanager
 def _without_warning(group: Group) -> Iterator[None]:
-    """Silence torch's warning that only one process saves. With a group, as in a background thread, there is none."""
+    """Silence torch's warning that only one process saves; with a group, which may be used in a thread, do nothing."""
     if group is not None:
         yield
         return

@@ -1,4 +1,7 @@
-"""Where a run starts: from scratch, from a checkpoint of its own, or from another run's. Without torch."""
+"""Choose where a run starts: from scratch, from a checkpoint of its own, or from another run's.
+
+The trainer calls it when it loads; the launcher reads the record beforehand, so this file does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,23 @@ from titanmoe.config.schema import Config, Job
 
 
 def is_resumable(options: Options) -> bool:
-    """Whether a run of this name is one run, however often it is started; otherwise each start gets its own folder."""
+    """Return whether starting a run of this name again resumes it; otherwise each start gets a folder of its own."""
     return options.enable and options.load != "none"
 
 
 def run_folder(job: Job) -> Path:
-    """The folder of a run that continues."""
+    """Return the folder of a run that can be resumed: {job.dump_folder}/{job.name}."""
     return Path(job.dump_folder) / (job.name or "run")
 
 
 def checkpoints_folder(run: Path, options: Options) -> Path:
+    """Return the folder of a run's checkpoints: in the run's folder, or under an absolute checkpoint.folder."""
     folder = Path(options.folder)
     return folder / run.name if folder.is_absolute() else run / folder
 
 
 def has_begun(config: Config) -> bool:
-    """Whether the run has a checkpoint of its own to resume from."""
+    """Return whether the run has a checkpoint of its own to resume from; ConfigError if the disk does not answer."""
     try:
         return is_resumable(config.checkpoint) and _has_checkpoints(
             checkpoints_folder(run_folder(config.job), config.checkpoint)
@@ -41,15 +45,29 @@ def has_begun(config: Config) -> bool:
 
 @dataclass
 class StartPoint:
+    """The checkpoint that a run starts from, and what to tell the user about the choice."""
+
     path: Path | None = None
+    """The checkpoint's folder; None: from scratch."""
     model_only: bool = False
+    """Whether only weights are loaded, and the run begins at step 0."""
     notes: list[str] = field(default_factory=list)
-    """Checkpoints that were passed over on the way, and why."""
+    """Lines for the log: which newer checkpoints could not be used, and why."""
     passed_over: list[Path] = field(default_factory=list)
+    """Newer checkpoints that could not be used."""
 
 
 def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
-    """The checkpoint that [checkpoint] load asks for; damage(folder) lists what is wrong with one."""
+    """Return the checkpoint that checkpoint.load asks for, or with "auto" the run's newest intact one.
+
+    Args:
+        options: the recipe's [checkpoint].
+        run: the run's folder.
+        damage: returns what is wrong with a checkpoint's folder, a line each.
+
+    Raises:
+        CheckpointError: there are checkpoints and none can be used, or the one asked for is damaged or absent.
+    """
     if options.load == "none":
         return StartPoint()
     own_folder = checkpoints_folder(run, options) if options.enable else None
@@ -82,8 +100,11 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def _newest_intact(folder: Path, damage: Callable[[Path], list[str]], is_own_run: bool = True) -> StartPoint:
-    """The first candidate that is sound. There are some: if none can be used, that must not mean starting from
-    scratch."""
+    """Return the newest intact checkpoint of a folder that has some.
+
+    Raises:
+        CheckpointError: none is intact. Starting from scratch instead would silently lose the run.
+    """
     latest_name, passed_over = layout.read_latest(folder), {}
     for path in layout.newest_first(folder, unfinished=is_own_run):
         try:
@@ -121,6 +142,7 @@ def _checkpoint_of_step(folder: Path | None, step: int, damage: Callable[[Path],
 
 
 def start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
+    """Return the checkpoint in a folder of any run: the folder itself, or the newest intact one in it."""
     if safe_files.exists(path / layout.MANIFEST):
         _check_intact(path, damage)
         return StartPoint(path)
@@ -137,16 +159,18 @@ def _check_intact(path: Path, damage: Callable[[Path], list[str]]) -> None:
 
 
 def record_to_resume(config: Config) -> dict[str, Any]:
-    """The record of the checkpoint that this run will resume from, {} if none: read before anything is built.
+    """Return the record of the checkpoint that this run will resume from, {} if none, before anything is built.
 
-    Only manifests are read; a damaged file elsewhere in it is found when it is loaded. Every rank looks for itself: one
-    that gets no answer must not continue as if there were none.
+    Only manifests are read; damage to other files is found when they are loaded. Not collective: every rank looks.
+
+    Raises:
+        ConfigError: the file system does not answer, so it is unknown whether there is a checkpoint.
     """
     return checkpoint_to_resume(config)[1]
 
 
 def checkpoint_to_resume(config: Config) -> tuple[Path | None, dict[str, Any]]:
-    """Its folder and its record."""
+    """Return the folder and the record of the checkpoint that this run will resume from; None and {} if none."""
     try:
         start = choose_start(config.checkpoint, run_folder(config.job), _manifest_damage)
         if start.path is None or start.model_only:

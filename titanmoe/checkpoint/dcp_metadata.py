@@ -1,4 +1,4 @@
-"""`titanmoe checkpoint dcp`: adds to a checkpoint what torch.distributed.checkpoint and its tools need to read it.
+"""`titanmoe checkpoint dcp`: add to a checkpoint what torch.distributed.checkpoint and its tools need to read it.
 
 They open a folder by its .metadata, a pickle of where the blocks of tensors are. This file makes one from tensors.json,
 and is the only one that pickles. Nothing here reads a .metadata: a stranger's runs the stranger's code in such tools.

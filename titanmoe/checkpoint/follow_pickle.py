@@ -1,8 +1,8 @@
-"""What a pickle describes, found without unpickling it: nothing that it names is imported, made or called.
+"""Interpret a pickle safely: the result says what it describes, and nothing that it names is imported or called.
 
-A pickle is a list of operations on a stack. Those that a reader expects are followed one by one, and calls become
-values. The result has at most a value for each byte of the pickle, which makes it up to a hundred times as large, and
-about fifteen times if torch wrote it.
+saved_tensor and read_dcp read files of strangers with it. A pickle is a list of operations on a stack; the operations
+that the caller allows are followed one by one, and calls become PickledCall values. The result has at most one value
+for each byte of the pickle: at most a hundred times its size, about fifteen times if torch wrote it.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()
 CALLS = frozenset(
     ("PROTO", "BINPUT", "LONG_BINPUT", "GLOBAL", "MARK", "TUPLE", *TUPLES, "EMPTY_TUPLE", "REDUCE", "STOP")
 )
-"""For functions or classes and their arguments."""
+"""Operations that describe calls of functions or classes."""
 OBJECTS = CALLS.union(
     ("FRAME", "MEMOIZE", "BINGET", "LONG_BINGET", "STACK_GLOBAL", "NEWOBJ", "BUILD", "NONE", "NEWTRUE", "NEWFALSE"),
     ("EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS"),
 )
-"""Also for objects, lists and dicts, any of which may be used twice."""
+"""Operations that also describe objects, lists and dicts, any of which may be referred to twice."""
 
 
 class GlobalName(NamedTuple):
-    """A function or class that the pickle names, after its module and a space."""
+    """A function or class that the pickle names, as "MODULE NAME"."""
 
     name: str
 
 
 class StorageRef(NamedTuple):
-    """A storage that the pickle refers to."""
+    """A reference to a tensor storage outside the pickle (a persistent id)."""
 
     key: Any
 
 
 @dataclass(slots=True)
 class PickledCall:
-    """A call that nobody makes, and the state that the result would get."""
+    """A call or object that unpickling would make, with its arguments and the state it would set."""
 
     function: Any
     arguments: Any
@@ -48,7 +48,7 @@ class PickledCall:
 
 
 class DictItems(list[tuple[Any, Any]]):
-    """The items of a dict. Hashing a key of a stranger's could recurse without an end."""
+    """The items of a dict, as a list: hashing an untrusted key could recurse without end."""
 
 
 def follow(pickled: bytes, operations: Collection[str], what: str, names: Collection[str] | None = None) -> Any:

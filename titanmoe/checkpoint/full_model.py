@@ -1,4 +1,7 @@
-"""A whole model in a folder: where its weights are, what shape it has, and how to fill a laid out model with them."""
+"""A full model in a folder: where its weights are, its config, and how to fill a sharded model with them.
+
+Teachers, references of preference runs and text generation read models with it, from a run or from Hugging Face.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FullModel:
+    """A model with all its weights in one folder: a checkpoint, or a Hugging Face model."""
+
     path: Path
     config: Config
-    """That it was trained with."""
+    """Config that it was trained with."""
     step: int | None
-    """None: a Hugging Face folder."""
+    """Training step; None for a Hugging Face folder."""
     identity: str | None = None
-    """Of the tokenizer that its tokens came from, where the checkpoint says so."""
+    """Identity of the tokenizer of its training data; None if the checkpoint does not record it."""
 
 
 def require_intact(path: Path) -> Path:
+    """Return the path of a checkpoint unchanged; CheckpointError if a file is missing or has another size."""
     if broken := layout.find_damage(path, contents=False):
         raise CheckpointError("; ".join(broken))
     return path
 
 
 def find_full_model(path: Path) -> FullModel:
-    """path: a run, one of its checkpoints, or a Hugging Face folder."""
+    """Return the model in a run (its latest checkpoint), a checkpoint or a Hugging Face folder.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it has adapters alone.
+    """
     if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():
         from titanmoe.checkpoint.hf.config_json import describe_folder
 
@@ -60,7 +70,13 @@ def find_full_model(path: Path) -> FullModel:
 
 
 def fill_shards(targets: Targets, whole: FullModel, model: Model) -> None:
-    """model: the shape that is filled, which may lack multi-token prediction."""
+    """Fill this rank's shards in place from a model's files. Not collective.
+
+    Args:
+        targets: the shards to fill (state.shards_to_load).
+        whole: the model.
+        model: [model] of what is filled, which may lack multi-token prediction.
+    """
     if whole.step is not None:
         from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 

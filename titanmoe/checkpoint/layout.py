@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk, without torch: where it is, when it counts as complete, which one is the latest.
+"""The layout of checkpoints on disk: where they are, when one counts as complete, which is the latest. Without torch.
 
     RUN/checkpoints/
         latest                    the name of the last one made, for people; what counts is the number in manifests
@@ -40,7 +40,7 @@ from titanmoe.checkpoint.safe_files import (
 
 MANIFEST, LATEST, CARRIED, DCP_METADATA = "manifest.json", "latest", "hf", ".metadata"
 CARRIED_BYTES = 1 << 30
-"""Of one file that is copied along."""
+"""Limit on the bytes of one file that is copied into hf/."""
 WRITING, REMOVING, PASSED_OVER = ".writing", ".removing", ".passed-over"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.(writing|removing(-\d+)?)$")
@@ -48,15 +48,17 @@ _BLOCK = 1 << 22
 
 
 def folder_name(step: int) -> str:
+    """Return the name of a step's checkpoint, such as step-00000120."""
     return f"step-{step:08}"
 
 
 def step_of(path: Path) -> int:
-    """From a checkpoint's name, or from what it begins with."""
+    """Return the step in a checkpoint's name, which may have a suffix such as .writing."""
     return int(_NAME.match(path.name)[1])
 
 
 def read_manifest(folder: Path) -> Manifest:
+    """Read and check a checkpoint's manifest.json; CheckpointError, in one line, if it is absent or damaged."""
     try:
         data = safe_files.read(folder, MANIFEST, manifest.MOST_BYTES)
     except NOT_FOUND_ERRORS:
@@ -81,7 +83,7 @@ def _explain_absent(folder: Path) -> str:
 
 
 def checkpoints_by_step(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints of a run's checkpoint folder by step, in order: everything with such a name."""
+    """Return the complete checkpoints in a folder by step, in ascending order."""
     by_step = {int(m[1]): folder / name for name in _entries(folder) if (m := _NAME.fullmatch(name))}
     return dict(sorted(by_step.items()))
 
@@ -94,7 +96,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def read_latest(folder: Path) -> str:
-    """The name in the file `latest`, "" without one."""
+    """Return the checkpoint's name in the file `latest`; "" if there is none or it cannot be read."""
     try:
         return safe_files.read(folder, LATEST, 256).decode().strip()
     except (*NOT_FOUND_ERRORS, CheckpointError, UnicodeDecodeError):
@@ -102,9 +104,11 @@ def read_latest(folder: Path) -> str:
 
 
 def newest_first(folder: Path, unfinished: bool = False) -> list[Path]:
-    """Checkpoints, last made first; before them those that do not say when, so that they are not missed.
+    """Return a folder's checkpoints, the last written first. Those whose manifest cannot be read come before all.
 
-    unfinished: include those that lack only their name, which the run's next writer will give them.
+    Args:
+        folder: a run's checkpoints.
+        unfinished: include checkpoints that are complete but for their name, which the next start will give them.
     """
     checkpoints = list(checkpoints_by_step(folder).values())
     if unfinished:
@@ -119,7 +123,7 @@ def newest_first(folder: Path, unfinished: bool = False) -> list[Path]:
 
 
 def save_number(path: Path) -> float:
-    """Its place in the order of the run's checkpoints; infinite if that cannot be read."""
+    """Return a checkpoint's number in the order in which the run wrote them; infinite if it cannot be read."""
     try:
         return read_manifest(path).number
     except CheckpointError:
@@ -127,7 +131,13 @@ def save_number(path: Path) -> float:
 
 
 def find_damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
-    """What is wrong with a checkpoint's files, one line each, naming the file. contents: also compare checksums."""
+    """Return what is wrong with a checkpoint's files, a line each; an empty list if it is intact.
+
+    Args:
+        folder: the checkpoint.
+        files: names of the files to check; None for all.
+        contents: whether to read the files and compare checksums, and not only sizes.
+    """
     expected = read_manifest(folder).files
     lines = (
         _damage_of(folder, name, expected[name], contents) for name in sorted(expected if files is None else files)
@@ -136,7 +146,7 @@ def find_damage(folder: Path, files: Iterable[str] | None = None, contents: bool
 
 
 def _damage_of(folder: Path, name: str, expected: Checksum, contents: bool) -> str:
-    """What is wrong with a file, if anything is."""
+    """Return what is wrong with a file; "" if nothing is."""
     file = folder / name
     try:
         size = with_retries(file, lambda: os.lstat(safe_files.safe_path(folder, name)).st_size)
@@ -154,6 +164,7 @@ def _damage_of(folder: Path, name: str, expected: Checksum, contents: bool) -> s
 
 
 def compute_crc32(folder: Path, name: str, size: int) -> int:
+    """Return the CRC-32 of the first `size` bytes of a file."""
     crc = 0
     with safe_files.open_file(folder, name) as stream:
         while size > 0 and (block := stream.read(min(size, _BLOCK))):
@@ -162,7 +173,7 @@ def compute_crc32(folder: Path, name: str, size: int) -> int:
 
 
 def read_intact(folder: Path, name: str, expected: Checksum) -> bytes:
-    """A whole file of a checkpoint; CheckpointError unless it is what was written."""
+    """Return the contents of a checkpoint's file; CheckpointError unless length and CRC-32 are those expected."""
     try:
         data = safe_files.read(folder, name, expected.bytes)
     except NOT_FOUND_ERRORS:
@@ -173,19 +184,19 @@ def read_intact(folder: Path, name: str, expected: Checksum) -> bytes:
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
-    """Files of a Hugging Face model that were copied along with a checkpoint, by name."""
+    """Return the Hugging Face files (config, tokenizer) that were copied into a checkpoint's hf/, by name."""
     names = [name.removeprefix(f"{CARRIED}/") for name in read_manifest(folder).files if name.startswith(f"{CARRIED}/")]
     return {name: require_regular(folder, f"{CARRIED}/{name}") for name in sorted(names) if "/" not in name}
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """The files of a run's own folder, if it exists."""
+    """Return the files of a folder by name; {} if it does not exist. CheckpointError if one is a link."""
     names = (name for name in sorted(_entries(folder)) if not (folder / name).is_dir())
     return {name: require_regular(folder.parent, f"{folder.name}/{name}") for name in names}
 
 
 def require_regular(folder: Path, name: str) -> Path:
-    """Its path, if it is a file of the folder that is not reached by a link; else CheckpointError."""
+    """Return the path of a regular file in the folder; CheckpointError if it is missing or a link."""
     try:
         return safe_files.safe_path(folder, name)
     except NOT_FOUND_ERRORS:
@@ -196,7 +207,7 @@ def require_regular(folder: Path, name: str) -> Path:
 
 
 def clean_up_interrupted(folder: Path) -> list[str]:
-    """Finish or remove what interrupted writers left; returns what to report."""
+    """Finish or remove what interrupted writers left in a run's checkpoints; return lines to report."""
     notes = []
     for name in _entries(folder):
         entry, target = folder / name, folder / name.removesuffix(WRITING)
@@ -225,7 +236,7 @@ def _damage_text(folder: Path) -> str:
 
 
 def make_empty(unfinished: Path) -> None:
-    """An empty folder to write a checkpoint in, next to where it will appear."""
+    """Create an empty folder, or empty an existing one. A link is replaced, not followed."""
     if unfinished.is_symlink() or not unfinished.is_dir():
         unfinished.unlink(missing_ok=True)
     else:
@@ -247,7 +258,7 @@ def leftover_bytes(folder: Path) -> int:
 
 
 def check_files(folder: Path, files: dict[str, Checksum]) -> dict[str, Checksum]:
-    """The files themselves, if their contents are right."""
+    """Read files back and return their checksums as given; CheckpointError if one differs."""
     if broken := [
         line for name, expected in files.items() if (line := _damage_of(folder, name, expected, contents=True))
     ]:
@@ -256,8 +267,10 @@ def check_files(folder: Path, files: dict[str, Checksum]) -> dict[str, Checksum]
 
 
 def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
-    """Give a written checkpoint its name. Every file in it is on disk; the manifest comes last, completely or not at
-    all."""
+    """Write the manifest of a checkpoint whose other files are on disk, then rename its folder to `target`.
+
+    A kill at any moment leaves either no manifest, or a complete checkpoint that lacks only its name.
+    """
     new_file = unfinished / f"{MANIFEST}.new"
     write_text(new_file, manifest.text())
     os.rename(new_file, unfinished / MANIFEST)
@@ -266,7 +279,10 @@ def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _rename_into_place(unfinished: Path, target: Path) -> list[str]:
-    """A checkpoint from an abandoned future, which this run went back from, may have the name."""
+    """Rename a checkpoint; return lines to report.
+
+    A run that went back to an earlier step may have a checkpoint of that name, which is removed.
+    """
     replaced = _rename_with_suffix(target, REMOVING) if os.path.lexists(target) else None
     os.rename(unfinished, target)
     fsync_folder(target.parent)
@@ -274,7 +290,7 @@ def _rename_into_place(unfinished: Path, target: Path) -> list[str]:
 
 
 def write_latest(folder: Path, name: str) -> None:
-    """Point `latest` at a checkpoint."""
+    """Write a checkpoint's name to the file `latest`, atomically."""
     new_file = folder / f"{LATEST}.new"
     write_text(new_file, name + "\n")
     os.replace(new_file, folder / LATEST)
@@ -282,9 +298,14 @@ def write_latest(folder: Path, name: str) -> None:
 
 
 def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[str]:
-    """Remove all but the last made and, if asked for, the multiples of a number of steps; returns what to report.
+    """Remove old checkpoints; return lines to report.
 
-    newest has just been written and read back. Only what was made before it is removed; what cannot be read stays.
+    Args:
+        folder: a run's checkpoints.
+        newest: the one that has just been written and read back. Only what was written before it is removed, and what
+            cannot be read stays.
+        keep_last: how many to keep; 0 keeps all.
+        keep_every: also keep multiples of this number of steps; 0 for none.
     """
     number_of = {path: save_number(path) for path in checkpoints_by_step(folder).values()}
     if not keep_last or number_of.get(newest, math.inf) == math.inf:
@@ -304,7 +325,7 @@ def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int) -> l
 
 
 def set_aside(path: Path) -> Path:
-    """Rename it to something that no start looks for and no retention removes."""
+    """Rename a checkpoint so that no start uses it and no retention removes it; return its new path."""
     return _rename_with_suffix(path, PASSED_OVER)
 
 
@@ -317,8 +338,7 @@ def _rename_with_suffix(path: Path, suffix: str) -> Path:
 
 
 def erase(path: Path) -> list[str]:
-    """Remove a folder, or a link but not its target; returns what to report. What cannot be removed does not end the
-    run."""
+    """Remove a file, a folder, or a link but not its target; return lines to report, OSErrors among them."""
     try:
         if path.is_symlink():
             link_target = os.readlink(path)
@@ -336,6 +356,7 @@ def erase(path: Path) -> list[str]:
 
 
 def write_text(file: Path, text: str) -> None:
+    """Write a text file and fsync it; CheckpointError if the disk is full or the file is a link."""
     try:
         with open(safe_files.open_in(file.parent, file.name, safe_files.WRITE), "w", encoding="utf-8") as stream:
             stream.write(text)
@@ -346,7 +367,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Directories need this as much as files, so that a rename survives a power cut."""
+    """Fsync a directory, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -355,6 +376,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def next_save_number(folder: Path) -> int:
+    """Return the number for a new checkpoint's manifest: one more than the highest in the folder."""
     numbers = [0]
     for path in checkpoints_by_step(folder).values():
         with contextlib.suppress(CheckpointError):

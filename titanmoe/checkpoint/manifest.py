@@ -1,4 +1,7 @@
-"""manifest.json: what a checkpoint is, with a checksum of itself. Without torch."""
+"""manifest.json: what a checkpoint is, the size and CRC-32 of its files, and a SHA-256 of itself. Without torch.
+
+Manifests may come from strangers: parse() checks types and sizes, and raises CheckpointError whatever the bytes are.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,18 @@ from titanmoe.config.parse_json import parse_json
 FORMAT = 2
 """Format 1 described tensors by torch's .metadata, a pickle, and its manifest had no checksum: it is no longer read."""
 MOST_BYTES = 1 << 28
-"""Bytes of a manifest: one for 100,000 files has a tenth of it."""
+"""Limit on the bytes of a manifest; one for 100,000 files has a tenth of it."""
 DEEPEST = 16
+"""Limit on nesting."""
 OPEN = "{\n"
 HEAD = b'{\n "sha256": "'
+"""The first bytes of every manifest; the SHA-256 of all other bytes follows."""
 AT, END = len(HEAD), len(HEAD) + 64
 
 
 @dataclass(frozen=True)
 class Checksum:
-    """What a file must match."""
+    """The size and CRC-32 that a file must have."""
 
     bytes: int
     crc32: int
@@ -37,22 +42,25 @@ class Checksum:
 
 @dataclass(frozen=True)
 class Manifest:
+    """The contents of manifest.json."""
+
     step: int
     number: int
-    """Counts the run's checkpoints in the order they were made; a run may go back to an earlier step."""
+    """The checkpoint's number in the order in which the run wrote them; a run may go back to an earlier step."""
     files: dict[str, Checksum]
     record: dict[str, Any] = field(default_factory=dict)
-    """What the run was: config (with the names that options have now), mapping, loader, tokens, versions."""
+    """The run's config (under the options' current names), mapping, loader state, tokens and versions."""
     format: int = FORMAT
 
     def text(self) -> str:
+        """Return the text of manifest.json."""
         files = {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sorted(self.files.items())}
         data = {"format": self.format, "step": self.step, "number": self.number, "record": self.record, "files": files}
         return with_checksum(json.dumps(data, indent=1))
 
 
 def with_checksum(text: str) -> str:
-    """A manifest's text, with the checksum of everything else in it as its first entry."""
+    """Return a manifest's text with the SHA-256 of everything else in it as its first entry."""
     rest = f'",\n{text.removeprefix(OPEN)}'.encode()
     return (HEAD + _sha256(HEAD + rest) + rest).decode()
 
@@ -62,7 +70,11 @@ def _sha256(data: bytes) -> bytes:
 
 
 def parse(data: bytes, source: Path) -> Manifest:
-    """CheckpointError with one line, whatever the bytes are."""
+    """Parse and check a manifest's bytes; old option names in its config are replaced by current ones.
+
+    Raises:
+        CheckpointError: in one line that names `source`, whatever the bytes are.
+    """
     try:
         if data.startswith(HEAD) and data[AT:END] != _sha256(data[:AT] + data[END:]):
             raise ValueError("its SHA-256 does not match the one in it: its contents have changed")
@@ -110,11 +122,18 @@ ENTRY_TYPES: dict[str, Any] = {
         "validation": {},
     },
 }
-"""By key; "*" for any other. Keys without a kind here may hold anything that is not nested deeper than DEEPEST."""
+"""The type of each entry by key, "*" standing for any key. Other keys may hold anything nested at most DEEPEST."""
 
 
 def type_errors(value: Any, kind: Any, path: str = "", depth: int = 0) -> Iterator[str]:
-    """Whatever is of the wrong type, a line each."""
+    """Yield a line for each value that does not have the type that `kind` asks for.
+
+    Args:
+        value: parsed JSON.
+        kind: a type, one of COUNT, NUMBER, CRC and ANY, or a dict or list of these.
+        path: the value's place in the file, for the lines.
+        depth: how deep it is nested.
+    """
     if depth > DEEPEST:
         yield f"{path[:80]}... is nested deeper than {DEEPEST}"
     elif isinstance(kind, dict) and isinstance(value, dict):
@@ -147,6 +166,7 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def flatten_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by path, such as "model.dim"."""
     out: dict[str, Any] = {}
     for name, value in table.items():
         out |= flatten_record(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -154,7 +174,7 @@ def flatten_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
-    """For whoever needs a whole model."""
+    """Raise a CheckpointError if a checkpoint has only adapters, and none of the weights under them."""
     if "base" in record:
         raise CheckpointError(
             f"{source} has only adapters, and none of the weights under them: titanmoe convert --to-hf merges them, "
@@ -163,7 +183,7 @@ def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
 
 
 def unknown_fields(recorded: Mapping[str, Any]) -> list[str]:
-    """Return what to say of a recorded config's fields that this version does not know, by path, in at most a line."""
+    """Return at most one line that names the fields of a recorded config that this version does not know."""
     known = fields() | own_fields(recorded)
     unknown = [f"{path} = {value_text(value)}" for path, value in recorded.items() if path not in known]
     some = ", ".join(unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
@@ -173,8 +193,9 @@ def unknown_fields(recorded: Mapping[str, Any]) -> list[str]:
 def recorded_fields(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Return the values of a recorded config's fields, by path.
 
-    Raises CheckpointError if this version does not know one, if one has the wrong type, or if one names code that the
-    user has not allowed.
+    Raises:
+        CheckpointError: this version does not know a field, one has the wrong type, or one names code that the user has
+            not allowed.
     """
     recorded = flatten_record(record.get("config", {}))
     try:

@@ -1,4 +1,4 @@
-"""Large tensors are moved block by block, so that memory does not grow with them."""
+"""Move large tensors block by block, so that memory does not grow with them. A block is an offset and sizes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from torch import Tensor
 
 Sizes = tuple[int, ...]
 ReadBlock = Callable[[Sizes, Sizes], Tensor]
-"""Reads a block of a tensor: offset, sizes."""
+"""A function (offset, sizes) that returns a block of a tensor."""
 WRITE_BLOCK_BYTES = 32 << 20
-"""Bytes of a block that is written at once, at most."""
+"""Most bytes of a block that is written to a file at once."""
 COPY_BLOCK_BYTES = 2 << 20
-"""Of one that is only on its way to another place in memory."""
+"""Most bytes of a block that is copied within memory."""
 
 
 def split_into_blocks(offset: Sizes, sizes: Sizes, itemsize: int, most: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """Offsets and sizes of blocks of at most so many bytes, which one after the other are a block of a tensor, in the
-    order of its numbers. Rows of the last dim stay whole."""
+    """Yield the offsets and sizes of consecutive blocks that make up a block of a tensor, in row-major order.
+
+    Args:
+        offset: where the block to split begins in its tensor.
+        sizes: its shape.
+        itemsize: bytes of an element.
+        most: most bytes of a yielded block. The last dim is never split, so a longer row is a block of its own.
+    """
     if not prod(sizes):
         return
     if prod(sizes) * itemsize <= most:
@@ -39,19 +45,21 @@ def split_into_blocks(offset: Sizes, sizes: Sizes, itemsize: int, most: int) -> 
 
 
 def block_slices(offset: Sizes, sizes: Sizes, start: Sizes | None = None) -> tuple[slice, ...]:
-    """Where a block is in a tensor, or in a larger block that begins at start."""
+    """Return the index of a block in its tensor, or in a larger block that begins at `start`."""
     at = [first - begin for first, begin in zip(offset, start or (0,) * len(offset), strict=True)]
     return tuple(slice(first, first + n) for first, n in zip(at, sizes, strict=True))
 
 
 def slice_of_full(make: Callable[[], Tensor]) -> ReadBlock:
-    """Of a tensor that is only made whole."""
+    """Return a reader of blocks for a tensor that can only be made in full: every read makes it and slices it."""
     return lambda offset, sizes: make()[block_slices(offset, sizes)]
 
 
 def empty(sizes: Sizes, dtype: torch.dtype) -> Tensor:
-    """Memory that is the system's again once it is released: malloc keeps what it had, in pieces that are too small for
-    the next block."""
+    """Return an uninitialised CPU tensor whose memory goes back to the system once it is released.
+
+    Large ones are mapped anonymously: malloc would keep freed memory in fragments too small for the next block.
+    """
     size = prod(sizes) * dtype.itemsize
     if size < COPY_BLOCK_BYTES // 4:
         return torch.empty(sizes, dtype=dtype)
@@ -59,7 +67,10 @@ def empty(sizes: Sizes, dtype: torch.dtype) -> Tensor:
 
 
 def fill_in_blocks(out: Tensor, offset: Sizes, read: ReadBlock) -> Tensor:
-    """out: the block of a tensor that begins at offset, in whatever dtype and on whatever device."""
+    """Fill `out`, the block of a tensor that begins at `offset`, in place and return it.
+
+    Any dtype and device will do: blocks that `read` returns are converted as they are copied.
+    """
     for at, sizes in split_into_blocks(offset, tuple(out.shape), out.itemsize, COPY_BLOCK_BYTES):
         out[block_slices(at, sizes, offset)].copy_(read(at, sizes))
     return out

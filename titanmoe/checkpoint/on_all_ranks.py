@@ -1,4 +1,4 @@
-"""Work that all ranks of a group do, or one of them for all: if it fails on any rank, it fails on every rank."""
+"""Run work on all ranks of a group, or on one for all: if it fails on any rank, every rank raises the same error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ Group = Any
 
 
 def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
-    """What work returns on each rank. If it fails on any, all raise CheckpointError with every distinct reason."""
+    """Return what `work` returns on each rank, in the group's order. Collective over the group; results are pickled.
+
+    Raises:
+        CheckpointError: on all ranks with every distinct reason, if it raised one or an OSError on any.
+    """
     own = _result(work)
     results: list[Any] = [own]
     if group is not None:
@@ -34,19 +38,19 @@ def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
     Raises:
         CheckpointError: on all ranks, if it fails.
     """
-    box: list[Any] = [None]
+    answer: list[Any] = [None]
     if group is None or dist.get_rank(group) == source:
-        box[0] = _result(work)
+        answer[0] = _result(work)
     if group is not None:
-        dist.broadcast_object_list(box, group=group, group_src=source)
-    result, reason = box[0]
+        dist.broadcast_object_list(answer, group=group, group_src=source)
+    result, reason = answer[0]
     if reason:
         raise CheckpointError(reason)
     return result
 
 
 def _result(work: Callable[[], T]) -> tuple[T | None, str]:
-    """What it returns, or why it failed."""
+    """Return what `work` returns and "", or None and why it failed."""
     try:
         return work(), ""
     except CheckpointError as error:

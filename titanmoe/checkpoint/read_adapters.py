@@ -1,4 +1,8 @@
-"""Adapters by our names, from whatever file: what they are, what they were trained on, and what they are not."""
+"""LoRA adapters by our tensor names, from a checkpoint or a PEFT folder, and whether they match a recipe's [lora].
+
+Callers: conversion, generation, and runs that begin from adapters. A is (rank, inputs), B is (outputs, rank), both with
+a leading dim of experts where a weight has one.
+"""
 
 from __future__ import annotations
 
@@ -24,26 +28,29 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class Adapters:
+    """The LoRA adapters in a checkpoint or a PEFT folder, and what is known about the weights under them."""
+
     path: Path
     model: Model
     lora: LoRA
     tensors: Mapping[str, LazyTensor]
     """A and B of each matrix by our names, experts stacked."""
     base: str = ""
-    """Where the weights under them are: a Hugging Face model, or a checkpoint; "" if their file does not say."""
+    """Name of the base weights: a Hugging Face model, or a checkpoint; "" if their file does not say."""
     digest: str = ""
-    """Of those weights; "" if their file has none."""
+    """Digest of the base weights (weight_digest); "" if their file has none."""
     config: Config | None = None
-    """Of the run that trained them; None in a PEFT folder."""
+    """Config of the run that trained them; None for a PEFT folder."""
     dropout: float = 0.0
-    """With which PEFT trained them; training here has none."""
+    """Dropout with which PEFT trained them; training here has none."""
 
     @cached_property
     def matrices(self) -> list[str]:
-        """Those that have adapters, in the model's order."""
+        """Names of the weights that have adapters, in the model's order."""
         return [name for name in names.names(self.model) if adapter_names(name)[0] in self.tensors]
 
     def pair(self, matrix: str) -> tuple[LazyTensor, LazyTensor]:
+        """Return A and B of a weight."""
         down, up = adapter_names(matrix)
         return self.tensors[down], self.tensors[up]
 
@@ -52,10 +59,10 @@ class Adapters:
 
 
 def read_checkpoint_adapters(path: Path) -> Adapters:
-    """Those of a run's checkpoint."""
+    """Open the adapters in a checkpoint; CheckpointError if it has full weights instead, or lacks some adapters."""
     saved = open_checkpoint(path)
     if "base" not in saved.record:
-        raise CheckpointError(f"{path} has whole weights and no adapters: a run with lora.rank above 0 makes them")
+        raise CheckpointError(f"{path} has full weights and no adapters: a run with lora.rank above 0 makes them")
     config = build(recorded_fields(saved.record, path / layout.MANIFEST))
     shapes = dict(names.shapes(config.model, Tuning.of(config)))
     missing = [name for name in shapes if is_adapter(name) and f"{MODEL}{name}" not in saved.tensors]
@@ -72,16 +79,16 @@ def read_checkpoint_adapters(path: Path) -> Adapters:
 
 
 def lora_mismatches(adapters: Adapters, config: Config) -> list[str]:
-    """What of [lora] the adapters are not, a line each with what to set."""
+    """Return how [lora] of a config differs from the adapters, a line each with what to set."""
     tuning, matrices = Tuning.of(config), adapters.matrices
-    there = {"lora.alpha": adapters.lora.alpha}
+    theirs = {"lora.alpha": adapters.lora.alpha}
     ours: dict[str, float] = {"lora.alpha": config.lora.alpha, "lora.rank": tuning.rank}
     ours["lora.experts_rank"] = tuning.experts_rank
     for name in matrices:
-        there["lora.experts_rank" if ".experts." in name else "lora.rank"] = adapters.rank(name)
+        theirs["lora.experts_rank" if ".experts." in name else "lora.rank"] = adapters.rank(name)
     lines = [
         f"{field} = {toml_value(ours[field])}, and the adapters have {toml_value(value)}: use that"
-        for field, value in there.items()
+        for field, value in theirs.items()
         if ours[field] != value
     ]
     chosen = [name for name in names.names(config.model) if tuning.rank_of(name)]
@@ -101,12 +108,12 @@ def _list_matrices(matrices: set[str]) -> str:
 
 
 def name_in_block(name: str) -> str:
-    """A matrix's name within its block."""
+    """Return a weight's name without its block, such as attention.wq.weight."""
     return re.sub(r"^(layers\.\d+|mtp\.\d+\.block)\.", "", name)
 
 
 def targets_choosing(model: Model, matrices: list[str]) -> list[str]:
-    """lora.targets that choose these and no others."""
+    """Return patterns for lora.targets that choose these weights and no others."""
     everything, chosen, out = names.names(model), set(matrices), {}
     for name in matrices:
         alike = [other for other in everything if name_in_block(other) == name_in_block(name)]

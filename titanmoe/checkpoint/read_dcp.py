@@ -1,4 +1,4 @@
-"""A folder that other programs wrote with torch.distributed.checkpoint, read without unpickling anything.
+"""Read a folder that other programs wrote with torch.distributed.checkpoint, without unpickling anything.
 
 Its .metadata is a pickle of a Metadata: by name, the dtype, shape and blocks of each tensor; by name and offset, the
 file, first byte and length of each block, which torch.save wrote. follow_pickle finds the same as tensors.json would
@@ -47,7 +47,7 @@ class DcpFolder(StoredTensors):
         """
         super().__init__(path)
         self.others: list[str] = []
-        """Names of all other entries, which are not looked at."""
+        """Names of all other entries, which are not read."""
         try:
             data = safe_files.read(path, layout.DCP_METADATA, MOST_BYTES)
         except safe_files.NOT_FOUND_ERRORS:

@@ -1,4 +1,8 @@
-"""Files in a folder that anyone may have made: opened without leaving it, and read with retries for its disk."""
+"""Open files in a folder that anyone may have made, without following links out of it, and with retries.
+
+Also the errors of a checkpoint and their texts: what a user sees when a file is damaged, a disk full, or a network file
+system away.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,11 @@ TEMPORARY_ERRNOS = frozenset(
     )
     if hasattr(errno, name)
 )
-"""What network file systems answer while a server is away."""
+"""Errors of network file systems that pass once the server is back."""
 
 
 NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError)
+"""Errors that say for certain that a file does not exist."""
 
 
 class CheckpointError(RuntimeError):
@@ -34,31 +39,32 @@ class CheckpointError(RuntimeError):
 
 
 class NotRegularFile(OSError):
-    """What has the name is a link, or not a regular file."""
+    """The file is a link, or not a regular file."""
 
 
 class Unreadable(CheckpointError):
-    """The file system gave no answer: the file may be intact."""
+    """The file system did not answer: the file may be intact."""
 
 
 def error_text(error: OSError) -> str:
-    """Some errors of the standard library have neither a file nor an errno."""
+    """Return an OSError as "FILE: REASON", for errors that lack a file or an errno too."""
     why = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {why}" if error.filename else why
 
 
 def read_error(file: Path, error: Exception) -> CheckpointError:
-    """For a file that is not as it should be, in one line."""
+    """Return a one-line CheckpointError for an exception raised while reading a damaged or foreign file."""
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(f"{file} cannot be read: {type(error).__name__} {' '.join(str(error).split()):.300}")
 
 
 def with_retries(path: Path, work: Callable[[], T]) -> T:
-    """What work returns. An error that may pass is retried, after longer and longer waits; one that stays is
-    Unreadable.
+    """Return what `work` returns, retrying temporary errors after 0.1 to 8 seconds.
 
-    Only the answer that there is nothing, ABSENT, is passed on.
+    Raises:
+        FileNotFoundError, NotADirectoryError: passed on: the file does not exist.
+        Unreadable: another OSError, or a temporary one that stays.
     """
     for seconds in (*RETRY_DELAYS_S, None):
         try:
@@ -73,7 +79,10 @@ def with_retries(path: Path, work: Callable[[], T]) -> T:
 
 
 def exists(path: Path) -> bool:
-    """Whether the folder has such an entry, even a dangling link. Path.exists() takes any error for a no."""
+    """Return whether a path exists, even as a dangling link; Unreadable if the disk does not answer.
+
+    Path.exists() would take any error for a no.
+    """
     try:
         with_retries(path, lambda: os.lstat(path))
     except NOT_FOUND_ERRORS:
@@ -82,7 +91,7 @@ def exists(path: Path) -> bool:
 
 
 def safe_path(folder: Path, name: str) -> Path:
-    """The path of a file of the folder: a regular file in it, or in a folder in it, that is not reached by a link.
+    """Return the real path of a regular file inside the folder; CheckpointError if a link leads to it.
 
     Folders of Hugging Face's cache (models--x/snapshots/y) consist of links to models--x/blobs, which are followed.
     """
@@ -99,7 +108,7 @@ def safe_path(folder: Path, name: str) -> Path:
 
 
 def _components(folder: Path, name: str) -> list[str]:
-    """Return the parts of a name; CheckpointError if it leads out of the folder."""
+    """Return the components of a relative name; CheckpointError if it leads out of the folder."""
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise CheckpointError(f"{folder} names {name!r}, which is not in it: only files in the folder itself are read")
@@ -111,10 +120,13 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def open_in(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a regular file of the folder, which may itself be a link.
+    """Open a regular file of the folder and return its descriptor. The folder itself may be a link.
 
     Each component is opened relative to the one before and not followed if it is a link, so nothing that is put in its
-    place meanwhile leads elsewhere. Raises NotItsOwn for a link, and for a pipe, a folder or a device.
+    place meanwhile leads elsewhere.
+
+    Raises:
+        NotRegularFile: it is a link, a pipe, a folder or a device.
     """
     *outer, last = _components(folder, name)
     at = os.open(folder, _FOLDER)
@@ -159,13 +171,13 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 
 
 def write(folder: Path, name: str, data: bytes) -> None:
-    """Write a file of the folder, in place of the one that is there; OSError if it is a link."""
+    """Write a file of the folder, replacing an existing one; OSError if that is a link."""
     with open(open_in(folder, name, WRITE), "wb") as stream:
         stream.write(data)
 
 
 def refuse_link(path: Path) -> Path:
-    """Return the path of a folder that another folder has; CheckpointError if it is a link."""
+    """Return the path unchanged; CheckpointError if it is a link."""
     if path.is_symlink():
         raise CheckpointError(
             f"{path} is a link to {os.readlink(path)}: links are not followed, name that folder itself"
@@ -174,7 +186,7 @@ def refuse_link(path: Path) -> Path:
 
 
 def read(folder: Path, name: str, limit: int) -> bytes:
-    """All of a file, which may have at most that many bytes."""
+    """Return the contents of a file; CheckpointError if it has more than `limit` bytes."""
 
     def read_stream() -> bytes:
         with open_file(folder, name) as stream:
@@ -194,7 +206,13 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_error(file: Path, error: OSError, missing: int) -> str:
-    """missing: bytes that are still to be written, at least."""
+    """Return the message for a failed write; if the disk is full, with the bytes needed and free.
+
+    Args:
+        file: the file being written.
+        error: what the system said.
+        missing: bytes that are still to be written, at least.
+    """
     text = f"{file}: {error.strerror}"
     if error.errno not in DISK_FULL_ERRNOS:
         return text
@@ -205,7 +223,10 @@ def write_error(file: Path, error: OSError, missing: int) -> str:
 
 
 class SaveProgress:
-    """What this rank is doing in a save: read by another thread if the save does not end."""
+    """What this rank is doing in a save; the training thread reads it if the save does not end.
+
+    Calling it runs `work` and shows `what` meanwhile.
+    """
 
     WAITING = "waiting for the other ranks"
 

@@ -1,4 +1,4 @@
-"""What torch.save wrote of one tensor, read without unpickling it: nothing in it is called, whatever it names.
+"""Find where the elements of a tensor are that torch.save wrote, without unpickling: nothing that it names is called.
 
 The file is an uncompressed zip archive. Its data.pkl is a pickle of a call,
 
@@ -42,19 +42,21 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 class SavedTensor(NamedTuple):
+    """The layout of one tensor in a file that torch.save wrote."""
+
     dtype: torch.dtype
     shape: Sizes
     strides: Sizes
     start: int
-    """The first byte of its first number in the file."""
+    """Position in the file of its first element."""
     end: int
-    """After the last byte of the numbers."""
+    """Position after the last byte of its storage."""
 
 
 def read_saved_tensor(file: BinaryIO) -> SavedTensor:
-    """Return where the numbers of the one tensor in the file are; ValueError if it is not what torch.save writes.
+    """Return the layout of the one tensor in the file; ValueError if it is not what torch.save writes.
 
-    Reads no more than the list of the archive's files and its pickle, which have at most MOST_BYTES each.
+    Reads only the archive's directory and its pickle, of at most MOST_BYTES each.
     """
     try:
         archive = zipfile.ZipFile(file)

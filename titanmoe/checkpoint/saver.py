@@ -1,4 +1,8 @@
-"""Saving in the background: stage, check, write, publish, retain; and what to do when a save does not end."""
+"""Save checkpoints in a background thread: copy to CPU, check, write, publish, remove old ones.
+
+The trainer calls Saver.save at a step and polls failed_or_late. A save that fails or does not end within
+checkpoint.timeout_s raises a CheckpointError on all ranks, with what each slow rank was doing.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +36,14 @@ from titanmoe.config.schema import Checkpoint as Options
 RANKS_SHOWN = 8
 """How many ranks a message names."""
 ALIGNED = 64
-"""Bytes; a tensor's copy begins at a multiple of it, which suits every dtype."""
+"""Alignment, in bytes, of the tensors' copies in the staging buffer; it suits every dtype."""
 
 
-def page_locked(memory: Tensor) -> bool:
-    """Page-locks it until it is freed. Not pin_memory=True: torch rounds that up to a power of two of bytes."""
+def page_lock(memory: Tensor) -> bool:
+    """Page-lock a CPU tensor until it is freed; return whether the driver did so.
+
+    pin_memory=True would round the allocation up to a power of two.
+    """
     runtime, address = torch.cuda.cudart(), memory.data_ptr()
     if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) != 0:
         return False
@@ -45,19 +52,18 @@ def page_locked(memory: Tensor) -> bool:
 
 
 class Saver:
-    """One checkpoint at a time; all ranks call it together."""
+    """Writer of a run's checkpoints, one at a time. Its methods are collective over all ranks."""
 
     def __init__(self, folder: Path, options: Options, say: Callable[[str], None] = print):
         self.folder, self.options, self.say = folder, options, say
         self.passed_over: list[Path] = []
-        """Checkpoints that could not be used when the run started. They keep their names, for a start that can use
-        them, until a newer one exists."""
+        """Checkpoints that could not be used when the run started. They keep their names until the next save."""
         # A group of its own, on CPU tensors: the thread's messages must never get mixed up with those of a training
         # step.
         several, patience = dist.get_world_size() > 1, timedelta(seconds=options.timeout_s)
         self.group = dist.new_group(backend="gloo", timeout=patience) if several else None
         self.world = dist.group.WORLD if several else None
-        """For the training thread, when the writer's thread may be stuck in a message of its group."""
+        """The group for wait(): the writing thread may be stuck in a collective of self.group."""
         self.first = dist.get_rank() == 0
         self.saved_step = -1
         self._target = folder
@@ -82,7 +88,14 @@ class Saver:
             self.say(f"checkpoint: {line}")
 
     def save(self, step: int, shards: Mapping[str, TensorShard], record: dict[str, Any]) -> float:
-        """Returns the seconds for which training was paused."""
+        """Begin to write a checkpoint, after the previous one is complete; return the seconds that training waited.
+
+        With checkpoint.save = "async" the tensors are copied to CPU memory and written in a thread; with "sync" it
+        returns once the checkpoint is complete. Collective over all ranks.
+
+        Raises:
+            CheckpointError: the previous save failed, or with "sync" this one did.
+        """
         start = time.monotonic()
         self.wait()
         if self.options.save == "async":
@@ -105,12 +118,16 @@ class Saver:
 
     @property
     def failed_or_late(self) -> bool:
-        """Whether on this rank a save has failed, or takes too long."""
+        """Whether on this rank the current save has failed or exceeded checkpoint.timeout_s. Not collective."""
         late = self._thread is not None and self._thread.is_alive() and time.monotonic() > self._deadline
         return bool(self._failure) or late
 
     def wait(self) -> None:
-        """Until nothing is being written. What went wrong on any rank is raised on all of them."""
+        """Wait until nothing is being written. Collective over all ranks.
+
+        Raises:
+            CheckpointError: on all ranks, if the save failed on one or exceeded checkpoint.timeout_s.
+        """
         if self._thread is None:
             return
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
@@ -132,15 +149,13 @@ class Saver:
         )
 
     def _copy_to_staging(self, tensors: list[Tensor]) -> list[Tensor]:
-        """In one block of memory that is kept from one checkpoint to the next; page-locked for a GPU, so that copies
-        overlap.
-        """
+        """Copy tensors to a CPU buffer that is reused by later saves; page-locked for GPUs, so the copies are async."""
         ends = list(accumulate(-(-x.nbytes // ALIGNED) * ALIGNED for x in tensors))
         if not ends:
             return []
         if len(self._staged) < ends[-1]:
             self._staged = torch.empty(ends[-1], dtype=torch.uint8)
-            if tensors[0].is_cuda and not page_locked(self._staged):
+            if tensors[0].is_cuda and not page_lock(self._staged):
                 self._say(["the driver refuses to page-lock memory for a copy of the state: saving pauses longer"])
         copies = []
         for x, begin in zip(tensors, [0, *ends], strict=False):
@@ -185,7 +200,10 @@ class Saver:
         return Manifest(step, number, sums, record)
 
     def carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
-        """Config and tokenizer of the model that the run started from: every checkpoint gets a copy."""
+        """Copy the files that `find` returns on rank 0 to the run's hf/, from which every checkpoint gets a copy.
+
+        They are the config and tokenizer of the model that the run started from. Collective over all ranks.
+        """
 
         def copy() -> None:
             home = self.folder / layout.CARRIED

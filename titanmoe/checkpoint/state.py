@@ -1,6 +1,6 @@
-"""The state of a run as named shards that are independent of the mapping; and which of it a resume may change.
+"""The state of a run as named tensors that do not depend on the mapping; and which options a resume may change.
 
-    model.NAME                  parameters and the routers' expert biases; layers by their number in the whole model
+    model.NAME                  parameters and the routers' expert biases; layers by their number in the full model
     optimizer.exp_avg.NAME      AdamW's moments (another optimizer's have names of its own); its step is the run's
     optimizer.exp_avg_sq.NAME
     optimizer.momentum.NAME     Muon's, of weights that are made of matrices
@@ -30,7 +30,7 @@ from titanmoe.moe.balance_losses.balance_spec import active_losses
 from titanmoe.parallel.materialize import local_shard
 
 Targets = dict[str, tuple[str, TensorShard]]
-"""By a name that is local to this rank: the stored tensor's name, and the shard of it that this rank holds."""
+"""By name on this rank: the stored tensor's name, and this rank's shard of it. Tied weights share a stored tensor."""
 
 
 def shards_to_load(
@@ -39,6 +39,14 @@ def shards_to_load(
     moments: Mapping[str, Mapping[str, Tensor]] | None,
     tied: bool,
 ) -> Targets:
+    """Return this rank's shards of the state, which a load fills in place.
+
+    Args:
+        parameters: parameters by their names in checkpoints.
+        buffers: persistent buffers, full on this rank.
+        moments: the optimizer's state by parameter and by name of the moment; None for weights alone.
+        tied: whether the embedding and the head are one stored tensor.
+    """
     out: Targets = {}
     for name, parameter in parameters.items():
         part, offset = local_shard(parameter.detach())
@@ -52,11 +60,12 @@ def shards_to_load(
 
 
 def shards_to_save(named_shards: Targets) -> dict[str, TensorShard]:
-    """What to save: of an embedding with copies, the first."""
+    """Return the shards to write by stored name; of tied weights, only the first."""
     return {stored: shard for name, (stored, shard) in named_shards.items() if name == stored}
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's persistent buffers by name, without those that are parameters too."""
     parameters = {id(p) for p in module.parameters()}
     return {
         f"{path}.{name}" if path else name: buffer
@@ -67,7 +76,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def run_record(config: Config, fold: Fold) -> dict[str, Any]:
-    """What the record of every checkpoint of a run says of the run."""
+    """Return the entries that describe the run in the record of each of its checkpoints."""
     from titanmoe import __version__
 
     return {
@@ -84,13 +93,17 @@ WEIGHT_KEEPING_FIELDS = (
     "hf", "change", "family", "size", "init_std", "norm_eps", "top_k", "score_function", "norm_topk", "route_scale",
     "num_groups", "top_groups", "sliding_window", "rotary_dim", "media_tokens", "mtp_after_norm",
 )  # fmt: skip
-"""Fields of [model] that change how weights are used, but not which there are. Those of RoPE too, by prefix."""
+"""Fields of [model] that change how weights are used, but not which there are; fields that begin with rope_ as well."""
 DEFAULT_OPTIMIZER = "adamw"
-"""The optimizer of checkpoints from before there was a choice."""
+"""The optimizer of checkpoints whose record names none."""
 
 
 def keeps_weights(name: str, family: str) -> bool:
-    """Of a field of [model]. Linear attention has other weights than attention; a window has none."""
+    """Return whether changing a field of [model] keeps the names and shapes of all weights.
+
+    full_attention_every does in families whose other layers are attention with a window, and not in those with linear
+    attention, which has weights of its own.
+    """
     if name == "full_attention_every":
         return family_of(family).mixer is attention
     return name in WEIGHT_KEEPING_FIELDS or name.startswith("rope_")
@@ -102,8 +115,12 @@ def _determines_shapes(path: str, family: str) -> bool:
 
 
 def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Fields that may not change but have, with both values. old, new: the config of the run that saved, and of this
-    one, by path."""
+    """Return a line for each field of [model] that has changed and with which the checkpoint's weights do not fit.
+
+    Args:
+        old: the config of the run that saved, by path.
+        new: the config of this run, by path.
+    """
     return [
         f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
         "its weights do not fit; use that value, or start a new run"
@@ -116,8 +133,14 @@ ADAPTERS = ("lora.rank", "lora.experts_rank", "lora.targets")
 
 
 def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: bool, adapters: bool) -> list[str]:
-    """What to say if the checkpoint's adapters are not this run's. has_base: whether it has adapters, and no weights
-    under them. adapters: whether the run has any."""
+    """Return why a checkpoint's adapters do not fit this run.
+
+    Args:
+        old: the config of the run that saved, by path.
+        new: the config of this run, by path.
+        has_base: whether the checkpoint has adapters alone.
+        adapters: whether this run trains adapters.
+    """
     if has_base and adapters:
         return [
             f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: its "
@@ -134,21 +157,21 @@ def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: b
 def refused_record(
     record: Mapping[str, Any], now: Mapping[str, Any], path: Any, adapters: bool, model_only: bool, initial_adapter: str
 ) -> list[str]:
-    """Return why a run cannot begin from a checkpoint, or go on from it, as far as its manifest says.
+    """Return why a run cannot begin or resume from a checkpoint, as far as its manifest says, a line each.
 
     Args:
-        record: the manifest's.
+        record: the manifest's record.
         now: the run's config, by path.
-        path: of the checkpoint.
+        path: the checkpoint's folder, for the messages.
         adapters: whether the run trains adapters.
         model_only: whether it takes weights alone.
-        initial_adapter: the folder of PEFT from which its adapters begin, if any.
+        initial_adapter: the PEFT folder from which its adapters begin; "" if none.
     """
     old, has_base = flatten_record(record.get("config", {})), "base" in record
     problems = unknown_fields(old) + refused_shapes(old, now) + refused_adapters(old, now, has_base, adapters)
     if adapters and not has_base and not model_only:
         problems.append(
-            "it has whole weights, and no adapters to go on with: begin a run of another job.name on them, with "
+            "it has full weights, and no adapters to go on with: begin a run of another job.name on them, with "
             f"checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
         )
     if has_base and model_only and initial_adapter:
@@ -164,7 +187,7 @@ def refused_record(
 
 
 def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return what to say if a run that goes on names another model to begin from than when it began."""
+    """Return a line if checkpoint.initial_hf names another model than when the resumed run began."""
     path = "checkpoint.initial_hf"
     before, now = old.get(path), new[path]
     if before is None or not now or resolve_place(before) == resolve_place(now):
@@ -180,7 +203,7 @@ def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 
 
 def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
-    """What to say if there are moments of other parameters than those that are trained. path: of the checkpoint."""
+    """Return a line if training.freeze has changed, so that the checkpoint has moments of other parameters."""
     before, now = old.get("training.freeze", []), new["training.freeze"]
     if sorted(before) == sorted(now):
         return []
@@ -192,7 +215,7 @@ def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) ->
 
 
 def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
-    """What to say if the moments are another optimizer's. path: of the checkpoint."""
+    """Return a line if the checkpoint's moments are those of another optimizer."""
     before, now = old.get("optimizer.name", DEFAULT_OPTIMIZER), new["optimizer.name"]
     routers = "optimizer.router_matrix"
     if before == now and old.get(routers, new[routers]) != new[routers]:
@@ -211,7 +234,7 @@ def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Any)
 
 
 def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Every other field that has changed, apart from the checkpoint's and the run's own names."""
+    """Return a line for each changed field outside [checkpoint], [job] and [metrics], and notes on what follows."""
     changed = [
         f"{path}: {toml_value(old[path])} -> {toml_value(new[path])}"
         for path in new
@@ -221,7 +244,7 @@ def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _grouping_notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What depends on which samples or tokens are grouped together, if the groups have changed."""
+    """Return notes on losses and drops that change because samples or tokens are grouped differently than before."""
     notes = []
     if old.get("training.global_batch_size") != new["training.global_batch_size"]:
         notes.append("note: the global batch has changed; the loss curve differs from here on")

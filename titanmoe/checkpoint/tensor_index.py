@@ -26,12 +26,14 @@ from titanmoe.config.parse_json import parse_json
 
 TENSOR_INDEX = "tensors.json"
 MOST_DIMS = 64
-"""Of a tensor of torch."""
+"""Most dims of a tensor of torch."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
 class StoredBlock:
+    """A block of a tensor and the bytes of a file that torch.save wrote it to."""
+
     offset: Sizes
     shape: Sizes
     file: str
@@ -41,7 +43,7 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it was written."""
+    """A tensor in a checkpoint and the blocks that make it up."""
 
     dtype: torch.dtype
     shape: Sizes
@@ -58,12 +60,16 @@ def to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def from_json(data: bytes, files: Mapping[str, Checksum]) -> dict[str, StoredTensor]:
-    """ValueError, KeyError or TypeError if it is not something that to_json writes."""
+    """Parse tensors.json; ValueError, KeyError or TypeError if it is not something that to_json writes."""
     return parse_entries(parse_json(data), files)
 
 
 def parse_entries(entries: Mapping[str, Any], files: Mapping[str, Checksum]) -> dict[str, StoredTensor]:
-    """Return the tensors that entries as of tensors.json describe; ValueError, KeyError or TypeError if they lie."""
+    """Return the tensors that the entries of a tensors.json describe, checked against the sizes of the files.
+
+    Raises:
+        ValueError, KeyError, TypeError: blocks do not make up a tensor, overlap, or are not within their file.
+    """
     tensors = {name: _tensor(name, entry, files) for name, entry in entries.items()}
     # This guarantees that all tensors together are no larger than the files.
     ranges = sorted((b.file, b.start, b.bytes) for tensor in tensors.values() for b in tensor.blocks)
@@ -108,7 +114,7 @@ def _is_no_size(value: Any) -> bool:
 
 
 class _BlockFile(io.RawIOBase):
-    """The bytes of a block, as a file."""
+    """A read-only file object over the bytes of one block."""
 
     def __init__(self, file: BinaryIO, block: StoredBlock):
         super().__init__()
@@ -130,7 +136,7 @@ class _BlockFile(io.RawIOBase):
         return self.at
 
     def read(self, size: int = -1) -> bytes:
-        """Read that many bytes, or all that are left; ValueError if those are more than MOST_BYTES."""
+        """Read `size` bytes, or all that are left; ValueError if those are more than MOST_BYTES."""
         size = self.size - self.at if size < 0 else size
         if size > MOST_BYTES:
             raise ValueError(f"its list of files has {size:,} bytes")
@@ -144,26 +150,26 @@ class _BlockFile(io.RawIOBase):
 
 
 class StridedData(NamedTuple):
-    """Where in a file those of a tensor, or of a block of it, are."""
+    """The location in a file of a tensor's elements: first byte, strides in elements, dtype."""
 
     start: int
-    """The first's first byte."""
+    """Position of the first element's first byte."""
     strides: Sizes
     dtype: torch.dtype
 
     def read(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
-        """A block. All is read from its first number to its last, unless that is too much: then its halves."""
-        first, last = self._place(offset), self._place(tuple(map(add, offset, [n - 1 for n in sizes])))
+        """Read a block: all bytes from its first element to its last, or in two reads if most would be in between."""
+        first, last = self._flat_index(offset), self._flat_index(tuple(map(add, offset, [n - 1 for n in sizes])))
         length = 1 + last - first
         if length > 2 * prod(sizes) and length * self.dtype.itemsize > COPY_BLOCK_BYTES:
-            return self._halves(file, offset, sizes)
+            return self._read_split(file, offset, sizes)
         data = empty((length,), self.dtype)
         file.seek(self.start + first * self.dtype.itemsize)
         if file.readinto(data.view(torch.uint8).numpy()) != data.nbytes:
             raise ValueError("it is truncated")
         return data.as_strided(sizes, self.strides)
 
-    def _halves(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
+    def _read_split(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
         dim = next(dim for dim, n in enumerate(sizes) if n > 1)
         first, out = sizes[dim] // 2, empty(sizes, self.dtype)
         for start, n in ((0, first), (first, sizes[dim] - first)):
@@ -171,16 +177,16 @@ class StridedData(NamedTuple):
             out.narrow(dim, start, n).copy_(self.read(file, at, (*sizes[:dim], n, *sizes[dim + 1 :])))
         return out
 
-    def _place(self, indices: Sizes) -> int:
+    def _flat_index(self, indices: Sizes) -> int:
         return sum(map(mul, indices, self.strides))
 
     def end(self, shape: Sizes) -> int:
-        """After the last number's last byte."""
-        return self.start + (1 + self._place(tuple(n - 1 for n in shape))) * self.dtype.itemsize
+        """Return the position after the last byte of a tensor of this shape."""
+        return self.start + (1 + self._flat_index(tuple(n - 1 for n in shape))) * self.dtype.itemsize
 
 
 def locate_data(block: StoredBlock, dtype: torch.dtype, file: BinaryIO) -> StridedData:
-    """Those of the tensor that torch.save wrote there."""
+    """Return where the elements of a block are in its file; ValueError if it does not hold what tensors.json says."""
     saved = read_saved_tensor(_BlockFile(file, block))
     if (saved.shape, saved.dtype) != (block.shape, dtype):
         raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSOR_INDEX} says")
@@ -191,7 +197,7 @@ def locate_data(block: StoredBlock, dtype: torch.dtype, file: BinaryIO) -> Strid
 
 
 def intersection(block: StoredBlock, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:
-    """Offset and sizes of the part of a tensor that a block and a shard of those sizes both cover."""
+    """Return offset and sizes of what a stored block and a shard have in common; None if nothing."""
     starts, common = [], []
     for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True):
         starts.append(max(a, b))
@@ -202,7 +208,14 @@ def intersection(block: StoredBlock, offset: Sizes, sizes: Sizes) -> tuple[Sizes
 
 
 def blocks_covering(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[StoredBlock]:
-    """The blocks that a shard of a tensor of that shape is made from; ValueError if it cannot be."""
+    """Return the stored blocks that a shard is made from; ValueError if they do not cover it.
+
+    Args:
+        stored: the stored tensor; None if the checkpoint has none of the name.
+        whole: shape of the full tensor that the shard belongs to.
+        offset: where the shard begins in it.
+        sizes: the shard's shape.
+    """
     if stored is None:
         raise ValueError("is not in it")
     if stored.shape != whole:

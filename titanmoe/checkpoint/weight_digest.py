@@ -1,5 +1,11 @@
-"""A number for a model's weights, the same under every mapping: adapters only fit the frozen weights that they were
-trained on, and scores are those of one model.
+"""A 64-bit digest of a model's weights that is the same under every parallel mapping.
+
+Adapters fit only the frozen weights that they were trained on, and scores beside data shards belong to one model: both
+are stored with this digest. It is a sum modulo 2^64 over all elements,
+
+    sum over tensors of  (key(name) | 1) * sum over i of  bits(x_i) * (2 i + 1)
+
+with i the element's index in the full tensor, so ranks add what they hold and any changed bit changes the sum.
 """
 
 from __future__ import annotations
@@ -17,10 +23,11 @@ from titanmoe.parallel.frozen import held_dtype
 from titanmoe.parallel.materialize import blocks_of, local_shard
 
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer dtype with the same bits as an element, by its size in bytes."""
 
 
 def _is_first_copy(parameter: nn.Parameter) -> bool:
-    """Whether no rank before this one in the stage has the same shard."""
+    """Return whether this rank is the first of the stage's ranks that hold this shard, so that copies count once."""
     if not isinstance(parameter, DTensor):
         return True
     place = parameter.device_mesh.get_coordinate()
@@ -29,25 +36,30 @@ def _is_first_copy(parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def digest_shard(name: str, parameter: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Of all numbers' bits, each times an odd number that belongs to its place, so that one changed bit changes it.
-    dtype: as which they are taken, if not as they are stored."""
+    """Return this rank's term of a parameter's digest, from its local shard. Not yet reduced modulo 2^64.
+
+    Args:
+        name: the parameter's name in checkpoints.
+        parameter: a plain tensor or a DTensor.
+        dtype: dtype to cast the elements to first; None digests them as stored.
+    """
     part, offset = local_shard(parameter.detach())
-    return _sum(part, offset, parameter.shape, dtype or part.dtype) * (counter_rng.key("base", name) | 1)
+    return _sum_bits(part, offset, parameter.shape, dtype or part.dtype) * (counter_rng.key("base", name) | 1)
 
 
 def digest_in_blocks(name: str, shape: Sizes, read: ReadBlock, dtype: torch.dtype) -> int:
-    """The same of a tensor that is read block by block."""
+    """Return the digest of a full tensor of which `read` returns one block at a time, cast to dtype."""
     total = 0
     for offset, sizes in split_into_blocks((0,) * len(shape), shape, dtype.itemsize, COPY_BLOCK_BYTES):
         block = read(offset, sizes)
         for at, rows in split_into_blocks(
             offset, sizes, torch.int64.itemsize, COPY_BLOCK_BYTES // 8
         ):  # for each number, a few of int64
-            total += _sum(block[block_slices(at, rows, offset)], at, shape, dtype)
+            total += _sum_bits(block[block_slices(at, rows, offset)], at, shape, dtype)
     return total * (counter_rng.key("base", name) | 1)
 
 
-def _sum(part: Tensor, offset: Sizes, shape: Sizes, dtype: torch.dtype) -> int:
+def _sum_bits(part: Tensor, offset: Sizes, shape: Sizes, dtype: torch.dtype) -> int:
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for rows, index in blocks_of(part, offset, shape):
         rows = rows.to(dtype).contiguous()
@@ -57,7 +69,12 @@ def _sum(part: Tensor, offset: Sizes, shape: Sizes, dtype: torch.dtype) -> int:
 
 
 def frozen_digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
-    """All ranks call it together, with what they hold. frozen: by their names in checkpoints."""
+    """Return the digest of frozen weights, as 16 hexadecimal digits. Collective over the group.
+
+    Args:
+        frozen: the frozen parameters on this rank, by their names in checkpoints.
+        group: the ranks that hold the model between them.
+    """
 
     def mine() -> int:
         return sum(digest_shard(name, parameter) for name, parameter in frozen.items() if _is_first_copy(parameter))
@@ -68,9 +85,14 @@ def frozen_digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
 def model_digest(
     parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], compute: torch.dtype, group: Group
 ) -> str:
-    """Of a model as it computes, whether its weights are stored as wide or wider. All ranks call it together.
+    """Return the digest of a model in its compute dtypes, as 16 hexadecimal digits. Collective over the group.
 
-    parameters: by their names in checkpoints. buffers: whole on every rank that has them."""
+    Args:
+        parameters: the parameters on this rank, by their names in checkpoints.
+        buffers: persistent buffers, full on every rank that has them.
+        compute: the dtype of the forward pass; master weights in a wider dtype give the same digest.
+        group: the ranks that hold the model between them.
+    """
 
     def mine() -> int:
         return sum(
@@ -85,5 +107,5 @@ def model_digest(
 
 
 def combine_digests(group: Group, mine: Callable[[], int]) -> str:
-    """The digest from the numbers of which each rank has some."""
+    """Sum the terms that `mine` returns on each rank into 16 hexadecimal digits. Collective over the group."""
     return f"{sum(on_all_ranks(group, mine)) % (1 << 64):016x}"

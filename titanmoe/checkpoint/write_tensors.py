@@ -1,7 +1,7 @@
-"""Each rank writes its shards of every logical tensor into a checkpoint, through torch.distributed.checkpoint.
+"""Write each rank's shards of every logical tensor into a checkpoint, through torch.distributed.checkpoint.
 
-A shard knows where it starts in the whole tensor, and nothing about meshes or placements. So what was saved under one
-mapping can be read under any other, or whole, or block by block.
+A shard knows its offset in the full tensor, and nothing about meshes or placements. So what was saved under one mapping
+can be read under any other, or in full, or block by block.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from titanmoe.checkpoint.safe_files import CheckpointError, SaveProgress, write_
 from titanmoe.checkpoint.tensor_index import TENSOR_INDEX, StoredBlock, StoredTensor, to_json
 
 SMALL_NUMEL = 4096
-"""Copies of at most this many numbers, such as a router's bias, are also checked by ranks that do not write them."""
+"""Replicas of at most this many elements, such as a router's bias, are checked by ranks that do not write them too."""
 FILE_BYTES = 4 << 30
 """A rank starts a new file past this size, so that one bad byte, or one file to verify, costs little."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """This rank's part of a logical tensor."""
+    """This rank's shard of a logical tensor."""
 
     tensor: Tensor
     offset: tuple[int, ...]
+    """Where it starts in the full tensor."""
     shape: tuple[int, ...]
-    """The shape of the whole tensor."""
+    """Shape of the full tensor."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -64,7 +65,7 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A whole tensor of which each block is made only when it is about to be written, and released afterwards."""
+    """A full tensor of which each block is made only when it is about to be written, and released afterwards."""
 
     shape: Sizes
     dtype: torch.dtype
@@ -90,11 +91,11 @@ TensorsToSave = Mapping[str, TensorShard | LazyTensor]
 
 
 class NonFiniteError(CheckpointError):
-    """Its message says what is not finite on this rank."""
+    """A tensor on this rank has NaN or infinite elements; the message names it."""
 
 
 class ShardPlanner(DefaultSavePlanner):
-    """torch's planner decides which of several ranks with identical shards writes them."""
+    """The plan of what each rank writes; torch's planner chooses one writer among ranks with the same shard."""
 
     def __init__(self, shards: TensorsToSave):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -117,12 +118,12 @@ def _items(name: str, shard: TensorShard | LazyTensor) -> Iterator[WriteItem]:
 
 
 def _planned_bytes(plan: SavePlan) -> int:
-    parts = [item.tensor_data for item in plan.items]
-    return sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
+    blocks = [item.tensor_data for item in plan.items]
+    return sum(prod(block.chunk.sizes) * block.properties.dtype.itemsize for block in blocks)
 
 
 class _ChecksummedFile(io.RawIOBase):
-    """A file that knows its length and checksum. torch.save only ever appends to it."""
+    """A file that counts its bytes and CRC-32 as it is written. torch.save only ever appends to it."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -162,10 +163,19 @@ class _ChecksummedFile(io.RawIOBase):
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes tensors one by one with torch.save, then tensors.json, and keeps the checksum of every file."""
+    """A storage for torch.distributed.checkpoint: tensors one by one with torch.save, then tensors.json.
+
+    It keeps the checksum of every file that this rank writes.
+    """
 
     def __init__(self, folder: Path, progress: SaveProgress, finite: bool):
-        """finite: refuse NaN and infinity."""
+        """Prepare to write into an empty folder.
+
+        Args:
+            folder: where to write.
+            progress: told which file is being written.
+            finite: refuse NaN and infinity.
+        """
         self.folder, self.progress, self.finite = folder, progress, finite
         self.sums: dict[str, Checksum] = {}
         self.current_file = folder
@@ -217,8 +227,10 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def _check_finite(self, plan: SavePlan, planner: ShardPlanner) -> None:
-        """Called here because now each rank knows what it will write: so copies are checked once, without any
-        message."""
+        """Raise NonFiniteError if what this rank writes has NaN or infinity.
+
+        The plan is known by now, so replicas are checked by their writer alone and nothing is communicated.
+        """
         own = {item.index.fqn for item in plan.items}
         shards = {
             name: shard for name, shard in planner.shards.items() if name in own or prod(shard.sizes) <= SMALL_NUMEL
@@ -237,7 +249,7 @@ class CheckpointWriter(StorageWriter):
         self.progress.what = f"writing {self.current_file}"
 
     def _bytes_left(self, plan: SavePlan) -> int:
-        """How many bytes this rank still has to write."""
+        """Return the bytes that this rank still has to write."""
         left = _planned_bytes(plan)
         with contextlib.suppress(OSError):
             left -= sum(file.stat().st_size for file in self.folder.glob(f"{plan.storage_data}-*"))
@@ -255,16 +267,16 @@ class CheckpointWriter(StorageWriter):
             name: StoredTensor(entry.properties.dtype, tuple(entry.size), tuple(blocks[name]))
             for name, entry in metadata.state_dict_metadata.items()
         }
-        self._write_whole(TENSOR_INDEX, to_json(tensors))
+        self._write_bytes(TENSOR_INDEX, to_json(tensors))
 
     def copy_files(self, files: Mapping[str, Path]) -> None:
         for name, source in files.items():
             (self.folder / layout.CARRIED).mkdir(exist_ok=True)
-            self._write_whole(
+            self._write_bytes(
                 f"{layout.CARRIED}/{name}", safe_files.read(source.parent, source.name, layout.CARRIED_BYTES)
             )
 
-    def _write_whole(self, name: str, data: bytes) -> None:
+    def _write_bytes(self, name: str, data: bytes) -> None:
         self._start_file(name)
         try:
             with contextlib.closing(_ChecksummedFile(self.current_file)) as stream:
@@ -281,10 +293,10 @@ class CheckpointWriter(StorageWriter):
 
 @torch.no_grad()
 def describe_first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
-    """The first that contains a NaN or an infinity, and how many; empty if none does.
+    """Return a text that names the first tensor with NaN or infinite elements and counts them; "" if there is none.
 
-    All norms come from one fused pass, and are finite only where every number is. A norm of finite numbers can overflow
-    too, so whatever has an infinite norm is checked number by number.
+    Norms of all tensors come from one fused pass, and are finite only if every element is. A norm of finite elements
+    can overflow too, so tensors with an infinite norm are checked element by element. Synchronises with the device.
     """
     nonempty = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     if not nonempty:
