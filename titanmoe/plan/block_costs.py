@@ -97,15 +97,15 @@ class BlockCosts(DispatchCosts):
         self.product, self.expert_products = cache(self._product), cache(self._expert_products)
         self.mixers = mixers(self.model)
         self.backward = _backward(config)
-        ways = [(mixer, window(self.model, i), self.backward[i]) for i, mixer in enumerate(self.mixers)]
-        self.like = [ways.index(way) for way in ways]
+        alike = [(mixer, window(self.model, i), self.backward[i]) for i, mixer in enumerate(self.mixers)]
+        self.first_alike = [alike.index(kind) for kind in alike]
         """For each block, the first one that mixes tokens in the same way and of which as much is trained."""
         self.adapters = [list(adapters_of(config, layer, self.w)) for layer in range(len(self.mixers))]
         keys = [(has_experts(self.model, i), backward.ffn) for i, backward in enumerate(self.backward[:-1])]
         self.most = 1.0 if config.lora.rank else BACKWARD
         """Most that backward's products count: adapters' own, which its factors count too, are priced apart."""
         self.ffn_adapters = dict(zip(keys, self.adapters, strict=True))
-        self.kinds = Counter((has_experts(self.model, i), self.like[i]) for i in range(self.model.num_layers))
+        self.kinds = Counter((has_experts(self.model, i), self.first_alike[i]) for i in range(self.model.num_layers))
 
     # ---- pieces of both
 
@@ -380,7 +380,7 @@ class BlockCosts(DispatchCosts):
         model = self.model
         if has_experts(model, layer) and choice.halves:
             return self._in_halves(fold, samples, layer, choice)
-        attention = self.attention(fold.tp, fold.cp, samples, self.like[layer])
+        attention = self.attention(fold.tp, fold.cp, samples, self.first_alike[layer])
         if has_experts(model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
             return attention, self.experts(*degrees, choice, self.backward[layer].ffn)
@@ -391,7 +391,7 @@ class BlockCosts(DispatchCosts):
 
         While routed tokens of the first half are in flight, attention of the second is computed.
         """
-        half = self.attention(fold.tp, fold.cp, samples / 2, self.like[layer])
+        half = self.attention(fold.tp, fold.cp, samples / 2, self.first_alike[layer])
         between = tuple(cost.matrix + cost.attention + cost.memory for cost in half)
         degrees, backward = (fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp), self.backward[layer]
         weights = sum(p.outputs * p.inputs for p in self.mixers[layer].work(self.model, fold.tp).products)
@@ -408,12 +408,12 @@ class BlockCosts(DispatchCosts):
         if choice.hidden:
             hidden = min(choice.hidden * total.rows, total.matrix + total.attention)
             total = total._replace(rows=total.rows - hidden + self.links.exposed(hidden, hidden))
-        again = Cost() if mode == "moe" else attention[0]
+        recomputed = Cost() if mode == "moe" else attention[0]
         if mode in ("moe", "full", "full_except_dispatch") and has_experts(self.model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
-            return total + again + self.recomputed_experts(ffn[0], mode, *degrees, choice)
+            return total + recomputed + self.recomputed_experts(ffn[0], mode, *degrees, choice)
         if mode in FULL:
-            return total + again + ffn[0]
+            return total + recomputed + ffn[0]
         if mode == "selective":
             memory, products = self.stack.selective
             forward = attention[0] + ffn[0]

@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> Iterator[Candidate]:
     model, training = config.model, config.training
     batch, fields, layers = training.global_batch_size, divided_fields(config), model.num_layers
-    moe, deep, ways = moe_layers(model), model.num_layers - 1, Counter(pricer.like[:layers])
+    moe, deep, mixer_counts = moe_layers(model), model.num_layers - 1, Counter(pricer.first_alike[:layers])
     stored, count = WIDTHS[training.dtype], parameters(model)
     state = 4 * stored * count.total / world
 
@@ -98,7 +98,7 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                 if (tp, cp, samples) not in attention:
                     widths = Widths(batch_config, fold)
                     attention_bytes = [
-                        sum(count * kept_bytes(widths, like, mode).attention for like, count in ways.items()) / layers
+                        sum(n * kept_bytes(widths, i, mode).attention for i, n in mixer_counts.items()) / layers
                         for mode in MODES
                     ]
                     attention[tp, cp, samples] = attention_bytes, non_expert_seconds(pricer, tp, cp, samples)

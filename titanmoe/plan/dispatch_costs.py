@@ -199,9 +199,9 @@ class DispatchCosts:
             reached = parts * top_groups / groups
             return reached * (1 - (1 - 1 / reached) ** K)
         groups_per_part = groups // parts  # groups of a part, of which a token may choose from `n`
-        ways = {
+        draws = {
             n: comb(groups_per_part, n) * comb(groups - groups_per_part, top_groups - n)
             for n in range(min(groups_per_part, top_groups) + 1)
         }
-        missed = sum(count * (1 - n / top_groups) ** K for n, count in ways.items()) / comb(groups, top_groups)
+        missed = sum(count * (1 - n / top_groups) ** K for n, count in draws.items()) / comb(groups, top_groups)
         return parts * (1 - missed)

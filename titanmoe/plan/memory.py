@@ -74,8 +74,8 @@ def _teacher_bytes(s: Widths, only_ends: bool) -> list[int]:
     if not options.teacher:
         return []
     own = teacher_config(s.config, find_teacher(options.teacher))
-    said = s.microbatches * s.X * (options.top * 8 + (options.top + 1) * s.W)
-    return [memory.weights + said for memory in rank_memories(own, s.fold, only_ends=only_ends)]
+    outputs = s.microbatches * s.X * (options.top * 8 + (options.top + 1) * s.W)
+    return [memory.weights + outputs for memory in rank_memories(own, s.fold, only_ends=only_ends)]
 
 
 @lru_cache(maxsize=1024)
@@ -161,8 +161,8 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         experts, recomputed = has_experts(model, layer), kept_by_block[layer].recomputed
         expert = sizes.experts_of(layer)
         freed = sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in finished)
-        ahead = edge.trained.whole * has_head + sum(_whole_of_block(s, i) for i in finished)
-        shards, waiting = 0, ahead * reduced * is_first_backward
+        unreduced = edge.trained.whole * has_head + sum(_whole_of_block(s, i) for i in finished)
+        shards, sent_gradients = 0, unreduced * reduced * is_first_backward
         if not pipelined:
             shards = (
                 0
@@ -171,7 +171,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
                 + _stored(edge.trained, data, weight_width)
             )
             # A unit's gradients stay in the buffer that they were sent from until the next unit's are sent.
-            waiting = (
+            sent_gradients = (
                 (sizes.block(finished[0]) if finished else edge).trained.whole * reduced * (bool(finished) or has_head)
             )
         R, F, D = (s.R, s.F, model.dim) if experts else (s.X, model.dense_hidden // fold.tp, 0)
@@ -180,7 +180,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             activations_kept=-freed,
             recomputed_activations=recomputed,
             gathered_weights=two_blocks + (expert.whole * w if resharded and sharded and experts else 0),
-            gradients=shards + waiting,
+            gradients=shards + sent_gradients,
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
@@ -192,7 +192,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
                 activations_kept=-freed,
                 recomputed_activations=recomputed,
                 gathered_weights=two_blocks + (expert.whole * w if resharded and sharded else 0),
-                gradients=waiting + expert.trained.whole * w * thirds // 3,
+                gradients=sent_gradients + expert.trained.whole * w * thirds // 3,
                 other=R * width * w + hidden,
             )
         own, mixer = kept_by_block[layer], s.mixers[layer]
@@ -204,7 +204,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
                 activations_kept=-freed - own.ffn - own.attention,
                 recomputed_activations=input_bytes(s, layer) + held,
                 gathered_weights=dense.whole * w if resharded else 0,
-                gradients=shards + waiting * pipelined + (stored + sent) * experts,
+                gradients=shards + sent_gradients * pipelined + (stored + sent) * experts,
                 other=hidden,
             )
         if partly and name == "last" and experts:
@@ -225,7 +225,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
                 recomputed_activations=recomputed + R * F * w,
                 dispatch_buffers=R * D * w * bool(flow.expert_ranks),
                 gathered_weights=two_blocks + 2 * expert.whole * w,
-                gradients=shards + waiting,
+                gradients=shards + sent_gradients,
                 other=hidden,
             )
         if experts and not pipelined:
@@ -236,7 +236,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
                 activations_kept=-freed - (0 if recomputed else rows_gone),
                 recomputed_activations=max(0, recomputed - rows_gone),
                 gathered_weights=two_blocks,
-                gradients=shards + gradients + (0 if sharded else waiting),
+                gradients=shards + gradients + (0 if sharded else sent_gradients),
                 other=R * D * w + hidden,
             )
     if has_head:

@@ -90,8 +90,8 @@ def matrix_buffer_bytes(config: Config, fold: Fold) -> int:
     work, width = muon_work(config, fold), WIDTHS[config.optimizer.ns_dtype]
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
     # Sent are the others' shares, there and back; this rank's own is in the messages too.
-    ways = (work.attention_bytes, dense), (work.expert_bytes, experts)
-    return min(2 * ROUND * width, round(max(sent * ranks / max(1, ranks - 1) for sent, ranks in ways)))
+    directions = (work.attention_bytes, dense), (work.expert_bytes, experts)
+    return min(2 * ROUND * width, round(max(sent * ranks / max(1, ranks - 1) for sent, ranks in directions)))
 
 
 def _cut_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, width: int) -> float:

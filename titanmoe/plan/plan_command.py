@@ -139,7 +139,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     from titanmoe.text_report import format_bytes
 
     training, gpus = config.training, args.ranks
-    ways = {
+    changes = {
         f"--ranks {2 * args.ranks}": (config, 2 * args.ranks),
         f"--training.seq_len {training.seq_len // 2}": (
             replace(config, training=replace(training, seq_len=training.seq_len // 2)),
@@ -163,7 +163,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
 
     mappings = {
         change_text: mapping
-        for change_text, changed_run in ways.items()
+        for change_text, changed_run in changes.items()
         if (mapping := smallest(*changed_run)) is not None
     }
     best = min(mappings, key=lambda change_text: excess(mappings[change_text]), default="")

@@ -40,15 +40,15 @@ def planned_overlap(config: Config, world: int, device: Device) -> tuple[Config,
     fold, pricer = derive(world, config.parallelism), Pricer(none, device, Factors())
     best, least = "none", (before := pricer.price(none, fold).step)
     for overlap in ("pairs", "halves"):
-        way = with_overlap(config, overlap)
-        if contradictions(way) or violations(way, world):
+        changed = with_overlap(config, overlap)
+        if contradictions(changed) or violations(changed, world):
             continue
-        if NEAR * (seconds := pricer.price(way, fold).step) < least:
+        if NEAR * (seconds := pricer.price(changed, fold).step) < least:
             best, least = overlap, seconds
-    found = f"{least:.3g} s a step with that on {device.name} and {before:.3g} s without"
+    reason = f"{least:.3g} s a step with that on {device.name} and {before:.3g} s without"
     if best == "none":
-        found = f"nothing that saves {NEAR - 1:.0%} of {before:.3g} s a step on {device.name}"
-    return with_overlap(config, best), f'{best}, because moe.overlap = "auto" and the planner finds {found}'
+        reason = f"nothing that saves {NEAR - 1:.0%} of {before:.3g} s a step on {device.name}"
+    return with_overlap(config, best), f'{best}, because moe.overlap = "auto" and the planner finds {reason}'
 
 
 def overlap_text(config: Config) -> str:

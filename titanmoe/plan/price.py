@@ -67,7 +67,7 @@ class BlockKind(NamedTuple):
     """Kind of a block: all that its price depends on, apart from the mapping."""
 
     experts: bool
-    like: int
+    first_alike: int
     """First block that mixes tokens in the same way."""
     recomputed: bool
 
@@ -108,7 +108,7 @@ class Pricer(BlockCosts):
         for layers in self.split(stages, uneven):
             stage: dict[BlockKind, tuple[int, int]] = {}
             for layer in layers:
-                kind = BlockKind(has_experts(self.model, layer), self.like[layer], layer % every == 0)
+                kind = BlockKind(has_experts(self.model, layer), self.first_alike[layer], layer % every == 0)
                 stage[kind] = stage.get(kind, (0, 0))[0] + 1, layer
             stage_counts.append(stage)
         return stage_counts
@@ -233,7 +233,7 @@ class Pricer(BlockCosts):
 
         first_rank_blocks = {}  # blocks of the first rank, with experts and without, by mixer
         for kind, count in counts[0].items():
-            key = kind.experts, kind.like
+            key = kind.experts, kind.first_alike
             first_rank_blocks[key] = first_rank_blocks.get(key, (0, 0))[0] + count, layers[kind]
         weights_exposed = self._weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
         data = fsdp(fold)

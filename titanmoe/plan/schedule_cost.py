@@ -83,8 +83,8 @@ def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: in
     if schedule == "1F1B":  # what the table gives, without playing it
         return ScheduleCost(pp - 1.0, tuple(min(microbatches, pp - rank) for rank in range(pp)))
     if schedule == "Interleaved1F1B" and even and v > 1:
-        ahead = ((v - 1) * pp + 2 * (pp - 1 - rank) + 1 for rank in range(pp))
-        return ScheduleCost((pp - 1) / v, tuple(min(microbatches * v, n) for n in ahead))
+        in_flight = ((v - 1) * pp + 2 * (pp - 1 - rank) + 1 for rank in range(pp))
+        return ScheduleCost((pp - 1) / v, tuple(min(microbatches * v, n) for n in in_flight))
     if schedule == "DualPipeV" and microbatches >= 2 * pp:
         return ScheduleCost((pp - 1) / 3, (2 * pp,) * (pp - 1) + (2 * pp + 1,))
     m = _enough(schedule, pp, microbatches)

@@ -161,8 +161,8 @@ class Sizes:
 
     def block(self, layer: int) -> WeightUnit:
         # Without anything frozen, blocks that are alike are one unit.
-        like = _first_alike(self._key, layer) if self.tuning.trains_all else layer
-        return _block(self._key, self._tp, like, self.tuning)
+        first = _first_alike(self._key, layer) if self.tuning.trains_all else layer
+        return _block(self._key, self._tp, first, self.tuning)
 
     def experts_of(self, layer: int) -> WeightUnit:
         """`experts`, with what is frozen or added in this block."""

@@ -25,16 +25,16 @@ def _add(
     count: int,
     forward: Cost,
     backward: Cost,
-    again: dict[str, Cost] | None = None,
+    recomputed: dict[str, Cost] | None = None,
 ) -> list[float]:
     """Return the totals with this part of `count` blocks added.
 
-    `again`: what each mode recomputes of it; by default full recomputation recomputes all.
+    `recomputed`: what each mode recomputes of it; by default full recomputation recomputes all.
     """
     once = sum(forward) + sum(backward)
-    again = again or {"full": forward, "full_except_dispatch": forward}
+    recomputed = recomputed or {"full": forward, "full_except_dispatch": forward}
     memory, products = costs.stack.selective
-    recompute = {mode: sum(cost) for mode, cost in again.items()}
+    recompute = {mode: sum(cost) for mode, cost in recomputed.items()}
     recompute["selective"] = forward.memory * memory + forward.matrix * products
     return [x + count * (once + recompute.get(mode, 0.0)) for x, mode in zip(totals, MODES, strict=True)]
 
@@ -42,10 +42,10 @@ def _add(
 def non_expert_seconds(costs: BlockCosts, tp: int, cp: int, samples: int) -> SecondsByMode:
     """Return the seconds of all that the experts' mapping does not change."""
     totals = [sum(costs.head(tp, cp, samples))] * len(MODES)
-    for (experts, like), count in costs.kinds.items():
-        totals = _add(costs, totals, count, *costs.attention(tp, cp, samples, like))
+    for (experts, first), count in costs.kinds.items():
+        totals = _add(costs, totals, count, *costs.attention(tp, cp, samples, first))
         if not experts:
-            dense = costs.dense(tp, cp, samples, costs.model.dense_hidden, costs.backward[like].ffn)
+            dense = costs.dense(tp, cp, samples, costs.model.dense_hidden, costs.backward[first].ffn)
             totals = _add(costs, totals, count, *dense)
     return tuple(totals)
 
@@ -55,14 +55,15 @@ def expert_seconds(
 ) -> SecondsByMode:
     """Return the seconds of all experts. `share`: ranks that share a sample, tp x cp."""
     counts: Counter[float] = Counter()
-    for (experts, like), count in costs.kinds.items():
-        counts[costs.backward[like].ffn] += count * experts
+    for (experts, first), count in costs.kinds.items():
+        counts[costs.backward[first].ffn] += count * experts
     totals, degrees = [0.0] * len(MODES), (share, samples, tp, ep, etp)
     for factor, count in counts.items():
         if count:
             forward, backward = costs.experts(*degrees, choice, factor)
-            again = {mode: costs.recomputed_experts(forward, mode, *degrees, choice) for mode in ("moe", *MODES[3:])}
-            totals = _add(costs, totals, count, forward, backward, again)
+            modes = ("moe", *MODES[3:])
+            recomputed = {mode: costs.recomputed_experts(forward, mode, *degrees, choice) for mode in modes}
+            totals = _add(costs, totals, count, forward, backward, recomputed)
     return tuple(totals)
 
 
@@ -82,7 +83,7 @@ def seconds_in_halves(config: Config, costs: BlockCosts, dispatcher: str, fold: 
         return (inf,) * len(MODES)
     samples = config.training.local_batch_size
     choice, head = DispatchChoice(dispatcher, halves=True), sum(costs.head(fold.tp, fold.cp, samples))
-    examples = {(has_experts(costs.model, i), costs.like[i]): i for i in range(costs.model.num_layers)}
+    examples = {(has_experts(costs.model, i), costs.first_alike[i]): i for i in range(costs.model.num_layers)}
     return tuple(
         head
         + sum(n * costs.block(fold, samples, examples[kind], choice, mode).seconds for kind, n in costs.kinds.items())
