@@ -191,8 +191,8 @@ def test_other_weights_are_refused(tmp_path, qwen, capsys):
     assert convert("--from-hf", qwen, tmp_path / "whole") == 0
     assert convert("--to-peft", tmp_path / "ours", tmp_path / "peft", "--base", tmp_path / "whole") == 0
     text = refused(capsys, "--to-hf", tmp_path / "whole", tmp_path / "o", "--base", qwen)
-    assert f"has whole weights: --base {qwen} is for adapters" in text
-    assert "has whole weights and no adapters" in refused(capsys, "--to-peft", tmp_path / "whole", tmp_path / "o")
+    assert f"has full weights: --base {qwen} is for adapters" in text
+    assert "has full weights and no adapters" in refused(capsys, "--to-peft", tmp_path / "whole", tmp_path / "o")
     assert "is a folder of PEFT already" in refused(capsys, "--to-peft", tmp_path / "peft", tmp_path / "o")
 
 

@@ -1,4 +1,8 @@
-"""config.json to [model] and back."""
+"""Translate a Hugging Face config.json to our [model] and back.
+
+Reading refuses every key whose value changes the logits and that [model] cannot express; writing checks that the result
+reads back as the same model. Which keys a family has is in its HuggingFace table (models/families).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 CONFIG = "config.json"
 AUX_LOSS = "router_aux_loss_coef"
 TEXT, TIED = "text_config", "tie_word_embeddings"
-# Keys that do not affect the logits, or that other code here reads.
+# Keys that do not affect the logits, or that other functions of this package read.
 IGNORED_KEYS = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
     *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", AUX_LOSS),
@@ -49,36 +53,36 @@ UPCYCLE = (
     "titanmoe convert --upcycle {} OUT gives it experts, and --checkpoint.load OUT with --checkpoint.model_only true "
     "trains that"
 )
-"""What to do with a dense model."""
+"""Hint for a dense model."""
 ANOTHER_FAMILY = "docs/extending.md#a-family shows how to add one that has more"
 
 KEYS_OF_EVERY_MODEL = {"is_causal": True, "per_layer_config": None}
 """Keys that transformers follows in every model, and their only values that [model] can express: the defaults."""
 
 MOST_BYTES = 32 << 20
-"""Of a JSON file: the index of 140,000 tensors has 15 MB. The parsed form takes up to thirty times the space."""
+"""Limit on the bytes of a JSON file: the index of 140,000 tensors has 15 MB; parsed, up to 30 times that."""
 MOST_MATRICES = 2**20
-"""Layers times experts, each of which has names in lists; the most published is 61 * 384."""
+"""Limit on layers times experts, each of which has names in lists; the largest published model has 61 * 384."""
 KEYS_FOR_ANY_MODEL_TYPE = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""What is taken over from a config.json with another model_type."""
+"""Keys that are copied from a config.json with another model_type."""
 DERIVED_FIELDS = ("num_kv_heads", "head_dim")
 """Fields derived from others if config.json has null, or has nothing and its family has no default."""
 
 
 class ParsedConfig(NamedTuple):
-    """What a config.json says."""
+    """A config.json, parsed."""
 
     hf: HuggingFace
     model: Model
     json: dict[str, Any]
     unknown: list[str]
-    """Unknown keys, which were ignored."""
+    """Keys that are not known and were ignored."""
 
     @property
     def aux_loss(self) -> float | None:
-        """moe.aux_loss with the weight of the balance term that transformers adds to the loss; None if it adds none.
+        """The moe.aux_loss that weighs balance as transformers' router_aux_loss_coef does; None if it adds no term.
 
-        Theirs is E * sum_e (rows_e / tokens) * p_e with sums over all layers together: top_k under uniform routing.
+        Theirs is E * sum_e (routed_e / tokens) * p_e with sums over all layers together: top_k under uniform routing.
         Ours is 1 in each layer, and layers add up. So router_aux_loss_coef * top_k / layers with experts is the same
         weight, and where all layers have the same loads, the same loss.
         """
@@ -89,7 +93,7 @@ class ParsedConfig(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """What config.json says that is not supported."""
+        """Lines on what config.json says that is not supported or not known."""
         notes = [
             f"{CONFIG} has {key} = {json.dumps(self.json[key])}: {why}"
             for key, why in TRAINING_ONLY.items()
@@ -101,6 +105,7 @@ class ParsedConfig(NamedTuple):
 
 
 def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of at most MOST_BYTES; ConfigError if it is missing or something else."""
     try:
         data = parse_json(safe_files.read(file.parent, file.name, MOST_BYTES))
     except safe_files.NOT_FOUND_ERRORS:
@@ -116,15 +121,21 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def describe_folder(folder: Path, dense: bool = False) -> ParsedConfig:
-    """The [model] that a folder's config.json stands for; ConfigError with everything that no [model] can express.
+    """Parse the config.json of a model's folder.
 
-    dense: a model without experts, to be upcycled.
+    Args:
+        folder: the folder.
+        dense: expect a model without experts, to be upcycled.
+
+    Raises:
+        ConfigError: with everything that [model] cannot express.
     """
     file = folder / CONFIG
     return parse_config_json(read_json(file), str(file), dense)
 
 
 def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) -> ParsedConfig:
+    """Parse the contents of a config.json; `source` names it in a ConfigError with everything that is wrong."""
     hf = _type_of(config, source, dense)
     outer, config = config, text_model_config(config, hf, source)
     values: dict[str, Any] = {}
@@ -169,7 +180,7 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
 
 
 def context_note(folder: Path, model: Model, seq_len: int) -> str:
-    """Return a line for the header if samples are longer than what a folder's model was made for; "" if not."""
+    """Return a line for the header if samples are longer than the model's context (config.json); "" if not."""
     try:
         context = describe_folder(folder).json.get("max_position_embeddings")
     except ConfigError:  # carried along from another version, or of another kind
@@ -195,27 +206,29 @@ def _unfollowed(hf: HuggingFace, config: dict[str, Any], source: str) -> list[st
 
 
 def known_keys(hf: HuggingFace) -> set[str]:
+    """Return the keys of config.json that are read, or known to have no effect, for a family."""
     keys_read = *hf.fields.values(), *(special.keys for special in hf.special)
     return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.absent, hf.fixed, [hf.mtp_key], *keys_read)
 
 
 def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str, Any]:
-    """Return the keys of the text model of one that also takes other things, with those of all its parts.
+    """Return a multimodal model's config for its text model: the keys of text_config and those of the whole model.
 
-    A key of the text model that stands beside text_config alone is left out: transformers does not look for it there.
+    Other models' configs are returned unchanged. A key of the text model that stands only beside text_config is left
+    out: transformers does not look for it there.
     """
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return config
     text = config.get(TEXT)
     if not isinstance(text, dict):
         raise ConfigError([f"{source} has no object {TEXT}, which has the keys of its text model"])
-    parts = {TEXT, "vision_config", *misplaced_keys(config, hf)}
-    whole = {key: value for key, value in config.items() if key not in parts}
-    return whole | text | {"model_type": hf.model_type}
+    left_out = {TEXT, "vision_config", *misplaced_keys(config, hf)}
+    shared = {key: value for key, value in config.items() if key not in left_out}
+    return shared | text | {"model_type": hf.model_type}
 
 
 def misplaced_keys(config: dict[str, Any], hf: HuggingFace) -> list[str]:
-    """Return keys of the text model that stand beside text_config, which does not have them."""
+    """Return the text model's keys that stand beside text_config and not in it, where transformers ignores them."""
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return []
     keys_read = *hf.fields.values(), *(special.keys for special in hf.special)
@@ -248,7 +261,7 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
 
 
 def _oversized(values: dict[str, Any], source: str) -> list[str]:
-    """Numbers above every model's, checked before a list is made from them."""
+    """Return lines on numbers above every model's; checked before lists of that length are made."""
     numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
     problems = []
     for name, value in numbers.items():
@@ -266,7 +279,7 @@ def _oversized(values: dict[str, Any], source: str) -> list[str]:
 
 
 def _mistyped(hf: HuggingFace, values: dict[str, Any], source: str) -> list[str]:
-    """Turns integers into floats where a float is needed; lists values of any other wrong type."""
+    """Return lines on values of wrong types. Integers become floats in place where a float is needed."""
     kinds = {f.name: type(getattr(Model(), f.name)) for f in fields(Model)}
     kinds |= {f"{OWN_PREFIX}{name}": type(default) for name, default in family_of(hf.family).own.items()}
     values |= {n: float(v) for n, v in values.items() if kinds[n] is float and type(v) is int}
@@ -295,7 +308,7 @@ def _violations(model: Model) -> list[ranges.Violation]:
 
 
 def nearest_size(model: Model) -> str:
-    """The size of its family that shares most of its shapes, to be named in a recipe."""
+    """Return the name of the family's size that differs from the model in the fewest fields."""
 
     def count_differences(size: str) -> int:
         return len(differing_fields(model, Model(**preset(model.family, size))))
@@ -304,7 +317,7 @@ def nearest_size(model: Model) -> str:
 
 
 def model_table(model: Model) -> str:
-    """[model] as a recipe needs it: family and size, then whatever differs from that size."""
+    """Return the [model] table of a recipe: family and size, then the fields that differ from that size."""
     base = preset(model.family, model.size)
     names = [f.name for f in fields(Model) if f.name not in ("family", "size")]
     different = [n for n in names if getattr(model, n) != base.get(n, getattr(Model(), n))]
@@ -316,7 +329,7 @@ def model_table(model: Model) -> str:
 
 
 def hf_format_of(family: str) -> HuggingFace:
-    """How Hugging Face stores a family; ConfigError if it does not."""
+    """Return how Hugging Face stores a family; ConfigError if it has no such format."""
     try:
         hf = family_of(family).hf
     except ComponentError as error:
@@ -327,10 +340,16 @@ def hf_format_of(family: str) -> HuggingFace:
 
 
 def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int) -> dict[str, Any]:
-    """A config.json that transformers loads; ConfigError if no such file says the same.
+    """Return a config.json with which transformers builds the same model.
 
-    carried: that of the checkpoint the model came from. What it says about other things (special tokens, context) is
-    kept.
+    Args:
+        model: the model.
+        carried: the config.json that the model came from; its other keys (special tokens, context) are copied.
+        dtype: the weights' dtype.
+        seq_len: sequence length of training, for max_position_embeddings.
+
+    Raises:
+        ConfigError: transformers cannot express the model.
     """
     hf = hf_format_of(model.family)
     source_config = carried = text_model_config(carried, hf, CONFIG) if carried else carried

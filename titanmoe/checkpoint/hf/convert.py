@@ -1,4 +1,8 @@
-"""Between Hugging Face folders and our checkpoints: a block of a tensor in memory at a time, on one rank or many."""
+"""Convert between Hugging Face folders, PEFT folders and our checkpoints, on one rank or many.
+
+At most a block of a tensor is in memory at a time. Folders appear under their name once they are complete. Functions
+with a `group` are collective over it; None stands for a single process.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +41,13 @@ PARTIAL = ".partial"
 
 
 def check_output_folder(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
-    """ConfigError unless a folder may be made there. Only a folder of the same kind, or an empty one, is
-    overwritten."""
+    """Raise a ConfigError unless `out` can be made, or overwritten.
+
+    Args:
+        out: the folder to make.
+        overwrite: whether an existing folder may be replaced, if it is empty or of the same kind.
+        marks: names of files, one of which a folder of that kind has.
+    """
     if not out.exists():
         if not out.absolute().parent.is_dir():
             raise ConfigError(
@@ -55,7 +64,16 @@ def check_output_folder(out: Path, overwrite: bool, marks: tuple[str, ...]) -> N
 
 
 def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, overwrite: bool, group: Group) -> int:
-    """A checkpoint at step 0 with the weights alone; returns their bytes."""
+    """Write weights as a checkpoint of ours at step 0, without optimizer state; return their bytes. Collective.
+
+    Args:
+        out: the checkpoint to make.
+        weights: the weights by our names.
+        origin: the folder with config.json and tokenizer, which are copied.
+        provenance: how the weights were made, for the record.
+        overwrite: replace an existing checkpoint.
+        group: ranks that share the work.
+    """
     raise_on_all_ranks(group, lambda: check_output_folder(out, overwrite, (layout.MANIFEST,)))
     own = assign_by_bytes({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
     pieces = {
@@ -75,7 +93,12 @@ def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, 
 
 
 def assign_by_bytes(sizes: Mapping[str, int], group: Group) -> set[str]:
-    """This rank's share of them, balanced by bytes."""
+    """Return the names of the tensors that this rank handles, so that all ranks have about as many bytes.
+
+    Args:
+        sizes: bytes of each tensor by name, the same on all ranks.
+        group: ranks that share the work. Nothing is communicated.
+    """
     ranks, rank = _size_and_rank(group)
     loads, own = [0] * ranks, set()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -99,7 +122,18 @@ def to_hf(
     group: Group,
     under: str = "",
 ) -> FolderPlan:
-    """under: the name of the weights under adapters, if not as in their recipe."""
+    """Export a checkpoint, or adapters merged into their base weights, to a Hugging Face folder. Collective.
+
+    Args:
+        path: a checkpoint, or a PEFT folder.
+        out: the folder to make.
+        shard_bytes: most bytes of a safetensors file.
+        tokenizer: folder with tokenizer files; None: those that the checkpoint carries.
+        dtype: dtype of the files; None: the checkpoint's.
+        overwrite: replace an existing folder.
+        group: ranks that share the work.
+        under: name of the base weights under adapters; "" for the one in their recipe.
+    """
 
     def plan_hf() -> FolderPlan:
         check_output_folder(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
@@ -124,7 +158,17 @@ def to_peft(
     group: Group,
     under: str = "",
 ) -> PeftFolder:
-    """under: the weights under the adapters, to be compared with those that they were trained on."""
+    """Export a checkpoint's adapters to a PEFT folder. Collective.
+
+    Args:
+        path: a checkpoint of a run with adapters.
+        out: the folder to make.
+        dtype: dtype of the files; None: the checkpoint's.
+        drop: ["mtp"] leaves the adapters of multi-token prediction out.
+        overwrite: replace an existing folder.
+        group: ranks that share the work.
+        under: name of base weights, to be compared with those that the adapters were trained on; "" to skip that.
+    """
 
     def plan_peft() -> tuple[Adapters, PeftFolder]:
         check_output_folder(out, overwrite, (ADAPTER_CONFIG,))
@@ -182,12 +226,17 @@ def _publish(plan: FolderPlan | PeftFolder, unfinished: Path, out: Path) -> None
 
 
 def _size_and_rank(group: Group) -> tuple[int, int]:
-    """How many ranks there are, and which this is."""
+    """Return the group's size and this process's rank in it; (1, 0) without a group."""
     return (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
 
 
 def raise_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
-    """What work returns on this rank; ConfigError on all of them if anything that a user can fix goes wrong on any."""
+    """Return what `work` returns on this rank. Collective over the group.
+
+    Raises:
+        ConfigError: on all ranks with every distinct problem, if it raised a ConfigError, CheckpointError or OSError on
+            any.
+    """
     problems: list[str] = []
     source = ""
     result: Any = None
@@ -199,13 +248,13 @@ def raise_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
         problems = [str(error)]
     except OSError as error:
         problems = [error_text(error)]
-    answers = [(problems, source)]
+    reports = [(problems, source)]
     if group is not None:
-        answers *= dist.get_world_size(group)
-        dist.all_gather_object(answers, (problems, source), group)
-    if any(rank_problems for rank_problems, _ in answers):
-        distinct = dict.fromkeys(problem for rank_problems, _ in answers for problem in rank_problems)
-        raise ConfigError(list(distinct), next((source for _, source in answers if source), ""))
+        reports *= dist.get_world_size(group)
+        dist.all_gather_object(reports, (problems, source), group)
+    if any(rank_problems for rank_problems, _ in reports):
+        distinct = dict.fromkeys(problem for rank_problems, _ in reports for problem in rank_problems)
+        raise ConfigError(list(distinct), next((source for _, source in reports if source), ""))
     return result
 
 

@@ -1,4 +1,4 @@
-"""`titanmoe convert`: what the user asks for, checked, and what was done."""
+"""`titanmoe convert`: check the options, run the conversion, print what was made."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Options that do not belong to what was asked for."""
+    """Raise a ConfigError with every option that does not belong to the chosen conversion."""
     kinds_of_option = dict.fromkeys(("--max-shard-gb", "--tokenizer"), ("to_hf",)) | {"--hf-assets": ("from_dcp",)}
     kinds_of_option["--drop"] = ("from_hf", "from_dcp", "to_peft")
     kinds_of_option |= dict.fromkeys(("--dtype", "--base"), ("to_hf", "to_peft"))

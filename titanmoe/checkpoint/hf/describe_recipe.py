@@ -1,4 +1,4 @@
-"""`titanmoe convert --describe`: a recipe that trains a model in Hugging Face's format."""
+"""`titanmoe convert --describe`: write a recipe that trains a model in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from titanmoe.data.tokenizer import FILE
 from titanmoe.models.count import parameters
 
 CONTEXT = 4096
-"""Tokens of a sample, where the model has no shorter context."""
+"""Most tokens of a sample in the recipe; the model's context if that is shorter."""
 
 
 def write_recipe(name: str) -> str:
-    """It loads as it stands; what to train on, and for how long, is left to fill in. What the model's own file says is
-    in it as comments."""
+    """Return the text of a recipe for a model, which loads as it stands; data and steps are left to fill in.
+
+    Args:
+        name: a Hugging Face folder, hub name or URL; small files are fetched.
+    """
     folder = describing_folder(name)
     parsed = describe_folder(folder)
     tokenizer = "its own" if (folder / FILE).is_file() else f"none: {folder} has no {FILE}, so text is read as bytes"

@@ -1,4 +1,4 @@
-"""Weights of ours as a Hugging Face folder: what it will contain, and each tensor once it is asked for."""
+"""Plan a Hugging Face folder from our weights: its files, config.json and tokenizer. Tensors are made as written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GENERATION = "generation_config.json"
 
 
 class Export:
-    """Weights of ours as a Hugging Face folder."""
+    """Our weights, seen as the tensors of a Hugging Face model."""
 
     def __init__(self, whole: ExportSource, path: Path, dtype: torch.dtype | None = None):
         self.weights, self.carried, self.seq_len = whole
@@ -61,7 +61,7 @@ class Export:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Of the Hugging Face tensors, ordered so that those made from the same tensor of ours follow each other."""
+        """Shape and dtype of each Hugging Face tensor; those made from the same tensor of ours follow each other."""
         return {name: (shape, self._dtype(name)) for name, shape in self.map.hf_shapes.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -69,31 +69,34 @@ class Export:
         return self.stored[our_name][1] if self.dtype is None or our_name.endswith(EXPERT_BIAS) else self.dtype
 
     def make(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """A block of a Hugging Face tensor."""
+        """Return a block of a Hugging Face tensor."""
         return self.map.write(name, offset, shape, self._dtype(name), self.weights.read)
 
     def config(self) -> dict[str, Any]:
+        """Return the contents of config.json."""
         carried = configs.read_json(self.carried[configs.CONFIG]) if configs.CONFIG in self.carried else None
         dtype = str(self.sizes["model.embed_tokens.weight"][1]).removeprefix("torch.")
         return configs.to_config_json(self.model, carried, dtype, self.seq_len)
 
 
 class FolderPlan(NamedTuple):
-    """The contents of a Hugging Face folder to be written."""
+    """The contents of a Hugging Face folder that is to be written."""
 
     export: Export
     files: dict[str, FilePlan]
     config: dict[str, Any]
     other_files: dict[str, Path]
-    """Files to copy."""
+    """Files to copy, by name."""
     generation: dict[str, Any] | None
-    """What GENERATION says; None: it is copied, or there is none."""
+    """Contents of generation_config.json; None: it is copied as it is, or there is none."""
 
     def write(self, folder: Path, files: Sequence[str]) -> None:
+        """Write the named safetensors files."""
         for name in files:
             write_file(folder / name, self.files[name], self.export.make)
 
     def complete(self, folder: Path) -> None:
+        """Write the index, config.json and the tokenizer, and fsync the folder."""
         layout.write_text(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
         if len(self.files) > 1:
             layout.write_text(folder / INDEX, json.dumps(index_json(self.files), indent=2) + "\n")
@@ -111,7 +114,15 @@ def plan_folder(
     dtype: torch.dtype | None,
     under: str,
 ) -> FolderPlan:
-    """under: the name of the weights under adapters, if not as in their recipe."""
+    """Plan the Hugging Face folder of a checkpoint, or of adapters merged into their base weights.
+
+    Args:
+        path: a checkpoint, or a PEFT folder.
+        shard_bytes: most bytes of a safetensors file.
+        tokenizer: folder with tokenizer files; None: those that the checkpoint carries.
+        dtype: dtype of the files; None: the checkpoint's.
+        under: name of the base weights under adapters; "" for the one in their recipe.
+    """
     export = Export(open_export_source(path, under), path, dtype)
     other_files = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
     if tokenizer is not None:
@@ -137,8 +148,14 @@ def plan_folder(
 
 
 def end_token_ids(files: Mapping[str, Path], vocab_size: int) -> list[int]:
-    """What ends a text of the tokenizer among the files, then what ends an answer by its chat template, if that is
-    another token: without them transformers goes on after an answer."""
+    """Return the token ids at which generation has to stop: the end of a text, then the end of a turn of a chat.
+
+    Without the second, transformers would generate on after an assistant's turn. [] without a tokenizer.
+
+    Args:
+        files: the folder's files by name.
+        vocab_size: ids from here on are left out.
+    """
     if FILE not in files:
         return []
     try:

@@ -1,5 +1,8 @@
-"""From a model's name to a folder on this machine. A folder is itself; what lies on the hub, or at a URL, is fetched
-into a cache once, by one process of each machine. Without torch."""
+"""Find the folder of a model on this machine, from its name. Without torch.
+
+A name is a folder, OWNER/MODEL[@REVISION] on the hub, or a URL. What is remote is fetched into a cache once, by one
+process of each machine; the others wait for it.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ from titanmoe.data.tokenizer import FILE, OTHER_FILES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CARRIED = (CONFIG, "generation_config.json", FILE, *OTHER_FILES)
-"""What else is in a model's folder, besides its weights."""
+"""Patterns of the files that a checkpoint carries: config and tokenizer."""
 DESCRIBING_FILES = (*CARRIED, INDEX)
-"""Small files: enough for all that needs no weights."""
+"""Patterns of the small files that describe a model without its weights."""
 HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
 SMALL_MODEL, MAKE_SMALL_MODEL = "models/small", "python scripts/make_small_model.py"
 """The model of the recipes for fine-tuning on any machine, and what makes it. The hub has no owner called models."""
@@ -33,12 +36,12 @@ CACHE = "TITANMOE_CACHE"
 
 
 def describing_folder(name: str) -> Path:
-    """A folder with the config.json and the tokenizer, and perhaps with weights."""
+    """Return a folder with the model's config.json and tokenizer, fetched if need be; ConfigError if that fails."""
     return _folder(name, DESCRIBING_FILES, lambda folder: (folder / CONFIG).is_file())
 
 
 def weights_folder(name: str) -> Path:
-    """A folder with everything."""
+    """Return a folder with the model's weights too, fetched if need be; ConfigError if that fails."""
     return _folder(name, (*DESCRIBING_FILES, "*.safetensors"), _has_weights)
 
 
@@ -59,13 +62,13 @@ def local_folder(name: str) -> Path | None:
 
 
 def resolve_place(name: str) -> str:
-    """Return where a model lies on this machine, or its name if it does not."""
+    """Return the resolved path of a model on this machine, or its name if it is not here. Fetches nothing."""
     folder = local_folder(name)
     return str(folder.resolve()) if folder else name
 
 
 def short_name(name: str) -> str:
-    """Return a model's own name: without owner, folder and revision."""
+    """Return a model's name in lower case without owner, folder and revision."""
     path = Path(name.partition("@")[0]).expanduser()
     path = path.resolve() if path.exists() else path
     hub = next((part for part in reversed(path.parts) if part.startswith("models--")), "")
@@ -73,13 +76,13 @@ def short_name(name: str) -> str:
 
 
 def pin_revision(name: str, folder: Path) -> str:
-    """The name for just what this folder holds: on the hub, with the revision."""
+    """Return the name with which exactly this folder can be fetched again: on the hub, with the revision."""
     hub = _hub_name(name)
     return f"{hub[0]}@{folder.name}" if hub else name
 
 
 def fingerprint(name: str, folder: Path) -> str:
-    """Which model a folder holds, without reading its weights."""
+    """Return a hash of a model's pinned name, config.json and index, 16 hexadecimal digits. Weights are not read."""
     digest = blake2b(pin_revision(name, folder).encode(), digest_size=8)
     for file in (CONFIG, INDEX):
         if (folder / file).is_file():
@@ -88,8 +91,10 @@ def fingerprint(name: str, folder: Path) -> str:
 
 
 def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
-    """What a run without a checkpoint of its own begins from, brought to this machine. Before the ranks meet: a message
-    between them must not wait for a download."""
+    """Fetch the weights that a run without a checkpoint of its own begins from.
+
+    Called before the process group is made, so that no collective waits for a download.
+    """
     checkpoint = config.checkpoint
     if is_remote(checkpoint.initial_hf) and checkpoint.load in ("auto", "none") and not has_begun(config):
         say(f"fetching {checkpoint.initial_hf}")
@@ -97,11 +102,12 @@ def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
 
 
 def is_remote(name: str) -> bool:
+    """Return whether a model's name is a URL, or a name on the hub that is no folder here."""
     return is_url(name) or _hub_name(name) is not None
 
 
 def _hub_name(name: str) -> tuple[str, str] | None:
-    """Owner/model and the revision, unless the name is a path: what exists here, or begins like one."""
+    """Return "OWNER/MODEL" and the revision of a name on the hub; None for paths, and for what exists here."""
     match = HUB_NAME.fullmatch(name)
     return (match[1], match[2] or "main") if match and not Path(name).exists() else None
 
@@ -123,7 +129,7 @@ def _folder(name: str, patterns: tuple[str, ...], complete: Callable[[Path], boo
 
 @contextmanager
 def _one_at_a_time(folder: Path, key: str) -> Iterator[None]:
-    """One process of those that share the folder; the others wait, and then find what it has fetched."""
+    """Hold a file lock, so that one process fetches and the others that share the folder find what it fetched."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / f".titanmoe-{key}.lock").open("w")
@@ -138,8 +144,11 @@ def _one_at_a_time(folder: Path, key: str) -> Iterator[None]:
 
 
 def _from_hub(repo: str, revision: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
-    """What the cache has is taken from there, without asking whether there is anything newer: ranks that start one
-    after the other agree, and a run goes on with what it began with."""
+    """Return the cached snapshot of a model on the hub, or download it.
+
+    The hub is not asked for anything newer than the cache has: ranks that start one after the other agree, and a run
+    goes on with what it began with.
+    """
     if repo == SMALL_MODEL:
         make = f"make it and its data with {MAKE_SMALL_MODEL}, in titanmoe's folder"
         raise ConfigError([f"{repo} is no folder here (looked for {Path(repo).absolute()}): {make}"])
@@ -169,7 +178,7 @@ def _repo_cache(cache: Path, repo: str) -> Path:
 
 
 def _cached(repo_cache: Path, revision: str) -> Path | None:
-    """The folder of a revision in the cache, if there is one."""
+    """Return the folder of a revision in the hub's cache; None if there is none."""
     reference = repo_cache / "refs" / revision
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
     folder = repo_cache / "snapshots" / commit
@@ -211,7 +220,10 @@ def _from_url(url: str, patterns: tuple[str, ...], complete: Callable[[Path], bo
 
 
 def _copy(system: Any, root: str, folder: Path, weights: bool) -> None:
-    """Every file appears in the cache once it is complete. Names, not a listing: an https server has none."""
+    """Copy a model's files from a URL into the cache; each appears once it is complete.
+
+    Files are asked for by name, because an https server has no listing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
 
     def copy(name: str) -> bool:

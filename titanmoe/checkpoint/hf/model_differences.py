@@ -1,4 +1,4 @@
-"""How two models differ in what they compute."""
+"""Compare two [model] tables by what they compute: fields without effect, and equal ways to route, do not count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titanmoe.models.families.family import attention
 from titanmoe.moe.score_functions import score_function_of
 
 OWN_PREFIX = "own."
-"""How the names of fields of [model.own] begin here."""
+"""Prefix of the names of [model.own]'s fields."""
 NOT_THE_MODEL = (
     "hf",
     "change",
@@ -28,7 +28,7 @@ _YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name 
 
 
 def effective_fields(model: Model) -> dict[str, Any]:
-    """What the model computes: unused fields have their defaults, equal ways to route have one name."""
+    """Return the fields that determine what a model computes; unused ones have their defaults, synonyms one value."""
     unused: list[str] = []
     if model.rope_scaling == "none":
         unused += _YARN
@@ -48,15 +48,16 @@ def effective_fields(model: Model) -> dict[str, Any]:
 
 
 def differing_fields(a: Model, b: Model) -> list[str]:
-    """Fields that make two models compute different things."""
+    """Return the names of the fields in which two models compute different things."""
     left, right = effective_fields(a), effective_fields(b)
     return [name for name in left if left[name] != right.get(name)]
 
 
 def has_dense_layers(model: Model) -> bool:
+    """Return whether a layer of the model has a dense feed-forward network instead of experts."""
     return not all(has_experts(model, i) for i in range(model.num_layers))
 
 
 def field_value(model: Model, name: str) -> Any:
-    """Of a field, or of one of [model.own]."""
+    """Return the value of a field of [model], or of [model.own] if the name begins with "own."."""
     return model.own[name.removeprefix(OWN_PREFIX)] if name.startswith(OWN_PREFIX) else getattr(model, name)

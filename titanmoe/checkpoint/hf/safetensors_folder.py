@@ -1,5 +1,7 @@
-"""A folder of safetensors files: which tensors it has, reading blocks of them, and writing such a folder tensor by
-tensor."""
+"""Read blocks of tensors from a folder of safetensors files, and write such files block by block.
+
+The format: 8 bytes with the length of a JSON header, the header, the data.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,26 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class StoredSlice(NamedTuple):
+    """The location of a tensor in a safetensors file."""
+
     file: Path
     shape: Shape
     dtype: torch.dtype
     start: int
-    """Its first byte in the file."""
+    """Position of its first byte in the file."""
 
 
 class SafetensorsFolder:
+    """The tensors of a folder with one safetensors file, or several and their index."""
+
     def __init__(self, path: Path, single: str = SINGLE, renamed: Mapping[str, str] = MappingProxyType({})):
-        """single: the name of its file, if it has only one. renamed: how names begin in files, and how they do here."""
+        """Read the headers of all files; ConfigError with everything that is missing, damaged or of another dtype.
+
+        Args:
+            path: the folder.
+            single: the file's name if there is no index.
+            renamed: prefixes of tensor names in the files, and what to replace them by.
+        """
         self.path, self.single, self.renamed = path, single, renamed
         self.tensors: dict[str, StoredSlice] = {}
         problems: list[str] = []
@@ -118,9 +130,10 @@ class SafetensorsFolder:
 
 
 class FilePlan(NamedTuple):
-    """The contents of a file to be written: shape and dtype by name."""
+    """The contents of a safetensors file that is to be written."""
 
     sizes: dict[str, tuple[Shape, torch.dtype]]
+    """Shape and dtype of each tensor, by name."""
 
     @property
     def bytes(self) -> int:
@@ -128,11 +141,17 @@ class FilePlan(NamedTuple):
 
 
 def nbytes(shape: Shape, dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor."""
     return prod(shape) * dtype.itemsize
 
 
 def split_into_files(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int) -> dict[str, FilePlan]:
-    """Tensors by file, in the order given; a file is no larger than the limit unless a single tensor is."""
+    """Distribute tensors over files in the order given; return the files by name.
+
+    Args:
+        sizes: shape and dtype of each tensor, by name.
+        limit: most bytes of a file, unless a single tensor is larger.
+    """
     groups: list[dict[str, tuple[Shape, torch.dtype]]] = [{}]
     room = limit
     for name, size in sizes.items():
@@ -147,6 +166,7 @@ def split_into_files(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int)
 
 
 def index_json(files: Mapping[str, FilePlan]) -> dict[str, Any]:
+    """Return the contents of model.safetensors.index.json."""
     return {
         "metadata": {"total_size": sum(tensors.bytes for tensors in files.values())},
         "weight_map": {name: file for file, tensors in files.items() for name in sorted(tensors.sizes)},
@@ -154,11 +174,14 @@ def index_json(files: Mapping[str, FilePlan]) -> dict[str, Any]:
 
 
 def write_file(file: Path, tensors: FilePlan, make: Callable[[str, Shape, Shape], Tensor]) -> None:
-    """A safetensors file, written block by block: the library's own writer needs all tensors at once. make: a block of
-    a tensor, by its name, offset and shape.
+    """Write a safetensors file block by block; the library's own writer needs all tensors at once.
 
-    The format: 8 bytes with the length of a JSON header, the header, the data. Wide dtypes come first, so that all are
-    aligned.
+    Wide dtypes come first, so that all are aligned.
+
+    Args:
+        file: the file to write.
+        tensors: its contents.
+        make: returns a block of a tensor, given its name, offset and shape.
     """
     order = sorted(tensors.sizes, key=lambda name: -tensors.sizes[name][1].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -189,6 +212,9 @@ def write_file(file: Path, tensors: FilePlan, make: Callable[[str, Shape, Shape]
 
 
 def config_and_tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Config and tokenizer files, by name. A link is refused: its target would be copied into checkpoints."""
+    """Return a folder's config and tokenizer files, by name.
+
+    A link is refused (CheckpointError): its target would be copied into checkpoints.
+    """
     names = (file.name for pattern in CARRIED for file in sorted(folder.glob(pattern)))
     return {name: layout.require_regular(folder, name) for name in names}

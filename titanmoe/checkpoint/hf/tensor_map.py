@@ -1,4 +1,4 @@
-"""Which part of which of our tensors is in which Hugging Face tensor, for one model; and moving blocks between them.
+"""Map our tensors to Hugging Face's for one model, and copy blocks between them in both directions.
 
 Our names are those of titanmoe.models.transformer, with experts stacked; Hugging Face names are as published. Every
 element of a Hugging Face tensor is one of ours and vice versa, so both directions are plain copies, bit by bit.
@@ -23,13 +23,13 @@ from titanmoe.models.transformer import Transformer
 
 Shape = tuple[int, ...]
 ReadNamedBlock = Callable[[str, Shape, Shape], Tensor]
-"""A block of a tensor: name, offset, shape."""
+"""A function (name, offset, shape) that returns a block of a tensor."""
 EXPERT_BIAS = ".expert_bias"
-"""Tensors of a router: all zeros in families whose files have none."""
+"""Suffix of a router's selection bias: all zeros in families whose files have none."""
 
 
 class HfPlace(NamedTuple):
-    """A Hugging Face tensor, or a part of its last dim, that is one of our tensors, or one expert of it."""
+    """A Hugging Face tensor, or a slice of it, that is one of our tensors, or one expert of it."""
 
     our_name: str
     hf_name: str
@@ -38,7 +38,7 @@ class HfPlace(NamedTuple):
 
 
 def our_shapes(model: Model) -> dict[str, Shape]:
-    """Parameters and expert biases by name; a tied embedding appears once."""
+    """Return the shapes of a model's parameters and expert biases by our names; a tied embedding appears once."""
     with torch.device("meta"):
         whole = Transformer(Config(model=model), 1, torch.float32)
     shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
@@ -46,24 +46,32 @@ def our_shapes(model: Model) -> dict[str, Shape]:
 
 
 def _layer(name: str) -> str:
-    """Its number; "" for what is in none."""
+    """Return the number of the layer that a tensor of ours is in, as text; "" for tensors outside layers."""
     number = re.match(r"layers\.(\d+)\.", name)
     return number[1] if number else ""
 
 
 class TensorMap:
+    """The correspondence between a model's tensors and those of its Hugging Face format."""
+
     def __init__(self, model: Model, hf: HuggingFace, stored: Collection[str] = ()):
-        """stored: the names of tensors in files to read."""
+        """Map every tensor of a model; ConfigError if transformers has no place for one.
+
+        Args:
+            model: the model.
+            hf: how its family is stored.
+            stored: names of the tensors in the files to read, where a family has files of two kinds.
+        """
         self.model, self.hf, self.stored = model, hf, stored
         self.mixer_homes = [hf.mixer_homes.get(mixer.name, {}) for mixer in mixers(model)]
         self.our_shapes = our_shapes(model)
         self.hf_shapes: dict[str, Shape] = {}
         self.places: dict[str, list[HfPlace]] = {name: list(self._places(name)) for name in self.our_shapes}
-        """Places of each of our tensors; none for an expert bias that the family does not have."""
+        """Where each of our tensors is, one place for each stacked expert; empty for a bias that no file has."""
         self.parts: dict[str, list[HfPlace]] = {}
-        """Places of each Hugging Face tensor."""
+        """What each Hugging Face tensor consists of."""
         self.copies: dict[str, str] = {}
-        """Hugging Face tensors that repeat another, by name."""
+        """Hugging Face tensors that repeat another, and that other's name."""
         homeless = [name for name, places in self.places.items() if not places and not name.endswith(EXPERT_BIAS)]
         if homeless:
             for special in hf.special:
@@ -124,7 +132,10 @@ class TensorMap:
     # ---- from Hugging Face
 
     def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: ReadNamedBlock) -> Tensor:
-        """A block of one of our tensors, reading no more of the Hugging Face tensors than that and rows between."""
+        """Return a block of one of our tensors in `dtype`, made from Hugging Face tensors.
+
+        `read` is asked for the block's own elements, and for rows between them where the row order differs.
+        """
         places = self.places[name]
         if not places:
             return torch.zeros(shape, dtype=dtype)
@@ -142,7 +153,7 @@ class TensorMap:
         fill_in_blocks(out, offset, partial(self._take, place, read))
 
     def _take(self, place: HfPlace, read: ReadNamedBlock, offset: Shape, shape: Shape) -> Tensor:
-        """With dims in the order of the Hugging Face tensor."""
+        """Return a block of our tensor with its dims in the order of the Hugging Face tensor."""
         home = place.home
         if home.rotated is not None or home.part is not None:
             rows = self.rows(home, offset[-2], shape[-2])
@@ -157,7 +168,10 @@ class TensorMap:
         ]
 
     def rows(self, home: Home, first: int, count: int) -> Tensor:
-        """The rows in the Hugging Face tensor for so many of ours, where they are in another order or among others."""
+        """Return the rows in the Hugging Face tensor of our rows [first, first + count).
+
+        For tensors whose rows are permuted (RoPE in pairs), or interleaved with another tensor's.
+        """
         if home.part is not None:
             rows, number = home.part.rows(self.model), home.part.number
             row = torch.arange(first, first + count)
@@ -176,7 +190,7 @@ class TensorMap:
     # ---- to Hugging Face
 
     def write(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: ReadNamedBlock) -> Tensor:
-        """A block of a Hugging Face tensor, in which rows of the last dim are whole, from ours."""
+        """Return a block of a Hugging Face tensor in `dtype`, made from ours; its last dim has to be full."""
         out = empty(shape, dtype)
         for place in self.parts[name]:
             self._put(place, out, offset, read)

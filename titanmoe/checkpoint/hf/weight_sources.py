@@ -1,4 +1,7 @@
-"""Whole weights, wherever they are: a Hugging Face model's, a checkpoint's, or those with adapters added to them."""
+"""Open full weights by our names from any source: a Hugging Face model, a checkpoint, or either with adapters merged.
+
+Used by conversion, by generation, and by runs with adapters, which check the digest of the weights under them.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,11 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.parallel.frozen import held_dtype
 
 NAME_BASE_HINT = " (convert --base, generate --checkpoint)"
-"""Where a user names the weights under adapters."""
+"""Hint at the options that name the base weights under adapters."""
 
 
 class Weights(Protocol):
-    """A model's weights by our names, from any source."""
+    """A model's full weights by our names, from any source, of which blocks can be read."""
 
     model: Model
 
@@ -46,7 +49,7 @@ class Weights(Protocol):
 
 
 class CheckpointWeights:
-    """Those of one of our checkpoints."""
+    """The full weights in one of our checkpoints."""
 
     def __init__(self, path: Path):
         self.saved = open_checkpoint(path)
@@ -59,6 +62,7 @@ class CheckpointWeights:
 
 
 def recorded_model(record: Mapping[str, Any], path: Path) -> Model:
+    """Return the [model] in a checkpoint's record; ConfigError if it has none."""
     table = record.get("config", {}).get("model")
     if not table:
         raise ConfigError([f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]"])
@@ -66,15 +70,15 @@ def recorded_model(record: Mapping[str, Any], path: Path) -> Model:
 
 
 class MergedWeights:
-    """W + alpha / r B A in the place of W, in float32 or wider: whoever writes it rounds it once."""
+    """Base weights with adapters merged: W + alpha / r B A, in float32 or wider, to be rounded once when written."""
 
     def __init__(self, adapters: Adapters, under: HuggingFaceSource | CheckpointWeights, name: str):
-        """name: of the weights under them."""
+        """Merge adapters into the weights `under` them, which the user calls `name`. Nothing is computed yet."""
         self.adapters, self.under, self.name = adapters, under, name
         self.model, self.tensors = under.model, under.tensors
         self.matrices = set(adapters.matrices)
         self.compared = ""
-        """What of the weights under PEFT's adapters was compared with those that they were trained on."""
+        """A line on how the base weights were compared with those that PEFT's adapters were trained on."""
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         block = self.under.read(name, offset, shape)
@@ -94,13 +98,18 @@ class MergedWeights:
 
 
 def is_hf(name: str) -> bool:
-    """Whether weights there are in Hugging Face's format, and not a checkpoint."""
+    """Return whether a name stands for a model in Hugging Face's format, and not for a checkpoint."""
     path = Path(name)
     return is_remote(name) or ((path / configs.CONFIG).is_file() and not (path / layout.MANIFEST).is_file())
 
 
 def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | CheckpointWeights:
-    """model: what it is used as, if that is not what its files say."""
+    """Open a model's full weights and check that they are all there.
+
+    Args:
+        name: a Hugging Face folder, hub name or URL, a checkpoint, or a run (its latest checkpoint).
+        model: the [model] to read a Hugging Face model as; None: what its config.json says.
+    """
     if not is_hf(name):
         return CheckpointWeights(latest_checkpoint(Path(name)))
     folder = weights_folder(name)
@@ -113,12 +122,17 @@ def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | C
 
 
 def has_adapters(path: Path) -> bool:
-    """Of a PEFT folder or a checkpoint."""
+    """Return whether a folder is a PEFT folder, or a checkpoint of a run with adapters."""
     return is_peft(path) or "base" in layout.read_manifest(path).record
 
 
 def open_adapters(path: Path, under: str = "") -> tuple[Adapters, str]:
-    """Of a PEFT folder or a checkpoint; and the name of the weights under them: as given, or as their own file says."""
+    """Open the adapters of a PEFT folder or a checkpoint; return them and the name of their base weights.
+
+    Args:
+        path: the folder.
+        under: name of the base weights; "" for what the adapters' own files say.
+    """
     if not is_peft(path):
         adapters = read_checkpoint_adapters(path)
         return adapters, under or adapters.base
@@ -128,7 +142,7 @@ def open_adapters(path: Path, under: str = "") -> tuple[Adapters, str]:
 
 
 def open_base_weights(adapters: Adapters, under: str) -> HuggingFaceSource | CheckpointWeights:
-    """The weights under adapters."""
+    """Open the base weights under adapters; ConfigError if they are random and in no file."""
     if not under:
         raise ConfigError(
             [
@@ -140,23 +154,28 @@ def open_base_weights(adapters: Adapters, under: str) -> HuggingFaceSource | Che
 
 
 class ExportSource(NamedTuple):
-    """What a Hugging Face folder is made from."""
+    """What a Hugging Face folder is exported from."""
 
     weights: Weights
     carried: dict[str, Path]
     """Config and tokenizer files, by name."""
     seq_len: int
-    """What was trained on."""
+    """Sequence length of training, in tokens."""
 
 
 def open_export_source(path: Path, under: str) -> ExportSource:
-    """Of a checkpoint with whole weights, or of adapters (a checkpoint or a PEFT folder) and the weights under them."""
+    """Open a checkpoint with full weights, or adapters (a checkpoint or a PEFT folder) merged into their base weights.
+
+    Args:
+        path: the folder.
+        under: name of the base weights under adapters; "" for the one in their recipe.
+    """
     seq_len = Config().training.seq_len
     if not is_peft(path):
         seq_len = layout.read_manifest(path).record.get("config", {}).get("training", {}).get("seq_len", seq_len)
     if not has_adapters(path):
         if under:
-            raise ConfigError([f"{path} has whole weights: --base {under} is for adapters, leave it out"])
+            raise ConfigError([f"{path} has full weights: --base {under} is for adapters, leave it out"])
         return ExportSource(CheckpointWeights(path), carried_hf_files(path), seq_len)
     adapters, under = open_adapters(path, under)
     weights = open_base_weights(adapters, under)
@@ -165,21 +184,25 @@ def open_export_source(path: Path, under: str) -> ExportSource:
 
 
 def carried_hf_files(path: Path) -> dict[str, Path]:
+    """Return the config and tokenizer files that a checkpoint carries, by name."""
     return {n: file for n, file in layout.carried_files(path).items() if any(fnmatch(n, kind) for kind in CARRIED)}
 
 
 def hf_files_beside(weights: HuggingFaceSource | CheckpointWeights) -> dict[str, Path]:
+    """Return the config and tokenizer files that belong to weights, by name."""
     if isinstance(weights, CheckpointWeights):
         return carried_hf_files(weights.saved.path)
     return config_and_tokenizer_files(weights.path)
 
 
 def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases: bool = False) -> str:
-    """Return the digest of weights as frozen ones are held. The ranks divide up the reading.
+    """Return the digest (weight_digest) that the weights have as frozen weights of a run. Collective over the group.
 
     Args:
-        compute: the dtype that they are held in, but for routers.
-        biases: whether selection biases are part of it, which a run moves although it freezes the rest.
+        weights: the full weights; each rank reads some of the tensors.
+        compute: dtype of frozen weights, routers apart.
+        group: ranks that share the reading; None for a single process.
+        biases: whether to include selection biases, which a run updates although it freezes the rest.
     """
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
 
@@ -196,7 +219,7 @@ def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases:
 
 
 def check_digest(adapters: Adapters, weights: HuggingFaceSource | CheckpointWeights, under: str, group: Group) -> None:
-    """ConfigError unless they are those that the adapters were trained on. The ranks divide up the reading."""
+    """Raise a ConfigError unless the weights have the digest of those that the adapters were trained on. Collective."""
     if not adapters.digest:
         return
     compute = getattr(torch, adapters.config.training.mixed_precision_param)
