@@ -18,7 +18,7 @@ def test_a_small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = Model(**preset("qwen3_moe", "30b_a3b"))
     masks = "documents", "pairs, shared"
-    rows = [row for name in masks for row in bench.rows_of(name, 4096, 2, 300, model)]
+    rows = [row for name in masks for row in bench.make_rows(name, 4096, 2, 300, model)]
     assert len(rows) == 4 * len(masks)
     for row in rows:
         assert row.seen <= row.computed <= 1.2 * row.seen < row.before and row.makespan >= 1

@@ -57,7 +57,7 @@ def test_a_layer_dispatches_no_dtensor_but_where_autograd_takes_its_gradient(
     host: Any, changes: list[str], dtensors: dict[str, int]
 ) -> None:
     words = [f"--{word}" for word in ("compile.enable=false", "training.global_batch_size=-1", *changes)]
-    _, world, narrow = host.configs(RECIPE, words)
+    _, world, narrow = host.read_configs(RECIPE, words)
     counted = []
     with host.as_rank(world):
         for config in narrow.values():

@@ -1,4 +1,4 @@
-"""What attention computes and reads under each mask, kind of context parallelism and backend; nothing is run.
+"""Count what attention computes and reads under each mask, kind of context parallelism and backend. Nothing is run.
 
     python scripts/bench/attention.py [--lengths 8192 32768 131072] [--cp 8] [--window 1024] [--write]
 
@@ -7,12 +7,12 @@ For one layer of Qwen3-30B-A3B's shape and one sequence, forward; backward is 2.
     seen       FLOPs of the pairs of a query and a key that the mask lets see each other, compared with a count of all
                pairs one by one: the two are equal, or this fails
     computed   FLOPs of the blocks that are computed, of all ranks
-    makespan   those of the busiest rank, over the mean
-    read       bytes that the busiest rank's kernels read and write, forward and backward: as a rehearsal counts them
-    before     the same when only causality hides blocks
+    makespan   FLOPs of the busiest rank, over the mean
+    read       bytes that the busiest rank's kernels read and write, forward and backward, as a rehearsal counts them
+    before     the column to its left if only causality hides blocks
 
-Documents have log-normal lengths from 256 to 131072. Pairs are two answers to a prompt that is 3/4 of each text, with
-the prompt there twice or once. --write puts table and picture into docs/.
+Documents have log-normal lengths from 256 to 131072. Pairs are two completions of a prompt that is 3/4 of each text,
+with the prompt stored twice or once. --write puts table and picture into docs/.
 """
 
 from __future__ import annotations
@@ -45,32 +45,38 @@ KINDS = ("ring, allgather", "ulysses")
 PAGE, PICTURE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "attention.svg"
 BEGIN, END = "<!-- attention begins -->", "<!-- attention ends -->"
 MEDIAN, SIGMA = 2048, 1.4
-TEXT = 4096  # a prompt and one answer
+TEXT = 4096  # tokens of a prompt and one completion
 
 
 def documents(length: int, text: int = 0) -> Mask:
-    """That fill a sequence: texts of one length, or log-normal ones, of which the last one is cut."""
+    """Return the mask of documents that fill a sequence, the last one truncated.
+
+    Args:
+        length: The positions of the sequence.
+        text: The length of each document; 0 for log-normal lengths.
+    """
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, length // 256).clip(256, 131072).astype(int)
     end_N = np.minimum((np.full_like(drawn, text) if text else drawn).cumsum(), length)
     return spans(ends(torch.from_numpy(np.searchsorted(end_N, np.arange(length), side="right")).unsqueeze(0)))
 
 
 def make_mask(name: str, length: int, window: int) -> Mask:
+    """Return the mask of this name in `MASKS`."""
     text = min(TEXT, length // 2)
     if name == "pairs, two copies":
         return documents(length, text)
     if name == "pairs, shared":
-        stem, answer = 3 * text // 4 - 1, text // 4 + 1  # the prompt's last token is there for each answer
-        size = stem + 2 * answer
-        trees, rest = np.tile([stem, answer, answer], (length // size, 1)), length % size
+        stem, completion = 3 * text // 4 - 1, text // 4 + 1  # each completion repeats the prompt's last token
+        size = stem + 2 * completion
+        trees, rest = np.tile([stem, completion, completion], (length // size, 1)), length % size
         until, depth = branches(np.concatenate([trees, [[rest, 0, 0]]]))
         return spans(torch.from_numpy(until).unsqueeze(0), torch.from_numpy(depth).unsqueeze(0))
     mask = documents(length) if "documents" in name else CAUSAL
     return mask._replace(window=window if "window" in name else 0)
 
 
-def counted(mask: Mask, length: int, rows: int = 256) -> int:
-    """Pairs that see each other, one by one, by the definition."""
+def count_pairs(mask: Mask, length: int, rows: int = 256) -> int:
+    """Count the pairs of a query and a key that see each other, one by one, by the definition of the mask."""
     place, host = np.arange(length, dtype=np.int32), mask.on_host
     until = np.full_like(place, length) if host is None else host.until_BL[0].astype(np.int32)
     depth = place if host is None or host.depth_BL is None else host.depth_BL[0].astype(np.int32)
@@ -84,26 +90,29 @@ def counted(mask: Mask, length: int, rows: int = 256) -> int:
     return total
 
 
-def computed(pairs: list[BlockPair]) -> int:
+def computed_pairs(pairs: list[BlockPair]) -> int:
+    """Return the number of pairs of a query and a key in the blocks that are computed."""
     sizes = [(p.queries.stop - p.queries.start, p.keys.stop - p.keys.start, p.causal) for p in pairs]
     return sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in sizes)
 
 
 class Count(TorchDispatchMode, Operations):
+    """A dispatch mode that counts the cost of operations."""
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
         self.add(func, args, kwargs or {}, out, CodeSite())
         return out
 
 
-def moved(pairs: list[BlockPair], mask: Mask, queries: int, keys: int, heads: int, model: Model) -> int:
-    """Bytes of forward and backward in bfloat16 on tensors without values, as on GPUs."""
+def bytes_moved(pairs: list[BlockPair], mask: Mask, queries: int, keys: int, heads: int, model: Model) -> int:
+    """Return the bytes that forward and backward read and write in bfloat16, by running them on the meta device."""
 
-    def of(heads: int, length: int) -> Tensor:
+    def empty(heads: int, length: int) -> Tensor:
         return torch.empty(1, heads, length, model.head_dim, device="meta", dtype=torch.bfloat16)
 
     group = model.num_heads // model.num_kv_heads
-    q, (k, v) = of(heads, queries), (of(max(1, heads // group), keys) for _ in range(2))
+    q, (k, v) = empty(heads, queries), (empty(max(1, heads // group), keys) for _ in range(2))
     on_meta = mask.to(lambda x: x.to("meta"))
     with Count() as count:
         out, lse = _start(q, v, None)
@@ -114,6 +123,8 @@ def moved(pairs: list[BlockPair], mask: Mask, queries: int, keys: int, heads: in
 
 
 class Row(NamedTuple):
+    """A row of the table."""
+
     mask: str
     length: int
     kind: str
@@ -126,23 +137,24 @@ class Row(NamedTuple):
     read_before: int = 0
 
 
-def rows_of(name: str, length: int, cp: int, window: int, model: Model) -> Iterator[Row]:
+def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Iterator[Row]:
+    """Yield the rows of a mask and length: for each kind of context parallelism our blocks and flex_attention's."""
     mask, per_pair = make_mask(name, length, window), 4 * model.num_heads * model.head_dim
     seen, place = mask.count(length), torch.arange(length).unsqueeze(0)
-    if (one_by_one := counted(mask, length)) != seen:
+    if (one_by_one := count_pairs(mask, length)) != seen:
         raise SystemExit(f"{name}, {length}: {seen} pairs by the formula, {one_by_one} one by one")
     for kind in KINDS:
-        # Ulysses gives each rank the whole sequence and a share of the heads.
-        placement, share = (Placement(1, zigzag=False), cp) if kind == "ulysses" else (Placement(cp, zigzag=True), 1)
-        chunk, sizes = length // placement.chunks, (length // placement.size, length, model.num_heads // share)
+        # Ulysses gives each rank the full sequence and 1 / cp of the heads.
+        placement, divisor = (Placement(1, zigzag=False), cp) if kind == "ulysses" else (Placement(cp, zigzag=True), 1)
+        chunk, sizes = length // placement.chunks, (length // placement.size, length, model.num_heads // divisor)
         ranks, chunks = range(placement.size), range(placement.chunks)
         own, causal = (
             [which.pairs(chunk, len(chunks), placement.chunks_of(rank), chunks) for rank in ranks]
             for which in (mask, CAUSAL)
         )
-        work, before = [computed(pairs) for pairs in own], per_pair * sum(map(computed, causal))
+        work, before = [computed_pairs(pairs) for pairs in own], per_pair * sum(map(computed_pairs, causal))
         busiest = max(ranks, key=work.__getitem__)
-        read = [moved(pairs[busiest], which, *sizes, model) for pairs, which in ((own, mask), (causal, CAUSAL))]
+        read = [bytes_moved(pairs[busiest], which, *sizes, model) for pairs, which in ((own, mask), (causal, CAUSAL))]
         about = name, length, kind, "ours", per_pair * seen, per_pair * sum(work), before
         yield Row(*about, max(work) * len(work) / sum(work), *read)
         blocks = [block_mask(placement.part(place, rank)[0], length, mask) for rank in ranks]
@@ -152,6 +164,7 @@ def rows_of(name: str, length: int, cp: int, window: int, model: Model) -> Itera
 
 
 def table(rows: list[Row]) -> str:
+    """Return the rows as a Markdown table."""
     head = "mask | length | cp kind | backend | seen, GFLOP | computed | before | makespan | read, MiB | before"
     out = [f"| {head} |", "|---" * 10 + "|"]
     for r in rows:
@@ -162,7 +175,7 @@ def table(rows: list[Row]) -> str:
 
 
 def picture(rows: list[Row]) -> str:
-    """Of each mask at the greatest length: FLOPs of the ring's blocks, before and now, over those of causality."""
+    """Return an SVG of the FLOPs of the ring's blocks under each mask at the greatest length, over causality's."""
     longest = max(row.length for row in rows)
     bars = [row for row in rows if (row.length, row.kind, row.backend) == (longest, KINDS[0], "ours")]
     sheet = Sheet(720, 40 + 34 * len(bars), f"FLOPs of the blocks computed at {longest:,} positions")
@@ -191,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.tiny:
         args.lengths, args.cp, args.window = [1024], 2, 64
     model = Model(**preset("qwen3_moe", "30b_a3b"))
-    rows = [row for n in args.lengths for name in args.masks for row in rows_of(name, n, args.cp, args.window, model)]
+    rows = [row for n in args.lengths for name in args.masks for row in make_rows(name, n, args.cp, args.window, model)]
     print(table(rows))
     if args.write:
         PICTURE.write_text(picture(rows))

@@ -1,10 +1,10 @@
-"""How long saving pauses training (asynchronous, synchronous) with about 1 GB of weights and moments.
+"""Time how long saving pauses training, asynchronous and synchronous, with about 1 GB of weights and moments.
 
     torchrun --standalone --nproc-per-node 2 scripts/bench/checkpoint.py [--rounds 3] [--config RECIPE] [--json FILE]
 
-The modes alternate in one run. "blocked" is how long the training loop was paused by a save; "written after" how long
-until it was on disk; "step" the time of a step with nothing being written, "step beside" of one while the writer works
-in the background. "check" is how long the slowest rank takes in a save to see that every number is finite.
+The modes alternate in one run. "blocked" is the time that a save pauses the training loop, "written after" the time
+until it is on disk, "step" the time of a step while nothing is written, and "step beside" that of a step while the
+writer works in the background. "check" is the time that the slowest rank takes to check that every number is finite.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def main() -> None:
         model = ["--config", args.config]
     config = read_config([*model, "--checkpoint.keep_last=1"], world_size(), COMPONENTS)
     runtime = start(config)
-    box = [tempfile.mkdtemp(prefix="titanmoe-bench-") if runtime.rank == 0 else None]
-    dist.broadcast_object_list(box, 0)
-    folder = Path(box[0])
+    folders = [tempfile.mkdtemp(prefix="titanmoe-bench-") if runtime.rank == 0 else None]
+    dist.broadcast_object_list(folders, 0)
+    folder = Path(folders[0])
     try:
         figures = measure(Trainer(build_training(config, runtime)), folder, args.rounds)
         if runtime.rank == 0:
@@ -70,6 +70,7 @@ def main() -> None:
 
 
 def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, float]]:
+    """Return the median seconds of each mode. Collective: all ranks train and save in `folder`."""
     checkpoints = trainer.training.checkpoints.in_folder(folder)
     saver = checkpoints.saver
     seconds: dict[str, dict[str, list[float]]] = {
@@ -87,11 +88,11 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
             saver.options = SimpleNamespace(**vars(saver.options) | {"save": mode})
             began = time.monotonic()
             taken["blocked"].append(checkpoints._save())
-            while busy(saver):
+            while is_writing(saver):
                 taken["step beside"].append(timed(trainer.train_step))
             saver.wait()
             taken["written after"].append(time.monotonic() - began)
-            if mode == "sync":  # next to training, it would measure the share of a core that it gets
+            if mode == "sync":  # beside training, the check would have only a part of a core
                 checks.append(slowest(looks[-1]))
     folder = layout.newest_first(saver.folder)[0]
     size = sum(s.bytes for s in layout.read_manifest(folder).files.values())
@@ -110,27 +111,29 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
     }
 
 
-def busy(saver) -> bool:
-    """On any rank: all ranks take part in a step."""
+def is_writing(saver) -> bool:
+    """Return whether any rank is still writing. Collective, because all ranks must take the same steps."""
     alive = torch.tensor(float(saver._thread is not None and saver._thread.is_alive()))
     dist.all_reduce(alive)
     return bool(alive)
 
 
 def slowest(seconds: float) -> float:
-    """Of all ranks."""
+    """Return the largest value of all ranks. Collective."""
     most = torch.tensor(seconds)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return float(most)
 
 
 def timed(step) -> float:
+    """Return the seconds that a call takes."""
     began = time.monotonic()
     step()
     return time.monotonic() - began
 
 
 def report(figures: dict[str, dict[str, float]], file: Path | None) -> None:
+    """Print the figures, and write them to a JSON file if there is one."""
     every = figures["all"]
     machine = f"torch {torch.__version__}, {platform.machine()}"
     print(f"{every['gb']:.2f} GB, {every['ranks']:.0f} ranks, step {every['step']:.3f} s; {machine}")

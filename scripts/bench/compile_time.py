@@ -1,4 +1,4 @@
-"""How long torch.compile takes for each distinct block of a model, on one device.
+"""Time what torch.compile takes for each distinct block of a model, on one device.
 
     python scripts/bench/compile_time.py [--shapes qwen3 gpt_oss ...] [--cases "inductor cold" ...] [--json FILE]
     python scripts/bench/compile_time.py --tiny     the same with tiny shapes, for a machine without a GPU
@@ -40,20 +40,21 @@ from layers import SHAPES, figures, gpu_name, lines_of, make_layers, recipe, syn
 from torchtitan_side import reason  # noqa: E402
 
 CASES = {"eager": "", "inductor cold": "inductor", "inductor warm": "inductor", "aot_eager": "aot_eager"}
-"""Backends, in the order of the processes; "" compiles nothing."""
+"""The backend of each case, in the order of the processes; "" compiles nothing."""
 LAYERS = {"gpt_oss": 2, "deepseek": 2}
-"""Layers of a shape with two kinds of them; 1 of the others."""
+"""The number of layers of shapes that have two kinds of layers; other shapes have 1."""
 SAMPLES = 1
 
 
-def config_of(shape: str, tiny: bool, backend: str) -> Any:
+def read_shape(shape: str, tiny: bool, backend: str) -> Any:
+    """Return the config of a shape whose blocks a backend compiles; "" compiles nothing."""
     from titanmoe.components import COMPONENTS
     from titanmoe.train.launch import read_config
 
-    further = ["compile.enable=true", f"compile.backend={backend}"] if backend else []
+    options = ["compile.enable=true", f"compile.backend={backend}"] if backend else []
     if shape == "deepseek":
-        further += ["model.num_dense_layers=1", *["model.dense_hidden=64"] * tiny]
-    return read_config(recipe(shape, "titanmoe", LAYERS.get(shape, 1), SAMPLES, tiny, further), 1, COMPONENTS)
+        options += ["model.num_dense_layers=1", *["model.dense_hidden=64"] * tiny]
+    return read_config(recipe(shape, "titanmoe", LAYERS.get(shape, 1), SAMPLES, tiny, options), 1, COMPONENTS)
 
 
 def make_blocks(config: Any, device: Any) -> tuple[Any, dict[str, Callable[[], None]]]:
@@ -65,20 +66,21 @@ def make_blocks(config: Any, device: Any) -> tuple[Any, dict[str, Callable[[], N
     transformer, x_BLD, rope, tokens, labels_BL = make_layers(config, device, range(config.model.num_layers), SAMPLES)
 
     def both(block: Any, *inputs: Any) -> None:
+        """Run a block forward and backward."""
         y = block(x_BLD, *inputs)
         torch.autograd.grad(y, [x_BLD, *block.parameters()], torch.ones_like(y), allow_unused=True)
         synchronize(device)
 
-    found: dict[str, Callable[[], None]] = {}
+    calls: dict[str, Callable[[], None]] = {}
     for number, block in transformer.blocks().items():
         width = window(config.model, number)
         name = f"attention, window {width}" if width else "attention"
-        found.setdefault(name, partial(both, block.attention, rope, tokens.mask))
+        calls.setdefault(name, partial(both, block.attention, rope, tokens.mask))
         if block.moe is not None:
-            found.setdefault("MoE layer", partial(both, block.moe, tokens))
+            calls.setdefault("MoE layer", partial(both, block.moe, tokens))
         else:
-            found.setdefault("dense layer", partial(both, block.ffn))
-    return transformer, found | {"head": partial(both, transformer.head, labels_BL)}
+            calls.setdefault("dense layer", partial(both, block.ffn))
+    return transformer, calls | {"head": partial(both, transformer.head, labels_BL)}
 
 
 def first_call(work: Callable[[], Any]) -> float:
@@ -91,7 +93,7 @@ def first_call(work: Callable[[], Any]) -> float:
     return times[0] - times[1]
 
 
-def one(shape: str, case: str, tiny: bool, device_name: str) -> None:
+def time_case(shape: str, case: str, tiny: bool, device_name: str) -> None:
     """Time a case of a shape; each figure is a line of JSON."""
     import torch
     from torch._dynamo.utils import counters
@@ -99,7 +101,7 @@ def one(shape: str, case: str, tiny: bool, device_name: str) -> None:
     from titanmoe.parallel.compiled import compile_parts
 
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config = config_of(shape, tiny, CASES[case])
+    config = read_shape(shape, tiny, CASES[case])
     transformer, blocks = make_blocks(config, device)
     x = torch.ones(8, 8, device=device, requires_grad=True)
 
@@ -157,7 +159,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        return one(*args.one, args.tiny, args.device)
+        return time_case(*args.one, args.tiny, args.device)
     about = versions() | {"machine": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
     about["command"] = shlex.join(["python", "scripts/bench/compile_time.py", *sys.argv[1:]])
     print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", flush=True)

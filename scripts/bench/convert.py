@@ -1,10 +1,10 @@
-"""How much memory a conversion takes, and how long, of a family's real widths at reduced depth.
+"""Measure the memory and time of a conversion, with a family's real widths at reduced depth.
 
     python scripts/bench/convert.py qwen3_moe 30b_a3b --layers 1 [--experts 16] [--low-precision] [--folder DIR]
 
-Makes a Hugging Face folder of random weights, converts it in each direction, a process each, and removes everything.
-"memory" is by how much the process's resident memory, with mapped files (VmHWM), was at most above that after imports;
-"limit" 1.5 times an expert's matrices plus a block of the output.
+It writes a Hugging Face folder of random weights, converts it in each direction, in a process each, and removes it all.
+"memory" is the most by which the process's resident memory, with mapped files (VmHWM), exceeds that after imports;
+"limit" is 1.5 times an expert's matrices plus a block of the output.
 """
 
 from __future__ import annotations
@@ -48,14 +48,20 @@ BF16 = torch.bfloat16
 
 
 def random(name: str, offset: Shape, shape: Shape, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Bits of any kind; of bfloat16, numbers between 1 and 2."""
+    """Return random bits of any dtype; for bfloat16, numbers between 1 and 2."""
     if dtype != BF16:
         return torch.randint(1, 100, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
     return torch.randint(0x3F80, 0x4000, shape, dtype=torch.int16).view(BF16)
 
 
 def make_folder(folder: Path, model: Model, low_precision: bool = False) -> Path:
-    """Random weights, with experts in FP8, or MXFP4 where the family has that."""
+    """Write a Hugging Face folder of random weights and return it.
+
+    Args:
+        folder: The folder to create.
+        model: The model.
+        low_precision: Whether experts are in MXFP4 if the family has that, else in FP8.
+    """
     folder.mkdir()
     mxfp4 = model.family == "gpt_oss"
     config = configs.to_config_json(model, None, "bfloat16", 4096)
@@ -78,7 +84,7 @@ def make_folder(folder: Path, model: Model, low_precision: bool = False) -> Path
 
 
 def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
-    """A checkpoint of a run that trained random adapters of experts on the folder."""
+    """Write a checkpoint of random adapters of experts, trained on the weights of a Hugging Face folder."""
     under, begin, lora = open_weights(str(folder)), Checkpoint(initial_hf=str(folder)), LoRA(1, rank, 16, ["*experts*"])
     config = Config(model=under.model, lora=lora, checkpoint=begin, training=Training(seq_len=32))
     dtype_of = partial(held_dtype, compute=BF16)
@@ -98,23 +104,24 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
 
 
 def as_one_rank_saves(path: Path, out: Path) -> None:
-    """A checkpoint with a block for each tensor."""
+    """Copy a checkpoint so that each tensor is one block, as a single rank saves it."""
     saved = open_checkpoint(path)
     tensors = {n: TensorShard(saved.read(n), (0,) * len(shape), shape) for n, (shape, _) in saved.tensors.items()}
     write_checkpoint(out, tensors, saved.record)
 
 
 def one_expert(model: Model) -> int:
-    """Bytes of its matrices in bfloat16."""
+    """Return the bytes of one expert's matrices in bfloat16."""
     return 3 * model.dim * model.expert_hidden * BF16.itemsize
 
 
 def resident(field: str) -> int:
+    """Return the bytes of a memory field in /proc/self/status."""
     return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
 
 def measure(conversions: list[list[str]]) -> None:
-    """Runs conversions in this process and prints by how many bytes its memory grew in each."""
+    """Run conversions in this process and print the bytes by which its memory grew in each, as JSON."""
     grown = []
     shipped(), our_shapes(Model())  # imports what they need
     for words in conversions:
@@ -127,7 +134,7 @@ def measure(conversions: list[list[str]]) -> None:
 
 
 def growth(*conversions: tuple[object, ...]) -> list[int]:
-    """Bytes, in a process of its own."""
+    """Return the bytes by which the memory of one process grew in each conversion."""
     words = json.dumps([[str(word) for word in conversion] for conversion in conversions])
     ran = subprocess.run([sys.executable, __file__, "--measure", words], text=True, capture_output=True)
     if ran.returncode:

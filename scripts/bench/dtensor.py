@@ -2,8 +2,8 @@
 
     python scripts/bench/dtensor.py
 
-Rank 0 of 8, of which no other exists: nothing is sent, and the product itself is of 4 x 8 numbers with 8 x 8. The least
-of 20 rounds, because other work on the machine only ever adds to a time.
+This process is rank 0 of 8, and the others do not exist: nothing is sent. The product is of 4 x 8 with 8 x 8 numbers.
+The fastest of 20 rounds counts, because other work on the machine only ever adds to a time.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from titanmoe.fold import meshes as _registers_the_backend_fake  # noqa: F401
 
 
 def microseconds(work: Callable[[], object], times: int) -> float:
+    """Return the microseconds of a call, by the fastest of 20 rounds of `times` calls."""
     rounds = []
     for _ in range(20):
         begin = time.perf_counter()
@@ -39,9 +40,11 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (8,))
     weight = nn.Parameter(distribute_tensor(torch.randn(64, 8), mesh, [Shard(0)], src_data_rank=None))
     plain, x = nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8, requires_grad=True)
-    whole_x = DTensor.from_local(x.detach(), mesh, [Replicate()], run_check=False).requires_grad_()
+    replicated_x = DTensor.from_local(x.detach(), mesh, [Replicate()], run_check=False).requires_grad_()
 
     def product(x: Tensor, parameter: nn.Parameter, used: Callable[[nn.Parameter], Tensor]) -> Callable[[], object]:
+        """Return a call that multiplies x with what `used` makes of a parameter, forward and backward."""
+
         def work() -> object:
             y = F.linear(x, used(parameter))
             return torch.autograd.grad(y, (x, parameter), y)
@@ -52,7 +55,7 @@ def main() -> None:
         "plain tensors": product(x, plain, lambda p: p),
         "the shard, by titanmoe.comm.collectives.local": product(x, weight, local),
         "the shard, by DTensor.to_local": product(x, weight, lambda p: p.to_local()),
-        "DTensors": product(whole_x, weight, lambda p: p),
+        "DTensors": product(replicated_x, weight, lambda p: p),
     }
     for name, work in cases.items():
         print(f"{microseconds(work, 2 if '--tiny' in sys.argv else 500):6.1f} us  {name}")

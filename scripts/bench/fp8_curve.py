@@ -1,9 +1,9 @@
-"""What rounding the experts' products to 8 bits does to a loss: the same run in several precisions, side by side.
+"""Compare the losses of one run in several precisions: the effect of the experts' matmuls in 8 bits.
 
     python scripts/bench/fp8_curve.py [--steps 200] [--json FILE]
 
 A small model (train_configs/debug.toml: 4 blocks of 64, 8 experts of 128, 2 per token, the Python library's source as
-data), 2,048 tokens per step, one rank. Runs: float32; bfloat16; bfloat16 with the experts' products in 8 bits
+data), 2,048 tokens per step, one rank. Runs: float32; bfloat16; bfloat16 with the experts' matmuls in 8 bits
 ("fp8_emulated": the roundings of moe.expert_dtype = "fp8", multiplied in float32, so that it runs anywhere); and
 bfloat16 again with other initial weights and samples, the yardstick for a difference that matters. Losses are means
 over the last tenth of the steps up to the one shown. It shows numerics at a small size, not speed or a large model.
@@ -32,6 +32,7 @@ RUNS = {
 
 
 def mean(losses: list[float], end: int) -> float:
+    """Return the mean loss of the last tenth of all steps before `end`."""
     window = losses[max(0, end - max(1, len(losses) // 10)) : end]
     return sum(window) / len(window)
 
@@ -57,8 +58,12 @@ def main() -> None:
     about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.platform()}
     about["command"] = " ".join(["python", "scripts/bench/fp8_curve.py", *sys.argv[1:]])
     print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", flush=True)
-    further = [f"--training.steps={args.steps}", f"--training.device={args.device}", *(smallest if args.tiny else [])]
-    configs = {name: read_config([*BASE, *options, *further], 1, COMPONENTS) for name, options in RUNS.items()}
+    extra_options = [
+        f"--training.steps={args.steps}",
+        f"--training.device={args.device}",
+        *(smallest if args.tiny else []),
+    ]
+    configs = {name: read_config([*BASE, *options, *extra_options], 1, COMPONENTS) for name, options in RUNS.items()}
     runtime, curves = start(configs["float32"]), {}
     for name, config in configs.items():
         trainer, began = Trainer(build_training(config, runtime)), time.process_time()

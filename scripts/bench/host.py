@@ -1,17 +1,17 @@
-"""How long the host takes to launch a layer: Python and torch's dispatcher, with kernels that do almost nothing.
+"""Time how long the host takes to launch a layer: Python and torch's dispatcher, with kernels that do almost nothing.
 
     python scripts/bench/host.py [RECIPE] [--against DIR] [--profile N] [--set TABLE.FIELD=VALUE ...]
 
 One rank of the recipe's world takes steps in this process as on an H100: the recipe's own mapping, recomputation,
 compilation and number of experts, but two and six layers that are narrow and short, on this CPU. Messages go nowhere,
-Triton's launches end before the driver's, and what a GPU runs as one kernel and a CPU does not (norms, grouped
-products) is one small operation. So the time is that of this CPU, not of a GPU machine's; FSDP's streams and events
-cost nothing here, and a launch what an operation on a few numbers costs. Compare it with that of another checkout,
-which takes turns with this one: --against.
+Triton's launches end before the driver's, and what is one kernel on a GPU and several on a CPU (norms, grouped matmuls)
+is one small operation. So the time is that of this CPU, not of a GPU machine's; FSDP's streams and events cost nothing
+here, and a launch costs as much as an operation on a few numbers. Compare it with another checkout, which alternates
+with this one: --against.
 
-A layer takes what six layers take longer than two, over four: CPU time of the thread, the fastest tenth of all
-microbatches, because other work on the machine only ever adds to it. Device: matrix products, attention and
-memory-bound work of one layer and microbatch of the whole recipe by the planner (docs/planner.md).
+The time of a layer is a quarter of the difference between six layers and two: CPU time of the thread, the fastest tenth
+of all microbatches, because other work on the machine only ever adds to it. "Device" is the planner's time for the
+matmuls, attention and memory-bound work of one layer and microbatch of the full recipe (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ HARDWARE, LAYERS, ROUNDS = "h100", (2, 6), 5
 NARROW = "dim=16 num_heads=8 num_kv_heads=8 head_dim=8 expert_hidden=8 vocab_size=256 num_dense_layers=0 mtp_depth=0"
 LATENT = "head_dim=12 v_head_dim=8 kv_lora_rank=8 q_lora_rank=8 qk_nope_head_dim=8 qk_rope_head_dim=4"
 POSITIONS = 16
-"""Of a sample that a rank owns."""
+"""The number of a sample's positions that a rank owns."""
 
 
 class Hopper:
-    """Triton's driver for a GPU that is not there."""
+    """A driver of Triton for a GPU that does not exist."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -60,7 +60,10 @@ class Hopper:
 
 @contextmanager
 def small_kernels() -> Iterator[None]:
-    """Whole numbers that Triton's kernels would write are zeros, and loads even: both have to be legal."""
+    """Replace kernels by small operations within this context.
+
+    Integers that Triton's kernels would write are zeros, and loads are even, so that all shapes are legal.
+    """
     import torch
     import torch.nn.functional as F
     from torch import Tensor
@@ -94,7 +97,7 @@ def small_kernels() -> Iterator[None]:
             def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
                 for x in args:
                     if isinstance(x, Tensor) and not x.is_floating_point():
-                        x.data.zero_()  # without a new version: autograd may have kept it
+                        x.data.zero_()  # through .data, because autograd may have saved the tensor
                 if kernel.__name__ == "_assign_rows":
                     args[4].data.fill_(args[5] // args[4].numel())
                 launch(kernel, *args, grid=grid, warmup=True, **options)
@@ -108,6 +111,7 @@ def small_kernels() -> Iterator[None]:
 
 @contextmanager
 def as_rank(world: int) -> Iterator[None]:
+    """Be rank 0 of a world on an H100 within this context."""
     from titanmoe.ops.device import HARDWARE as known
     from titanmoe.ops.device import as_on
     from titanmoe.rehearse.rehearsal import fake_world
@@ -117,21 +121,21 @@ def as_rank(world: int) -> Iterator[None]:
         yield
 
 
-def configs(recipe: str, further: list[str]) -> tuple[Any, int, dict[int, Any]]:
-    """The recipe, its number of ranks, and by number of layers the narrow model in it."""
+def read_configs(recipe: str, overrides: list[str]) -> tuple[Any, int, dict[int, Any]]:
+    """Return the config of a recipe, its number of ranks, and configs with a narrow model by their number of layers."""
     from titanmoe.components import COMPONENTS
     from titanmoe.config.load import read_draft
     from titanmoe.config.world_size import recipe_ranks
     from titanmoe.rehearse.rehearsal import recipe_to_rehearse
 
-    words = [recipe, *further]
+    words = [recipe, *overrides]
     world = recipe_ranks(read_draft(words, COMPONENTS))
-    whole = recipe_to_rehearse(words, world, HARDWARE)
-    small = NARROW.split() + (LATENT.split() if whole.model.kv_lora_rank else [])
+    full = recipe_to_rehearse(words, world, HARDWARE)
+    small = NARROW.split() + (LATENT.split() if full.model.kv_lora_rank else [])
     words += [f"--model.{word}" for word in small]
-    words.append(f"--training.seq_len={POSITIONS * whole.parallelism.tp * whole.parallelism.cp}")
+    words.append(f"--training.seq_len={POSITIONS * full.parallelism.tp * full.parallelism.cp}")
     narrow = {n: recipe_to_rehearse([*words, f"--model.num_layers={n}"], world, HARDWARE) for n in LAYERS}
-    return whole, world, narrow
+    return full, world, narrow
 
 
 class Steps:
@@ -151,8 +155,8 @@ class Steps:
             def __init__(self, every: int):
                 pass
 
-        class Marks(Observer):
-            """When each forward and backward begins."""
+        class BeginTimes(Observer):
+            """Notes when each forward and backward begins."""
 
             def microbatch(self, stage: int, number: int, backward: bool) -> None:
                 marks.append((backward, time.thread_time()))
@@ -162,10 +166,10 @@ class Steps:
         self.training = build_training(config, runtime, loader=FakeLoader, garbage=NoCollection)
         with tempfile.TemporaryDirectory() as folder:
             heart = Heartbeat(Path(folder, "heart"), create=True)
-        self.observers = [Marks(), self.training.clock, HeartbeatListener(heart)]
+        self.observers = [BeginTimes(), self.training.clock, HeartbeatListener(heart)]
 
     def run(self, steps: int = 2) -> tuple[list[float], list[float]]:
-        """Seconds of each forward, and of each backward that another forward follows."""
+        """Return the seconds of each forward, and of each backward that another forward follows."""
         from titanmoe import observe
 
         training, forward, backward = self.training, [], []
@@ -184,8 +188,8 @@ class Steps:
         return forward, backward
 
 
-def seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
-    """Of a layer, forward and backward."""
+def layer_seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
+    """Return the seconds of a layer's forward and backward."""
     spans: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in runs}
     gc.collect()
     gc.disable()
@@ -194,12 +198,12 @@ def seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
             for all_of, some in zip(spans[n], run.run(), strict=True):
                 all_of.extend(some)
     gc.enable()
-    few, many = ([statistics.quantiles(part, n=10)[0] for part in spans[n]] for n in LAYERS)
+    few, many = ([statistics.quantiles(times, n=10)[0] for times in spans[n]] for n in LAYERS)
     return tuple((b - a) / (LAYERS[1] - LAYERS[0]) for a, b in zip(few, many, strict=True))
 
 
 def device_seconds(config: Any, world: int) -> float:
-    """Of the last layer and a microbatch, forward and backward, by the planner."""
+    """Return the planner's seconds of the last layer's forward and backward of one microbatch."""
     from titanmoe.fold.degrees import derive
     from titanmoe.plan.devices import read_device
     from titanmoe.plan.dispatch_costs import DispatchChoice
@@ -215,7 +219,7 @@ def device_seconds(config: Any, world: int) -> float:
 
 
 class Side:
-    """A checkout's process, which measures when it is asked."""
+    """The process of a checkout, which measures on request."""
 
     def __init__(self, root: Path, words: list[str]):
         command = [sys.executable, HERE, *words, "--root", root]
@@ -223,22 +227,25 @@ class Side:
         self.device, self.layers, self.microbatches = self.read()
 
     def read(self) -> list[float]:
+        """Return the next list that the process prints."""
         for line in self.process.stdout:
             if line.startswith("["):
                 return json.loads(line)
         raise SystemExit("host.py: a side has failed; see above")
 
     def measure(self) -> list[float]:
+        """Return the seconds of a layer's forward and backward, measured now."""
         print(file=self.process.stdin, flush=True)
         return self.read()
 
 
 def serve(args: argparse.Namespace) -> None:
+    """Measure once for each line of stdin, and print the results; or print a profile."""
     sys.path.insert(0, str(args.root))
     import torch
 
     torch.set_num_threads(1)
-    whole, world, narrow = configs(args.recipe, [f"--{word}" for word in args.set])
+    full, world, narrow = read_configs(args.recipe, [f"--{word}" for word in args.set])
     with as_rank(world):
         runs = {n: Steps(config, world) for n, config in narrow.items()}
         for run in runs.values():
@@ -249,9 +256,9 @@ def serve(args: argparse.Namespace) -> None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(args.profile)
             return
         microbatches = runs[LAYERS[0]].training.loader.microbatches
-        print(json.dumps([device_seconds(whole, world), whole.model.num_layers, microbatches]), flush=True)
+        print(json.dumps([device_seconds(full, world), full.model.num_layers, microbatches]), flush=True)
         for _ in sys.stdin:
-            print(json.dumps(seconds(runs, 1 if args.tiny else ROUNDS)), flush=True)
+            print(json.dumps(layer_seconds(runs, 1 if args.tiny else ROUNDS)), flush=True)
 
 
 def main() -> None:

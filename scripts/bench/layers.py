@@ -1,4 +1,4 @@
-"""How fast real layers train on one device: MFU of whole steps, then each part of a layer against its floor.
+"""Time how fast real layers train on one device: MFU of full steps, then each module of a layer against its floor.
 
     python scripts/bench/layers.py [--shapes mixtral qwen3 ...] [--sides titanmoe compiled fp8 plain] [--json FILE]
     python scripts/bench/layers.py --tiny      the same on CPUs with tiny shapes: checks that it runs, measures nothing
@@ -60,11 +60,13 @@ from torchtitan_side import NotCompared, Side, reason  # noqa: E402
 
 
 class Shape(NamedTuple):
+    """A published model, reduced to what fits on one device."""
+
     model: str
     attempts: list[tuple[int, int]]
-    """(layers, samples per microbatch), the largest first."""
+    """The numbers of layers and of samples per microbatch to try, the largest first."""
     goal: float | None = None
-    """MFU to reach."""
+    """The MFU to reach."""
 
 
 SHAPES = {
@@ -88,9 +90,9 @@ SIDES = {
 }
 PEERS = {"torchtitan", "torchtitan-eager"}
 PEER_SHAPES = ("qwen3", "deepseek")
-"""Those of which it has the layers."""
+"""The shapes whose layers TorchTitan has."""
 PEER_GOAL, PEER_SECONDS = 1.2, 75
-"""titanmoe's tokens per second over the peer's; the time limit for one model of the peer."""
+"""The goal for titanmoe's tokens per second over the peer's, and the seconds that one model of the peer may take."""
 ROUTINGS = ("balanced", "learned")
 SEQ_LEN, SAMPLES = 4096, 8
 TINY = (
@@ -102,7 +104,8 @@ TINY_ONLY = {
 }
 
 
-def recipe(name: str, side: str, layers: int, batch: int, tiny: bool, further: list[str]) -> list[str]:
+def recipe(name: str, side: str, layers: int, batch: int, tiny: bool, overrides: list[str]) -> list[str]:
+    """Return the options of a shape on a side, with so many layers and samples per microbatch."""
     words = [*SHAPES[name].model.split(), f"num_layers={layers}"]
     seq_len = SEQ_LEN
     if tiny:
@@ -113,7 +116,7 @@ def recipe(name: str, side: str, layers: int, batch: int, tiny: bool, further: l
     options = [f"--model.{word}" for word in words] + of_side
     options += [f"--training.{word}" for word in (f"seq_len={seq_len}", f"local_batch_size={batch}")]
     options += [f"--training.global_batch_size={SAMPLES}", "--training.steps=1000000", "--data.source=synthetic"]
-    return options + [f"--{word}" for word in further]
+    return options + [f"--{word}" for word in overrides]
 
 
 def synchronize(device: Any) -> None:
@@ -124,7 +127,7 @@ def synchronize(device: Any) -> None:
 
 
 def seconds(work: Callable[[], Any], device: Any, times: int) -> float:
-    """For one call: the mean over several, after two that do not count."""
+    """Return the mean seconds of a call over several, after two untimed ones. Waits for the device."""
     for _ in range(2):
         work()
     synchronize(device)
@@ -150,7 +153,7 @@ def rates(device: Any) -> Device | None:
 
 
 class RehearsedPeak:
-    """The peak of memory that `titanmoe rehearse` counts for a run on one rank, by a process beside this one."""
+    """A process that rehearses a run on one rank and counts its peak of memory."""
 
     def __init__(self, options: list[str], hardware: str):
         self.file = Path(tempfile.mkdtemp()) / "rehearsal.json"
@@ -223,7 +226,7 @@ def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) 
 
 
 def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Iterator[dict[str, Any]]:
-    """Time forward and backward of each part of the first layer, alone, and of the head with the loss."""
+    """Time forward and backward of each module of the first layer alone, and of the head with the loss."""
     import torch
     from torch import Tensor
 
@@ -245,7 +248,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
     x_TD, moe = x_BLD.detach().flatten(0, 1).requires_grad_(), block.moe
 
     def both(make: Callable[[], Tensor | tuple[Tensor, ...]], inputs: list[Tensor]) -> Callable[[], Any]:
-        """Forward and backward, with gradients that exist beforehand."""
+        """Return a call that runs forward and backward, with output gradients that exist beforehand."""
         made = make()
         made = made if isinstance(made, tuple) else (made,)
         cotangents = [torch.ones_like(y) for y in made]
@@ -337,7 +340,7 @@ def tell(**figures: Any) -> None:
     print(json.dumps(figures), flush=True)
 
 
-def one(args: argparse.Namespace) -> None:
+def measure_one(args: argparse.Namespace) -> None:
     """Measure one model on one side; each figure is a line of JSON."""
     import torch
 
@@ -385,11 +388,21 @@ def one(args: argparse.Namespace) -> None:
 def steps(
     name: str, side: str, config: Any, runtime: Any, device: Any, args: argparse.Namespace, at_peak: float | None
 ) -> None:
-    """Time whole steps of each routing. at_peak: the seconds that a step would take at the device's peak."""
+    """Time full steps of each routing.
+
+    Args:
+        name: The shape.
+        side: A key of `SIDES`.
+        config: The config.
+        runtime: The runtime; None for a peer.
+        device: The device.
+        args: The command line.
+        at_peak: The seconds that a step would take at the device's peak; None if that is unknown.
+    """
     import torch
 
     graphs = side == "torchtitan"
-    trainer = Side(config, device.type, graphs) if side in PEERS else Ours(config, runtime)
+    trainer = Side(config, device.type, graphs) if side in PEERS else TitanmoeSide(config, runtime)
     if side in PEERS and trainer.note:
         tell(note=trainer.note)
     tokens = SAMPLES * config.training.seq_len
@@ -425,7 +438,7 @@ def with_limited_memory(step: Callable[[], Any], device: Any, steps: int, times:
 
 
 def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
-    """Time the parts of a layer, after the trainer has given its memory back."""
+    """Time the modules of a layer, after the memory of the trainer has been freed."""
     import torch
 
     gc.collect()
@@ -440,7 +453,7 @@ def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
 
 
 def alone() -> Any:
-    """What torchrun would set for a single rank, and its device."""
+    """Set the environment that torchrun would for a single rank, and return its device."""
     import torch
 
     with socket.socket() as probe:
@@ -450,7 +463,9 @@ def alone() -> Any:
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
-class Ours:
+class TitanmoeSide:
+    """A Trainer of titanmoe, run step by step."""
+
     def __init__(self, config: Any, runtime: Any):
         from titanmoe.train.build import build_training
         from titanmoe.train.trainer import Trainer
@@ -458,14 +473,23 @@ class Ours:
         self.config, self.trainer, self.report = config, Trainer(build_training(config, runtime)), {}
 
     def route(self, balanced: bool) -> None:
+        """Force balanced routing from now on, or let the router decide."""
         self.config.moe.force_balance = balanced
 
     def step(self) -> None:
+        """Run one training step."""
         self.report = self.trainer.train_step()
 
 
 def measure(name: str, side: str, args: argparse.Namespace, told: Callable[[dict, dict], None]) -> dict[str, Any]:
-    """Measure a shape on a side; TorchTitan's without CUDA graphs if it fails with them."""
+    """Measure a shape on a side, and return its row; TorchTitan is measured without CUDA graphs if it fails with them.
+
+    Args:
+        name: The shape.
+        side: A key of `SIDES`.
+        args: The command line.
+        told: Called with the row and its new figures as soon as there are any.
+    """
     if side in PEERS and name not in PEER_SHAPES:
         row = {"shape": name, "side": side, "not compared": "it has no model like that"}
         told(row, row)
@@ -483,7 +507,7 @@ def lines_of(command: list[str], limit: float) -> Iterator[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    # Not read here: a process that it started may hold its output open after it has ended.
+    # Read in a thread, because a process that the command started may keep the pipe open after the command has ended.
     threading.Thread(target=lambda: [lines.put(line) for line in process.stdout or ()], daemon=True).start()
     end, ended = time.monotonic() + limit, False
     try:
@@ -502,7 +526,7 @@ def lines_of(command: list[str], limit: float) -> Iterator[str]:
 
 
 def first_that_fits(name: str, side: str, args: argparse.Namespace, told: Callable[[dict, dict], None]) -> dict:
-    """Measure the first attempt that fits, in a process of its own. told: gets the row and what is new in it."""
+    """Measure the first attempt that fits, in a process of its own, and return its row. `told` as in `measure`."""
     attempts = [(2 if name == "gpt_oss" else 1, SAMPLES)] if args.tiny else SHAPES[name].attempts
     limit = min(args.limit, PEER_SECONDS) if side in PEERS else args.limit
     row: dict[str, Any] = {}
@@ -516,7 +540,7 @@ def first_that_fits(name: str, side: str, args: argparse.Namespace, told: Callab
             for line in lines_of(command, limit):
                 new = figures(line)
                 if new.pop("end", False):
-                    break  # it may hang when it lets go of its device
+                    break  # the process may hang when it releases its device
                 if limited := new.get("limited"):
                     row.setdefault("by memory", []).append(limited)
                 if part := new.pop("part", None):
@@ -554,7 +578,7 @@ def gib(value: float | None) -> str:
 
 
 def show(row: dict[str, Any], new: dict[str, Any]) -> None:
-    """Print what is new in a row."""
+    """Print the new figures of a row."""
     head = f"{row['shape']:<9} {row['side']:<16}"
     for key in ("note", "not compared", "failed", "out_of_memory", "parts failed"):
         if key in new:
@@ -594,7 +618,7 @@ def versions() -> dict[str, str]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """Each goal and the result, by side and routing."""
+    """Return a line for each goal, with the results and whether they meet it."""
     out = []
     for name, shape in SHAPES.items():
         for row in rows:
@@ -612,7 +636,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
-    """titanmoe's speed over TorchTitan's, for the same number of layers and batch size."""
+    """Return a line for each pair of rows with the same layers and batch size: titanmoe's speed over TorchTitan's."""
     out = []
     for peer in rows:
         for row in rows:
@@ -649,7 +673,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        return one(args)
+        return measure_one(args)
     began = time.monotonic()
     about = versions() | {"python": platform.python_version(), "machine": platform.platform()}
     about["against"] = "titanmoe's own plain path" + " and TorchTitan" * bool(PEERS.intersection(args.sides))

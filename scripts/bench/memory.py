@@ -1,9 +1,9 @@
-"""What autograd keeps, and at what cost in time: the expert path, latent attention, the loss over a large vocabulary.
+"""Measure what autograd saves and what that costs in time: experts, latent attention, and a large vocabulary's loss.
 
     python scripts/bench/memory.py [--rounds 9] [--json FILE]
 
-Kept bytes are those of the storages made in a forward pass that outlive it, and the rows that enter; the peak is that
-of a forward and a backward pass on top of the operands, including the head's gradient (128 MiB). Both are counted
+Saved bytes are those of the storages allocated in a forward pass that outlive it, and of its input; the peak is that of
+a forward and a backward pass on top of the operands, including the head's gradient (128 MiB). Both are counted
 tensor by tensor (tests/support/live_bytes.py), without parameters. Times are CPU seconds of forward and backward on
 one thread; the variants alternate within one process, and the ratio's median over the rounds is printed. All in
 float32.
@@ -45,7 +45,7 @@ Row = dict[str, float | str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each variant")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
@@ -56,49 +56,53 @@ def main() -> None:
     torch.manual_seed(0)
     tables = {}
     for name, unit, make in (
-        (f"experts: 64, top 8, model {768 // scale}, hidden 256", "kept, bytes per token", experts),
-        ("latent attention: DeepSeek-V3, 16 heads", "kept, bytes per token", latent_attention),
+        (f"experts: 64, top 8, model {768 // scale}, hidden 256", "saved, bytes per token", experts),
+        ("latent attention: DeepSeek-V3, 16 heads", "saved, bytes per token", latent_attention),
         (f"loss: {1024 // scale} tokens, vocabulary {131072 // scale}, model 256", "peak, MiB", loss),
     ):
         tables[name] = rows = list(make(args.rounds, scale))
         print(f"\n{name}\n{'':<44}{unit:>22}{'of the first':>14}{'time':>8}")
         for row in rows:
-            share = row["bytes"] / rows[0]["bytes"]
-            print(f"{row['variant']:<44}{row['bytes']:22,.0f}{share:14.2f}{row['time']:8.2f}")
+            ratio = row["bytes"] / rows[0]["bytes"]
+            print(f"{row['variant']:<44}{row['bytes']:22,.0f}{ratio:14.2f}{row['time']:8.2f}")
     print(f"\ntorch {torch.__version__}, {platform.machine()}, one thread, {args.rounds} rounds")
     if args.json:
         args.json.write_text(json.dumps(tables | {"torch": torch.__version__, "command": " ".join(sys.argv)}, indent=1))
 
 
 def experts(rounds: int, scale: int) -> Iterator[Row]:
+    """Yield a row for each way to weight the experts' output."""
     tokens, top_k, dim = 512 // scale, 8, 768 // scale
     made = init(Experts(Model(num_experts=64, dim=dim, expert_hidden=256), MoE(), torch.float32))
     count_e = torch.full((64,), tokens * top_k // 64)
     x_RD = torch.randn(tokens * top_k, dim, requires_grad=True)
     weight_R1 = torch.rand(tokens * top_k, 1, requires_grad=True)
 
-    def halves() -> tuple[Tensor, Tensor]:
+    def gate_and_up() -> tuple[Tensor, Tensor]:
         return grouped_product(x_RD, made.w1, count_e), grouped_product(x_RD, made.w3, count_e)
 
     def after() -> Tensor:
-        gate_RF, up_RF = halves()
+        gate_RF, up_RF = gate_and_up()
         return grouped_product(F.silu(gate_RF) * up_RF, made.w2, count_e) * weight_R1
 
     def before() -> Tensor:
-        return grouped_product(plain_swiglu(*halves(), weight_R1, False), made.w2, count_e)
+        return grouped_product(plain_swiglu(*gate_and_up(), weight_R1, False), made.w2, count_e)
 
     variants = {
         "plain, weighted after the down projection": after,
         "plain, weighted before it": before,
         "titanmoe": lambda: made.products(x_RD, weight_R1, count_e),
     }
-    # The rows themselves came from dispatch, which keeps nothing of them: each variant keeps them.
+    # Every variant also saves its input, which dispatch does not.
     yield from compare(
-        variants, rounds, lambda variant: (kept(variant, [x_RD, weight_R1, *made.parameters()]) + x_RD.nbytes) / tokens
+        variants,
+        rounds,
+        lambda variant: (saved_bytes(variant, [x_RD, weight_R1, *made.parameters()]) + x_RD.nbytes) / tokens,
     )
 
 
 def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
+    """Yield a row for each mode of recomputation of a latent attention."""
     samples, length = 1, 512 // scale
     model = Model(
         dim=2048 // scale, num_layers=1, num_heads=16, num_kv_heads=16, kv_lora_rank=512, q_lora_rank=1536,
@@ -109,9 +113,9 @@ def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
     rope = rope_angles(torch.arange(length).expand(samples, length), model, model.qk_rope_head_dim, torch.float32)
 
     def attention(mode: str) -> LatentAttention:
-        whole = init(Transformer(Config(model=model), 1, torch.float32))
-        recompute(whole, ActivationCheckpoint(mode=mode))
-        return whole.layers["0"].attention
+        transformer = init(Transformer(Config(model=model), 1, torch.float32))
+        recompute(transformer, ActivationCheckpoint(mode=mode))
+        return transformer.layers["0"].attention
 
     modes = {mode: attention(mode) for mode in ("none", "selective")}
     known = [x_BSD, *rope, *(p for made in modes.values() for p in made.parameters())]
@@ -119,10 +123,11 @@ def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
         f"activation_checkpoint.mode = {mode}": lambda made=made: made(x_BSD, rope, CAUSAL)
         for mode, made in modes.items()
     }
-    yield from compare(variants, rounds, lambda variant: kept(variant, known) / (samples * length))
+    yield from compare(variants, rounds, lambda variant: saved_bytes(variant, known) / (samples * length))
 
 
 def loss(rounds: int, scale: int) -> Iterator[Row]:
+    """Yield a row for each number of chunks of the loss."""
     tokens, dim, vocabulary = 1024 // scale, 256, 131072 // scale
     x_TD = torch.randn(tokens, dim, requires_grad=True)
     weight_VD = (0.02 * torch.randn(vocabulary, dim)).requires_grad_()
@@ -144,29 +149,33 @@ def loss(rounds: int, scale: int) -> Iterator[Row]:
 
 
 def init(module: nn.Module) -> nn.Module:
+    """Draw a module's weights, and return it."""
     for weight in module.parameters():
         nn.init.normal_(weight, std=0.02)
     return module
 
 
-def kept(variant: Variant, but: Iterable[Tensor]) -> int:
+def saved_bytes(variant: Variant, but: Iterable[Tensor]) -> int:
+    """Return the bytes that a variant's forward saves, without its output and the tensors in `but`."""
     with Live(but) as live:
         out = variant()
         return live.now - out.nbytes
 
 
 def run(variant: Variant) -> None:
+    """Run a variant forward and backward."""
     out = variant()
     out.backward(torch.ones_like(out))
 
 
 def compare(variants: dict[str, Variant], rounds: int, measure: Callable[[Variant], float]) -> Iterator[Row]:
+    """Yield a row for each variant: what `measure` gives, and its time over that of the first variant."""
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(rounds + 1):
+    for round_number in range(rounds + 1):
         for name, variant in variants.items():
             began = time.process_time()
             run(variant)
-            if turn:  # the first warms up
+            if round_number:  # the first warms up
                 times[name].append(time.process_time() - began)
     first = next(iter(times.values()))
     for name, variant in variants.items():

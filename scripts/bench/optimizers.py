@@ -1,4 +1,4 @@
-"""AdamW and Muon on the debug corpus, each tuned by the same sweep: tokens until the loss reaches a target.
+"""Compare AdamW and Muon on the debug corpus by tokens until the loss reaches a target, each tuned by the same sweep.
 
     python scripts/bench/optimizers.py            run what docs/optimizers.jsonl lacks, then write table and plot
     python scripts/bench/optimizers.py --tiny     one run of two steps: checks that it runs, writes nothing
@@ -35,10 +35,12 @@ COMMON += " --parallelism.experts.ep 1 --checkpoint.enable false --validation.in
 
 
 def read() -> list[dict]:
+    """Return the rows of all runs so far."""
     return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
 
 
-def losses(optimizer: str, rate: float, seed: int, *further: str) -> list[float]:
+def losses(optimizer: str, rate: float, seed: int, *options: str) -> list[float]:
+    """Train in a process of its own, and return the loss of each step."""
     with tempfile.TemporaryDirectory() as folder:
         own = f"--optimizer.name {optimizer} --optimizer.lr {rate} --training.seed {seed} --job.dump_folder {folder}"
         command = [
@@ -48,7 +50,7 @@ def losses(optimizer: str, rate: float, seed: int, *further: str) -> list[float]
             "train_configs/debug.toml",
             *COMMON.split(),
             *own.split(),
-            *further,
+            *options,
         ]
         subprocess.run([*command, "--job.name", "run"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
@@ -56,6 +58,7 @@ def losses(optimizer: str, rate: float, seed: int, *further: str) -> list[float]
 
 
 def run() -> None:
+    """Run what is missing, and append each run to the file of rows."""
     done = {(row["optimizer"], row["lr"], row["seed"]) for row in read()}
     for seed, rate, optimizer in product(SEEDS, RATES, OPTIMIZERS):
         if (optimizer, rate, seed) not in done:
@@ -65,15 +68,17 @@ def run() -> None:
 
 
 def steps_to(target: float, losses: list[float]) -> float:
+    """Return the number of steps until the smoothed loss reaches a target; infinite if it does not."""
     return next((step for step, loss in enumerate(smooth(losses), 1) if loss <= target), math.inf)
 
 
 def smooth(losses: list[float]) -> list[float]:
+    """Return for each step the mean loss over it and the four before."""
     return [sum(window) / len(window) for end in range(1, len(losses) + 1) if (window := losses[max(0, end - 5) : end])]
 
 
 def table(rows: list[dict]) -> str:
-    """Of each optimizer and rate: the median over seeds, and the range."""
+    """Return a Markdown table with the median over seeds, and the range, of each optimizer and rate."""
 
     def cell(values: list[float], form: str) -> str:
         texts = ["never" if math.isinf(v) else format(v, form) for v in (median(values), min(values), max(values))]
@@ -90,6 +95,8 @@ def table(rows: list[dict]) -> str:
 
 
 def best(rows: list[dict], optimizer: str) -> float:
+    """Return the rate with the fewest tokens to the last target."""
+
     def tokens(rate: float) -> float:
         some = [row["loss"] for row in rows if (row["optimizer"], row["lr"]) == (optimizer, rate)]
         return median(steps_to(TARGETS[-1], losses) for losses in some)
@@ -98,7 +105,7 @@ def best(rows: list[dict], optimizer: str) -> float:
 
 
 def plot(rows: list[dict]) -> str:
-    """Loss by tokens at each optimizer's best rate, the median of the seeds."""
+    """Return an SVG of loss by tokens at each optimizer's best rate, as the median of the seeds."""
     curves, tokens = [], [float(BATCH * LENGTH * step) for step in range(1, STEPS + 1)]
     for color, optimizer in enumerate(OPTIMIZERS):
         rate = best(rows, optimizer)
@@ -112,13 +119,14 @@ def plot(rows: list[dict]) -> str:
 
 
 def write(rows: list[dict]) -> None:
+    """Write table and plot into docs/."""
     (ROOT / "docs" / "optimizers.svg").write_text(plot(rows))
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
 
 
 def check() -> None:
-    """Run two steps of the first optimizer, and make table and plot as if all runs had been like it. Writes nothing."""
+    """Run two steps of the first optimizer, and make table and plot as if all runs were equal. Writes nothing."""
     short = ["--training.steps", "2", "--training.seq_len", "16", "--training.global_batch_size", "1"]
     loss = losses(OPTIMIZERS[0], RATES[0], SEEDS[0], *short, "--training.local_batch_size", "1")
     runs = product(OPTIMIZERS, RATES, SEEDS)

@@ -1,12 +1,12 @@
-"""How well long-tailed documents fill sequences, and how evenly data.balance_work distributes their work.
+"""Measure how well long-tailed documents fill sequences, and how evenly data.balance_work distributes their work.
 
     python scripts/bench/packing.py [--seq-len 8192] [--median 600] [--sigma 1.3] [--family mixtral] [--size 8x7b]
 
-Lengths are log-normal; only lengths are used, as in the loader's own plan of a step. It prints what the work costs
-relative to perfectly even work, for samples distributed in turn and by work:
+Lengths are log-normal; only lengths are used, as in the loader's own plan of a step. It prints the cost of the work
+over that of perfectly even work, for samples distributed round-robin and by work:
 
-    rank         the busiest data rank of each microbatch over the mean one, over a step
-    microbatch   the heaviest microbatch over the mean one
+    rank         the work of the busiest data rank of each microbatch over the mean, over a step
+    microbatch   the work of the heaviest microbatch over the mean
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ from titanmoe.data.pack import BestFitPacker, StreamPacker
 from titanmoe.models.families import preset
 
 STEPS = 20
-SHARES = ((4, 8, 4), (4, 8, 1), (1, 32, 1), (8, 64, 1), (16, 1, 2))  # microbatches, data ranks, samples of each
+LAYOUTS = ((4, 8, 4), (4, 8, 1), (1, 32, 1), (8, 64, 1), (16, 1, 2))  # microbatches, data ranks, samples of each
 
 
-def uneven(work_MRB: np.ndarray) -> np.ndarray:
+def imbalances(work_MRB: np.ndarray) -> np.ndarray:
+    """Return the two ratios "rank" and "microbatch" of a step.
+
+    Args:
+        work_MRB: The work by microbatch, data rank and sample.
+    """
     work_MR = work_MRB.sum(2)
     return np.array([work_MR.max(1).sum() / work_MR.mean(1).sum(), work_MR.sum(1).max() / work_MR.sum(1).mean()])
 
@@ -57,12 +62,12 @@ def main() -> None:
         used = np.array([segments.pairs_G.sum() for segments in packer.take(2000)])
         print(f"\n{name}: {1 - used.mean() / asked.seq_len:.2%} of the positions are padding")
         print("microbatches  data ranks  samples   rank: in turn  by work   microbatch: in turn  by work")
-        for microbatches, ranks, size in SHARES:
+        for microbatches, ranks, size in LAYOUTS:
             count, found = microbatches * ranks * size, np.zeros((2, 2))
             for _ in range(steps):
                 work_N = np.array([work(length_G) for length_G in packer.lengths(packer.take(count))])
-                found[0] += uneven(work_N.reshape(microbatches, ranks, size)) / steps
-                found[1] += uneven(work_N[assign_samples(work_N, microbatches, ranks, size)]) / steps
+                found[0] += imbalances(work_N.reshape(microbatches, ranks, size)) / steps
+                found[1] += imbalances(work_N[assign_samples(work_N, microbatches, ranks, size)]) / steps
             (rank, microbatch), (rank_even, microbatch_even) = found
             print(
                 f"{microbatches:>12}  {ranks:>10}  {size:>7}   {rank:>13.3f}  {rank_even:>7.3f}"

@@ -1,19 +1,19 @@
-"""The roofline of a layer, counted: kernels, FLOPs and bytes of real models' layers, and the MFU that they allow.
+"""Count kernels, FLOPs and bytes of real models' layers, and the MFU that a roofline allows them.
 
     python scripts/bench/roofline.py [--models mixtral qwen3 deepseek] [--tokens 4096] [--json FILE]
     PYTHONPATH=DIR python scripts/bench/roofline.py --torchtitan      the same for TorchTitan's layers
 
 Nothing is measured: operations are those of a rehearsal (docs/rehearse.md), as on h100, of one layer of one rank, with
-balanced routing, nothing recomputed and nothing compiled. FSDP's copies and all messages are left out. "titanmoe" is
-with experts that FSDP gathers, "edp = 1" with those that no other data rank shares (docs/parallelism.md). TorchTitan's
-own layers run forward and backward under the same modes and are counted by the same rules; torchtitan_side.py says how
-to get it; DIR is the folder with it.
+balanced routing, nothing recomputed and nothing compiled. FSDP's copies and all messages are left out. "titanmoe" has
+experts that FSDP gathers, "edp = 1" experts that no other data rank shares (docs/parallelism.md). TorchTitan's own
+layers run forward and backward under the same modes and are counted by the same rules; DIR is the folder with it, and
+torchtitan_side.py says how to get it.
 
-A kernel takes the longer of FLOPs over the device's bf16 matrix rate and bytes over its bandwidth, and GAP between it
-and the next. The host launches a kernel every LAUNCH while the device works: the layer takes the longer of both.
-Rates are the manufacturers' figures, which no real kernel reaches, so the result is a ceiling. It is that of model
-FLOPs, all of which are in products and attention. "At usual rates" is the same with what products of that size and
-attention reach on the device, by its file in titanmoe/plan/hardware, which names the sources.
+A kernel takes the longer of FLOPs over the device's bf16 matmul rate and bytes over its bandwidth, and GAP passes
+before the next. The host launches a kernel every LAUNCH while the device works: the layer takes the longer of both.
+Rates are the manufacturers' figures, which no real kernel reaches, so the MFU is a ceiling. It counts model FLOPs, all
+of which are in matmuls and attention. "At usual rates" uses the rates that matmuls of that size and attention reach on
+the device, by its file in titanmoe/plan/hardware, which names the sources.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ MODELS = {
 }
 AS_ON = "h100"
 GAP, LAUNCH = 1e-6, 5e-6
-"""Seconds, assumed."""
+"""The assumed seconds between two kernels on the device, and between two launches of the host."""
 NAMED = 0.03
-"""Operations that move more than this share of all bytes are listed."""
+"""The fraction of all bytes above which an operation is listed."""
 
 
 DEVICES = {"H100": read_device("h100"), "H200": read_device("h200")}
@@ -63,6 +63,7 @@ Counted = dict[Operation, int]
 
 
 def recipe(model: str, tokens: int) -> Config:
+    """Return the config of two layers of a model, with one sample of so many tokens."""
     words = [word for pair in MODELS[model].split() for word in ("--model." + pair.replace("=", " ", 1)).split()]
     words += ["--model.num_layers", "2", "--model.vocab_size", "1024", "--training.seq_len", str(tokens)]
     words += ["--training.local_batch_size", "1", "--training.global_batch_size", "1"]
@@ -71,7 +72,12 @@ def recipe(model: str, tokens: int) -> Config:
 
 
 def ours(config: Config, gathered: bool) -> Counted:
-    """The operations of the second of two layers. gathered: whether FSDP has the experts."""
+    """Return the operations of the second of two layers of titanmoe.
+
+    Args:
+        config: The config.
+        gathered: Whether FSDP gathers the experts.
+    """
     parallelism = replace(config.parallelism, reshard_after_forward="always" if gathered else "auto")
     found = rehearse(replace(config, parallelism=parallelism), 1, 0, AS_ON)
     if found.left_out:
@@ -84,7 +90,7 @@ def ours(config: Config, gathered: bool) -> Counted:
 
 
 def theirs(config: Config) -> Counted:
-    """The operations of one of TorchTitan's layers, with weights in bf16 as FSDP gathers them."""
+    """Return the operations of one of TorchTitan's layers, with weights in bf16 as FSDP gathers them."""
     torchtitan_side._import("cuda")
     layer = torchtitan_side._spec(config.model, config.training.seq_len).model.layers[1]
 
@@ -112,7 +118,7 @@ def theirs(config: Config) -> Counted:
 
 
 def summary(counted: Counted, tokens: int) -> dict[str, Any]:
-    """Per token, except kernels, which are those of the layer."""
+    """Return a row: kernels of the layer, FLOPs and bytes per token, and the MFU that they allow on each device."""
     phases: dict[str, OperationCost] = defaultdict(OperationCost)
     for one, count in counted.items():
         work = cost_of(one) * count
@@ -135,13 +141,15 @@ def summary(counted: Counted, tokens: int) -> dict[str, Any]:
 
 
 def model_flops(one: Operation) -> float:
-    """Of what the operation computes for the model. A router's product by parts takes three times as many."""
+    """Return the FLOPs that count for the model. A router's matmul in bfloat16 splits takes three times as many."""
     return one.flops / 3 if one.site.file == "moe/router_product.py" else one.flops
 
 
-def share(one: Operation, device: Device) -> float:
-    """Of the peak, what such a product or attention reaches. A product's FLOPs over its bytes, in bf16, are a third of
-    the harmonic mean of its three sizes, on which the device's curve is; of a grouped product, that of one group.
+def fraction_of_peak(one: Operation, device: Device) -> float:
+    """Return the fraction of the peak that such a matmul or attention reaches.
+
+    The FLOPs of a matmul over its bytes, in bf16, are a third of the harmonic mean of its three sizes, by which the
+    device's curve is given; for a grouped matmul, that of one group.
     """
     if "attention" in one.name:
         return device.attention
@@ -150,13 +158,17 @@ def share(one: Operation, device: Device) -> float:
 
 
 def ceiling(counted: Counted, device: Device, usual: bool = False) -> float:
-    """Model FLOPs over the FLOPs that the device could do in the time of the layer. usual: at the rates that products
-    and attention reach, instead of the peak.
+    """Return the highest MFU: model FLOPs over the FLOPs that the device could do in the time of the layer.
+
+    Args:
+        counted: The operations of the layer.
+        device: The device.
+        usual: Whether matmuls and attention run at the rates that they usually reach, instead of the peak.
     """
     peak = device.peak_bfloat16
 
     def on_device(one: Operation) -> float:
-        rate = peak * share(one, device) if usual and one.flops else peak
+        rate = peak * fraction_of_peak(one, device) if usual and one.flops else peak
         return max(one.flops / rate, (one.read + one.written) / device.bandwidth) + GAP
 
     busy = sum(count * on_device(one) for one, count in counted.items())
@@ -165,7 +177,7 @@ def ceiling(counted: Counted, device: Device, usual: bool = False) -> float:
 
 
 def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
-    """Operations that move more than NAMED of all bytes, by name, line and pass."""
+    """Return a row of text for each operation that moves more than NAMED of all bytes, by name, line and pass."""
     total, moved = 0, defaultdict(OperationCost)
     for one, count in counted.items():
         moved[one.name, one.site.region, one.site.phase, str(one.site)] += cost_of(one) * count

@@ -1,9 +1,9 @@
-"""Time and memory of a step on pairs of answers, with their prompt there twice and once, on this machine's CPU.
+"""Time a step on pairs of completions, and its memory, with the prompt stored twice and once, on this machine's CPU.
 
     python scripts/bench/shared_prefix.py [--text 1024] [--pairs 2] [--steps 3]
 
-Prompts are 3/4 of a text. Each way runs in a process of its own, on one rank. CPU time is that of the median step,
-after one that is not timed; memory is the peak of the process over that before the first step.
+Prompts are 3/4 of a text. Each layout runs in a process of its own, on one rank. CPU time is that of the median step,
+after an untimed one; memory is the peak of the process over that before the first step.
 """
 
 from __future__ import annotations
@@ -31,22 +31,28 @@ from titanmoe.tokens import IGNORE  # noqa: E402
 
 SHAPE = "--model.family qwen3_moe --model.size debug --model.vocab_size 4096 --model.dim 512 --model.expert_hidden 256"
 SHAPE += " --model.head_dim 64 --training.device cpu --data.source synthetic --checkpoint.enable false"
-WAYS = {"copies": "two copies of the prompt", "shared": "one prompt"}
+LAYOUTS = {"copies": "two copies of the prompt", "shared": "one prompt"}
 
 
-def batch(text: int, pairs: int, way: str) -> Batch:
-    """One sample, without padding."""
+def batch(text: int, pairs: int, layout: str) -> Batch:
+    """Return a batch of one sample with pairs of completions, without padding.
+
+    Args:
+        text: The tokens of a prompt and one completion.
+        pairs: The number of pairs.
+        layout: A key of `LAYOUTS`.
+    """
     draw = np.random.default_rng(0)
-    stem, answer = 3 * text // 4 - 1, text // 4 + 1  # the prompt's last token is there for each answer
-    lengths = [[stem, answer, answer]] * pairs if way == "shared" else [[stem, answer]] * (2 * pairs)
+    stem, completion = 3 * text // 4 - 1, text // 4 + 1  # each completion repeats the prompt's last token
+    lengths = [[stem, completion, completion]] * pairs if layout == "shared" else [[stem, completion]] * (2 * pairs)
     tokens, labels = [], []
     for _ in range(pairs):
-        prompt, *answers = (draw.integers(0, 4096, n) for n in (stem, answer + 1, answer + 1))
-        for n, ids in enumerate(answers):
-            ids[0] = answers[0][0]
-            again = [prompt] * (n == 0 or way == "copies")
-            tokens += [*again, ids[:-1]]
-            labels += [*(np.full(stem, IGNORE) for _ in again), ids[1:]]
+        prompt, *completions = (draw.integers(0, 4096, n) for n in (stem, completion + 1, completion + 1))
+        for n, ids in enumerate(completions):
+            ids[0] = completions[0][0]
+            prompts = [prompt] * (n == 0 or layout == "copies")
+            tokens += [*prompts, ids[:-1]]
+            labels += [*(np.full(stem, IGNORE) for _ in prompts), ids[1:]]
     until, depth = branches(np.array(lengths))
     fields = (torch.from_numpy(x).unsqueeze(0) for x in (np.concatenate(tokens), np.concatenate(labels), depth, until))
     ids, labels_BS, depth_BS, until_BS = fields
@@ -54,7 +60,7 @@ def batch(text: int, pairs: int, way: str) -> Batch:
 
 
 class Repeated:
-    """Takes the place of a run's loader."""
+    """A loader that returns one batch again and again."""
 
     def __init__(self, given: Batch):
         self.batches, self.global_batch_size, self.microbatches = [given], 1, 1
@@ -65,7 +71,8 @@ class Repeated:
     next_step = peek
 
 
-def one(way: str, text: int, pairs: int, steps: int) -> None:
+def measure(layout: str, text: int, pairs: int, steps: int) -> None:
+    """Train some steps with a layout, and print time, memory and first loss as JSON."""
     import os
 
     from titanmoe.components import COMPONENTS
@@ -78,7 +85,7 @@ def one(way: str, text: int, pairs: int, steps: int) -> None:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    given = batch(text, pairs, way)
+    given = batch(text, pairs, layout)
     sizes = ["--training.seq_len", str(given.tokens_BS.shape[1]), "--training.local_batch_size", "1"]
     config = read_config([*SHAPE.split(), *sizes, "--training.global_batch_size", "1"], 1, COMPONENTS)
     trainer = Trainer(build_training(config, start(config), loader=lambda *args: Repeated(given)))
@@ -97,19 +104,19 @@ def one(way: str, text: int, pairs: int, steps: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=int, default=1024, help="tokens of a prompt and an answer")
+    parser.add_argument("--text", type=int, default=1024, help="tokens of a prompt and a completion")
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--layout", choices=LAYOUTS, help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
     if args.tiny:
         args.text, args.pairs, args.steps = 16, 1, 1
-    if args.way:
-        return one(args.way, args.text, args.pairs, args.steps)
+    if args.layout:
+        return measure(args.layout, args.text, args.pairs, args.steps)
     print("| | tokens | labels | first loss | CPU time of a step | memory |\n|---|---|---|---|---|---|")
-    for way, name in list(WAYS.items())[args.tiny :]:  # the second alone, if tiny
-        command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
+    for layout, name in list(LAYOUTS.items())[args.tiny :]:  # the second alone, if tiny
+        command = [sys.executable, __file__, *sys.argv[1:], "--layout", layout]
         row: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
         figures = f"{row['loss']:.6f} | {row['seconds']:.2f} s | {row['MiB']:,.0f} MiB"
         print(f"| {name} | {row['tokens']:,} | {row['labels']:,} | {figures} |", flush=True)

@@ -1,4 +1,4 @@
-"""How fast whole training steps are on CPUs: tokens per second, and per CPU-second of all ranks together.
+"""Time full training steps on CPUs: tokens per second, and per CPU-second of all ranks together.
 
     python scripts/bench/step.py [--models ds qwen] [--cases 1x2 ep4 ep2tp2] [--against DIR] [--torchtitan DIR]
                                  [--compile] [--json FILE]
@@ -7,12 +7,12 @@ Two models of fixed shape, those of TorchTitan's debug flavours of DeepSeek-V3 (
 MODELS; 4,096 tokens per step in sequences of 512, bf16 compute, AdamW, clipping, nothing recomputed, dropless. Cases:
 one rank of two threads; four ranks of one thread with ep = 4; the same with ep = 2 and tp = 2 for the rest.
 
-CPU-seconds are user + system of all ranks (getrusage), which other work on the machine disturbs far less than it does
-the clock. "peak" is that of one matrix product of 2048^3 on one thread, in bf16 or what --set
-training.mixed_precision_param=... says, measured here before every round; "floor" is the CPU-seconds of a step if all
-of the model's FLOPs (titanmoe/models/count.py) ran at it. With --against, the checkout DIR runs the same: both sides
-stay alive and take turns, so that their ratio is stable even if the machine's speed is not. With --torchtitan,
-TorchTitan takes turns too (side "titan"), from the folder that it was installed into: scripts/bench/torchtitan_side.py
+CPU-seconds are user + system time of all ranks (getrusage), which other work on the machine disturbs far less than the
+clock. "peak" is the rate of one matmul of 2048^3 on one thread, in bf16 or in what --set
+training.mixed_precision_param=... says, measured before every round; "floor" is the CPU-seconds of a step if all of the
+model's FLOPs (titanmoe/models/count.py) ran at that rate. With --against, the checkout DIR runs the same: both sides
+stay alive and alternate, so that their ratio is stable even if the machine's speed is not. With --torchtitan,
+TorchTitan alternates too (side "titan"), from the folder that it was installed into: scripts/bench/torchtitan_side.py
 says how. The last column is titanmoe's tokens per CPU-second over TorchTitan's. Each figure is the median over the
 rounds. Routing: learned, or forced to be balanced.
 """
@@ -55,16 +55,23 @@ ROUTINGS = ("learned", "balanced")
 
 
 def recipe(model: str, case: str) -> list[str]:
+    """Return the options of a model in a case."""
     return BOTH + [f"--model.{word}" for word in MODELS[model].split()] + CASES[case][2]
 
 
 class World:
-    """The ranks of one checkout, each waiting for a line that says how many steps to make.
-
-    With `torchtitan`, the folder it is in, they are TorchTitan's, with the checkout's config.
-    """
+    """The processes of one checkout's ranks, each of which waits for a line that says how many steps to run."""
 
     def __init__(self, root: Path, ranks: int, threads: int, options: list[str], torchtitan: Path | None = None):
+        """Start the ranks and wait until all have built their model.
+
+        Args:
+            root: The checkout.
+            ranks: The number of ranks.
+            threads: The threads of each rank.
+            options: The options of the run.
+            torchtitan: The folder of an installed TorchTitan, which then runs instead, with the checkout's config.
+        """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -83,48 +90,56 @@ class World:
             )
             for rank in range(ranks)
         ]
-        self.shape = self._answers()[0]
+        self.shape = self._replies()[0]
 
-    def _answers(self) -> list[dict[str, float]]:
+    def _replies(self) -> list[dict[str, float]]:
+        """Return a line of each rank; end the program if a rank has ended or refuses to run."""
         lines = [rank.stdout.readline() for rank in self.ranks]
         if not all(lines):
             gone = self.ranks[lines.index("")]
             self.stop()
             killed = ", killed: out of memory?" * (gone.returncode == -9)
             raise SystemExit(f"a rank ended early, exit status {gone.returncode}{killed}; its error is above")
-        answers = [json.loads(line) for line in lines]
-        if refused := [answer["not compared"] for answer in answers if "not compared" in answer]:
+        replies = [json.loads(line) for line in lines]
+        if refused := [reply["not compared"] for reply in replies if "not compared" in reply]:
             self.stop()
             raise SystemExit(refused[0])
-        return answers
+        return replies
 
     def steps(self, number: int, routing: str) -> tuple[float, float]:
-        """Seconds, and CPU-seconds of all ranks, per step."""
+        """Run steps; return the seconds, and the CPU-seconds of all ranks, of one step."""
         for rank in self.ranks:
             rank.stdin.write(f"{number} {routing}\n")
             rank.stdin.flush()
-        answers = self._answers()
-        wall, cpu = max(a["wall"] for a in answers), sum(a["cpu"] for a in answers)
+        replies = self._replies()
+        wall, cpu = max(a["wall"] for a in replies), sum(a["cpu"] for a in replies)
         return wall / number, cpu / number
 
     def stop(self) -> None:
+        """End the ranks and wait for them."""
         for rank in self.ranks:
             rank.stdin.close()
         for rank in self.ranks:
             try:
                 rank.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:  # it waits for a rank that is gone
+            except subprocess.TimeoutExpired:  # it may wait for a rank that has failed
                 rank.kill()
                 rank.wait()
 
 
 def cpu_seconds() -> float:
+    """Return the user and system time of this process so far."""
     use = resource.getrusage(resource.RUSAGE_SELF)
     return use.ru_utime + use.ru_stime
 
 
 def serve(root: str, options: list[str]) -> None:
-    """One rank."""
+    """Be one rank: for each line of stdin, run so many steps and print the time they took.
+
+    Args:
+        root: The checkout, from which titanmoe must be imported.
+        options: The options of the run.
+    """
     from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters
     from titanmoe.train.build import build_training
@@ -153,7 +168,7 @@ def serve(root: str, options: list[str]) -> None:
 
 
 def matrix_peak(dtype: str, size: int = 2048) -> float:
-    """FLOPs per CPU-second of one thread, the best of several products."""
+    """Return the FLOPs per CPU-second of one thread, by the fastest of several matmuls."""
     import torch
 
     torch.set_num_threads(1)
@@ -167,6 +182,7 @@ def matrix_peak(dtype: str, size: int = 2048) -> float:
 
 
 def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, object]]:
+    """Return a row for each side and routing of a model in a case."""
     ranks, threads, _ = CASES[case]
     threads = 1 if args.tiny else threads
     options = recipe(model, case) + ["--compile.enable"] * args.compile + [f"--{word}" for word in args.set]
@@ -180,6 +196,7 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
     worlds: dict[str, World] = {}
 
     def begin(side: str) -> bool:
+        """Start and warm up a side; return False if TorchTitan does not run."""
         root, torchtitan = sides[side]
         try:
             worlds[side] = World(root, ranks, threads, options, torchtitan)
@@ -222,7 +239,7 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
 
 
 def with_ratios(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """titanmoe's rows with the ratio to TorchTitan's tokens per CPU-second, where it ran the same."""
+    """Add the ratio to TorchTitan's tokens per CPU-second to titanmoe's rows, where TorchTitan ran the same."""
     titan = {row["routing"]: row["tokens/cpu-s"] for row in rows if row["side"] == "titan"}
     return [
         row | {"x titan": row["tokens/cpu-s"] / titan[row["routing"]]}
@@ -233,6 +250,7 @@ def with_ratios(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def show(row: dict[str, object]) -> None:
+    """Print a row."""
     ratio = f"{row['x titan']:9.2f}" if "x titan" in row else ""
     print(
         f"{row['model']:<5} {row['case']:<7} {row['side']:<8} {row['routing']:<9} {row['total'] / 1e6:7.1f}M "
@@ -247,13 +265,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each side and routing")
-    parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
-    parser.add_argument("--warmup", type=int, default=10, help="steps of each routing that are not timed")
-    parser.add_argument("--against", type=Path, help="another checkout, to take turns with")
-    parser.add_argument("--torchtitan", type=Path, help="the folder of an installed TorchTitan, to take turns with")
-    parser.add_argument("--apart", action="store_true", help="one side's ranks at a time, to save memory")
-    parser.add_argument("--compile", action="store_true", help="with torch.compile, per part of a block")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds of each side and routing")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a round")
+    parser.add_argument("--warmup", type=int, default=10, help="untimed steps of each routing")
+    parser.add_argument("--against", type=Path, help="another checkout, to alternate with")
+    parser.add_argument("--torchtitan", type=Path, help="the folder of an installed TorchTitan, to alternate with")
+    parser.add_argument("--apart", action="store_true", help="run one side's ranks at a time, to save memory")
+    parser.add_argument("--compile", action="store_true", help="compile parts of blocks with torch.compile")
     parser.add_argument("--set", nargs="*", default=[], help="more options of the run: table.field=value")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
@@ -289,6 +307,7 @@ def main() -> None:
 
 
 def machine() -> str:
+    """Return the name and number of this machine's CPU cores."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     wide = ", avx512_bf16" if any("avx512_bf16" in line for line in lines) else ""

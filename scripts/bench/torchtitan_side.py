@@ -1,4 +1,4 @@
-"""TorchTitan 0.3.0 next to titanmoe: its Trainer with the model, batch and mapping that titanmoe's options describe.
+"""Run TorchTitan 0.3.0 beside titanmoe: its Trainer, with the model, batch and mapping of titanmoe's options.
 
 It is not a dependency, and nothing of it is in this repository. Install it from PyPI into a folder of its own:
 
@@ -9,11 +9,11 @@ It takes torch, torchdata, tokenizers and tensorboard from titanmoe's environmen
     python scripts/bench/step.py --torchtitan DIR          whole steps on CPUs, alternating with titanmoe
     PYTHONPATH=DIR python scripts/bench/layers.py --sides titanmoe torchtitan          layers of real models
 
-Everything in a step is its own: model, FSDP, tensor and expert parallel, chunked loss, clipping, fused AdamW, schedule,
-metrics, and its balancing of experts by a bias, in Trainer.train_step. It is configured like titanmoe's side: computed
-in bf16 and reduced in float32, no recomputation, weights kept between forward and backward, the same numbers for AdamW
-and clipping, compiled its own way if titanmoe's side is compiled; other options do not affect it. Balanced routing is
-its own debug switch.
+Everything in a step is TorchTitan's own: model, FSDP, tensor and expert parallel, chunked loss, clipping, fused AdamW,
+schedule, metrics, and its balancing of experts by a bias, in Trainer.train_step. It is configured like titanmoe's side:
+bf16 compute, float32 reduction, no recomputation, no resharding after forward, the same numbers for AdamW and clipping,
+and torch.compile if titanmoe's side is compiled; other options do not affect it. Balanced routing is its own debug
+switch.
 
 Chosen from what it offers, and why:
   * Attention is its ScaledDotProductAttention. Its default, flex_attention, has no backward on CPUs, and on GPUs its
@@ -24,7 +24,7 @@ Changed from outside, and why:
   * `datasets`, if missing, is replaced by a stub: it is imported for text loaders that are not used here. Tokens are
     uniform random numbers.
   * So is torch's DataParallelMeshDims, which is newer than torch 2.11 and only used by its other backends.
-  * Attention only uses kernels that keep no scores: without one, it refuses rather than measuring something else.
+  * Attention only uses kernels that save no scores: without one, it refuses rather than measuring something else.
   * Under tensor parallel its switch for balanced routing mixes plain tensors with DTensors: each rank balances the
     tokens it has.
   * Before torch 2.13, FSDP shards the last norm and the head each for themselves: together, as it asks for, the chunked
@@ -62,15 +62,17 @@ INSTALL = "pip install --no-deps --target {} torchtitan==0.3.0 spmd_types==0.2.3
 
 
 class NotCompared(Exception):
-    """Why TorchTitan does not run here."""
+    """Raised with the reason why TorchTitan does not run here."""
 
 
 def reason(error: Exception) -> str:
+    """Return the first line of an error, with its type unless it is NotCompared."""
     name = "" if isinstance(error, NotCompared) else f"{type(error).__name__}: "
     return name + str(error).strip().partition("\n")[0]
 
 
 def check(folder: Path) -> None:
+    """Raise NotCompared unless TorchTitan is installed in a folder."""
     if not (folder / "torchtitan" / "__init__.py").is_file():
         raise NotCompared(f"no torchtitan in {folder}: {INSTALL.format(folder)}")
 
@@ -89,7 +91,11 @@ def _stub_datasets() -> None:
 
 
 def _import(device: str) -> None:
-    """TorchTitan looks for the device while it is imported."""
+    """Import TorchTitan, which looks for the device meanwhile, and change what the module's docstring lists.
+
+    Raises:
+        NotCompared: It cannot be imported.
+    """
     if sys.version_info < (3, 11):
         raise NotCompared("torchtitan needs Python 3.11")
     _stub_datasets()
@@ -127,6 +133,7 @@ def _import(device: str) -> None:
 
 
 def before_2_13() -> bool:
+    """Return whether this torch is older than 2.13."""
     import torch
 
     return tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
@@ -171,8 +178,8 @@ def _balance_shards(router: Any) -> None:
     router._debug_force_load_balance_routing = wrapped
 
 
-def likeness(model: Model) -> str:
-    """Which of its models has the same layers as this one."""
+def equivalent_model(model: Model) -> str:
+    """Return the name of TorchTitan's model with the same layers; raise NotCompared if there is none."""
     if model.kv_lora_rank and not model.mtp_depth:
         return "deepseek_v3"
     if model.qk_norm == "head" and model.num_experts and model.norm_topk and not model.shared_hidden:
@@ -181,7 +188,7 @@ def likeness(model: Model) -> str:
 
 
 def _spec(model: Model, seq_len: int) -> Any:
-    """Its debug flavour, resized, with its own layers."""
+    """Return TorchTitan's spec of a model: its debug flavour, resized, with its own layers."""
     from torchtitan.models import deepseek_v3, qwen3
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -189,7 +196,7 @@ def _spec(model: Model, seq_len: int) -> Any:
     sizes: dict[str, Any] = dict(n_layers=model.num_layers, dim=model.dim, n_heads=model.num_heads)
     sizes |= dict(num_experts=model.num_experts, moe_hidden_dim=model.expert_hidden)
     sizes |= dict(attn_backend="flex", moe_comm_backend="standard", non_blocking_capacity_factor=None)
-    if likeness(model) == "deepseek_v3":
+    if equivalent_model(model) == "deepseek_v3":
         spec = deepseek_v3.model_registry("debugmodel")
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         layers = deepseek_v3._build_dsv3_layers(
@@ -218,16 +225,16 @@ def _spec(model: Model, seq_len: int) -> Any:
         )
     for layer in layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    whole = spec.model
+    debug_model = spec.model
     spec.model = dataclasses.replace(
-        whole,
+        debug_model,
         vocab_size=model.vocab_size,
         dim=model.dim,
         layers=layers,
-        norm=dataclasses.replace(whole.norm, normalized_shape=model.dim),
-        lm_head=dataclasses.replace(whole.lm_head, in_features=model.dim, out_features=model.vocab_size),
+        norm=dataclasses.replace(debug_model.norm, normalized_shape=model.dim),
+        lm_head=dataclasses.replace(debug_model.lm_head, in_features=model.dim, out_features=model.vocab_size),
         tok_embeddings=dataclasses.replace(
-            whole.tok_embeddings, num_embeddings=model.vocab_size, embedding_dim=model.dim
+            debug_model.tok_embeddings, num_embeddings=model.vocab_size, embedding_dim=model.dim
         ),
     )
     return spec
@@ -258,10 +265,10 @@ def _plain_sums(parallelize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Side:
-    """One of its Trainers, a step at a time."""
+    """A Trainer of TorchTitan, run step by step."""
 
     def __init__(self, config: Config, device: str, graphs: bool = False):
-        likeness(config.model)
+        equivalent_model(config.model)
         _import(device)
         from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
         from torchtitan.components.optimizer import default_adamw
@@ -310,18 +317,19 @@ class Side:
         self.batches = self.trainer.batch_generator(self.trainer.dataloader)
 
     def route(self, balanced: bool) -> None:
+        """Force balanced routing from now on, or let the router decide."""
         from torchtitan.distributed.cudagraph import cudagraph_teardown, wrap_with_cuda_graph
         from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
         for module in self.trainer.model_parts[0].modules():
             if isinstance(module, TokenChoiceTopKRouter):
                 module._debug_force_load_balance = balanced
-        if self.graphs:  # what was recorded has the other routing
+        if self.graphs:  # the recorded graphs have the other routing
             cudagraph_teardown()
             self.trainer.fwd_bwd_fn = wrap_with_cuda_graph(self.trainer._forward_backward_body)
 
     def step(self) -> None:
-        """One iteration of Trainer.train's loop, without checkpoints and profiler."""
+        """Run one iteration of Trainer.train's loop, without checkpoints and profiler."""
         self.trainer.step += 1
         self.trainer.gc_handler.run(self.trainer.step)
         self.trainer.train_step(self.batches)
@@ -371,29 +379,29 @@ def _no_tokenizer() -> Any:
 
 
 def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
-    """One rank, like titanmoe's in scripts/bench/step.py: a line in asks for steps, a line out says what they took."""
+    """Be one rank, like titanmoe's in scripts/bench/step.py: for each line of stdin, run steps and print their time."""
     from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters
     from titanmoe.train.launch import read_config
     from titanmoe.train.runtime import world_size
 
-    answers, sys.stdout = sys.stdout, sys.stderr  # it may print
+    replies, sys.stdout = sys.stdout, sys.stderr  # TorchTitan may print
 
-    def answer(values: dict[str, Any]) -> None:
-        print(json.dumps(values), file=answers, flush=True)
+    def reply(values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=replies, flush=True)
 
     config = read_config(options, world_size(), COMPONENTS)
     count = parameters(config.model)
     try:
         side = Side(config, "cpu")
         shape = {"total": count.total, "active": count.active}
-        answer(shape | {"flops": flops_per_token(config.model, config.training.seq_len)})
+        reply(shape | {"flops": flops_per_token(config.model, config.training.seq_len)})
         for line in sys.stdin:
             number, routing = line.split()
             side.route(routing == "balanced")
             began, used = time.perf_counter(), cpu_seconds()
             for _ in range(int(number)):
                 side.step()
-            answer({"wall": time.perf_counter() - began, "cpu": cpu_seconds() - used})
+            reply({"wall": time.perf_counter() - began, "cpu": cpu_seconds() - used})
     except Exception as error:
-        answer({"not compared": reason(error)})
+        reply({"not compared": reason(error)})

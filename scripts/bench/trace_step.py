@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Where a step's time on the GPU goes, as text: one traced step of a model of layers.py.
+"""Say where a step's time on the GPU goes: trace one step of a model of layers.py and print a summary.
 
     python scripts/bench/trace_step.py qwen3 [--layers 4 --samples 8] [--side compiled] [--set training.seq_len=64]
 
-Prints the step's time without and with the profiler and how much of it the GPU worked; how long it stood idle after the
-host had waited for it (the one sync of a dropless MoE layer); kernels launched, in all and per layer; the time of
-products, attention, swiglu, router, loss and other groups; and the 15 kernels that took longest, each with the part of
-the roofline that its operation's shapes allow: the longer of its FLOPs at the device's peak and its bytes at the
-device's bandwidth (titanmoe/plan/hardware), over what it took. Last comes the step's peak of memory beside what
-`titanmoe rehearse` counts for the same run.
+It prints the step's time without and with the profiler and how much of it the GPU was busy; how long the GPU was idle
+after the host had waited for it (the one sync of a dropless MoE layer); kernels launched, in total and per layer; the
+time of matmuls, attention, SwiGLU, router, loss and other groups; and the 15 kernels that took longest. Each has its
+fraction of the roofline: the longer of its operation's FLOPs at the device's peak and its bytes at the device's
+bandwidth (titanmoe/plan/hardware), over the time it took. Last comes the step's peak of memory beside what `titanmoe
+rehearse` counts for the same run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize
 WIDTH = {"double": 8, "float": 4, "int": 4, "long int": 8, "c10::BFloat16": 2, "c10::Half": 2, "bool": 1}
 PRODUCTS = ("mm", "bmm", "linear", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 KEEP_MIB = 3
-"""A trace that is larger, compressed, is not kept."""
+"""The largest compressed trace that is kept, in MiB."""
 GROUPS = {
     "messages": r"nccl",
     "attention": r"flash|fmha|attention|flex|sdpa",  # before products: cuDNN's kernels have wgmma in their names
@@ -52,21 +52,26 @@ GROUPS = {
     r"|reorder|scatter|gather|index|sort|cumsum|histogram",
     "copies": r"memcpy|memset|copy",
 }
-"""Kinds of kernels, by a pattern of their names; the first match counts, and without one it is 'other'."""
+"""Groups of kernels, with a pattern of their names; the first match counts, and kernels without one are 'other'."""
 
 
 @dataclass
 class Kernel:
+    """A kernel that ran. Times are in microseconds, here and below."""
+
     name: str
     begin: float
-    """Microseconds, as all times here."""
     time: float
     operation: str = ""
+    """The torch operation that launched it."""
     floor: float = 0.0
+    """The least time of that operation; 0 if unknown."""
 
 
 @dataclass
 class Summary:
+    """The figures of a traced step."""
+
     step: float
     busy: float
     idle_after_waits: float
@@ -74,11 +79,12 @@ class Summary:
     kernels: list[Kernel]
     layers: int
     groups: dict[str, list[Kernel]] = field(default_factory=dict)
-    """The kernels of each kind."""
+    """The kernels of each group."""
     attention: list[str] = field(default_factory=list)
-    """The kernels that it ran in."""
+    """The names of the kernels that attention ran in."""
 
     def lines(self, most: int = 15) -> list[str]:
+        """Return the summary as lines, with the longest `most` kernels."""
         count = len(self.kernels)
         out = [
             f"step {self.step / 1e3:.2f} ms; the GPU worked {self.busy / self.step:.1%} of it",
@@ -87,10 +93,10 @@ class Summary:
             f"{count} kernels, {count / self.layers:.0f} per layer",
             "attention ran in " + (", ".join(name[:70] for name in self.attention) or "no kernel with such a name"),
             "",
-            f"{'ms':>9} {'share':>6} {'calls':>6} {'roofline':>9}  group",
-            *(self.line(name, kernels) for name, kernels in longest_first(self.groups)),
+            f"{'ms':>9} {'time':>6} {'calls':>6} {'roofline':>9}  group",
+            *(self.line(name, kernels) for name, kernels in sort_longest_first(self.groups)),
             "",
-            f"{'ms':>9} {'share':>6} {'calls':>6} {'roofline':>9}  kernel (operation)",
+            f"{'ms':>9} {'time':>6} {'calls':>6} {'roofline':>9}  kernel (operation)",
         ]
         return out + self.longest(most)
 
@@ -103,11 +109,12 @@ class Summary:
         return f"{time / 1e3:9.3f} {time / self.busy:6.1%} {len(kernels):6} {part:>9}  {name}"
 
     def longest(self, most: int) -> list[str]:
+        """Return a line for each of the longest `most` kinds of kernels."""
         rows: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:
             rows[kernel.name, kernel.operation].append(kernel)
         out = []
-        for (name, operation), kernels in longest_first(rows)[:most]:
+        for (name, operation), kernels in sort_longest_first(rows)[:most]:
             short = name if len(name) <= 70 else f"{name[:67]}..."
             out.append(self.line(short + f" ({operation})" * bool(operation), kernels))
         return out
@@ -116,7 +123,8 @@ class Summary:
 Key = TypeVar("Key")
 
 
-def longest_first(kernels: dict[Key, list[Kernel]]) -> list[tuple[Key, list[Kernel]]]:
+def sort_longest_first(kernels: dict[Key, list[Kernel]]) -> list[tuple[Key, list[Kernel]]]:
+    """Return groups of kernels by their total time, longest first."""
     return sorted(kernels.items(), key=lambda item: -sum(kernel.time for kernel in item[1]))
 
 
@@ -127,12 +135,16 @@ def group_of(kernel: str, operation: str) -> str:
 
 
 def elements(dims: Any) -> int:
+    """Return the number of elements of a tensor of these sizes; 0 if they are no sizes of a tensor."""
     return math.prod(dims) if dims and all(isinstance(d, int) for d in dims) else 0
 
 
 def floor(operation: dict[str, Any], peak: float, bandwidth: float) -> float:
-    """Return the least microseconds that an operation on these inputs can take; 0 if the trace does not tell: it has
-    neither attention's mask, nor which rows are picked, nor what our own autograd functions read besides arguments."""
+    """Return the least microseconds that an operation on its inputs can take; 0 if the trace does not show that.
+
+    A trace has neither attention's mask, nor which rows an index selects, nor what our own autograd functions read
+    besides their arguments.
+    """
     if re.match(r"(?!aten::)|.*(attention|index|gather|scatter)", operation["name"]):
         return 0.0
     args = operation.get("args", {})
@@ -150,7 +162,14 @@ def floor(operation: dict[str, Any], peak: float, bandwidth: float) -> float:
 
 
 def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidth: float) -> Summary:
-    """peak: FLOP/s, bandwidth: bytes per second. events: of one step, as torch's profiler exports them."""
+    """Return the summary of a traced step.
+
+    Args:
+        events: The events of one step, as torch's profiler exports them.
+        layers: The number of layers.
+        peak: The device's FLOP/s.
+        bandwidth: The device's bytes per second.
+    """
     events = [e for e in events if e.get("ph") == "X"]
     operations = {
         e["args"]["External id"]: e for e in events if e.get("cat") == "cpu_op" and "External id" in e.get("args", {})
@@ -190,8 +209,11 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
 
 
 def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float, list[str]]:
-    """Train some steps and trace the last. Return the config, the device's peak and bandwidth, and lines on the time of
-    a step without the profiler and on memory.
+    """Train some steps, trace the last and write the trace to a file.
+
+    Returns:
+        The config, the device's peak and bandwidth, and lines with the time of a step without the profiler and with the
+        memory.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule
@@ -205,7 +227,7 @@ def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float, 
     runtime = start(config)
     device, on_gpu = runtime.device, runtime.device.type == "cuda"
     rehearsed = layers.RehearsedPeak(recipe, layers.rehearsed_as(device))
-    ours = layers.Ours(config, runtime)
+    ours = layers.TitanmoeSide(config, runtime)
     ours.step()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,10 +1,10 @@
-"""What the watch over a run costs a step of the debug model, each call timed where it happens.
+"""Measure what the watch over a run costs a step of the debug model, with each call timed where it happens.
 
     torchrun --standalone --nproc-per-node 4 scripts/bench/watch_overhead.py [--steps 40]
 
-Of rank 0: how often a step tells the watch where it is and what it waits for, and how long those calls take in place,
-with the caches as the step has left them; and how long a tick of the watchdog's thread takes, which also holds Python's
-lock. torch's flight recorder, which is on by default, is not counted.
+Rank 0 prints how often a step calls the watch's observers and how long these calls take in place, with the caches as
+the step has left them; and how long a tick of the watchdog thread takes, which also holds Python's lock. torch's flight
+recorder, which is on by default, is not counted.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ CONFIG += ["--checkpoint.enable=false"]
 
 
 class Timed(Observer):
-    """Passes every point on to an observer, and keeps the time."""
+    """Forwards every call to an observer, and sums the time that they take."""
 
     def __init__(self, observer: Observer):
         self.calls, self.ns = 0, 0
         for point in POINTS:
             if getattr(type(observer), point) is not getattr(Observer, point):
-                setattr(type(self), point, None)  # it hears this one
+                setattr(type(self), point, None)  # marks the point as observed
                 setattr(self, point, self._timed(getattr(observer, point)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **more: Any) -> Any:
             begin = time.perf_counter_ns()
-            found = call(*args, **more)
+            result = call(*args, **more)
             self.ns += time.perf_counter_ns() - begin
             self.calls += 1
-            return found
+            return result
 
         return timed
 
@@ -82,12 +82,12 @@ def main() -> int:
         ticks.append(time.perf_counter() - begin)
     calls, seconds = (sum(getattr(one, name) for one in kinds) / len(steps) for name in ("calls", "ns"))
     step_s, tick_s = statistics.median(steps), statistics.median(ticks)
-    share = seconds * 1e-9 / step_s + tick_s / TICK_S
+    fraction = seconds * 1e-9 / step_s + tick_s / TICK_S
     if runtime.rank == 0:
         print(
             f"{calls:.0f} calls a step, {seconds / calls / 1e3:.2f} us each: {seconds / 1e6:.3f} ms of a step of "
             f"{step_s * 1e3:.0f} ms ({seconds * 1e-9 / step_s:.3%})\n"
-            f"a tick takes {tick_s * 1e6:.0f} us, every {TICK_S} s ({tick_s / TICK_S:.3%}): {share:.3%} in all"
+            f"a tick takes {tick_s * 1e6:.0f} us, every {TICK_S} s ({tick_s / TICK_S:.3%}): {fraction:.3%} in all"
         )
     stop()
     return 0
