@@ -28,7 +28,7 @@ from titanmoe.moe.layer import MoE as Layer
 from titanmoe.parallel import attention_kernel
 from titanmoe.parallel.attention_block import block, block_backward, block_reference
 from titanmoe.parallel.compiled import compile_layer
-from titanmoe.parallel.context import Placement, alone
+from titanmoe.parallel.context import Placement, blockwise_attention
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.tokens import Tokens
 
@@ -116,7 +116,9 @@ def test_windows_and_sinks_by_chunks_are_the_plain_ones(dtype: torch.dtype, wind
     q, k, v = (torch.randn(2, 128, heads, 32, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
     sinks = torch.randn(4, device="cuda", dtype=dtype, requires_grad=True)
     document = torch.stack([torch.arange(128, device="cuda") // n for n in (10, 50)]) if documents else None
-    want, got = (attend(q, k, v, mask_of(document, window), sinks) for attend in (causal_attention, alone))
+    want, got = (
+        attend(q, k, v, mask_of(document, window), sinks) for attend in (causal_attention, blockwise_attention)
+    )
     close = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
     torch.testing.assert_close(got, want, **close)
     grad = torch.randn_like(want)
@@ -239,8 +241,8 @@ def test_flex_attention_of_a_ranks_queries_is_the_plain_one(rank: int) -> None:
     """As under allgather with cp = 2, values narrower than keys as in latent attention."""
     q, k, v = (torch.randn(2, 512, 4, w, device="cuda", dtype=torch.bfloat16, requires_grad=True) for w in (96, 96, 64))
     document, placement = torch.arange(512, device="cuda").expand(2, -1) // 200, Placement(2, zigzag=True)
-    want = placement.part(causal_attention(q, k, v, mask_of(document)), rank)
-    got = flex(placement.part(q, rank), k, v, Masks(placement, rank)(512, mask_of(document), q.device), None)
+    want = placement.rank_slice(causal_attention(q, k, v, mask_of(document)), rank)
+    got = flex(placement.rank_slice(q, rank), k, v, Masks(placement, rank)(512, mask_of(document), q.device), None)
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
     grad = torch.randn_like(want)
     grads = zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (got, want)), strict=True)

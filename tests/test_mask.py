@@ -47,7 +47,7 @@ def test_every_visible_pair_is_computed_once_and_no_run_is_hidden(size: int, chu
     room._pairs.cache_clear()
     try:
         for rank in range(size):
-            where = placement.part(torch.arange(length).unsqueeze(0), rank)[0]
+            where = placement.rank_slice(torch.arange(length).unsqueeze(0), rank)[0]
             for pair in pairs_of(mask, placement, chunk, rank):
                 assert torch.equal(where[pair.rows], torch.arange(pair.queries.start, pair.queries.stop))
                 shape = (pair.queries.stop - pair.queries.start, pair.keys.stop - pair.keys.start)

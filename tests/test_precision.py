@@ -28,7 +28,7 @@ from titanmoe.moe.balance import Balance
 from titanmoe.moe.router import Router
 from titanmoe.parallel import context
 from titanmoe.parallel.attention_block import block_reference
-from titanmoe.parallel.norm import local_norms
+from titanmoe.parallel.grad_norm import local_norms
 from titanmoe.tokens import Tokens
 from titanmoe.train.optimizers.adamw import AdamW
 

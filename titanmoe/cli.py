@@ -245,7 +245,7 @@ def _groups(fold: Fold) -> dict[str, dict[str, list[tuple[int, ...]]]]:
 
 def _plan(config: Config, fold: Fold) -> list[str]:
     """Return the lines of `--plan`: a row for each module, then which layers are in which pipeline stage."""
-    from titanmoe.parallel.tensor import make_plan
+    from titanmoe.parallel.parallel_plan import make_plan
 
     meshes = {"tp": f"tp {fold.tp}", "ep x etp": f"ep {fold.ep} x etp {fold.etp}", "stage": f"stage of {fold.stage}"}
     rows: dict[str, list[tuple[str, ...]]] = {}

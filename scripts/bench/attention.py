@@ -157,7 +157,7 @@ def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Ite
         read = [bytes_moved(pairs[busiest], which, *sizes, model) for pairs, which in ((own, mask), (causal, CAUSAL))]
         about = name, length, kind, "ours", per_pair * seen, per_pair * sum(work), before
         yield Row(*about, max(work) * len(work) / sum(work), *read)
-        blocks = [block_mask(placement.part(place, rank)[0], length, mask) for rank in ranks]
+        blocks = [block_mask(placement.rank_slice(place, rank)[0], length, mask) for rank in ranks]
         work = [int(b.kv_num_blocks.sum() + b.full_kv_num_blocks.sum()) * MASK_BLOCK**2 for b in blocks]
         about = name, length, kind.removeprefix("ring, "), "flex", per_pair * seen, per_pair * sum(work), before
         yield Row(*about, max(work) * len(work) / sum(work))

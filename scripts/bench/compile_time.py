@@ -98,7 +98,7 @@ def time_case(shape: str, case: str, tiny: bool, device_name: str) -> None:
     import torch
     from torch._dynamo.utils import counters
 
-    from titanmoe.parallel.compiled import compile_parts
+    from titanmoe.parallel.compiled import compile_model
 
     device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = read_shape(shape, tiny, CASES[case])
@@ -109,7 +109,7 @@ def time_case(shape: str, case: str, tiny: bool, device_name: str) -> None:
         return (x @ x).sum()
 
     compiled = torch.compile(product, backend=CASES[case]) if CASES[case] else product
-    compile_parts(transformer, config, False)
+    compile_model(transformer, config, False)
     for name, work in {"first graph": lambda: compiled().backward(), **blocks}.items():
         counters.clear()
         row = {"device": gpu_name(device) or "cpu", "block": name}

@@ -41,7 +41,7 @@ from titanmoe.config.schema import Checkpoint, Config, LoRA, Model, Training
 from titanmoe.models import tensors as names
 from titanmoe.models.families import preset, shipped
 from titanmoe.models.lora_spec import is_adapter
-from titanmoe.parallel.frozen import held_dtype
+from titanmoe.parallel.frozen import frozen_dtype
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 BF16 = torch.bfloat16
@@ -87,7 +87,7 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
     """Write a checkpoint of random adapters of experts, trained on the weights of a Hugging Face folder."""
     under, begin, lora = open_weights(str(folder)), Checkpoint(initial_hf=str(folder)), LoRA(1, rank, 16, ["*experts*"])
     config = Config(model=under.model, lora=lora, checkpoint=begin, training=Training(seq_len=32))
-    dtype_of = partial(held_dtype, compute=BF16)
+    dtype_of = partial(frozen_dtype, compute=BF16)
     total = sum(
         weight_digest.digest_in_blocks(name, shape, partial(under.read, name), dtype_of(name))
         for name, (shape, _) in under.tensors.items()

@@ -37,7 +37,7 @@ from titanmoe.models.vocabulary import chunk_count, chunked_cross_entropy, cross
 from titanmoe.moe.expert_products import plain_swiglu
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped_mm import grouped_product
-from titanmoe.parallel.recompute import recompute
+from titanmoe.parallel.recompute import apply_recomputation
 
 Variant = Callable[[], Tensor]
 Row = dict[str, float | str]
@@ -114,7 +114,7 @@ def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
 
     def attention(mode: str) -> LatentAttention:
         transformer = init(Transformer(Config(model=model), 1, torch.float32))
-        recompute(transformer, ActivationCheckpoint(mode=mode))
+        apply_recomputation(transformer, ActivationCheckpoint(mode=mode))
         return transformer.layers["0"].attention
 
     modes = {mode: attention(mode) for mode in ("none", "selective")}

@@ -26,7 +26,7 @@ from titanmoe.comm.collectives import NO_GROUP  # noqa: E402
 from titanmoe.mask import CAUSAL, Mask, ends, spans  # noqa: E402
 from titanmoe.models.attention import plain_attention  # noqa: E402
 from titanmoe.parallel import attention_kernel  # noqa: E402
-from titanmoe.parallel.attend import attend  # noqa: E402
+from titanmoe.parallel.choose_attention import attend  # noqa: E402
 from titanmoe.parallel.context import Placement  # noqa: E402
 from titanmoe.parallel.flex import Masks, flex_attention_over  # noqa: E402
 

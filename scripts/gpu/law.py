@@ -214,7 +214,7 @@ def resumed(side: Side, name: str, *more: str) -> Result:
 
 
 def generated(side: Side) -> Result:
-    """The number of likeliest tokens that differ between the devices, in float32."""
+    """The number of most probable tokens that differ between the devices, in float32."""
     folder = Path(scratch().name) / "resume" / "whole"
     if not folder.exists():
         outputs([training(folder, side)])

@@ -35,7 +35,7 @@ LONG = PATIENT | {
 OUTPUTS = [(module, "") for module in ("attention_norm", "attention", "ffn_norm", "moe")]
 WEIGHTS = [("attention.wq", "weight"), ("attention_norm", "weight"), ("moe.router", "weight"), ("moe.experts", "w2")]
 TO_DISK, STALE = ["write", "mkdir", "rename", "fsync"], [errno.ESTALE, errno.EIO]
-SKIPPED = ("titanmoe.train.gradients:all_reduce", "titanmoe.parallel.norm:all_reduce")
+SKIPPED = ("titanmoe.train.gradients:all_reduce", "titanmoe.parallel.grad_norm:all_reduce")
 """Collectives that a rank skips: the first sums counts and losses, the second the gradient norm."""
 AFTER, CLOSE = "titanmoe.train.runtime:GarbageCollection.collect", "titanmoe.data.loader:Loader.close"
 READ = "titanmoe.data.loader:SampleReader.__getitem__"

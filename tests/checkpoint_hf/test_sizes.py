@@ -10,7 +10,7 @@ from titanmoe.checkpoint.hf.config_json import parse_config_json, read_json
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Model
-from titanmoe.models.families.gpt_oss import NARROW, WHOLE, _kinds, _read_kinds
+from titanmoe.models.families.gpt_oss import FULL, WINDOW, _kinds, _read_kinds
 from titanmoe.models.families.huggingface import Unrepresentable, dense_blocks
 
 MIXTRAL = {
@@ -109,9 +109,9 @@ def test_which_blocks_are_dense_is_found_as_by_trying_all():
 def test_which_blocks_are_narrow_is_found_as_by_trying_all():
     for layers in range(1, 8):
         spelt = {tuple(_kinds(every, layers)): every for every in reversed(range(layers + 1))}
-        for kinds in product([NARROW, WHOLE], repeat=layers):
+        for kinds in product([WINDOW, FULL], repeat=layers):
             config = {"num_hidden_layers": layers, "layer_types": list(kinds)}
-            if set(kinds) == {WHOLE}:
+            if set(kinds) == {FULL}:
                 assert _read_kinds(config) == {"sliding_window": 0, "full_attention_every": 1}
             elif kinds in spelt:
                 assert _read_kinds(config) == {"full_attention_every": spelt[kinds]}

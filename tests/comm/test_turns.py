@@ -227,7 +227,7 @@ def both_ways(device: str, in_thread: Callable[..., Any] = lambda work: work) ->
         assert torch.is_grad_enabled() and z.requires_grad
 
     pairs = Pairs(torch.device(device))
-    pairs.turns.take(first, pairs._here(in_thread(made.sum().backward)))
+    pairs.turns.take(first, pairs._for_other_thread(in_thread(made.sum().backward)))
     assert torch.equal(y.grad.cpu(), torch.full((2,), 2.0))
     assert streams == ({torch.cuda.current_stream()} if device == "cuda" else set())
     return log
@@ -243,9 +243,9 @@ def test_a_mode_sees_the_operations_of_both_sides() -> None:
 
     x, pairs = torch.ones(2), Pairs(torch.device("cpu"))
     with Sees():
-        pairs.turns.take(x.neg, pairs._here(x.abs))
+        pairs.turns.take(x.neg, pairs._for_other_thread(x.abs))
     assert seen == [(torch.ops.aten.neg.default, "MainThread"), (torch.ops.aten.abs.default, "turns")]
-    pairs.turns.take(x.neg, pairs._here(x.abs))  # and in the thread it ends with its pair
+    pairs.turns.take(x.neg, pairs._for_other_thread(x.abs))  # and in the thread it ends with its pair
     assert len(seen) == 2
 
 

@@ -156,7 +156,7 @@ def test_out_of_range(path, value):
             LATENT | {"model.sliding_window": 8, "model.full_attention_every": 0},
             "sliding_window = 8 is for grouped-query .* set sliding_window = 0, or kv_lora_rank = 0",
         ),
-        ({"model.rotary_dim": 3}, "rotary_dim = 3 is not an even number below model.head_dim = 8, .* or 0 for whole"),
+        ({"model.rotary_dim": 3}, "rotary_dim = 3 is not an even number below model.head_dim = 8, .* or 0 for full"),
         ({"model.rotary_dim": 8}, "rotary_dim = 8 is not an even number below model.head_dim = 8"),
         (
             LATENT | {"model.rotary_dim": 2},

@@ -118,8 +118,8 @@ def tokens(
 def turns(
     path: Path, degrees: dict[str, int], prompts: list[list[int]], most: int
 ) -> list[tuple[list[int], list[int]]]:
-    """On a rank: of each prompt, one after the other, the likeliest tokens after it, and how many tokens each forward
-    read. A prompt begins with as many tokens of what is cached then as its first number says."""
+    """On a rank: of each prompt, one after the other, the most probable tokens after it, and how many tokens each
+    forward read. A prompt begins with as many tokens of what is cached then as its first number says."""
     from titanmoe.generate.loop import Prompt, Sampling
 
     text_generator, out = generator(path, degrees), []

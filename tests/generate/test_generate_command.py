@@ -64,7 +64,7 @@ def run(tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_greedy_text_of_a_run_is_what_the_plain_model_finds_likeliest(run: Path) -> None:
+def test_greedy_text_of_a_run_is_what_the_plain_model_finds_most_probable(run: Path) -> None:
     prompts = ["a", "héllo\n", ""]
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
     answers = lines("--checkpoint", run, *words, *GREEDY, "--dtype", "float64")
@@ -102,8 +102,8 @@ def test_draws_depend_on_the_seed(run: Path, tmp_path: Path) -> None:
     assert first[0]["tokens"] != first[1]["tokens"]  # equal prompts are still different prompts
     assert [line["prompt"] for line in first] == ["x", "x", ""]
     (sampled,) = lines(*words[:2], "--prompt", "x", *words[4:], "--seed", 1, "--top-k", 1)
-    (likeliest,) = lines(*words[:2], "--prompt", "x", "--temperature", 0, "--max-tokens", 6)
-    assert sampled == likeliest
+    (most_probable,) = lines(*words[:2], "--prompt", "x", "--temperature", 0, "--max-tokens", 6)
+    assert sampled == most_probable
 
 
 def test_plain_and_streamed_output(run: Path) -> None:

@@ -77,7 +77,7 @@ def test_draws_are_functions_of_seed_prompt_and_position() -> None:
     assert draw(0, slice(20, 40)) == first[20:40]  # whatever the others are
 
 
-def test_temperature_zero_takes_the_likeliest() -> None:
+def test_temperature_zero_takes_the_most_probable() -> None:
     assert choose_tokens(torch.tensor([LOGITS[1:], [*LOGITS[4:], 9.0, 0, 0]]), Sampling(0), [0, 1], [3, 4]) == [2, 6]
 
 

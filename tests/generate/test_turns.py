@@ -37,5 +37,5 @@ def test_turns_go_on_from_what_is_cached(tmp_path, model: str, ranks: int, read:
     assert [counts[0] for _, counts in answers[0]] == read
     for row, counts in answers[0]:
         assert counts[1:] == [1] * (MOST - 1)
-        likeliest = saved.plain_logits(*plain, row)[-MOST - 1 : -1].argmax(-1)
-        assert row[-MOST:] == likeliest.tolist()
+        most_probable = saved.plain_logits(*plain, row)[-MOST - 1 : -1].argmax(-1)
+        assert row[-MOST:] == most_probable.tolist()

@@ -14,7 +14,7 @@ from tests.support import tolerances
 from tests.support.live_bytes import Live
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.models import vocabulary as vocabulary_room
-from titanmoe.models.slices import slices
+from titanmoe.models.logit_slices import slices
 from titanmoe.models.vocabulary import (
     CHUNK_BYTES,
     Head,

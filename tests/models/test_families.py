@@ -95,7 +95,7 @@ def test_a_size_is_a_whole_and_consistent_model(family, size):
     model = Model(**fields)
     assert (model.family, model.size) == (family, size)
     assert model.num_heads % model.num_kv_heads == 0
-    assert model.head_dim % 2 == 0  # RoPE turns pairs
+    assert model.head_dim % 2 == 0  # RoPE rotates pairs
     assert 1 <= model.top_k <= model.num_experts
     assert model.dense_hidden > 0 or all(has_experts(model, layer) for layer in range(model.num_layers))
     assert model.shared_hidden > 0 or not model.shared_gate

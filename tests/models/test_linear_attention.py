@@ -128,10 +128,10 @@ def test_the_plan_has_the_weights_and_the_memory_of_a_rehearsal(more):
     assert planned.peak == pytest.approx(rehearsed.memory.peak, rel=0.01)
 
 
-def test_a_rank_sends_its_runs_maps_and_last_inputs():
-    """Of two runs: 8 heads, 64 x (64 + 64), float32; 3 positions of 2 x 256 + 512 channels, bfloat16."""
+def test_a_rank_sends_its_segments_maps_and_last_inputs():
+    """Of two segments: 8 heads, 64 x (64 + 64), float32; 3 positions of 2 x 256 + 512 channels, bfloat16."""
     messages = planned_and_rehearsed(f"--{CP} 2")[1].log.messages
-    sent = {m.sent_bytes for m in messages if "runs.py" in str(m.site) and not m.backward}
+    sent = {m.sent_bytes for m in messages if "sequence_segments.py" in str(m.site) and not m.backward}
     assert sent == {2 * 8 * 64 * 128 * 4, 2 * 3 * 1024 * 2}
 
 

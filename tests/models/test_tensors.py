@@ -42,7 +42,7 @@ def refused(freeze: list[str], lora: LoRA | None = None, **changes) -> list[str]
 def test_patterns_that_match_nothing_and_all_frozen_are_refused_together():
     assert refused(["embed.*", "layers.*.moe.router.weight"]) == []
     one, two = refused(["layers.9.*", "attention.*", "*"])
-    assert one.startswith('training.freeze has "layers.9.*" and "attention.*", which are the name of nothing there: ')
+    assert one.startswith('training.freeze has "layers.9.*" and "attention.*", which match no parameter: ')
     assert "choose from embed.weight, layers.*.attention_norm.weight, " in one
     assert "freezes all" in two
     # A tied head is the embedding.
@@ -53,7 +53,7 @@ def test_patterns_that_match_nothing_and_all_frozen_are_refused_together():
 def test_adapters_of_matrices_that_are_not_there_are_refused():
     assert refused([], LoRA(rank=4)) == refused([], LoRA(rank=4, targets=["*.attention.w[qv].*", "*.experts.w2"])) == []
     one, two = refused(["embed.*"], LoRA(rank=4, targets=["*q_proj*", "embed.*"]))
-    assert one.startswith('lora.targets has "*q_proj*" and "embed.*", which are') and "embed.weight" not in one
+    assert one.startswith('lora.targets has "*q_proj*" and "embed.*", which match') and "embed.weight" not in one
     assert "choose from layers.*.attention.wq.weight, " in one
     assert "training.freeze is not used with lora.rank = 4" in two
     one, two = refused([], LoRA(targets=["*"], experts_rank=2))

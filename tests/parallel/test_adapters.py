@@ -14,8 +14,8 @@ from tests.support.case_features import MODELS, TRAINED
 from tests.test_parity import in_few
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.models.families import mixers
-from titanmoe.models.tensors import Tuning, of_block, of_experts
-from titanmoe.parallel.norm import replicas
+from titanmoe.models.tensors import Tuning, block_splits, expert_splits
+from titanmoe.parallel.grad_norm import replicas
 
 LORA = TRAINED["adapters"]
 MAPPINGS: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ def whole_on_one_rank(trainer: Any) -> dict[str, Any]:
     def wrong(parameter: Any) -> int:
         return tp if "etp" in parameter.device_mesh.mesh_dim_names and replicas(parameter) > 1 else replicas(parameter)
 
-    with mock.patch("titanmoe.parallel.norm.replicas", wrong):
+    with mock.patch("titanmoe.parallel.grad_norm.replicas", wrong):
         return trainer.train_step()
 
 
@@ -98,7 +98,7 @@ def test_the_plain_model_has_the_same_adapters() -> None:
     tuning, ours = Tuning.of(config), {}
     for layer, mixer in enumerate(mixers(config.model)):
         block = f"layers.{layer}"
-        matrices = of_block(config.model, mixer, True) | of_experts(config.model)
+        matrices = block_splits(config.model, mixer, True) | expert_splits(config.model)
         ours |= {f"{block}.{name}": shape for name, (shape, _) in tuning.adapters(block, matrices).items()}
     assert ours == {name: tuple(x.shape) for name, x in reference.initial_adapters(config, 0).items()}
 

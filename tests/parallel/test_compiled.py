@@ -25,10 +25,10 @@ from titanmoe.mask import CAUSAL
 from titanmoe.models.families import preset
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
-from titanmoe.parallel.attend import context_parallel
-from titanmoe.parallel.compiled import compile_parts, why_in_parts
+from titanmoe.parallel.choose_attention import apply_context_parallel
+from titanmoe.parallel.compiled import compile_model, why_not_one_graph
 from titanmoe.parallel.context import placement
-from titanmoe.parallel.recompute import recompute
+from titanmoe.parallel.recompute import apply_recomputation
 from titanmoe.tokens import Tokens
 from titanmoe.train.launch import read_config
 
@@ -239,7 +239,7 @@ def test_other_layers_keep_their_numbers(case: dict[str, Any], whole: bool) -> N
     changes |= {"compile.enable": True, "compile.backend": "aot_eager"}
     config = parity.read(changes, 4)
     splits = splits_backward(config.pipeline, config.parallelism.pp)
-    assert (not why_in_parts(config, splits)) == whole
+    assert (not why_not_one_graph(config, splits)) == whole
     parity.check(4, changes, timeout=400)
 
 
@@ -276,7 +276,7 @@ def test_few_graphs_are_called_in_a_block() -> None:
     config = Config(model=replace(Model(**preset("deepseek_v3", "debug")), num_layers=2))
     with torch.device("meta"):
         model = Transformer(config, 1, torch.bfloat16)
-    compile_parts(model, replace(config, compile=Compile(enable=True)), False)
+    compile_model(model, replace(config, compile=Compile(enable=True)), False)
     graphs = {
         number: {name for name, part in block.named_modules() if "forward" in vars(part)}
         for number, block in model.blocks().items()
@@ -292,7 +292,7 @@ def test_documents_leave_the_graph_and_windows_do_not() -> None:
     changes = {"model.sliding_window": 3, "model.full_attention_every": 0, "training.seq_len": 26}
     config, mode = parity.read(changes, 1), torch.compile(lambda *given: attention(*given), backend="aot_eager")
     model = Transformer(config, 1, torch.float64)
-    context_parallel(model, config.parallelism, placement(config.parallelism), NO_GROUP)
+    apply_context_parallel(model, config.parallelism, placement(config.parallelism), NO_GROUP)
     attention = model.layers["0"].attention
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -329,7 +329,7 @@ def test_models_of_other_sizes_in_one_process() -> None:
         for moe in model.moe_layers().values():
             moe.begin_step(1, torch.tensor(32.0), 2)
         plain, before = model(ids, tokens, ids), graphs["unique_graphs"]
-        compile_parts(model, replace(config, compile=Compile(enable=True, backend="eager")), False)
+        compile_model(model, replace(config, compile=Compile(enable=True, backend="eager")), False)
         torch.testing.assert_close(model(ids, tokens, ids), plain)
         made.append(graphs["unique_graphs"] - before)
     assert made[0] >= made[1] > 0 and made[2] == made[3] > made[1], "a graph for every length, none for any"
@@ -370,8 +370,8 @@ def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
     counters.clear()
     model = Transformer(config, 1, torch.bfloat16)
     splits = splits_backward(config.pipeline, config.parallelism.pp)
-    compile_parts(model, replace(config, compile=replace(config.compile, backend="aot_eager")), splits)
-    recompute(model, config.activation_checkpoint, not why_in_parts(config, splits))
+    compile_model(model, replace(config, compile=replace(config.compile, backend="aot_eager")), splits)
+    apply_recomputation(model, config.activation_checkpoint, not why_not_one_graph(config, splits))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     index = torch.arange(2 * 16)
@@ -385,7 +385,7 @@ def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
                 moe.router.expert_bias[favourite : favourite + config.model.top_k] = 1e6
         model(index.view(2, 16) % 64, tokens, index.view(2, 16) % 64).sum().backward()
         made.append(counters["stats"]["unique_graphs"])
-    parts = 2 if why_in_parts(config, splits) else 3  # attention, the head's norm, and a MoE layer
+    parts = 2 if why_not_one_graph(config, splits) else 3  # attention, the head's norm, and a MoE layer
     assert made == made[:1] * 4 and made[0] >= parts, made
     assert not counters["graph_break"], counters["graph_break"]
     torch._dynamo.reset()

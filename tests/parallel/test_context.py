@@ -27,7 +27,7 @@ from titanmoe.parallel.context import (
     _Gathered,
     _Ring,
     _swap,
-    alone,
+    blockwise_attention,
 )
 
 B, H, C, WIDTH = 2, 4, 8, 16
@@ -186,7 +186,9 @@ def test_attention_by_chunks_is_the_plain_one(sinks: bool, window: int, document
         sinks_H = torch.tensor([-1e4, 0.0, 2.5, 60.0], dtype=dtype, requires_grad=True)
         inputs.append(sinks_H)
     document = torch.stack([torch.arange(length) // n for n in (5, 11)]) if documents else None
-    want, got = (attend(q, k, v, mask_of(document, window), sinks_H) for attend in (causal_attention, alone))
+    want, got = (
+        attend(q, k, v, mask_of(document, window), sinks_H) for attend in (causal_attention, blockwise_attention)
+    )
     close(got, want)
     cotangent = random(*want.shape, dtype=dtype, seed=9)
     grads = zip(*(torch.autograd.grad(out, inputs, cotangent) for out in (got, want)), strict=True)
@@ -209,7 +211,7 @@ def test_branches_are_attended_to_alike_by_all(with_sinks: bool, window: int) ->
     want = plain_attention(q_first, k_first, v_first, mask, sinks).transpose(1, 2)
     cotangent = random(*want.shape, dtype=dtype, seed=9)
     wanted = torch.autograd.grad(want, inputs, cotangent, retain_graph=True)
-    for attend in (causal_attention, alone):
+    for attend in (causal_attention, blockwise_attention):
         out = attend(q, k, v, mask, sinks)
         close(out, want)
         for grad, other in zip(torch.autograd.grad(out, inputs, cotangent), wanted, strict=True):
@@ -222,8 +224,8 @@ def test_a_sink_is_a_share_that_goes_nowhere() -> None:
     lse = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf).logsumexp(-1)
     sinks = torch.tensor([0.3, -2.0], dtype=torch.float64)
     kept = lse.exp() / (lse.exp() + sinks.exp().unsqueeze(1))
-    alone(q, k, v, Mask(), None, lambda told: close(told, lse))
-    close(alone(q, k, v, Mask(), sinks), causal_attention(q, k, v) * kept.transpose(1, 2).unsqueeze(-1))
+    blockwise_attention(q, k, v, Mask(), None, lambda told: close(told, lse))
+    close(blockwise_attention(q, k, v, Mask(), sinks), causal_attention(q, k, v) * kept.transpose(1, 2).unsqueeze(-1))
 
 
 @given(st.integers(1, 6), st.booleans(), st.integers(1, 3))
@@ -231,13 +233,13 @@ def test_placements_cut_and_restore(size: int, zigzag: bool, chunk: int) -> None
     placement = Placement(size, zigzag)
     assert sorted(placement.order()) == list(range(placement.chunks))
     x_BL = torch.arange(2 * placement.chunks * chunk).view(2, -1)
-    parts = [placement.part(x_BL, rank) for rank in range(size)]
+    parts = [placement.rank_slice(x_BL, rank) for rank in range(size)]
     assert {part.shape for part in parts} == {(2, x_BL.shape[1] // size)}
     together = torch.cat(parts, 1)
-    assert torch.equal(placement.natural(together, 1), x_BL)
-    assert torch.equal(placement.by_rank(x_BL, 1), together)
-    assert torch.equal(placement.natural(together.t(), 0), x_BL.t())
-    assert torch.equal(placement.by_rank(x_BL.t(), 0), together.t())
+    assert torch.equal(placement.to_sequence_order(together, 1), x_BL)
+    assert torch.equal(placement.to_rank_order(x_BL, 1), together)
+    assert torch.equal(placement.to_sequence_order(together.t(), 0), x_BL.t())
+    assert torch.equal(placement.to_rank_order(x_BL.t(), 0), together.t())
 
 
 @given(st.integers(2, 6), st.integers(1, 3))
@@ -245,7 +247,7 @@ def test_zigzag_is_even_work(size: int, chunk: int) -> None:
     """The pairs of positions under the causal mask, equally many on every rank."""
     placement = Placement(size, zigzag=True)
     position = torch.arange(placement.chunks * chunk).unsqueeze(0)
-    pairs = {int((placement.part(position, rank) + 1).sum()) for rank in range(size)}
+    pairs = {int((placement.rank_slice(position, rank) + 1).sum()) for rank in range(size)}
     assert len(pairs) == 1
 
 

@@ -18,7 +18,7 @@ from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
 from titanmoe.parallel import flex as room
-from titanmoe.parallel.context import Placement, alone
+from titanmoe.parallel.context import Placement, blockwise_attention
 from titanmoe.parallel.flex import MASK_BLOCK, Masks, block_mask, flex, flex_attention_over
 
 B, H, G, WIDTH = 2, 4, 2, 16
@@ -51,7 +51,7 @@ def test_no_pair_is_lost_or_let_in(size: int, chunk: int, window: int, documents
             row[places] = data.draw(st.sampled_from([1, -1]))
         document = begins.cumsum(1)
     for rank in range(size):
-        position = placement.part(torch.arange(length).unsqueeze(0), rank)[0]
+        position = placement.rank_slice(torch.arange(length).unsqueeze(0), rank)[0]
         mask = block_mask(position, length, mask_of(document, window))
         apart = position.unsqueeze(1) - torch.arange(length)
         want = ((apart >= 0) & (apart < (window or length))).unsqueeze(0)
@@ -86,7 +86,7 @@ def test_it_is_plain_attention(with_sinks: bool, window: int, documents: bool) -
     masks, mask, lse = Masks(Placement(1, zigzag=False), 0), mask_of(document, window), []
     got = flex_attention_over(q, k, v, mask, sinks, lse.append, masks=masks, group=NO_GROUP)
     torch.testing.assert_close(got, causal_attention(q, k, v, mask, sinks), rtol=1e-12, atol=1e-12)
-    alone(q, k, v, mask, None, lse.append)
+    blockwise_attention(q, k, v, mask, None, lse.append)
     torch.testing.assert_close(*lse, rtol=1e-12, atol=1e-12)
 
 
@@ -106,8 +106,8 @@ def test_the_queries_of_a_rank_see_what_they_would_alone(zigzag: bool) -> None:
     want = causal_attention(q, k, v, mask_of(document))
     for rank in range(3):
         mask = Masks(placement, rank)(length, mask_of(document), q.device)
-        got = flex(placement.part(q, rank), k, v, mask, None)
-        torch.testing.assert_close(got, placement.part(want, rank), rtol=1e-12, atol=1e-12)
+        got = flex(placement.rank_slice(q, rank), k, v, mask, None)
+        torch.testing.assert_close(got, placement.rank_slice(want, rank), rtol=1e-12, atol=1e-12)
 
 
 def test_layers_share_a_mask_and_microbatches_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def breaks(side: int) -> None:
     depart, sends = collectives._Wire.depart, []
 
     def failing(self: collectives._Wire, *args: Any) -> torch.Tensor:
-        if turns._running is not None and turns._running.turn == side:
+        if turns._active_turns is not None and turns._active_turns.turn == side:
             sends.append(1)
             if len(sends) == 2:
                 raise Broken(f"side {side}")
@@ -233,7 +233,7 @@ def test_an_error_in_one_half_ends_the_step_with_it(side: int) -> None:
 def test_forward_is_first_in_whatever_order_a_file_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[Any] = []
     monkeypatch.setattr(Pairs, "_ready", lambda self, part, context: part.computation_type.name)
-    monkeypatch.setattr(Pairs, "_here", lambda self, work: work)
+    monkeypatch.setattr(Pairs, "_for_other_thread", lambda self, work: work)
     pairs = Pairs(torch.device("cpu"))
     monkeypatch.setattr(pairs.turns, "take", lambda *sides: order.append(sides))
     for text in (PAIR("0F2", "2B1"), PAIR("2B1", "0F2")):

@@ -24,7 +24,7 @@ from titanmoe.models.families.family import Family
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.lora import add_adapters
 from titanmoe.models.transformer import Block, Transformer
-from titanmoe.parallel.tensor import Plan, Sharded, TensorParallel, expand, make_plan
+from titanmoe.parallel.parallel_plan import Plan, Sharded, TensorParallel, expand, make_plan
 
 FAMILY = Family({"debug": qwen2_moe.SIZES["debug"]}, plan={"moe.shared.w?.weight": None})
 """A family whose shared experts are replicated over tp and see only the rank's own tokens."""
@@ -205,4 +205,4 @@ def test_a_family_has_rows_of_its_own() -> None:
 
 def test_rows_of_a_family_that_match_nothing_are_refused() -> None:
     (violation,) = contradictions(config_of(f"{__name__}:WRONG"))
-    assert 'model.family has "*.moe.shared.w9.*", which is the name of nothing there: choose from' in violation.text
+    assert 'model.family has "*.moe.shared.w9.*", which matches no parameter: choose from' in violation.text

@@ -25,7 +25,7 @@ from titanmoe.config.schema import Model
 from titanmoe.models.count import layer_flops
 from titanmoe.models.stages import split_layers
 from titanmoe.parallel import pipeline
-from titanmoe.parallel.pipeline import Stage, add_weight_gradients, gathered_once
+from titanmoe.parallel.pipeline import Stage, add_weight_gradients, gather_each_stage_once
 from titanmoe.rehearse.rehearsal import rehearse
 
 # ---- stages
@@ -233,7 +233,7 @@ def test_only_sizing_leaves_a_row(microbatches: int) -> None:
     )
     computed = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(shape, 0)
     row = schedules._add_unshard_reshard(computed)
-    once = gathered_once(row)
+    once = gather_each_stage_once(row)
 
     def of(actions: list, kind: Any) -> list[int]:
         return [action.stage_index for action in actions if action.computation_type == kind]

@@ -22,7 +22,7 @@ from titanmoe.config.schema import ActivationCheckpoint, Config, Model
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.alltoall import AllToAllExchange
-from titanmoe.parallel.recompute import recompute
+from titanmoe.parallel.recompute import apply_recomputation
 from titanmoe.tokens import Tokens
 
 B, S = 2, 16
@@ -45,7 +45,7 @@ def attention(model: Model, mode: str):
     made = Transformer(replace(Config(), model=model), 1, torch.float64)
     for seed, weight in enumerate(made.parameters()):
         torch.nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(seed))
-    recompute(made, ActivationCheckpoint(mode=mode))
+    apply_recomputation(made, ActivationCheckpoint(mode=mode))
     return made.layers["0"].attention
 
 
@@ -83,7 +83,7 @@ def layers(mode: str) -> Callable[[], Tensor]:
     made = Transformer(replace(Config(), model=model), 1, torch.float32, last=False)
     for weight in made.parameters():
         torch.nn.init.normal_(weight, std=0.1)
-    recompute(made, ActivationCheckpoint(mode=mode))
+    apply_recomputation(made, ActivationCheckpoint(mode=mode))
     index = torch.arange(B * S)
     ids = index.view(B, S) % model.vocab_size
     tokens = Tokens(index.view(B, S) % S, index, index // S, index >= 0, torch.tensor(0))
@@ -114,8 +114,8 @@ def test_backward_frees_what_a_region_cached(mode: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("mode", ["moe", "full_except_dispatch"])
 def test_a_dispatcher_that_saves_outputs_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputation ends before the experts' outputs, so it would give their gradients wrong numbers."""
-    receive = AllToAllExchange.receive
-    monkeypatch.setattr(AllToAllExchange, "receive", lambda *given: receive(*given).sin())
+    finish_combine = AllToAllExchange.finish_combine
+    monkeypatch.setattr(AllToAllExchange, "finish_combine", lambda *inputs: finish_combine(*inputs).sin())
     output = layers(mode)()
     with pytest.raises(RuntimeError, match=r"saved inside titanmoe\.comm\.recomputation\.saved"):
         output.sum().backward()

@@ -36,7 +36,7 @@ def sent(rehearsal: Rehearsal) -> int:
     """Bytes of matrices that leave a rank."""
     total = 0
     for message in rehearsal.log.messages:
-        if message.site.file.endswith("whole_matrices.py"):
+        if message.site.file.endswith("full_matrices.py"):
             ranks = rehearsal.groups[message.group].ranks
             if message.op == "all-reduce":
                 total += 2 * (len(ranks) - 1) * message.sent_bytes // len(ranks)

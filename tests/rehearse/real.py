@@ -21,7 +21,7 @@ from titanmoe.moe.dispatchers.symm_mem import Buffers, SymmetricBuffers
 from titanmoe.moe.router import Router
 from titanmoe.observe import Observer, listening
 from titanmoe.ops.device import HARDWARE, as_on
-from titanmoe.parallel.norm import local_grad
+from titanmoe.parallel.grad_norm import local_grad
 from titanmoe.rehearse.assumed_routing import AssumedRouting
 from titanmoe.rehearse.message_recorder import Recorder
 from titanmoe.rehearse.rehearsal import FakeLoader, Rehearsal, name_groups, rehearse

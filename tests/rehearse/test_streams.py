@@ -62,7 +62,7 @@ def test_routers_are_gathered_and_reduced_by_nobody() -> None:
         )
         log = rehearsal.log
         last = max(i for i, m in enumerate(log.messages) if rehearsal.groups[m.group].kind == "shards")
-        sums = [i for i, m in enumerate(log.messages) if m.site.file == "parallel/tensor.py"]
+        sums = [i for i, m in enumerate(log.messages) if m.site.file == "parallel/parallel_plan.py"]
         assert sums and all(i > last for i in sums)
         assert sum(log.messages[i].sent_bytes for i in sums) == layers * 8 * 16 * 4  # experts x width, float32
         of_layers = [m for m in log.messages if m.site.layer.startswith("layers.")]

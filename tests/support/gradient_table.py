@@ -135,7 +135,7 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
             if sizes[axis] == 1:
                 continue
             if axis == "pp":
-                row[axis] = "`TiedEnds`" if axis in after else "one stage"
+                row[axis] = "`TiedEmbeddings`" if axis in after else "one stage"
                 continue
             row[axis] = adds_up(axis, cut)
             summed_there = axis in during, axis in after

@@ -281,7 +281,7 @@ def muon_scaled_by_local_shapes() -> Callable[[], None]:
 
 
 def muon_owners_that_rank_1_sees_otherwise() -> Callable[[], None]:
-    from titanmoe.parallel import whole_matrices
+    from titanmoe.parallel import full_matrices
 
     def swapped(owners: Any) -> Any:
         def run(costs: list[int], loads: list[int]) -> list[int]:
@@ -292,7 +292,7 @@ def muon_owners_that_rank_1_sees_otherwise() -> Callable[[], None]:
 
         return run
 
-    return _patch(whole_matrices, "owners", swapped)
+    return _patch(full_matrices, "assign_owners", swapped)
 
 
 FAULTS = {

@@ -307,7 +307,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "self.recomputed[0]",
         ),
     ],
-    "tests/parallel/test_norm.py": [
+    "tests/parallel/test_grad_norm.py": [
         ("grad_norm", "replicas count several times in the gradient's norm", "replicas(p)", "1"),
         (
             "clip",
@@ -334,7 +334,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     f"{PARITY}::test_nasty_cases -k three_copies": [
         (
-            "TiedEnds.add_gradients",
+            "TiedEmbeddings.add_gradients",
             "a stage's second copy of the embedding keeps its own gradient",
             "other.copy_(grads[0])",
             "None",

@@ -182,7 +182,7 @@ PRIVATE = (
     Private(
         "torch",
         ("_foreach_norm", "_foreach_mul", "_foreach_mul_"),
-        "parallel/norm.py",
+        "parallel/grad_norm.py",
         "the norm and clipping, in few kernels",
     ),
     Private(

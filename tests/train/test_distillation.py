@@ -139,7 +139,7 @@ SCORING_TEACHER = {"model.dim": 24, "model.num_experts": 4, "training.seed": 5, 
 def counted(changes: dict[str, Any]) -> None:
     from titanmoe.train.reference import run_scoring
 
-    trainer = parity.make_trainer(changes, likeliest=True)
+    trainer = parity.make_trainer(changes, returns_top_k=True)
     run_scoring(parity.read(changes, 2), trainer.training, top_k=True)
     trainer.training.loader.close()
 

@@ -17,7 +17,7 @@ from tests.rehearse.small import config_of
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 from titanmoe.parallel.context import Placement
-from titanmoe.parallel.norm import grad_norm
+from titanmoe.parallel.grad_norm import grad_norm
 from titanmoe.rehearse.rehearsal import rehearse
 from titanmoe.train.gradients import Slicer
 from titanmoe.train.objectives.cross_entropy import CrossEntropy

@@ -21,14 +21,21 @@ from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.models.count import parameters
-from titanmoe.models.matrices import Matrix, declared, matrices_of
+from titanmoe.models.matrices import Matrix, matrices_of, matrix_parameters
 from titanmoe.models.mixers.grouped_query import GroupedQuery
 from titanmoe.models.mixers.mixer_spec import MatrixRows
 from titanmoe.models.tensors import shapes
 from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
-from titanmoe.parallel import whole_matrices
-from titanmoe.parallel.matrix_pieces import ALONE, Team, WeightCut, box_of, members_of, piecewise
-from titanmoe.parallel.whole_matrices import owners
+from titanmoe.parallel import full_matrices
+from titanmoe.parallel.full_matrices import assign_owners
+from titanmoe.parallel.matrix_shards import (
+    NOT_SHARDED,
+    ShardGroup,
+    WeightSharding,
+    shard_group_members,
+    shard_region,
+    sharded_weights,
+)
 from titanmoe.train.header import make_header
 from titanmoe.train.optimizers.muon import Muon
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
@@ -49,7 +56,11 @@ def test_it_is_torchs_on_plain_weights(shape: tuple[int, int], adjust: str) -> N
     ours = nn.Parameter(torch.randn(shape))
     theirs = nn.Parameter(ours.detach().clone())
     options = Options(name="muon", ns_eps=0.0, adjust_lr=adjust, ns_dtype="bfloat16")
-    muon = Muon({"w": ours}, options, piecewise({"w": ours}, {"w": [Matrix(shape, ((0, shape[0]),))]}, lambda _: ALONE))
+    muon = Muon(
+        {"w": ours},
+        options,
+        sharded_weights({"w": ours}, {"w": [Matrix(shape, ((0, shape[0]),))]}, lambda _: NOT_SHARDED),
+    )
     names = {"original": "original", "match_rms": "match_rms_adamw"}
     torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, eps=1e-30, adjust_lr_fn=names[adjust])
     for _ in range(3):
@@ -86,9 +97,9 @@ def test_units_of_latents_heads_and_stacks() -> None:
     assert [m.spans for m in matrices_of((12, 5), MatrixRows((4, 2)), by_head=True)][2:] == [((4, 6),), ((10, 12),)]
     assert [m.shape for m in matrices_of((12, 5), MatrixRows((4,)), by_head=False)] == [(12, 5)]
     assert [m.expert for m in matrices_of((3, 12, 5), MatrixRows(()), by_head=True)] == [0, 1, 2]
-    gated = declared(replace(Config().model, attention_gate=True), router=False)
+    gated = matrix_parameters(replace(Config().model, attention_gate=True), router=False)
     assert gated["layers.0.attention.wg.weight"] == gated["layers.0.attention.wq.weight"] != []
-    names = declared(Config().model, router=False)
+    names = matrix_parameters(Config().model, router=False)
     assert "layers.0.moe.experts.w2" in names and not [n for n in names if "router" in n or "embed" in n or "head" in n]
 
 
@@ -100,38 +111,38 @@ def test_rows_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_boxes_are_torchs_and_owners_have_equal_work() -> None:
     axes = (("fsdp", 4, 0), ("tp", 2, 0))
-    boxes = [box_of((10, 3), axes, {"fsdp": f, "tp": t}) for f in range(4) for t in range(2)]
+    boxes = [shard_region((10, 3), axes, {"fsdp": f, "tp": t}) for f in range(4) for t in range(2)]
     assert [box.shape[0] for box in boxes] == [2, 2, 2, 2, 1, 1, 0, 0] and boxes[5].begin == (9, 0)
     loads = [5, 0, 0]
-    assert owners([1, 4, 3, 3], loads) == [1, 1, 2, 2] and loads == [5, 5, 6]
+    assert assign_owners([1, 4, 3, 3], loads) == [1, 1, 2, 2] and loads == [5, 5, 6]
 
 
-def cuts(fold: Fold) -> Iterator[WeightCut]:
-    """Weights as a mapping cuts them: uneven shards, heads of two parts, experts whole and sliced."""
+def shardings(fold: Fold) -> Iterator[WeightSharding]:
+    """Weights as a mapping shards them: uneven shards, heads of two parts, experts full and sliced."""
     fsdp, sliced = ("fsdp", fold.dp_shard * fold.cp, 0), 8 // fold.ep % fold.edp > 0
     experts = (("edp", fold.edp, 2 if sliced else 0), ("ep", fold.ep, 0), ("etp", fold.etp, 1))
     attention = [("attention", (20, 12), (fsdp, ("tp", fold.tp, dim))) for dim in (0, 1)]
     for view, shape, axes in (*attention, ("experts", (8, 24, 16), experts)):
-        team = Team(Group("", 1, 0), tuple(members_of(fold, view, 0).values()))
+        team = ShardGroup(Group("", 1, 0), tuple(shard_group_members(fold, view, 0).values()))
         for by_head in (False, True):
-            yield WeightCut(shape, axes, matrices_of(shape, MatrixRows((3, 2)), by_head), team)
+            yield WeightSharding(shape, axes, matrices_of(shape, MatrixRows((3, 2)), by_head), team)
 
 
 def test_the_pieces_of_every_mapping_make_up_each_matrix_once() -> None:
     for fold in all_folds(8):
-        for cut in cuts(fold):
-            for matrix, overlaps in zip(cut.matrices, cut.overlaps, strict=True):
+        for sharding in shardings(fold):
+            for matrix, overlaps in zip(sharding.matrices, sharding.shards, strict=True):
                 seen = torch.zeros(matrix.shape)
-                for lap, sends in zip(overlaps, cut.senders, strict=True):
-                    for first, _, count in lap.rows if sends else ():
-                        seen[first : first + count, lap.columns[0] : sum(lap.columns)] += 1
+                for shard, sends in zip(overlaps, sharding.is_sender, strict=True):
+                    for first, _, count in shard.rows if sends else ():
+                        seen[first : first + count, shard.columns[0] : sum(shard.columns)] += 1
                 assert seen.eq(1).all(), (fold, matrix)
 
 
 TALL = {"model.num_heads": 2, "model.num_kv_heads": 1, "model.head_dim": 64}
 """With tp = 2, wk and wv are on both ranks, and so much higher than wide that their Gram matrices are summed."""
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "etp, owners of cut experts": (4, ETP),
+    "etp, owners of sharded experts": (4, ETP),
     "etp, by the sum of Gram matrices": (4, ETP | {"model.expert_hidden": 64}),
     "a replicated piece in the sum of Gram matrices": (4, TP | TALL),
     "pipeline, cp and uneven shards": (4, {"parallelism.pp": 2, "parallelism.cp": 2, "model.dim": 24}),
@@ -212,7 +223,7 @@ def test_a_checkpoint_goes_on_under_another_mapping_and_not_with_another_optimiz
 def test_what_is_said_of_memory_knows_that_matrices_have_one_number() -> None:
     config = parity.read(MUON | {"training.freeze": ["layers.0.*"]}, 1)
     trained = [(name, prod(shape)) for name, shape in shapes(config.model) if not name.startswith("layers.0.")]
-    matrices = sum(n for name, n in trained if name in declared(config.model, router=False))
+    matrices = sum(n for name, n in trained if name in matrix_parameters(config.model, router=False))
     numbers = 2 * sum(n for _, n in trained) - matrices
     assert OPTIMIZERS.look_up("muon").state_numbers(config) == numbers
     of_model = parameters(config.model)
@@ -228,7 +239,7 @@ def notes(changes: dict[str, Any]) -> dict[str, str]:
 
 def test_the_header_says_which_way_is_taken() -> None:
     shown = world.run(4, notes, MUON | ETP | {"model.expert_hidden": 64})[0]
-    assert shown["muon"].startswith("0 whole matrices here, 8 in pieces") and "24 by the sum" in shown["muon"]
+    assert shown["muon"].startswith("0 full matrices here, 8 in shards") and "24 by the sum" in shown["muon"]
     assert shown["adamw"].startswith("embed.weight, layers.*.attention_norm.weight")
 
 
@@ -249,7 +260,7 @@ def stepped(offload: bool) -> list[torch.Tensor]:
 
 
 def test_momentum_in_host_memory_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_matrices, "ROUND", 5000)
+    monkeypatch.setattr(full_matrices, "ROUND", 5000)
     assert all(torch.equal(a, b) for a, b in zip(stepped(False), stepped(True), strict=True))
 
 
@@ -276,8 +287,8 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([{"match": ["*.nothing"], "lr": 1.0}], 'has "*.nothing", which is the name of nothing there'),
-        ([{"match": ["head.norm.*"], "lr": 1.0}], 'has "head.norm.*", which is the name of nothing there'),
+        ([{"match": ["*.nothing"], "lr": 1.0}], 'has "*.nothing", which matches no parameter'),
+        ([{"match": ["head.norm.*"], "lr": 1.0}], 'has "head.norm.*", which matches no parameter'),
         ([{"match": ["embed.*"], "lr": 1.0}] * 2, "embed.weight is in groups 1 and 2"),
         ([{"match": "embed.*", "rate": 1.0}], "group 1: unknown key rate: a group has match, lr and weight_decay"),
         ([{"match": ["embed.*"]}], "group 1 changes nothing"),

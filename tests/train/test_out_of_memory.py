@@ -112,7 +112,7 @@ def test_the_part_of_the_step_is_read_from_the_traceback(monkeypatch):
     update = (package + "train/optimizers/adamw.py", "step"), ("/torch/o.py", "step")
     assert where(step, *update) == "in the optimizer's step"
     engine = ("/torch/autograd/graph.py", "_engine_run_backward")
-    assert where(step, engine, (package + "parallel/attend.py", "backward")) == "in backward of attention"
+    assert where(step, engine, (package + "parallel/choose_attention.py", "backward")) == "in backward of attention"
 
 
 def test_what_helps_depends_on_what_holds_most():

@@ -139,7 +139,7 @@ def test_a_run_writes_what_its_report_reads(asked: dict[str, Any], tmp_path: Pat
 
 
 def test_length_decides_between_choices_where_the_harness_says_so() -> None:
-    """acc takes the likeliest choice, acc_norm the likeliest per character."""
+    """acc takes the most probable choice, acc_norm the most probable per character."""
     judged = score_question(Question("", ["yes", "é" * 6], 1, 1), np.array([-2.0, -3.0]))
     assert (judged["accuracy"], judged["accuracy_norm"], judged["margin"]) == (0, 1, -1)
     assert judged["bits_per_byte"] == pytest.approx(3 / math.log(2) / 12)

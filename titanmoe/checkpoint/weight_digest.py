@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from titanmoe.checkpoint.move_in_blocks import COPY_BLOCK_BYTES, ReadBlock, Sizes, block_slices, split_into_blocks
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.ops import counter_rng
-from titanmoe.parallel.frozen import held_dtype
-from titanmoe.parallel.materialize import blocks_of, local_shard
+from titanmoe.parallel.frozen import frozen_dtype
+from titanmoe.parallel.materialize import local_shard, row_blocks
 
 INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype with the same bits as an element, by its size in bytes."""
@@ -61,7 +61,7 @@ def digest_in_blocks(name: str, shape: Sizes, read: ReadBlock, dtype: torch.dtyp
 
 def _sum_bits(part: Tensor, offset: Sizes, shape: Sizes, dtype: torch.dtype) -> int:
     total = torch.zeros((), dtype=torch.int64, device=part.device)
-    for rows, index in blocks_of(part, offset, shape):
+    for rows, index in row_blocks(part, offset, shape):
         rows = rows.to(dtype).contiguous()
         bits = rows.view(INTEGER_DTYPES[rows.element_size()]).to(torch.int64)
         total += (bits * (2 * index + 1)).sum()
@@ -96,7 +96,7 @@ def model_digest(
 
     def mine() -> int:
         return sum(
-            digest_shard(name, parameter, held_dtype(name, compute))
+            digest_shard(name, parameter, frozen_dtype(name, compute))
             for name, parameter in parameters.items()
             if _is_first_copy(parameter)
         )

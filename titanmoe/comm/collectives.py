@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from titanmoe import observe
 from titanmoe.comm import turns
-from titanmoe.comm.recomputation import cached, in_region, recomputing
+from titanmoe.comm.recomputation import cached, in_checkpointed_region, recomputing
 
 _ops = torch.ops._c10d_functional
 
@@ -48,7 +48,7 @@ def local(parameter: nn.Parameter) -> Tensor:
     """This rank's piece of a parameter, for plain tensor code; its gradient is that of this piece alone.
 
     A piece that is replicated over tp is only ever applied to tokens or heads that this rank alone owns, so its
-    gradient is one summand of the whole: `titanmoe.parallel.tensor.sum_replicated` adds them up once per step.
+    gradient is one summand of the whole: `titanmoe.parallel.parallel_plan.sum_replicated` adds them up once per step.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -209,7 +209,7 @@ def gather(x: Tensor, dim: int, group: Group, small: bool = False) -> Tensor:
 
     small: as of `start`.
     """
-    return x if group.size == 1 else _Gather.apply(x, dim, group, small and in_region())
+    return x if group.size == 1 else _Gather.apply(x, dim, group, small and in_checkpointed_region())
 
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -257,7 +257,7 @@ def start(
     """
     if group.size == 1:
         return InFlight(x, None)
-    wire = _Wire(*_splits(x, group, send, receive), group, small and in_region())
+    wire = _Wire(*_splits(x, group, send, receive), group, small and in_checkpointed_region())
     if torch.compiler.is_compiling():
         mark, rows = _TracedStart.apply(x, wire.send, wire.receive, group)
         return InFlight(mark, wire, rows)

@@ -135,7 +135,7 @@ class LastHead(nn.Module):
         super().__init__()
         self.head, self.rows = head, rows
 
-    def forward(self, x_1sD: Tensor, labels: None, kept_BSK: None = None) -> Tensor:
+    def forward(self, x_1sD: Tensor, labels: None, candidates_BSK: None = None) -> Tensor:
         last_B = self.rows.numbers([end - 1 for _, end in self.rows.spans])
         x_1BD = self.head.norm(gather(x_1sD, 1, self.head.tp)[:, last_B])
         if not len(last_B):

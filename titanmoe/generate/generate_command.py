@@ -79,11 +79,11 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
     choice = generate.add_argument_group("choice of the next token")
     choice.add_argument(
         "--temperature", type=float, default=0.8, metavar="X",
-        help="1: the model's own distribution; lower: sharper; 0: always the likeliest (default 0.8)",
+        help="1: the model's own distribution; lower: sharper; 0: always the most probable (default 0.8)",
     )  # fmt: skip
-    choice.add_argument("--top-k", type=int, metavar="N", help="choose among the N likeliest tokens")
+    choice.add_argument("--top-k", type=int, metavar="N", help="choose among the N most probable tokens")
     choice.add_argument(
-        "--top-p", type=float, metavar="X", help="choose among the likeliest tokens whose probabilities add up to X"
+        "--top-p", type=float, metavar="X", help="choose among the most probable tokens whose probabilities add up to X"
     )
     choice.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default 0)")
     output = generate.add_argument_group("output").add_mutually_exclusive_group()
@@ -171,7 +171,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             problems.append(f"--{name.replace('_', '-')} = {value} is below 1: use 1 or more, or leave it out")
     if not 0 <= args.temperature < math.inf:
         problems.append(
-            f"--temperature = {args.temperature} is not a temperature: use 0 for the likeliest token, or more"
+            f"--temperature = {args.temperature} is not a temperature: use 0 for the most probable token, or more"
         )
     if args.top_p is not None and not 0 < args.top_p <= 1:
         problems.append(

@@ -158,17 +158,17 @@ class Generator:
             cache.keep(row_B)
 
 
-# ---- the next token from logits: the likeliest, or drawn from what temperature, top-k and top-p leave of them
+# ---- the next token from logits: the most probable, or drawn from what temperature, top-k and top-p leave of them
 
 
 @dataclass(frozen=True)
 class Sampling:
     temperature: float = 1.0
-    """Logits are divided by it; 0: always the likeliest token."""
+    """Logits are divided by it; 0: always the most probable token."""
     top_k: int = 0
-    """Only this many of the likeliest; 0: all."""
+    """Only this many of the most probable; 0: all."""
     top_p: float = 1.0
-    """Only the likeliest that together have this share, including the one that reaches it."""
+    """Only the most probable that together have this share, including the one that reaches it."""
     seed: int = 0
 
 

@@ -165,10 +165,10 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
 
     from titanmoe.models.lora import add_adapters
     from titanmoe.models.transformer import Transformer
-    from titanmoe.parallel.attend import context_parallel
+    from titanmoe.parallel.choose_attention import apply_context_parallel
     from titanmoe.parallel.context import placement
-    from titanmoe.parallel.expert import expert_parallel
-    from titanmoe.parallel.tensor import make_plan, parallelize
+    from titanmoe.parallel.expert import apply_expert_parallel
+    from titanmoe.parallel.parallel_plan import make_plan, parallelize
 
     with torch.device("meta"):
         model = Transformer(config, 1, getattr(torch, config.training.dtype))
@@ -176,8 +176,8 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
     parallelize(model, make_plan(config, range(config.model.num_layers)), meshes)
     # Prompts have many lengths, and torch's flex_attention would compile for each.
     options = replace(config.parallelism, attention_backend="plain")
-    context_parallel(model, options, placement(options), meshes.cp)
-    expert_parallel(model, meshes)
+    apply_context_parallel(model, options, placement(options), meshes.cp)
+    apply_expert_parallel(model, meshes)
     model.to_empty(device=device)
     model.tie()
     for buffer in model.buffers():

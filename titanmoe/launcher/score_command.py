@@ -22,7 +22,7 @@ objective needs them finds them there. Data that has its scores is left as it is
   --data PATH ...
       what to count, in place of the recipe's data.paths
   --top K
-      the K likeliest ids in place of each label, for a student that learns from this model (docs/fine-tuning.md):
+      the K most probable ids in place of each label, for a student that learns from this model (docs/fine-tuning.md):
       scores/DIGEST-topK, with 8 K + 4 bytes for each token in float32
   --temperature T
       of these distributions; the student's recipe has to have the same. Default: 1
@@ -50,7 +50,7 @@ def run_score(words: Sequence[str]) -> int:
         request.rest += ["--data.source=files", "--data.paths", *paths, "--data.weights=", "--data.fields="]
         if not paths:
             request.problems.append("command line: --data names nothing: give token shards, files or folders")
-    what = "likeliest" if "top" in options else "labels"
+    what = "top-k" if "top" in options else "labels"
     if what == "labels" and options:
         request.problems.append("command line: --temperature is of distributions: give --top K too")
     try:

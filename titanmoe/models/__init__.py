@@ -1,1 +1,1 @@
-"""The transformer, its families' shapes, and their parameter and FLOP counts."""
+"""The transformer, the shapes of its families, and counts of parameters and FLOPs."""

@@ -1,4 +1,4 @@
-"""python -m titanmoe.models docs/models.md: rewrite the table of families and sizes, between the page's two markers."""
+"""Rewrite the table of families and sizes between a page's two markers: python -m titanmoe.models docs/models.md."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ BEGIN, END = "<!-- sizes: written by `python -m titanmoe.models docs/models.md` 
 
 
 def renew(page: str) -> str:
-    """The page with every size as the families have it now."""
+    """Return the page with its table of sizes computed anew from the families."""
     lines = [
         "| family | size | parameters | active per token | training GFLOPs per token at seq_len 4096 |",
         "| --- | --- | ---: | ---: | ---: |",

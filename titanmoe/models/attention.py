@@ -1,4 +1,4 @@
-"""Grouped-query attention.
+"""Grouped-query attention, by torch's kernel or plain operations; titanmoe.parallel sets faster implementations.
 
 Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), H query heads and
 G key heads of this rank, h head width, X = H * h.
@@ -23,20 +23,26 @@ from titanmoe.ops import device
 def causal_attention(
     q_BSHh: Tensor, k_BSGh: Tensor, v_BSGh: Tensor, mask: Mask = CAUSAL, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """Every position sees what the mask lets it; query head i uses key head i // (H / G).
+    """Return attention over full sequences on one rank; query head i uses key head i // (H / G).
 
-    sinks_H: the logit of one more key, whose value is zero. Windows and sinks use plain operations here;
-    `titanmoe.parallel.attend` replaces them with faster ones.
+    Windows and sinks use plain operations here; `titanmoe.parallel.choose_attention` replaces them with faster ones.
+
+    Args:
+        q_BSHh: queries.
+        k_BSGh: keys.
+        v_BSGh: values, which may be narrower than keys.
+        mask: which positions see each other.
+        sinks_H: logit of one more key of each head, whose value is zero.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
-    # torch's kernel for CPUs needs values as wide as keys, and keeps all scores without it.
+    # torch's kernel for CPUs needs values as wide as keys, and materializes all scores otherwise.
     more = device.way(q, 0, cpu=max(q.shape[-1] - v.shape[-1], 0), compiled=True)
     out = plain_attention(q, k, F.pad(v, (0, more)) if more else v, mask, sinks_H)
     return out[..., : v.shape[-1]].transpose(1, 2)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks_H: Tensor | None = None) -> Tensor:
-    """The same with heads before positions, (B, H, S, h)."""
+    """Return attention as `causal_attention` does, for tensors with heads before positions, (B, H, S, h)."""
     grouped, all_places = q.shape[1] != k.shape[1], slice(0, q.shape[2])
     causal = mask.until_BL is None and not mask.window
     if sinks_H is None and causal:
@@ -47,11 +53,13 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks_H: Tensor
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = promote(q) @ promote(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
     sinks = promote(sinks_H).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-    shares = torch.cat((scores.masked_fill(~seen, -torch.inf), sinks), -1).softmax(-1)[..., :-1]
-    return (shares @ promote(v)).to(q.dtype)
+    weights = torch.cat((scores.masked_fill(~seen, -torch.inf), sinks), -1).softmax(-1)[..., :-1]
+    return (weights @ promote(v)).to(q.dtype)
 
 
 class Attention(nn.Module):
+    """Grouped-query attention of a block, with its projections, norms of queries and keys, sinks and output gate."""
+
     def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
         super().__init__()
         width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -74,14 +82,17 @@ class Attention(nn.Module):
 
     @property
     def key_rows(self) -> slice | None:
-        """Where tp has more ranks than there are key heads: those of the weights of keys and values, which all ranks
-        have whole, that make this rank's one key head."""
+        """Rows of the key and value weights that compute this rank's one key head, where tp exceeds the key heads.
+
+        All ranks have the full weights then. None where tp shards them.
+        """
         if self.tp.size <= self.key_heads:
             return None
         begin = self.tp.rank * self.key_heads // self.tp.size * self.head_dim
         return slice(begin, begin + self.head_dim)
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        """Return attention's output for the tokens that this rank owns. Collective over tp, and over cp by `attend`."""
         x_BSD = gather(x_BsD, 1, self.tp)
         q, x_BSD = self.wq(x_BSD, pass_on=True)
         rows = self.key_rows

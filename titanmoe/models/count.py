@@ -1,8 +1,9 @@
-"""Parameters and FLOPs of a model, by arithmetic on its shape.
+"""Count the parameters and FLOPs of a model by arithmetic on its shape.
 
-Parameters: everything an optimizer steps, each logical weight once whatever the mapping; routers, shared-expert gates,
-biases and norms are included. The router's expert bias is a buffer and is not. "Active" is the part one token uses: all
-but the routed experts it does not visit. As in the published model cards, both figures include embedding and head.
+Parameters: everything an optimizer updates, each logical weight once whatever the mapping; routers, shared-expert
+gates, biases and norms are included. The router's expert bias is a buffer and is not counted. "Active" are the
+parameters that one token uses: all but the routed experts that it is not sent to. As in the published model cards, both
+figures include embedding and head.
 
 FLOPs per token, where a multiplication and an addition count as two:
 
@@ -39,35 +40,40 @@ from titanmoe.models.tensors import Tuning
 
 @dataclass(frozen=True)
 class Parameters:
+    """Numbers of parameters of a model, by kind."""
+
     embedding: int
-    """Both ends: embedding and head; one matrix when tied."""
+    """Embedding and head; one matrix if they are tied."""
     attention: int
-    """Mixers: projections, their biases, sinks, or whatever a family has in their place."""
+    """Mixers without their norms: projections, biases, sinks, or whatever a family has instead of attention."""
     dense: int
     """Feed-forward networks of the blocks without experts."""
     router: int
     experts: int
     """All routed experts."""
     active_experts: int
-    """The routed experts one token visits."""
+    """The routed experts that one token is sent to."""
     shared: int
     """Shared experts and their gates."""
     norms: int
-    """Those of the blocks, of queries and keys or their latents, and the final ones."""
+    """Norms of the blocks, of queries and keys or their latents, and the final norms."""
     mtp: int
     """The projection of multi-token prediction. Its block is counted like the others, and is active in training."""
 
     @property
     def total(self) -> int:
+        """All parameters."""
         blocks = self.attention + self.dense + self.router + self.experts + self.shared + self.norms
         return self.embedding + blocks + self.mtp
 
     @property
     def active(self) -> int:
+        """Parameters that one token uses."""
         return self.total - self.experts + self.active_experts
 
 
 def parameters(model: Model) -> Parameters:
+    """Return the numbers of a model's parameters, by kind."""
     layers, dim, of_blocks = model.num_layers + model.mtp_depth, model.dim, mixers(model)
     moe = len(moe_blocks(model))
 
@@ -90,7 +96,7 @@ def parameters(model: Model) -> Parameters:
 
 
 def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
-    """Forward FLOPs per token of each block, and of what comes after them: what a pipeline stage costs."""
+    """Return the forward FLOPs per token of each layer, and of everything after the layers, for pipeline stages."""
     dense = 2 * 3 * model.dim * model.dense_hidden
     experts = 2 * model.dim * (model.num_experts + 3 * (model.top_k * model.expert_hidden + model.shared_hidden))
     blocks = [
@@ -105,36 +111,42 @@ def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
 
 
 def forward_flops_per_token(model: Model, seq_len: int) -> int:
-    """FLOPs of one token's forward pass, averaged over a sequence of seq_len."""
+    """Return the FLOPs of one token's forward pass, averaged over a sequence of seq_len."""
     count = parameters(model)
     multiplied = count.active - count.embedding + (1 + model.mtp_depth) * model.vocab_size * model.dim
     return 2 * multiplied + sum(mixer.flops(model, i, seq_len) for i, mixer in enumerate(mixers(model)))
 
 
 def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) -> int:
-    """FLOPs to train on one token, forward and backward, averaged over a sequence of seq_len. tuning: what is trained,
-    if not everything."""
+    """Return the FLOPs to train on one token, forward and backward, averaged over a sequence.
+
+    Args:
+        model: the recipe's [model].
+        seq_len: length of the sequence.
+        tuning: which parameters are trained; None for all.
+    """
     if tuning is None or tuning.trains_all:
         return 3 * forward_flops_per_token(model, seq_len)
-    blocks, ends = work_of_parts(model, seq_len, tuning)
-    return sum(work.forward + work.backward for part in (*blocks, (ends,)) for work in part)
+    blocks, ends = training_flops(model, seq_len, tuning)
+    return sum(flops.forward + flops.backward for some in (*blocks, (ends,)) for flops in some)
 
 
 class TrainingWork(NamedTuple):
-    """FLOPs to train, forward and backward."""
+    """FLOPs of forward and backward, for samples whose tokens see different numbers of positions."""
 
     per_token: float = 0.0
-    """Apart from the positions that it sees."""
+    """FLOPs of a token apart from scores and weighted values."""
     per_pair: Mapping[int, float] = MappingProxyType({})
-    """Of a position and one that it sees: by window (0: none), summed over the blocks that have it."""
+    """FLOPs of a position and one that it sees, by window (0: none), summed over the blocks with that window."""
 
 
 NO_WORK = TrainingWork()
-"""Where nothing is counted."""
+"""The work of something that is not counted."""
 
 
 def training_work(model: Model, tuning: Tuning) -> TrainingWork:
-    blocks, ends = work_of_parts(model, 1, tuning)
+    """Return the FLOPs to train a model, per token and per pair of positions that see each other."""
+    blocks, ends = training_flops(model, 1, tuning)
     per_token, per_pair = float(sum(ends)), {}
     for layer, (mixer, block) in enumerate(zip(mixers(model), blocks, strict=True)):
         pair, width = mixer.pair_flops(model) * (1 + block.scores.factor), window(model, layer)
@@ -144,91 +156,110 @@ def training_work(model: Model, tuning: Tuning) -> TrainingWork:
 
 
 def trained_parameters(model: Model, tuning: Tuning) -> int:
-    """How many are trained, adapters included."""
+    """Return the number of parameters that are trained, adapters included."""
     if tuning.trains_all:
         return parameters(model).total
     return sum(prod(shape) for name, shape in tensors.shapes(model, tuning) if not tuning.freezes(name))
 
 
-class PartWork(NamedTuple):
-    """FLOPs of a token."""
+class PassFlops(NamedTuple):
+    """FLOPs of a token in the forward and in the backward pass."""
 
     forward: int = 0
     backward: int = 0
 
-    def __add__(self, other: tuple) -> PartWork:
-        return PartWork(self.forward + other[0], self.backward + other[1])
+    def __add__(self, other: tuple) -> PassFlops:
+        return PassFlops(self.forward + other[0], self.backward + other[1])
 
     @property
     def factor(self) -> float:
-        """Backward's work by forward's: 2 if everything is trained."""
+        """FLOPs of backward divided by those of forward: 2 if everything is trained."""
         return self.backward / self.forward if self.forward else 2.0
 
 
-class BlockWork(NamedTuple):
-    products: PartWork
-    """The mixer's, with its block's norms."""
-    scores: PartWork
-    ffn: PartWork
-    """Dense network or experts, the shared one and the router included."""
+class BlockFlops(NamedTuple):
+    """FLOPs of a token in one block."""
+
+    products: PassFlops
+    """The mixer's matrix products, and the block's norms."""
+    scores: PassFlops
+    """The mixer's scores and weighted values, or what it computes instead of them."""
+    ffn: PassFlops
+    """The dense network, or router, routed experts and shared expert."""
 
 
 class _Walk:
-    """Through a model in forward's direction. Backward computes the gradient of a weight that is trained, and the
-    gradient of its input if anything before it is."""
+    """A walk through the weights of a model in forward's direction, which counts FLOPs of both passes.
+
+    Backward computes the gradient of a weight that is trained, and the gradient of its input if anything before it is
+    trained.
+    """
 
     def __init__(self, tuning: Tuning):
         self.tuning, self.reached = tuning, False
 
-    def together(self, elements: Mapping[str, int]) -> PartWork:
-        """Weights with one input, by name: how many of their elements multiply a token."""
+    def count(self, elements: Mapping[str, int]) -> PassFlops:
+        """Return the FLOPs of weights that have one input.
+
+        Args:
+            elements: by the weights' names, how many of their elements multiply a token.
+        """
         trained = {name: not self.tuning.freezes(name) for name in elements}
-        work = PartWork(
+        work = PassFlops(
             2 * sum(elements.values()), sum(2 * n * (trained[name] + self.reached) for name, n in elements.items())
         )
         self.reached = self.reached or any(trained.values())
         return work
 
 
-def work_of_parts(model: Model, seq_len: int, tuning: Tuning) -> tuple[list[BlockWork], PartWork]:
-    """Of each block, and of what comes after them: head, and the projection of multi-token prediction."""
-    walk, blocks, ends = _Walk(tuning), [], PartWork()
-    walk.together({"embed.weight": 0})  # looked up, not multiplied
+def training_flops(model: Model, seq_len: int, tuning: Tuning) -> tuple[list[BlockFlops], PassFlops]:
+    """Return the FLOPs of a token in each block, and in all that is after the blocks.
+
+    After the blocks are the head and the projection of multi-token prediction.
+
+    Args:
+        model: the recipe's [model].
+        seq_len: length of a sequence, over which the positions that a token sees are averaged.
+        tuning: which parameters are trained.
+    """
+    walk, blocks, ends = _Walk(tuning), [], PassFlops()
+    walk.count({"embed.weight": 0})  # looked up, not multiplied
     head = {tensors.stored_name("head.weight", model.tie_embeddings): model.vocab_size * model.dim}
     for layer, mixer in enumerate(mixers(model)):
         if layer == model.num_layers:
             names = ("hidden_norm", "embed_norm", "project", "norm")
             sizes = (model.dim, model.dim, 2 * model.dim**2, model.dim)
-            ends += walk.together({f"mtp.0.{name}.weight": n for name, n in zip(names, sizes, strict=True)})
+            ends += walk.count({f"mtp.0.{name}.weight": n for name, n in zip(names, sizes, strict=True)})
         blocks.append(_block_work(model, mixer, layer, seq_len, walk))
-    ends += walk.together({"head.norm.weight": model.dim})
+    ends += walk.count({"head.norm.weight": model.dim})
     for _ in range(1 + model.mtp_depth):
-        ends += walk.together(head)
+        ends += walk.count(head)
     return blocks, ends
 
 
-def _block_work(model: Model, mixer: MixerSpec, layer: int, seq_len: int, walk: _Walk) -> BlockWork:
+def _block_work(model: Model, mixer: MixerSpec, layer: int, seq_len: int, walk: _Walk) -> BlockFlops:
     name = tensors.block_name(model, layer)
-    sizes = {part: prod(shape) for part, (shape, _) in tensors.of_layer(model, layer, mixer, walk.tuning).items()}
-    sizes |= {part: model.top_k * n // model.num_experts for part, n in sizes.items() if ".experts." in part}
+    splits = tensors.layer_splits(model, layer, mixer, walk.tuning)
+    sizes = {weight: prod(shape) for weight, (shape, _) in splits.items()}
+    sizes |= {weight: model.top_k * n // model.num_experts for weight, n in sizes.items() if ".experts." in weight}
 
-    def step(chosen: Callable[[str], bool]) -> PartWork:
-        """What has one input; every B comes after its A, which has the input of its matrix."""
+    def step(chosen: Callable[[str], bool]) -> PassFlops:
+        """Count the chosen weights, which have one input. An adapter's B comes after its A."""
         second, first = [], []
-        for part in [part for part in sizes if chosen(part)]:
-            (second if is_adapter(part) and part.endswith("B") else first).append(part)
-        work = PartWork()
+        for weight in [weight for weight in sizes if chosen(weight)]:
+            (second if is_adapter(weight) and weight.endswith("B") else first).append(weight)
+        flops = PassFlops()
         for group in (first, second):
-            work += walk.together({f"{name}.{part}": sizes.pop(part) for part in group})
-        return work
+            flops += walk.count({f"{name}.{weight}": sizes.pop(weight) for weight in group})
+        return flops
 
-    after = {f"attention.{part}" for part in mixer.after_scores}
-    after |= {adapter for part in after if part.endswith(".weight") for adapter in adapter_names(part)}
-    products = step(lambda part: part == "attention_norm.weight")
-    products += step(lambda part: part.startswith("attention.") and part not in after)
+    after = {f"attention.{weight}" for weight in mixer.after_scores}
+    after |= {adapter for weight in after if weight.endswith(".weight") for adapter in adapter_names(weight)}
+    products = step(lambda weight: weight == "attention_norm.weight")
+    products += step(lambda weight: weight.startswith("attention.") and weight not in after)
     flops = mixer.flops(model, layer, seq_len)
-    scores = PartWork(flops, 2 * flops * walk.reached)
-    products += step(lambda part: part in after)
-    products += step(lambda part: part == "ffn_norm.weight")
-    ffn = step(lambda part: ".w2" not in part)
-    return BlockWork(products, scores, ffn + step(lambda part: True))
+    scores = PassFlops(flops, 2 * flops * walk.reached)
+    products += step(lambda weight: weight in after)
+    products += step(lambda weight: weight == "ffn_norm.weight")
+    ffn = step(lambda weight: ".w2" not in weight)
+    return BlockFlops(products, scores, ffn + step(lambda weight: True))

@@ -1,16 +1,16 @@
 """Multi-head latent attention: keys and values of all heads come from one narrow latent vector per token.
 
 arXiv 2405.04434, section 2.1, and arXiv 2412.19437. A head's query and key have a part without positions, computed from
-the latents, and a part that RoPE turns; the turned key comes straight from the residual stream, one for all heads.
+the latents, and a part that RoPE rotates; the rotated key comes straight from the residual stream, one for all heads.
 
     wq_a, q_norm, wq_b      residual stream -> query latent -> queries, (num_heads, nope + rope) rows
     wq                      instead of these, if there is no query latent
-    wkv_a, kv_norm          residual stream -> key-value latent (normalised), then rope rows: the turned key
+    wkv_a, kv_norm          residual stream -> key-value latent (normalised), then rope rows: the rotated key
     wkv_b                   key-value latent -> keys without positions and values, (num_heads, nope + v) rows
 
-RoPE turns pairs of two halves, (i, i + rope / 2), as everywhere here. DeepSeek's checkpoints turn neighbours,
-(2i, 2i + 1): of every head's last `rope` rows of wq_b (or wq), and of the last `rope` rows of wkv_a, row j here is row
-2j there, and row rope / 2 + j here is row 2j + 1 there.
+RoPE rotates pairs (i, i + rope / 2), as everywhere in titanmoe. DeepSeek's checkpoints rotate neighbours, (2i, 2i + 1):
+of every head's last `rope` rows of wq_b (or wq), and of the last `rope` rows of wkv_a, row j in titanmoe is row 2j in
+their files, and row rope / 2 + j is row 2j + 1.
 
 Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), D model, r a latent,
 H heads of this rank, h query and key width, n its part without positions, p its part with, v value width, X = H * h,
@@ -30,10 +30,12 @@ from titanmoe.models.layers import Linear, RMSNorm, rotate, use_recomputable, ya
 from titanmoe.ops.kernels import fused
 
 LATENT_EPS = 1e-6
-"""The published code uses this for the latents' norms whatever the model's own epsilon (Moonlight: 1e-5)."""
+"""Epsilon of the latents' norms: the published code's, whatever the model's own (Moonlight: 1e-5)."""
 
 
 class LatentAttention(nn.Module):
+    """Multi-head latent attention of a block."""
+
     def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
         super().__init__()
         heads, latent = model.num_heads, model.kv_lora_rank
@@ -59,6 +61,7 @@ class LatentAttention(nn.Module):
         self.use_recomputable = use_recomputable
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        """Return attention's output for the tokens that this rank owns. Collective over tp, and over cp by `attend`."""
         # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
         # stream.
         both_Bsr, x_BsD = self.wkv_a(x_BsD, pass_on=True)
@@ -74,6 +77,15 @@ class LatentAttention(nn.Module):
     def mix(
         self, source_BSr: Tensor, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor], mask: Mask
     ) -> Tensor:
+        """Return attention's output for each head, from the gathered inputs of its projections.
+
+        Args:
+            source_BSr: the normed query latent, or the residual stream if there is none.
+            latent_BSr: the normed key-value latent.
+            key_BSp: the key before RoPE.
+            rope: cos and sin.
+            mask: which positions see each other.
+        """
         if self.wq is None:
             return self.use_recomputable(
                 lambda: (self.queries(source_BSr, rope), *self.keys_and_values(latent_BSr, key_BSp, rope)),
@@ -86,6 +98,7 @@ class LatentAttention(nn.Module):
         )
 
     def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the queries of all heads, with RoPE applied."""
         if self.sharpen != 1:  # here, because it is narrower than all queries
             source_BSr = source_BSr * self.sharpen
         q_BSX = (self.wq_b if self.wq is None else self.wq)(source_BSr)
@@ -100,6 +113,7 @@ class LatentAttention(nn.Module):
     def keys_and_values(
         self, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
+        """Return the keys, with RoPE applied, and the values of all heads."""
         kv_BSHm, key_BS1p = self.wkv_b(latent_BSr).unflatten(-1, (-1, sum(self.key_value))), key_BSp.unsqueeze(2)
         if self.in_one_pass(kv_BSHm):
             from titanmoe.ops.kernels.latent_heads import KeysAndValues
@@ -110,4 +124,5 @@ class LatentAttention(nn.Module):
         return torch.cat((k_BSHn, k_BSHp), -1), v_BSHv
 
     def in_one_pass(self, x: Tensor) -> bool:
+        """Return whether Triton kernels compute queries, keys and values in one pass each."""
         return fused(self.kernels, x) and not torch.compiler.is_compiling()  # the compiler fuses these by itself

@@ -1,9 +1,9 @@
-"""The plain parts: linear, norm, feed-forward, rotary positions.
+"""Layers that all models are made of: linear, norm, feed-forward, rotary position embeddings.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, h head.
 A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width
-(titanmoe.parallel.tensor). `recomputable_methods` are those that take little time for the memory of what they save:
-with selective recomputation (titanmoe.parallel.recompute) backward calls them again.
+(titanmoe.parallel.parallel_plan). `recomputable_methods` are those that take little time for the memory of what they
+save: with selective recomputation (titanmoe.parallel.recompute) backward calls them again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
 
 def promote(x: Tensor) -> Tensor:
-    """At least float32: for norms, RoPE, softmax and loss. It never narrows."""
+    """Return x in float32 at least, for norms, RoPE, softmax and loss. Wider dtypes stay as they are."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -37,11 +37,11 @@ def use_recomputable(compute: Callable[[], tuple[Tensor, ...]], use: Callable[..
 
 
 class _ProductAndInput(torch.autograd.Function):
-    """A product of an input that other products, such as keys and values, go on to use.
+    """A matrix product that also returns its input, for other products of the same input, such as keys and values.
 
-    Autograd would add their gradients of the input in passes of their own, each of which reads two tensors of its size
-    and writes one. Here a product of backward begins from the sum so far, which costs it one read.
-    Shapes: x (..., D), w (N, D), b (N,), R rows.
+    Autograd would add the products' gradients of the input in separate passes, each of which reads two tensors of its
+    size and writes one. Here each product of backward starts from the sum so far, which costs one read.
+    Shapes: x (..., D), w (N, D), b (N,), R rows of x flattened.
     """
 
     @staticmethod
@@ -62,41 +62,53 @@ class _ProductAndInput(torch.autograd.Function):
 
 
 def product_and_input(x: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x w^T + b, and x for the next product: its gradient becomes part of this one's."""
+    """Return x w^T + b, and x for the next product of it: backward adds both gradients of x inside this product."""
     if torch.compiler.is_compiling():  # the compiler adds gradients where it likes
         return F.linear(x, w, b), x
     return _ProductAndInput.apply(*(y if y is None else with_own_node(y) for y in (x, w, b)))
 
 
 class Linear(nn.Module):
+    """A linear layer, whose weight may be sharded over tp."""
+
     def __init__(self, inputs: int, outputs: int, bias: bool = False, dtype: torch.dtype | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor, pass_on: bool = False, rows: slice | None = None) -> Any:
-        """pass_on: also the input, for the next product of it: `product_and_input`. rows: the outputs that this rank
-        computes, of those that it has the weights of; None for all."""
+        """Return the product with this rank's rows of the weight, plus bias.
+
+        Args:
+            x: input.
+            pass_on: whether to return the input too, for the next product of it (`product_and_input`).
+            rows: rows of this rank's weight to multiply by; None for all.
+        """
         weight, bias = local_rows(self.weight, rows), None if self.bias is None else local_rows(self.bias, rows)
         return product_and_input(x, weight, bias) if pass_on else F.linear(x, weight, bias)
 
     def without_bias(self, x: Tensor) -> Tensor:
+        """Return the product without the bias."""
         return F.linear(x, local(self.weight))
 
     def effective_weight(self) -> Tensor:
-        """Return the matrix that `without_bias` multiplies by, for code that multiplies by a part of it."""
+        """Return the matrix that `without_bias` multiplies by, for code that multiplies by some of its rows."""
         return local(self.weight)
 
 
 def local_rows(parameter: nn.Parameter, rows: slice | None) -> Tensor:
+    """Return some rows of this rank's shard of a parameter; None for all."""
     return local(parameter) if rows is None else local(parameter)[rows]
 
 
 def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return initial values 0 for the elements with these indices of a parameter."""
     return torch.zeros(index.shape, dtype=dtype, device=index.device)
 
 
 class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim."""
+
     def __init__(
         self,
         dim: int,
@@ -105,13 +117,22 @@ class RMSNorm(nn.Module):
         adds_one: bool = False,
         kernels: str = "auto",
     ):
-        """adds_one: x is multiplied by one plus the weight, which begins at zero."""
+        """Allocate the weight.
+
+        Args:
+            dim: width.
+            eps: added to the mean square.
+            dtype: of the weight.
+            adds_one: whether x is multiplied by one plus the weight, which begins at zero.
+            kernels: moe.kernels, whether Triton kernels are used.
+        """
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
         self.eps, self.adds_one, self.kernels = eps, adds_one, kernels
         self.initial = {"weight": zeros} if adds_one else {}
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of x, in x's dtype."""
         if self.by_triton(x):
             from titanmoe.ops.kernels.rms_norm import rms_norm
 
@@ -119,24 +140,34 @@ class RMSNorm(nn.Module):
         return norm(x, self.factor(), self.eps)
 
     def by_triton(self, x: Tensor) -> bool:
-        """Return whether Triton's kernel computes it, which holds a row in registers. A compiler fuses torch's
-        operations itself."""
+        """Return whether Triton's kernel computes the norm of x.
+
+        The kernel holds a row in registers. A compiler fuses torch's operations itself.
+        """
         holds = x.shape[-1] <= (4096 if x.dtype == torch.float64 else 8192)
         return holds and fused(self.kernels, x) and not torch.compiler.is_compiling()
 
     def factor(self) -> Tensor:
-        """In the dtype of the weight, which the kernel needs: in 16 bits as coarse as an ordinary norm's weight."""
+        """Return the factor of normed x, in the weight's dtype: in 16 bits as coarse as an ordinary norm's weight."""
         return 1 + local(self.weight) if self.adds_one else local(self.weight)
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) * weight, computed in float32 at least, in x's dtype."""
     if weight_D.dtype == x.dtype:  # a single kernel on GPUs, which needs both in one dtype
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return plain_norm(x, weight_D, eps)
 
 
 def plain_norm(x: Tensor, weight_D: Tensor, eps: float, tp: Group = NO_GROUP) -> Tensor:
-    """tp: the group that the width is split over."""
+    """Return x / rms(x) * weight by plain operations. Collective over tp.
+
+    Args:
+        x: input.
+        weight_D: the weight.
+        eps: added to the mean square.
+        tp: the ranks that shard the width.
+    """
     wide = promote(x)
     mean_square = wide.square().mean(-1, keepdim=True)
     if tp.size > 1:
@@ -145,10 +176,17 @@ def plain_norm(x: Tensor, weight_D: Tensor, eps: float, tp: Group = NO_GROUP) ->
 
 
 class SplitRMSNorm(RMSNorm):
-    """Over a width that is split over tp, as the heads are."""
+    """Root-mean-square norm over a width that tp shards, such as all heads together."""
 
     def forward(self, x: Tensor, tp: Group = NO_GROUP, rows: slice | None = None) -> Tensor:
-        """rows: as in `Linear`. A head that several ranks have is in the mean as often, as is every other."""
+        """Return the norm of x over the full width. Collective over tp.
+
+        Args:
+            x: this rank's shard of the width.
+            tp: the ranks that shard it.
+            rows: elements of this rank's weight that belong to x; None for all. A head that several ranks have counts
+                several times in the mean square, as every other head does.
+        """
         if tp.size == 1 and self.by_triton(x):
             return super().forward(x)
         factor = self.factor()
@@ -156,7 +194,7 @@ class SplitRMSNorm(RMSNorm):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward network: w2 (silu(w1 x) * w3 x)."""
 
     recomputable_methods = ("down",)
 
@@ -168,42 +206,46 @@ class FeedForward(nn.Module):
         self.tp = NO_GROUP
 
     def forward(self, x_BsD: Tensor) -> Tensor:
+        """Return the output for the tokens that this rank owns. Collective over tp."""
         x_BSD = gather(x_BsD, 1, self.tp)
         gate_BSF, x_BSD = self.w1(x_BSD, pass_on=True)
         return scatter_sum(self.down(gate_BSF, self.w3(x_BSD)), 1, self.tp)
 
     def down(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+        """Return the down projection of the activation of gate and up."""
         return self.w2(swiglu(gate_BSF, up_BSF))
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up."""
     return F.silu(gate) * up
 
 
 class SharedExpert(FeedForward):
-    """The expert that every token visits, scaled by a learned gate if the family has one."""
+    """The expert that every token is sent to, scaled by a learned gate if the family has one."""
 
     def __init__(self, dim: int, hidden: int, gated: bool, dtype: torch.dtype | None = None):
         super().__init__(dim, hidden, dtype)
         self.gate = Linear(dim, 1, dtype=dtype) if gated else None
 
     def forward(self, x_BsD: Tensor) -> Tensor:
+        """Return the output for the tokens that this rank owns. Collective over tp."""
         y_BsD = super().forward(x_BsD)
         return y_BsD if self.gate is None else y_BsD * torch.sigmoid(self.gate(x_BsD))
 
 
 def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Angle per position of each pair of a head's `width` dims: theta^(-2i/h), slowed where YaRN says so."""
+    """Return the angle per position of each pair of a head's `width` dims: theta^(-2i/width), interpolated by YaRN."""
     pair = torch.arange(0, width, 2, device=device, dtype=dtype)
     frequency = model.rope_theta ** -(pair / width)
     if model.rope_scaling == "none":
         return frequency
 
-    def pair_that_turns(times: float) -> float:
-        """The pair, or fraction, with that many turns in the original context (arXiv 2309.00071, section 3.2)."""
+    def pair_with_turns(times: float) -> float:
+        """Return the pair that makes that many turns in the original context (arXiv 2309.00071, section 3.2)."""
         return width * math.log(model.rope_original_len / (times * 2 * math.pi)) / (2 * math.log(model.rope_theta))
 
-    low, high = pair_that_turns(model.rope_beta_fast), pair_that_turns(model.rope_beta_slow)
+    low, high = pair_with_turns(model.rope_beta_fast), pair_with_turns(model.rope_beta_slow)
     if model.rope_truncate:
         low, high = math.floor(low), math.ceil(high)
     # The published models clamp to the number of dims, not of pairs.
@@ -213,12 +255,12 @@ def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch
 
 
 def yarn_mscale(model: Model, scale: float) -> float:
-    """m(s) = 1 + 0.1 s ln(factor): how much attention is sharpened for a longer context."""
+    """Return YaRN's factor of attention logits for a longer context, m(s) = 1 + 0.1 s ln(factor)."""
     return 1 + 0.1 * scale * math.log(model.rope_factor)
 
 
 def rope_scale(model: Model) -> float:
-    """The factor on cos and sin, and so on both queries and keys."""
+    """Return the factor on cos and sin, and so on both queries and keys."""
     if model.rope_scaling == "none":
         return 1.0
     if model.rope_mscale and model.rope_mscale_all_dim:
@@ -227,7 +269,7 @@ def rope_scale(model: Model) -> float:
 
 
 def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, (B, S, 1, h), of position * frequency; both halves of a head turn by the same angles."""
+    """Return cos and sin, (B, S, 1, h), of position * frequency; both halves of a head have the same angles."""
     wide = torch.promote_types(dtype, torch.float32)
     angle = position_BS.unsqueeze(-1).to(wide) * rope_frequencies(model, width, wide, position_BS.device)
     angle, scale = torch.cat((angle, angle), -1).unsqueeze(2), rope_scale(model)
@@ -235,7 +277,7 @@ def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtyp
 
 
 def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -> Tensor:
-    """RoPE in the two-halves convention of the published checkpoints."""
+    """Return x with RoPE applied: it rotates pairs (i, i + h / 2), as in Hugging Face's checkpoints."""
     if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # the compiler fuses these by itself
         B, S, _, h = x_BSHh.shape
         return rotate_both(x_BSHh, x_BSHh.new_empty(B, S, 0, h), rope, kernels)[0]
@@ -245,7 +287,10 @@ def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -
 def rotate_both(
     q_BSHh: Tensor, k_BSGh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys, on GPUs in one kernel. Of heads wider than cos and sin the last dims stay as they are."""
+    """Return queries and keys with RoPE applied, on GPUs in one kernel.
+
+    In heads wider than cos and sin the last dims stay as they are.
+    """
     width, head = rope[0].shape[-1], q_BSHh.shape[-1]
     if width < head:
         (q_BSHh, q_rest), (k_BSGh, k_rest) = (x.split([width, head - width], -1) for x in (q_BSHh, k_BSGh))
@@ -259,6 +304,7 @@ def rotate_both(
 
 
 def plain_rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Return x with RoPE applied, by plain operations in float32 at least."""
     wide, (cos, sin) = promote(x_BSHh), rope
     first, second = wide.chunk(2, -1)
     return (wide * cos + torch.cat((-second, first), -1) * sin).to(x_BSHh.dtype)

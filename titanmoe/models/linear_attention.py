@@ -1,7 +1,7 @@
-"""Linear attention: a state of fixed size per head in the place of keys and values (titanmoe.ops.gated_delta_rule).
+"""Linear attention: a state of fixed size per head instead of keys and values (titanmoe.ops.gated_delta_rule).
 
 Gated DeltaNet, arXiv 2412.06464, as in Qwen3-Next and Qwen3.5. Queries, keys and values go through a convolution over
-the last few positions and SiLU, then through the recurrence; what it gives is normed and multiplied by SiLU(z).
+the last few positions and SiLU, then through the recurrence; its output is normed and multiplied by SiLU(z).
 
     wq, wk, wv, wz          residual stream -> queries and keys of the key heads, values and gates of the value heads
     wb, wa                  one number per value head: beta = sigmoid(b), decay = -exp(A_log) softplus(a + dt_bias)
@@ -11,12 +11,12 @@ the last few positions and SiLU, then through the recurrence; what it gives is n
 With own.linear_gate = "gla" it is gated linear attention (arXiv 2312.06635): each row of the state has its own decay,
 log sigmoid(wg_b wg_a x) / 16, and there is no beta.
 
-State and convolution start anew where a document begins. Every tp rank has whole key heads and the value heads that
+State and convolution start anew where a document begins. Every tp rank has full key heads and the value heads that
 belong to them.
 
-Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, R runs of this rank
-(titanmoe.models.runs), c positions of a run, w positions before it that a convolution sees, C channels, X = H * v,
-K key heads and H value heads of this rank, k and v the widths of a head.
+Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, R segments of this rank
+(titanmoe.models.sequence_segments), c positions of a segment, w positions before it that a convolution sees, C
+channels, X = H * v, K key heads and H value heads of this rank, k and v the widths of a head.
 """
 
 from __future__ import annotations
@@ -32,30 +32,44 @@ from titanmoe.config.schema import Model
 from titanmoe.mask import Mask
 from titanmoe.models.layers import Linear, RMSNorm, promote, swiglu, use_recomputable
 from titanmoe.models.mixers.gated_delta import GLA_RANK, Heads
-from titanmoe.models.runs import Runs
+from titanmoe.models.sequence_segments import SequenceSegments
 from titanmoe.ops import counter_rng, gated_delta_rule
 
 GLA_TEMPERATURE = 16
+"""Divisor of the logarithm of the decay in gated linear attention."""
 
 
 def log_of_uniform(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return logarithms of numbers uniform in [0.01, 16). They come from float64, because devices differ in the last
-    bit of a float32 logarithm."""
+    """Return initial values: logarithms of numbers uniform in [0.01, 16).
+
+    They are computed in float64, because devices differ in the last bit of a float32 logarithm.
+    """
     return torch.log(0.01 + 15.99 * counter_rng.uniform(key, index, torch.float64)).to(dtype)
 
 
 def ones(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return initial values 1 for the elements with these indices of a parameter."""
     return torch.ones(index.shape, dtype=dtype, device=index.device)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(e^x + e^0): torch 2.13 compiles backward of its own softplus with other strides than it then has."""
+    """Return log(e^x + 1).
+
+    torch 2.13 compiles the backward of its own softplus with other strides than the tensors have.
+    """
     return torch.logaddexp(x, x.new_zeros(()))
 
 
 def short_convolution(x_RcC: Tensor, before_RwC: Tensor, taps: Tensor, until: Tensor | None) -> Tensor:
-    """SiLU of each channel's weighted sum over the last positions. until: of each position's document, and of those
-    before the run."""
+    """Return SiLU of each channel's weighted sum over the last positions of the same document.
+
+    Args:
+        x_RcC: inputs of the segments.
+        before_RwC: the last inputs before each segment.
+        taps: weights of each channel, (C, w + 1); the last one is that of the position itself.
+        until: where the document of each position ends, (R, at least w + c) with positions before the segment; None if
+            all positions are in one document.
+    """
     length, last = x_RcC.shape[1], before_RwC.shape[1]
     padded = torch.cat((before_RwC, x_RcC), 1)
     y_RcC = padded[:, last:] * taps[:, last]
@@ -70,6 +84,8 @@ def short_convolution(x_RcC: Tensor, before_RwC: Tensor, taps: Tensor, until: Te
 
 
 class GatedDelta(nn.Module):
+    """The linear attention layer of a block: gated delta rule, or gated linear attention."""
+
     recomputable_methods = ("convolve", "down")
     initial = {"dt_bias": ones, "A_log": log_of_uniform}
 
@@ -91,25 +107,27 @@ class GatedDelta(nn.Module):
             self.wb, self.wa = (Linear(model.dim, heads.values, dtype=dtype) for _ in "ba")
             self.dt_bias, self.A_log = (nn.Parameter(torch.empty(heads.values, dtype=dtype)) for _ in range(2))
         self.heads, self.kernels, self.tp = heads, kernels, NO_GROUP
-        self.runs = Runs()
+        self.segments = SequenceSegments()
         self.use_recomputable = use_recomputable
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        qkv, z, decay, beta = self.project(self.runs.split(gather(x_BsD, 1, self.tp)))
+        """Return the output for the tokens that this rank owns. Collective over tp, and over cp by `segments`."""
+        qkv, z, decay, beta = self.project(self.segments.split(gather(x_BsD, 1, self.tp)))
         out_RcHv = self.mix(qkv, decay, beta, mask)
-        return scatter_sum(self.runs.join(self.down(out_RcHv, z)), 1, self.tp)
+        return scatter_sum(self.segments.join(self.down(out_RcHv, z)), 1, self.tp)
 
     # A method so that generation can replace it.
     def mix(self, qkv: Sequence[Tensor], decay: Tensor, beta_RcH: Tensor | None, mask: Mask) -> Tensor:
+        """Return the recurrence's output for each value head, from projected queries, keys, values and gates."""
         last = self.heads.conv_width - 1
-        before = self.runs.inputs_before(qkv, last)
-        until = None if mask.until_BL is None else self.runs.cut(mask.until_BL, max(1, last))
+        before = self.segments.inputs_before(qkv, last)
+        until = None if mask.until_BL is None else self.segments.of_full(mask.until_BL, max(1, last))
         return self.use_recomputable(
             lambda: self.convolve(qkv, before, until), lambda q, k, v: self.recur(q, k, v, decay, beta_RcH, until)
         )
 
     def project(self, x_RcD: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor | None]:
-        """Queries, keys and values before the convolution; z; the logarithms of the decay, and beta."""
+        """Return queries, keys and values before the convolution, z, the logarithm of the decay, and beta."""
         qkvz = []
         for linear in (self.wq, self.wk, self.wv, self.wz):
             y_RcC, x_RcD = linear(x_RcD, pass_on=True)
@@ -117,6 +135,7 @@ class GatedDelta(nn.Module):
         return qkvz[:3], qkvz[3], *self.gates(x_RcD)
 
     def gates(self, x_RcD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the logarithm of the decay, and beta; None for beta in gated linear attention."""
         if self.wa is None:
             decay = -softplus(-promote(self.wg_b(self.wg_a(x_RcD)))) / GLA_TEMPERATURE
             return decay.unflatten(-1, (-1, self.heads.key_dim)), None
@@ -125,7 +144,7 @@ class GatedDelta(nn.Module):
         return -A_log.exp() * softplus(promote(self.wa(x_RcD)) + bias), promote(b_RcH).sigmoid()
 
     def convolve(self, qkv: Sequence[Tensor], before: Sequence[Tensor], until: Tensor | None) -> tuple[Tensor, ...]:
-        """By head."""
+        """Return queries, keys and values after the convolution, by head."""
         taps, widths = (self.conv_q, self.conv_k, self.conv_v), (self.heads.key_dim,) * 2 + (self.heads.value_dim,)
         return tuple(
             short_convolution(x, x_before, local(taps), until).unflatten(-1, (-1, width))
@@ -141,12 +160,14 @@ class GatedDelta(nn.Module):
         beta_RcH: Tensor | None,
         until: Tensor | None,
     ) -> Tensor:
+        """Return the recurrence's output. Collective over cp, because a segment starts from the state before it."""
         length = q_RcKk.shape[1]
         documents = (None, None) if until is None else (until[:, -length:], until[:, -length - 1])
         chunks = gated_delta_rule.cut(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents, self.kernels)
-        before = self.runs.states_before(*chunks.map()) if len(self.runs.order) > 1 else None
+        before = self.segments.states_before(*chunks.map()) if len(self.segments.order) > 1 else None
         return chunks.run(before)[0]
 
     def down(self, out_RcHv: Tensor, z_RcX: Tensor) -> Tensor:
+        """Return the last projection of the normed output times SiLU(z)."""
         z, normed = (promote(x) for x in (z_RcX, self.norm(out_RcHv).flatten(2)))
         return self.wo(swiglu(z, normed).to(z_RcX.dtype))

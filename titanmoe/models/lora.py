@@ -64,7 +64,7 @@ def normal(key: int, index: Tensor, dtype: torch.dtype, inputs: int) -> Tensor:
 
 @contextmanager
 def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Within this, the models compute what they would without adapters."""
+    """Switch the adapters of the models off within this context."""
     modules = [module for model in models for module in model.modules()]
     scales = {m: m.adapters_scale for m in modules if isinstance(m, AdaptedLinear | AdaptedExperts)}
     try:
@@ -80,21 +80,25 @@ class AdaptedLinear(Linear):
     """A linear layer with `lora_A` (r, inputs) and `lora_B` (outputs, r)."""
 
     adapters_scale: float
-    """alpha / r."""
+    """alpha / r, the factor of the adapters' product."""
 
     def forward(self, x: Tensor, pass_on: bool = False, rows: slice | None = None) -> Any:
+        """Return the product plus the adapters' own; arguments as in `Linear.forward`."""
         if not pass_on:
             return self.adapted(super().forward(x, rows=rows), x, rows)
         y, x = super().forward(x, pass_on=True, rows=rows)
         return self.adapted(y, x, rows), x
 
     def without_bias(self, x: Tensor) -> Tensor:
+        """Return the product plus the adapters' own, without the bias."""
         return self.adapted(super().without_bias(x), x)
 
     def effective_weight(self) -> Tensor:
+        """Return W + alpha / r * B A."""
         return super().effective_weight() + self.adapters_scale * local(self.lora_B) @ local(self.lora_A)
 
     def adapted(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
+        """Return y + alpha / r * B A x, with only some rows of B if `rows` is given."""
         return y + F.linear(self.adapters_scale * F.linear(x, local(self.lora_A)), local_rows(self.lora_B, rows))
 
 
@@ -102,9 +106,10 @@ class AdaptedExperts(Experts):
     """Experts that have, for some of their matrices, A (e, r, inputs) and B (e, outputs, r)."""
 
     adapters_scale: float
-    """alpha / r."""
+    """alpha / r, the factor of the adapters' product."""
 
     def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
+        """Return gate and up of the routed tokens, adapters included."""
         weights = self.hidden_weights()
         pairs = {name: self.pair(name, products) for name in weights if hasattr(self, f"{name}_lora_A")}
         outputs = products.up(x_RD, *weights.values(), *(a for a, _ in pairs.values()))
@@ -115,6 +120,7 @@ class AdaptedExperts(Experts):
         return hidden
 
     def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
+        """Return the down projection of the routed tokens, adapters included."""
         if not hasattr(self, "w2_lora_A"):
             return super().down(products, hidden, weight_R1)
         a, b = self.pair("w2", products)
@@ -123,8 +129,10 @@ class AdaptedExperts(Experts):
         return y_RD
 
     def pair(self, name: str, products: ExpertProducts) -> tuple[Tensor, Tensor]:
-        """Return A and B of a matrix. torch's grouped product gets them with zeros up to a rank of whole 16-byte units,
-        which it needs."""
+        """Return A and B of a matrix, padded with zeros for torch's grouped product.
+
+        That product needs a rank that is a multiple of 16 bytes.
+        """
         a, b = (local(getattr(self, adapter)) for adapter in adapter_names(name))
         missing = -a.shape[1] % (16 // a.element_size()) if products.grouped else 0
         return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

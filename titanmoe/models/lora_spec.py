@@ -4,7 +4,7 @@
 
 Each adapter shares one dim with its matrix: A the inputs, B the outputs. Where tp or etp shards that dim of the matrix,
 it shards the adapter's too. The other of the two is replicated then, on each rank with a summand of its gradient, which
-`titanmoe.parallel.tensor.sum_replicated` adds up. The modules are in titanmoe.models.lora.
+`titanmoe.parallel.parallel_plan.sum_replicated` adds up. The modules are in titanmoe.models.lora.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from titanmoe.models.tensors import Tuning
 
 ADAPTER = "lora_"
+"""Prefix of the names of A and B."""
 MATRICES = ("w1", "w2", "w3")
+"""Matrices of feed-forward networks that may have adapters."""
 
 
 def is_adapter(name: str) -> bool:
@@ -37,8 +39,10 @@ def is_adaptable(name: str) -> bool:
 
 
 def adapter_names(matrix: str) -> tuple[str, str]:
-    """Return the names of a matrix's A and B. Experts' matrices are no modules, so those are longer names beside
-    theirs."""
+    """Return the names of a matrix's A and B, such as "wq.lora_A" for "wq.weight" or "w1_lora_A" for "w1" of experts.
+
+    Experts' matrices are parameters, not modules, so their adapters are parameters beside them.
+    """
     base = f"{matrix.removesuffix('.weight')}." if matrix.endswith(".weight") else f"{matrix}_"
     return f"{base}{ADAPTER}A", f"{base}{ADAPTER}B"
 
@@ -53,7 +57,9 @@ def adapter_splits(matrix: str, split: Split, rank: int) -> dict[str, Split]:
     """Return shape and sharded dim of a matrix's A and B, by name.
 
     Args:
+        matrix: name of the matrix.
         split: the matrix's own: (outputs, inputs) or with the experts before these.
+        rank: of the adapters.
     """
     (*experts, outputs, inputs), dim = split
     shapes = (*experts, rank, inputs), (*experts, outputs, rank)
@@ -82,7 +88,13 @@ def without_rank(config: Config) -> Iterator[Violation]:
 
 
 def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
-    """Refuse what adapters exclude, and ranks that are too high. `shapes`: those of all parameters."""
+    """Refuse options that adapters exclude, and ranks that are too high.
+
+    Args:
+        config: the recipe.
+        tuning: which parameters the recipe trains.
+        shapes: shapes of all parameters, by name.
+    """
     lora = config.lora
     yield from _high_rank(config, tuning, shapes)
     if config.training.freeze:
@@ -116,6 +128,6 @@ def _high_rank(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> I
             yield Violation(
                 (field, "model.family"),
                 f"{field} = {rank}{derived} exceeds {max(sides)}, the smaller side of the largest matrix "
-                f"that it adapts: more than {max(sides)} changes it no further: use at most that",
+                f"that it adapts: more than {max(sides)} adds nothing: use at most that",
             )
             return

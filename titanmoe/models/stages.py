@@ -1,4 +1,4 @@
-"""Which layers form a pipeline stage."""
+"""Decide which layers form each pipeline stage."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from titanmoe.models.count import layer_flops
 
 
 def split_layers(model: Model, seq_len: int, stages: int, explicit: list[int]) -> list[range]:
-    """Contiguous layers per stage: as listed, or so that the costliest stage is as cheap as possible.
+    """Return the layers of each stage: as listed, or so that the most expensive stage is as cheap as possible.
 
     Cost is forward FLOPs per token; the last stage also has the head, the first the embedding's small lookup.
+
+    Args:
+        model: the recipe's [model].
+        seq_len: length of a sequence.
+        stages: number of stages.
+        explicit: number of layers of each stage; empty to balance them.
     """
     if explicit:
         ends = list(accumulate(explicit))
@@ -23,7 +29,7 @@ def split_layers(model: Model, seq_len: int, stages: int, explicit: list[int]) -
     def cost(first: int, end: int, stage: int) -> float:
         return total[end] - total[first] + (head if stage == stages - 1 else 0) + (2 * model.dim if stage == 0 else 0)
 
-    # best[i]: (cost of the costliest stage, where each stage begins) if the first i layers form the stages so far
+    # best[i]: (cost of the most expensive stage, where each stage begins) if the first i layers form the stages so far
     best = {i: (cost(0, i, 0), [0]) for i in range(1, n + 1)}
     for stage in range(1, stages):
         best = {

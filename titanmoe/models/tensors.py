@@ -1,4 +1,7 @@
-"""The parameters of a model, by name, from its shape alone; and which of them a recipe freezes. No torch here."""
+"""List the parameters of a model by name, with shape and sharding, and which of them a recipe trains. No torch here.
+
+The parallel plan, the planner and converters read the same list. A Split is a shape and the dim that tp shards.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,26 @@ from titanmoe.models.mixers.mixer_spec import MixerSpec, Shape, Split
 
 
 def swiglu(dim: int, hidden: int) -> dict[str, Split]:
+    """Return shape and tp's dim of the weights of a SwiGLU network: gate w1, up w3 and down w2."""
     return {"w1.weight": ((hidden, dim), 0), "w3.weight": ((hidden, dim), 0), "w2.weight": ((dim, hidden), 1)}
 
 
 def under(prefix: str, tensors: dict[str, Split]) -> dict[str, Split]:
+    """Return the tensors with a prefix and a dot before each name."""
     return {f"{prefix}.{name}": split for name, split in tensors.items()}
 
 
-def of_block(model: Model, mixer: MixerSpec, experts: bool, tp: int = 1) -> dict[str, Split]:
-    """Return shape and tp's dim of a block's parameters that are sharded over attention's data ranks: of all but its
-    router and its experts."""
+def block_splits(model: Model, mixer: MixerSpec, experts: bool, tp: int = 1) -> dict[str, Split]:
+    """Return shape and tp's dim of a block's parameters, except those of its router and its experts.
+
+    These are the parameters that FSDP shards over attention's data ranks.
+
+    Args:
+        model: the recipe's [model].
+        mixer: the block's.
+        experts: whether the block has experts.
+        tp: ranks of tensor parallel; those parameters are replicated that tp does not shard with so many ranks.
+    """
     norm: Split = ((model.dim,), None)
     tensors = {"attention_norm.weight": norm, "ffn_norm.weight": norm}
     tensors |= under("attention", mixer.parameters(model))
@@ -36,23 +49,25 @@ def of_block(model: Model, mixer: MixerSpec, experts: bool, tp: int = 1) -> dict
         tensors |= {"moe.shared.gate.weight": ((1, model.dim), None)} if model.shared_gate else {}
     for pattern, dim in family_of(model.family).plan.items():
         tensors |= {name: (shape, dim) for name, (shape, _) in tensors.items() if matches(name, (pattern,))}
-    whole = tuple(f"attention.{module}.*" for module, ranks in mixer.up_to(model).items() if tp > ranks)
-    return {name: (shape, None if matches(name, whole) else dim) for name, (shape, dim) in tensors.items()}
+    replicated = tuple(f"attention.{module}.*" for module, ranks in mixer.up_to(model).items() if tp > ranks)
+    return {name: (shape, None if matches(name, replicated) else dim) for name, (shape, dim) in tensors.items()}
 
 
-def of_router(model: Model) -> dict[str, Split]:
-    """Return shape and dim (none) of a router's parameters: every rank of a stage has all of them."""
+def router_splits(model: Model) -> dict[str, Split]:
+    """Return shape and dim (None) of a router's parameters, which are replicated on all ranks of a stage."""
     bias: dict[str, Split] = {"moe.router.bias": ((model.num_experts,), None)} if model.router_bias else {}
     return {"moe.router.weight": ((model.num_experts, model.dim), None)} | bias
 
 
 EXPERT_SPLITS = {"w1": 1, "w3": 1, "w2": 2}
-"""The dim of an expert's matrices that etp divides: the hidden one."""
+"""Dim of the experts' matrices that etp shards: the hidden one."""
 
 
-def of_experts(model: Model) -> dict[str, Split]:
-    """Return shape and etp's dim of the experts' parameters; ep divides dim 0. Of the last bias etp divides the model
-    dim, because otherwise every rank of etp would add it."""
+def expert_splits(model: Model) -> dict[str, Split]:
+    """Return shape and etp's dim of the experts' parameters; ep shards dim 0.
+
+    Of w2's bias etp shards the model dim, because otherwise every rank of etp would add it.
+    """
     experts, hidden, dim = model.num_experts, model.expert_hidden, model.dim
     shapes: dict[str, Shape] = dict.fromkeys(EXPERT_SPLITS, (experts, hidden, dim)) | {"w2": (experts, dim, hidden)}
     tensors: dict[str, Split] = {name: (shapes[name], split) for name, split in EXPERT_SPLITS.items()}
@@ -62,22 +77,25 @@ def of_experts(model: Model) -> dict[str, Split]:
 
 
 def expert_data_dim(name: str) -> int:
-    """Return the dim of an experts' parameter that data ranks divide where they do not divide the experts: D of w1 and
-    w3, (E, F, D), D of w2, (E, D, F), the only width of a bias; of adapters the dim that is not the rank."""
+    """Return the dim of an experts' parameter that data ranks shard where they do not divide the number of experts.
+
+    It is D of w1 and w3, (E, F, D), and of w2, (E, D, F), the only width of a bias, and the dim of an adapter that is
+    not the rank.
+    """
     return lora_spec.shared_dim(name) if lora_spec.is_adapter(name) else 2 if name in ("w1", "w3") else 1
 
 
-def of_layer(model: Model, layer: int, mixer: MixerSpec, tuning: Tuning) -> dict[str, Split]:
-    """Return shape and sharded dim of all parameters of a block, by name, with its adapters."""
+def layer_splits(model: Model, layer: int, mixer: MixerSpec, tuning: Tuning) -> dict[str, Split]:
+    """Return shape and sharded dim of all parameters of a block, adapters included, by name within the block."""
     experts = has_experts(model, layer)
-    tensors = of_block(model, mixer, experts)
+    tensors = block_splits(model, mixer, experts)
     if experts:
-        tensors |= of_router(model) | of_experts(model)
+        tensors |= router_splits(model) | expert_splits(model)
     return tensors | tuning.adapters(block_name(model, layer), tensors)
 
 
-def of_ends(model: Model, first: bool = True, last: bool = True) -> dict[str, Split]:
-    """Return shape and tp's dim of the parameters that a pipeline's first and last stage have beside blocks."""
+def edge_splits(model: Model, first: bool = True, last: bool = True) -> dict[str, Split]:
+    """Return shape and tp's dim of the parameters outside blocks: embedding, head and multi-token prediction."""
     vocabulary: Split = ((model.vocab_size, model.dim), 0)
     norm: Split = ((model.dim,), None)
     tensors = {"embed.weight": vocabulary} if first else {}
@@ -89,17 +107,22 @@ def of_ends(model: Model, first: bool = True, last: bool = True) -> dict[str, Sp
 
 
 def block_name(model: Model, layer: int) -> str:
+    """Return the name of a block's module; the block of multi-token prediction comes after the last layer."""
     return f"layers.{layer}" if layer < model.num_layers else "mtp.0.block"
 
 
 def shapes(model: Model, tuning: Tuning | None = None) -> Iterator[tuple[str, Shape]]:
-    """Of all parameters, by their names in checkpoints: a tied embedding and its copies are one. tuning: brings
-    adapters."""
-    ends = of_ends(model)
+    """Yield name and shape of all parameters, as checkpoints have them: a tied embedding and its copies are one.
+
+    Args:
+        model: the recipe's [model].
+        tuning: the adapters to include; None for none.
+    """
+    ends = edge_splits(model)
     yield "embed.weight", ends.pop("embed.weight")[0]
     for layer, mixer in enumerate(mixers(model)):
         block = block_name(model, layer)
-        splits = of_layer(model, layer, mixer, tuning or Tuning())
+        splits = layer_splits(model, layer, mixer, tuning or Tuning())
         yield from ((f"{block}.{name}", shape) for name, (shape, _) in splits.items())
     if model.tie_embeddings:
         del ends["head.weight"]
@@ -107,11 +130,12 @@ def shapes(model: Model, tuning: Tuning | None = None) -> Iterator[tuple[str, Sh
 
 
 def names(model: Model) -> list[str]:
+    """Return the names of all parameters, as checkpoints have them, without adapters."""
     return [name for name, _ in shapes(model)]
 
 
 def stored_name(name: str, tied: bool) -> str:
-    """The name in checkpoints: the embedding and its copies on the last pipeline stage are one tensor there."""
+    """Return a parameter's name in checkpoints, where the embedding and its copies are one tensor."""
     return "embed.weight" if name == "embed_copy.weight" or (tied and name == "head.weight") else name
 
 
@@ -120,19 +144,25 @@ def stored_name(name: str, tied: bool) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether a name matches any of the patterns, as of a shell."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class Tuning(NamedTuple):
-    """Which parameters a recipe trains."""
+    """The choice of parameters that a recipe trains."""
 
     freeze: tuple[str, ...] = ()
+    """Patterns of frozen parameters, without adapters."""
     rank: int = 0
+    """Rank of adapters; 0 without adapters."""
     experts_rank: int = 0
+    """Rank of the experts' adapters."""
     targets: tuple[str, ...] = ()
+    """Patterns of the matrices that have adapters."""
 
     @classmethod
     def of(cls, config: Config) -> Tuning:
+        """Return what a recipe trains."""
         lora = config.lora
         if not lora.rank:
             return cls(tuple(config.training.freeze))
@@ -141,20 +171,21 @@ class Tuning(NamedTuple):
 
     @property
     def trains_all(self) -> bool:
+        """Whether all parameters are trained, without adapters."""
         return not self.freeze and not self.rank
 
     def freezes(self, name: str) -> bool:
-        """name: as checkpoints have it."""
+        """Return whether a parameter is frozen, by its name in checkpoints."""
         return not lora_spec.is_adapter(name) if self.rank else bool(self.freeze) and matches(name, self.freeze)
 
     def rank_of(self, name: str) -> int:
-        """Of the adapters of a matrix; 0 if it has none."""
+        """Return the rank of a matrix's adapters; 0 if it has none."""
         if not self.rank or not lora_spec.is_adaptable(name) or not matches(name, self.targets):
             return 0
         return self.experts_rank if ".experts." in name else self.rank
 
     def adapters(self, block: str, matrices: Mapping[str, Split]) -> dict[str, Split]:
-        """Return shape and sharded dim of A and B of those of a block's matrices that have them."""
+        """Return shape and sharded dim of the adapters of a block's matrices."""
         out: dict[str, Split] = {}
         for name, split in matrices.items():
             if rank := self.rank_of(f"{block}.{name}"):
@@ -163,6 +194,7 @@ class Tuning(NamedTuple):
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
+    """Refuse patterns of frozen parameters and of adapters that contradict the model or each other."""
     patterns, lora, rows = config.training.freeze, config.lora, family_of(config.model.family).plan
     if rows:
         yield from unmatched("model.family", [f"*.{row}" for row in rows], dict(shapes(config.model)))
@@ -183,7 +215,13 @@ def contradictions(config: Config) -> Iterator[Violation]:
 
 
 def unmatched(field: str, patterns: Sequence[str], known: Collection[str]) -> Iterator[Violation]:
-    """Refuse patterns that match none of the known names."""
+    """Refuse patterns that match none of the known names.
+
+    Args:
+        field: the option that has the patterns.
+        patterns: as of a shell.
+        known: names of parameters.
+    """
     if unmatched := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]:
         layers = [name.split(".")[1] for name in known if name.startswith("layers.")]
         own = f"layers.{layers[-1] if layers else 0}."
@@ -191,6 +229,6 @@ def unmatched(field: str, patterns: Sequence[str], known: Collection[str]) -> It
         listed = " and ".join(f'"{pattern}"' for pattern in unmatched)
         yield Violation(
             (field, "model.family"),
-            f"{field} has {listed}, which {'is' if len(unmatched) == 1 else 'are'} the name of nothing there: choose "
+            f"{field} has {listed}, which {'matches' if len(unmatched) == 1 else 'match'} no parameter: choose "
             f"from {', '.join(shown)}",
         )

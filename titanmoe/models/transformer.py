@@ -1,4 +1,6 @@
-"""The transformer: embedding, blocks, head. A pipeline stage is a transformer with some of them missing.
+"""The transformer: embedding, blocks, head. A pipeline stage is a transformer that lacks some of them.
+
+titanmoe.parallel.apply builds it on meta and lays it on the meshes.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, M microbatches
 of a step.
@@ -28,6 +30,8 @@ from titanmoe.tokens import Tokens
 
 
 class Block(nn.Module):
+    """A block: norm and mixer, then norm and a dense network or experts, each added to the residual stream."""
+
     def __init__(
         self,
         model: Model,
@@ -54,6 +58,7 @@ class Block(nn.Module):
         self.in_halves = self.moe is not None and options.overlap == "halves"
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
+        """Return the residual stream after the block, for the tokens that this rank owns."""
         if not self.in_halves or len(x_BsD) < 2:
             return self.feed(self.attend(x_BsD, rope, tokens.mask), tokens)
         halves = zip(*(x.split(-(-len(x) // 2)) for x in (x_BsD, *rope)), tokens.halves(), strict=True)
@@ -62,18 +67,19 @@ class Block(nn.Module):
 
     # Both are methods so that recomputation can wrap either of them.
     def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        """Return the residual stream after the mixer."""
         y_BsD = self.attention_norm(x_BsD)
         with region("attention"):
             y_BsD = self.attention(y_BsD, rope, mask)
         return x_BsD + y_BsD
 
     def feed(self, x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor] | None = None) -> Tensor:
-        """Return what the block adds to attention's output, with it.
+        """Return the residual stream after the dense network or the experts.
 
         Args:
-            x_BsD: attention's output; that of the first half of the samples if there is `attend`.
+            x_BsD: the residual stream after the mixer, of the first half of the samples if there is `attend`.
             tokens: of all samples.
-            attend: gives attention's output for the second half (titanmoe.moe.halves).
+            attend: returns the residual stream after the mixer of the second half (titanmoe.moe.halves).
         """
         if attend is not None:
             return forward_in_halves(self.moe, self.ffn_norm, x_BsD, attend, tokens)
@@ -88,7 +94,7 @@ def _backward_of(layer: int, grad: Tensor) -> None:
 
 
 class _AddGradient(torch.autograd.Function):
-    """Returns the scores unchanged; the gradients of the first, the losses, flow to the other losses as well."""
+    """An identity on the scores that gives the other losses the gradient of the first scores, the losses."""
 
     @staticmethod
     def forward(ctx, scores_NBS, other_loss_BS):
@@ -123,16 +129,30 @@ class MultiToken(nn.Module):
         self.register_buffer("loss_M", torch.zeros(microbatches, dtype=torch.float64), persistent=False)
 
     def forward(self, x_BsD: Tensor, next_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
+        """Return the normed hidden states that predict the token after next.
+
+        Args:
+            x_BsD: hidden states of the last layer.
+            next_BsD: embeddings of the next tokens.
+            rope: cos and sin.
+            tokens: what this rank knows of its tokens.
+        """
         both = torch.cat((self.embed_norm(next_BsD), self.hidden_norm(x_BsD)), -1)
         return self.norm(self.block(self.project(both), rope, tokens))
 
     def add_loss(self, scores_NBS: Tensor, mtp_loss_BS: Tensor, microbatch: Tensor) -> Tensor:
+        """Return the scores unchanged, so that the gradient of their losses also trains multi-token prediction.
+
+        Adds the loss to `loss_M`, in place.
+        """
         with torch.no_grad():
             self.loss_M.index_copy_(0, microbatch.view(1), mtp_loss_BS.sum().view(1).to(torch.float64))
         return _AddGradient.apply(scores_NBS, self.weight * mtp_loss_BS)
 
 
 class Transformer(nn.Module):
+    """A transformer, or one pipeline stage of it."""
+
     def __init__(
         self,
         config: Config,
@@ -143,6 +163,17 @@ class Transformer(nn.Module):
         last: bool = True,
         output: HeadOutput = LOSS_ONLY,
     ):
+        """Build a stage on the current device, which is meta in training.
+
+        Args:
+            config: the recipe.
+            microbatches: number of microbatches in a step.
+            dtype: of the stored parameters.
+            layers: numbers of the stage's layers; None for all.
+            first: whether the stage begins with the embedding.
+            last: whether the stage ends with multi-token prediction, if any, and the head.
+            output: what the head returns.
+        """
         super().__init__()
         self.shape, self.dtype = config.model, dtype
         model = config.model
@@ -167,10 +198,16 @@ class Transformer(nn.Module):
         self.tie()
 
     def forward(
-        self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None, kept_BSK: Tensor | None = None
+        self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None, candidates_BSK: Tensor | None = None
     ) -> Tensor:
-        """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). kept_BSK: ids whose log p the Scores
-        have. Returns (B, s, D), the labels' Scores (N, B, S), or logits."""
+        """Return the stage's output: hidden states (B, s, D), the labels' Scores (N, B, S), or logits without labels.
+
+        Args:
+            x: ids (B, S) on the first stage, else the previous stage's hidden states (B, s, D).
+            tokens: what this rank knows of its tokens.
+            labels_BS: ids to predict, IGNORE where there is none.
+            candidates_BSK: ids whose log-probabilities the Scores have.
+        """
         with_mtp = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
         if self.embed is not None and with_mtp:  # in one call, because each call gathers the weights
             x, next_BsD = self.embed(torch.cat((x, tokens.next_BS))).chunk(2)
@@ -188,23 +225,24 @@ class Transformer(nn.Module):
             return x
         if not with_mtp:
             with region("head and loss"):
-                return self.head(x, labels_BS, kept_BSK=kept_BSK)
+                return self.head(x, labels_BS, candidates_BSK=candidates_BSK)
         (mtp,) = self.mtp
         inputs = {"next_BsD": next_BsD, "rope": rope, "tokens": tokens}
-        further = partial(mtp, **inputs) if self.shape.mtp_after_norm else mtp(x, **inputs)
+        mtp_hidden = partial(mtp, **inputs) if self.shape.mtp_after_norm else mtp(x, **inputs)
         with region("head and loss"):
-            scores_NBS, mtp_loss_BS = self.head(x, labels_BS, (further, tokens.later_BS))
+            scores_NBS, mtp_loss_BS = self.head(x, labels_BS, (mtp_hidden, tokens.later_BS))
         return mtp.add_loss(scores_NBS, mtp_loss_BS, tokens.microbatch)
 
     def tie(self) -> None:
-        """Makes embedding and head one parameter, if the model ties them and this stage has both."""
+        """Make embedding and head one parameter, if the model ties them and this stage has both."""
         if self.shape.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
 
     def blocks(self) -> dict[int, Block]:
-        """By number; the block of multi-token prediction comes after the last layer."""
+        """Return the stage's blocks by number; the block of multi-token prediction comes after the last layer."""
         blocks = {int(i): block for i, block in self.layers.items()}
         return blocks if self.mtp is None else blocks | {self.shape.num_layers: self.mtp[0].block}
 
     def moe_layers(self) -> dict[int, MoE]:
+        """Return the MoE layers by the number of their block."""
         return {i: block.moe for i, block in self.blocks().items() if block.moe is not None}

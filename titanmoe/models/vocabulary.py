@@ -1,4 +1,4 @@
-"""Both ends of the model: embedding, head and the loss, with the vocabulary split over tp.
+"""The embedding, and the head with its losses, with the vocabulary sharded over tp.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), T = B * S tokens, D model, V this
 rank's vocabulary, v a slice of it.
@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import NO_GROUP, Group, all_gather, all_reduce, gather, local, scatter_sum
-from titanmoe.models.kept_classes import kept_classes, top_classes
+from titanmoe.models.candidate_classes import candidate_log_probs, top_k_log_probs
 from titanmoe.models.layers import RMSNorm, promote
-from titanmoe.models.slices import lowered, own_rows, slice_backward, slices, sum_slice
+from titanmoe.models.logit_slices import accumulate_slice, shift_weighted_sum, slice_backward, slices, vocabulary_rows
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
@@ -25,27 +25,32 @@ from titanmoe.tokens import IGNORE
 
 
 class Embedding(nn.Module):
+    """A lookup of ids in a matrix whose rows tp shards."""
+
     def __init__(self, vocab_size: int, dim: int, dtype: torch.dtype | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         self.tp = NO_GROUP
 
     def forward(self, ids_BS: Tensor) -> Tensor:
+        """Return the embeddings of the tokens that this rank owns. Collective over tp."""
         weight = local(self.weight)
         if self.tp.size == 1:
             return F.embedding(ids_BS, weight)
-        row_BS, is_own_BS = own_rows(ids_BS, weight.shape[0], self.tp)
+        row_BS, is_own_BS = vocabulary_rows(ids_BS, weight.shape[0], self.tp)
         return scatter_sum(F.embedding(row_BS, weight) * is_own_BS.unsqueeze(-1), 1, self.tp)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """logsumexp(logits) - logit[label] of each token, and the entropy of its distribution or None; both 0 if it has no
-    label. The logits are only ever this rank's columns."""
+    """logsumexp(logits) - logit[label] of each token, and the entropy of its distribution or None.
+
+    Both are 0 without a label. Only this rank's columns of the logits are in memory.
+    """
 
     @staticmethod
     def forward(ctx, logits_TV, label_T, tp, with_entropy):
         has_label_T = label_T != IGNORE
-        row_T, is_own_T = own_rows(label_T, logits_TV.shape[1], tp)
+        row_T, is_own_T = vocabulary_rows(label_T, logits_TV.shape[1], tp)
         top_T = all_reduce(logits_TV.amax(1), tp, "max")
         lower_TV = logits_TV - top_T.unsqueeze(1)
         exp_TV = torch.exp(lower_TV)
@@ -73,43 +78,60 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits_TV: Tensor, label_T: Tensor, tp: Group, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Of each token, and its entropy if asked for."""
+    """Return the cross-entropy of each token, and its entropy or None. Both are 0 without a label. Collective over tp.
+
+    Args:
+        logits_TV: logits of this rank's vocabulary.
+        label_T: ids of the labels, IGNORE where there is none.
+        tp: the ranks that shard the vocabulary.
+        with_entropy: whether to compute the entropy of each distribution.
+    """
     return _CrossEntropy.apply(promote(logits_TV), label_T, tp, with_entropy)
 
 
 CHUNK_BYTES, CHUNK_BYTES_GPU = 32 * 2**20, 2**30
-"""Of logits at a time, in the dtype that the loss computes in, if the recipe leaves the number of chunks open. A CPU
-keeps them in its caches. On a GPU every slice adds to the gradient of all hidden states in memory, so slices are wide.
+"""Bytes of logits at a time, in the dtype that the loss computes in, if the recipe leaves the number of chunks open.
+
+A CPU has them in its caches. On a GPU every slice adds to the gradient of all hidden states in memory, so slices are
+wide.
 """
 
 
 def chunk_count(tokens: int, vocabulary: int, width: int, setting: int, most: int = CHUNK_BYTES) -> int:
-    """How many slices of the vocabulary: as configured, -1 for as many as stay within `most` bytes, 0 for the whole."""
+    """Return the number of slices of the vocabulary.
+
+    Args:
+        tokens: number of tokens.
+        vocabulary: rows of this rank's vocabulary.
+        width: bytes of a logit.
+        setting: training.loss_chunks: that number; 0 for one slice, -1 for slices of at most `most` bytes.
+        most: bytes of a slice of logits.
+    """
     count = -(-tokens * vocabulary * width // most) if setting == -1 else setting
     return min(max(count, 1), vocabulary)
 
 
 def _entropy_backward(logits_Tv: Tensor, log_total_T: Tensor, entropy_T: Tensor, scale_T: Tensor) -> Tensor:
-    """What a slice's logits get from the entropies: -p (log p + entropy) times their gradients."""
+    """Return the gradient of a slice's logits through the entropies: -p (log p + entropy) * gradient of the entropy."""
     log_p_Tv = promote(logits_Tv) - log_total_T.unsqueeze(1)
     return (log_p_Tv.exp() * (log_p_Tv + entropy_T.unsqueeze(1))).mul_(-scale_T.unsqueeze(1)).to(logits_Tv.dtype)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """cross_entropy of x times the head's weight, with never more logits in memory than one slice's, or two with the
-    entropy, which has no kernel.
+    """Cross-entropy of x times the head's weight, with at most one slice of the logits in memory.
 
-    The chunks are slices of the vocabulary for all tokens: so every row of the weight's gradient is one product,
-    rounded once, and products stay large. Forward keeps a running log-sum-exp; backward computes the logits again.
+    With the entropy, which has no kernel, there are at most two slices. The chunks are slices of the vocabulary for all
+    tokens: so every row of the weight's gradient is one product, rounded once, and products stay large. Forward has a
+    running log-sum-exp; backward recomputes the logits.
     """
 
     @staticmethod
     def forward(ctx, x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy):
-        take, kernels = sum_slice, "off" if with_entropy else kernels
+        take, kernels = accumulate_slice, "off" if with_entropy else kernels
         if fused(kernels, x_TD):
             from titanmoe.ops.kernels.loss import loss_slice as take
         has_label_T = label_T != IGNORE
-        row_T, is_own_T = own_rows(label_T, weight_VD.shape[0], tp)
+        row_T, is_own_T = vocabulary_rows(label_T, weight_VD.shape[0], tp)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         top_T = x_TD.new_full(label_T.shape, -torch.inf, dtype=wide)
         sums = [x_TD.new_zeros(label_T.shape, dtype=wide) for _ in range(3 if with_entropy else 2)]
@@ -120,7 +142,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total_T, label_logit_T, *weighted = sums
         highest_T, entropy_T = all_reduce(top_T, tp, "max"), None
         label_logit_T = (label_logit_T - highest_T) * (is_own_T & has_label_T)
-        weighted = [lowered(weighted_T, total_T, top_T - highest_T) for weighted_T in weighted]
+        weighted = [shift_weighted_sum(weighted_T, total_T, top_T - highest_T) for weighted_T in weighted]
         sums = (total_T * torch.exp(top_T - highest_T), label_logit_T, *weighted)
         total_T, label_logit_T, *weighted = all_reduce(torch.stack(sums), tp)
         if with_entropy:
@@ -147,8 +169,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             elif entropy_T is None:
                 grad_Tv = slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
             else:
-                further_Tv = _entropy_backward(grad_Tv, log_total_T, entropy_T, has_label_T * grad_entropy_T)
-                grad_Tv = slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T) + further_Tv
+                entropy_grad_Tv = _entropy_backward(grad_Tv, log_total_T, entropy_T, has_label_T * grad_entropy_T)
+                grad_Tv = slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T) + entropy_grad_Tv
             if grad_x_TD is not None:
                 grad_x_TD += grad_Tv @ weight_vD
             if grad_w_VD is not None:
@@ -168,52 +190,64 @@ def chunked_cross_entropy(
     kernels: str = "auto",
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
+    """Return what `cross_entropy` returns, from slices of the logits. Collective over tp.
+
+    Args:
+        x_TD: normed hidden states.
+        weight_VD: this rank's shard of the head's weight.
+        label_T: ids of the labels, IGNORE where there is none.
+        tp: the ranks that shard the vocabulary.
+        chunks: largest number of slices.
+        kernels: moe.kernels, whether Triton kernels are used.
+        with_entropy: whether to compute the entropy of each distribution.
+    """
     x_TD, weight_VD = with_own_node(x_TD), with_own_node(weight_VD)
     return _ChunkedCrossEntropy.apply(x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy)
 
 
 class Scores(NamedTuple):
-    """What the head says of each position's label; both 0 where there is none. In float32 at least, with gradients."""
+    """The head's output for each position's label, in float32 at least, differentiable; 0 where there is no label."""
 
     loss_BS: Tensor
-    """-log p of the label."""
+    """Cross-entropy: -log p of the label."""
     entropy_BS: Tensor | None = None
-    """Of the distribution that the label is one draw of, in nats; there if the objective asks for it."""
+    """Entropy of the predicted distribution in nats; None unless the objective asks for it."""
     classes_CBS: Tensor | None = None
-    """log p of every kept id, with the head's temperature, and last of all others together; there if ids are kept."""
+    """log p of each candidate id, with the head's temperature, and last of all other ids together.
+
+    None unless there are candidates.
+    """
 
     @classmethod
     def of(cls, numbers_NBS: Tensor) -> Scores:
-        """From the head's numbers: the loss alone, with the entropy, or with two classes or more."""
+        """Return the Scores in the head's output: the loss alone, with the entropy, or with two classes or more."""
         return cls(*numbers_NBS) if len(numbers_NBS) < 3 else cls(numbers_NBS[0], classes_CBS=numbers_NBS[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOutput:
-    """Which numbers the head returns for each label."""
+    """The values that the head returns for each label, besides the cross-entropy."""
 
     with_entropy: bool = False
-    """Also the entropy of the distribution."""
-    kept: int = 0
-    """Also the log-probabilities of this many ids, which the batch names."""
-    top: int = 0
-    """Instead: the ids with the highest logits and their log-probabilities, of this many. Not differentiable."""
+    """Whether to return the entropy of the distribution."""
+    candidates: int = 0
+    """Number of candidate ids, given by the batch, whose log-probabilities to return."""
+    top_k: int = 0
+    """Number of top-k ids to return with their log-probabilities, instead of all else. Not differentiable."""
     temperature: float = 1.0
-    """Divides the logits whose log-probabilities are returned."""
+    """Divisor of the logits whose log-probabilities are returned."""
 
 
 LOSS_ONLY = HeadOutput()
+"""The cross-entropy alone."""
 
 
 class Head(nn.Module):
-    """Final norm, projection to the vocabulary, loss. With labels: the Scores of each as one tensor (N, B, S), which
-    pipelines can pass on; without: logits.
+    """The final norm, the projection to the vocabulary, and the loss.
 
-    If it keeps some ids of each position, it also computes their log p: of those that it is given (`kept`), or of the
-    likeliest, whose ids come with them in place of the loss (`top`).
-
-    mtp: hidden states of multi-token prediction, with a final norm of their own, or what computes them from this one's
-    output; and their labels. Their losses come second.
+    With labels it returns each label's Scores as one tensor (N, B, S), which pipelines can send; without labels it
+    returns logits. `HeadOutput` chooses the scores: besides the cross-entropy the entropy, or the log-probabilities of
+    candidate ids; or instead of it the top-k ids and their log-probabilities (teacher mode).
     """
 
     def __init__(
@@ -231,54 +265,67 @@ class Head(nn.Module):
         self.norm = RMSNorm(dim, eps, dtype, norm_adds_one, kernels)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         self.chunks, self.kernels = chunks, kernels
-        self.with_entropy, self.kept = output.with_entropy, output.kept
-        self.top, self.temperature = output.top, output.temperature
+        self.with_entropy, self.candidates = output.with_entropy, output.candidates
+        self.top_k, self.temperature = output.top_k, output.temperature
         self.tp = NO_GROUP
 
     @property
-    def numbers(self) -> int:
-        """How many numbers a label's Scores are."""
-        if self.top:
-            return 2 * self.top + 1
-        return 1 + self.with_entropy + (self.kept + 1 if self.kept else 0)
+    def num_values(self) -> int:
+        """Values that the head returns for each label: N of the Scores (N, B, S)."""
+        if self.top_k:
+            return 2 * self.top_k + 1
+        return 1 + self.with_entropy + (self.candidates + 1 if self.candidates else 0)
 
     def forward(
         self,
         x_BsD: Tensor,
         labels_BS: Tensor | None = None,
         mtp: tuple[Tensor | Callable[[Tensor], Tensor], Tensor] | None = None,
-        kept_BSK: Tensor | None = None,
+        candidates_BSK: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the labels' scores (N, B, S), or logits (B, S, vocabulary) without labels. Collective over tp.
+
+        Args:
+            x_BsD: hidden states of the tokens that this rank owns.
+            labels_BS: ids to predict, IGNORE where there is none.
+            mtp: hidden states of multi-token prediction, already normed, or a function that computes them from this
+                head's normed hidden states; and their labels. Their losses (B, S) are returned second.
+            candidates_BSK: ids whose log-probabilities to return.
+        """
         normed_BsD = self.norm(x_BsD)
         if labels_BS is None:
             return all_gather(F.linear(gather(normed_BsD, 1, self.tp), local(self.weight)), 2, self.tp)
-        if self.kept or self.top:
-            return self.classes(normed_BsD, labels_BS, kept_BSK)
+        if self.candidates or self.top_k:
+            return self.classes(normed_BsD, labels_BS, candidates_BSK)
         scores_NBS = self.scores(normed_BsD, labels_BS, self.with_entropy)
         if mtp is None:
             return scores_NBS
-        further_BsD, later_BS = mtp
-        if not isinstance(further_BsD, Tensor):
-            further_BsD = further_BsD(normed_BsD)
-        return scores_NBS, self.scores(further_BsD, later_BS, False)[0]
+        mtp_BsD, later_BS = mtp
+        if not isinstance(mtp_BsD, Tensor):
+            mtp_BsD = mtp_BsD(normed_BsD)
+        return scores_NBS, self.scores(mtp_BsD, later_BS, False)[0]
 
-    def classes(self, normed_BsD: Tensor, labels_BS: Tensor, kept_BSK: Tensor | None) -> Tensor:
-        """As `scores`, with the log p of classes; 0 where no ids are given, as in a validation."""
+    def classes(self, normed_BsD: Tensor, labels_BS: Tensor, candidates_BSK: Tensor | None) -> Tensor:
+        """Return the labels' scores with log-probabilities of candidate or top-k ids. Collective over tp.
+
+        The log-probabilities are 0 if no candidates are given, as in validation.
+        """
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         options = (self.tp, chunks, self.temperature)
-        if self.top:
-            ids_TK, log_p_CT = top_classes(x_TD, weight_VD, self.top, *options)
+        if self.top_k:
+            ids_TK, log_p_CT = top_k_log_probs(x_TD, weight_VD, self.top_k, *options)
             numbers_NT = torch.cat((ids_TK.t().to(log_p_CT.dtype), log_p_CT))
-        elif kept_BSK is None:
+        elif candidates_BSK is None:
             loss_BS = self.scores(normed_BsD, labels_BS, False)
-            return F.pad(loss_BS, (0, 0, 0, 0, 0, self.numbers - 1))
+            return F.pad(loss_BS, (0, 0, 0, 0, 0, self.num_values - 1))
         else:
-            inputs = x_TD, weight_VD, labels_BS.flatten(), kept_BSK.flatten(0, 1)
-            loss_T, log_p_CT = kept_classes(*inputs, *options)
+            inputs = x_TD, weight_VD, labels_BS.flatten(), candidates_BSK.flatten(0, 1)
+            loss_T, log_p_CT = candidate_log_probs(*inputs, *options)
             numbers_NT = torch.cat((loss_T.unsqueeze(0), log_p_CT))
         return numbers_NT.unflatten(1, labels_BS.shape).clone()  # on a view, FSDP would lose its hooks
 
     def scores(self, normed_BsD: Tensor, labels_BS: Tensor, with_entropy: bool) -> Tensor:
+        """Return the labels' cross-entropy, and entropy if asked for, as (N, B, S). Collective over tp."""
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         label_T = labels_BS.flatten()
         if chunks > 1:
@@ -289,9 +336,9 @@ class Head(nn.Module):
         return torch.stack([score_T.view_as(labels_BS) for score_T in scores if score_T is not None])
 
     def _inputs(self, normed_BsD: Tensor) -> tuple[Tensor, Tensor, int]:
-        """All tokens, this rank's weight, and in how many slices to go through it."""
+        """Gather the tokens over tp. Return them, this rank's weight, and the number of slices to split it into."""
         x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)
-        # With classes a slice is in memory twice, the second time without what is kept.
-        width = torch.promote_types(x_TD.dtype, torch.float32).itemsize * (2 if self.kept or self.top else 1)
+        # With candidates a slice is in memory twice, the second time without the candidates.
+        width = torch.promote_types(x_TD.dtype, torch.float32).itemsize * (2 if self.candidates or self.top_k else 1)
         most = device.way(x_TD, CHUNK_BYTES_GPU, cpu=CHUNK_BYTES, compiled=True)
         return x_TD, weight_VD, chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks, most)

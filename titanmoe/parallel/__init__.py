@@ -1,1 +1,1 @@
-"""How a model is parallelised over the meshes."""
+"""Parallelise a model over the meshes: tensor, context, expert, data and pipeline parallel, and recomputation."""

@@ -1,4 +1,8 @@
-"""Parallelises a model: applies each kind of parallelism to it, in the right order."""
+"""Build this rank's stages of a model, with every kind of parallelism applied in the right order.
+
+`titanmoe.train.build` calls the three functions: `make_meshes`, then `build`, then `make_engine`, whose `run` is the
+forward and backward of a step.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,17 @@ from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import LOSS_ONLY, HeadOutput
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
-from titanmoe.parallel.attend import context_parallel
-from titanmoe.parallel.compiled import compile_parts, why_in_parts
+from titanmoe.parallel.choose_attention import apply_context_parallel
+from titanmoe.parallel.compiled import compile_model, why_not_one_graph
 from titanmoe.parallel.context import placement
-from titanmoe.parallel.expert import expert_parallel
+from titanmoe.parallel.data_parallel import apply_fsdp
+from titanmoe.parallel.expert import apply_expert_parallel
 from titanmoe.parallel.flex import flex
 from titanmoe.parallel.frozen import freeze
 from titanmoe.parallel.materialize import materialize
+from titanmoe.parallel.parallel_plan import make_plan, parallelize
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
-from titanmoe.parallel.recompute import recompute
-from titanmoe.parallel.sharded import shard_data
-from titanmoe.parallel.tensor import make_plan, parallelize
+from titanmoe.parallel.recompute import apply_recomputation
 from titanmoe.parallel.unsharded import UnshardedExperts
 
 
@@ -42,7 +46,16 @@ def make_meshes(
     device: torch.device,
     adapters: bool = False,
 ) -> Meshes:
-    """The process groups and meshes of a run. Collective over the world."""
+    """Return the process groups and meshes of a run. Collective over the world.
+
+    Args:
+        fold: the degrees of both views.
+        parallelism: the recipe's [parallelism].
+        moe: the recipe's [moe].
+        training: the recipe's [training].
+        device: the device that this rank computes on.
+        adapters: whether experts have adapters, whose gradients are summed over etp.
+    """
     node = parallelism.node if DISPATCHERS.look_up(moe.dispatcher).works_by_node else -1
     timeout = timedelta(seconds=training.first_step_timeout_s)
     return build_meshes(fold, device.type, node, timeout, etp=adapters)
@@ -57,13 +70,20 @@ def build(
     flex: Callable = flex,
     output: HeadOutput = LOSS_ONLY,
 ) -> list[Transformer]:
-    """This rank's stages of the model, ready to train: a transformer each.
+    """Return this rank's stages of the model, ready to train: one transformer per stage.
 
-    Tensor, context and expert parallelism come first, because FSDP shards what they leave on a rank; compilation and
-    recomputation go inside FSDP, so that the hooks that gather weights stay outside; memory is allocated last, so that
+    Tensor, context and expert parallelism come first, because FSDP shards what they leave on a rank. Compilation and
+    recomputation go inside FSDP, so that the hooks that gather weights stay outside. Memory is allocated last, so that
     no rank ever allocates more than its shards.
 
-    materialize: allocates and fills a stage. flex: as in `titanmoe.parallel.flex`. output: of the last stage's head.
+    Args:
+        config: the recipe.
+        meshes: the run's.
+        microbatches: number of microbatches in a step.
+        device: the device that this rank computes on.
+        materialize: allocates and fills a stage.
+        flex: computes attention in place of `titanmoe.parallel.flex.flex`.
+        output: what the head of the last stage returns.
     """
     ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
     layers = split_layers(config.model, config.training.seq_len, len(ranks), config.pipeline.layers_per_stage)
@@ -76,11 +96,13 @@ def build(
             add_adapters(model, config)
         freeze(model, config)
         parallelize(model, make_plan(config, layers[number], first, last), meshes)
-        context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)
-        expert_parallel(model, meshes)
-        compile_parts(model, config, splits)
-        recompute(model, config.activation_checkpoint, config.compile.enable and not why_in_parts(config, splits))
-        shard_data(model, config.training, config.parallelism, meshes)
+        apply_context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)
+        apply_expert_parallel(model, meshes)
+        compile_model(model, config, splits)
+        apply_recomputation(
+            model, config.activation_checkpoint, config.compile.enable and not why_not_one_graph(config, splits)
+        )
+        apply_fsdp(model, config.training, config.parallelism, meshes)
         materialize(model, config.training.seed, device)
         stages.append(model)
     return stages
@@ -97,8 +119,20 @@ def make_engine(
     device: torch.device,
     in_pairs: bool = False,
 ) -> WithoutPipeline | Pipeline:
-    """Return what runs forward and backward through the stages; the training step need not know whether there is a
-    pipeline. in_pairs: whether pairs of forward and backward take turns, as by moe.overlap = "pairs"."""
+    """Return the engine that runs forward and backward through the stages, with a pipeline or without.
+
+    Collective over the world if there is a pipeline.
+
+    Args:
+        stages: this rank's.
+        pipeline: the recipe's [pipeline].
+        parallelism: the recipe's [parallelism].
+        training: the recipe's [training].
+        meshes: the run's.
+        microbatches: number of microbatches in a step.
+        device: the device that this rank computes on.
+        in_pairs: whether the forward of one microbatch and the backward of another take turns (moe.overlap = "pairs").
+    """
     summed_before = meshes.pp.size > 1 or parallelism.reduce_once
     experts = [UnshardedExperts(stage, training, meshes, summed_before) for stage in stages]
     if meshes.pp.size == 1:

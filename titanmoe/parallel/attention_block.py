@@ -1,8 +1,10 @@
-"""Attention of a block of queries to a block of keys, with the log-sum-exp by which blocks merge; and its gradients,
-given the final output and log-sum-exp.
+"""Attention of a block of queries to a block of keys, forward and backward, for attention that merges blocks.
+
+Forward returns the log-sum-exp by which blocks merge; backward takes the final output and log-sum-exp. Context parallel
+attention calls both for each pair of blocks (titanmoe.parallel.context, titanmoe.parallel.torch_ring).
 
 On GPUs 16-bit numbers without a mask go to the kernel that `titanmoe.parallel.attention_kernel` has chosen, float64,
-which no kernel takes, to plain operations, and all else to the memory-efficient kernel.
+which no kernel takes, to plain operations, and everything else to the memory-efficient kernel.
 
 All tensors are (B, H, c, .): B samples, H heads, of which keys may have fewer, c positions of a block.
 """
@@ -34,8 +36,10 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
 
 
 def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of each query, by plain operations. There are as many key heads as query
-    heads."""
+    """Return the output and the log-sum-exp of each query, computed by plain operations.
+
+    There must be as many key heads as query heads.
+    """
     scores = _scores(q, k, bias, causal)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
@@ -43,10 +47,10 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
 
 
 def backward_reference(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v by plain operations, in float32 at least, given the final output and
-    log-sum-exp. There are as many key heads as query heads.
+    """Return the gradients of q, k and v, computed by plain operations in float32 at least.
 
-    With p = exp(scores - lse):  dv = p' dout,  dscores = p (dout v' - sum(dout out)).
+    With p = exp(scores - lse):  dv = p' dout,  dscores = p (dout v' - sum(dout out)). There must be as many key heads
+    as query heads. `out` and `lse` are final: merged over all blocks of keys.
     """
     grad, k, v = promote(grad), promote(k), promote(v)
     weights = torch.exp(_scores(q, k, bias, causal) - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
@@ -72,12 +76,12 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Literal["cu
 
 
 def _repeated(heads: int, *xs: Tensor) -> list[Tensor]:
-    """Repeats key heads, for what needs as many as there are query heads."""
+    """Repeat key heads until there are as many as query heads."""
     return [x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in xs]
 
 
 def _aligned(bias: Tensor | None, heads: int) -> Tensor | None:
-    """The bias as the memory-efficient kernel needs it: one for every head, with rows aligned to 16 bytes."""
+    """Return the bias as the memory-efficient kernel needs it: one per head, with rows aligned to 16 bytes."""
     if bias is None:
         return None
     keys = bias.shape[-1]
@@ -102,6 +106,15 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) 
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the output (B, H, c, .) and the log-sum-exp (B, H, c) of queries that see this block of keys alone.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        bias: added to the logits, -inf where a query does not see a key; None if all pairs are seen.
+        causal: whether a query sees the keys up to its own position in the block.
+    """
     way = device.way(q, _on_gpu, cpu=flash_attention.block, compiled=True)
     out, lse = way(q, k, v, bias, causal)
     if bias is not None:
@@ -111,6 +124,18 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
 
 
 def block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v through one pair of blocks.
+
+    Args:
+        grad: gradient of the final output.
+        q: queries.
+        k: keys.
+        v: values.
+        bias: as in `block`.
+        out: the final output, merged over all blocks of keys.
+        lse: the final log-sum-exp.
+        causal: as in `block`.
+    """
     way = device.way(q, _backward_on_gpu, cpu=flash_attention.block_backward, compiled=True)
     return way(grad, q, k, v, bias, out, lse, causal)
 
@@ -132,7 +157,7 @@ def _backward_on_gpu(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Ten
         return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     mask = [True, True, True, False]
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # to whole tiles, as forward returned it
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # to full tiles, as forward returned it
     # In 16 bits the kernel ignores the output's strides and expects forward's layout, heads after positions.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv = _aten._scaled_dot_product_efficient_attention_backward(

@@ -1,5 +1,6 @@
-"""Which kernel computes attention in 16 bits on GPUs, in one piece and in blocks, by torch's own switches.
+"""Pick the kernel that computes 16-bit attention on GPUs, and set torch's own switches for it.
 
+The choice holds for scaled_dot_product_attention and for attention in blocks (titanmoe.parallel.attention_block).
 FlashAttention 3 and 4 take the place of 2 in torch's operations. cuDNN is an operation of its own, which torch's
 scaled_dot_product_attention takes before any other where it is switched on and knows the shapes.
 """
@@ -15,18 +16,24 @@ from titanmoe.fold.attention_backend import Kernel, kernel_refuses
 from titanmoe.ops import device
 
 MAJORS = {"fa2": (8, 9, 10, 11, 12), "fa3": (9,), "fa4": (9, 10), "cudnn": (9, 10)}
-"""GPU generations. Of FlashAttention those that torch's own code lets through; of cuDNN those on which torch prefers
-it."""
+"""Major compute capabilities that a kernel runs on.
+
+For FlashAttention those that torch's own code allows; for cuDNN those on which torch prefers it.
+"""
 PREFERRED: dict[int, tuple[Kernel, ...]] = {9: ("fa3", "cudnn"), 10: ("fa4", "cudnn")}
+"""Kernels that "auto" tries in this order, by major compute capability; after them "fa2"."""
 PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 TORCH = "2.13"
-"""With FlashAttention 3 in 16 bits and backward (torch/nn/attention/_fa3.py); torch 2.11 has it in 8 bits, forward."""
+"""The oldest torch with FlashAttention 3 in 16 bits with a backward (torch/nn/attention/_fa3.py).
+
+torch 2.11 has it in 8 bits, forward only.
+"""
 CUDNN, CUDNN_OF_LATENTS = 90000, 91100
-"""The oldest, and the oldest for queries of 192 with values of 128 (torch 2.13, sdp_utils.cpp)."""
+"""The oldest cuDNN, and the oldest for queries 192 wide with values 128 wide (torch 2.13, sdp_utils.cpp)."""
 
 
 def missing(kernel: str, query: int) -> str:
-    """What the device, torch or its packages lack for a kernel with queries of this width; "" if nothing."""
+    """Return why a kernel with queries of this width cannot run here, as text; "" if it can."""
     if device.kind_for("auto") != "cuda":
         return "it runs on GPUs, and there is none"
     major = device.capability()[0]
@@ -46,7 +53,14 @@ def missing(kernel: str, query: int) -> str:
 
 
 def pick(setting: str, query: int, value: int, deterministic: bool) -> Kernel:
-    """query, value: the widths of heads. A setting other than "auto" has been checked."""
+    """Return the kernel for a setting: itself, or for "auto" the first preferred one that can run here.
+
+    Args:
+        setting: parallelism.attention_kernel, already checked.
+        query: width of a query and key head.
+        value: width of a value head.
+        deterministic: whether deterministic algorithms are required.
+    """
     if setting != "auto":
         return setting  # type: ignore[return-value]
     wanted = PREFERRED.get(device.capability()[0], ()) if device.kind_for("auto") == "cuda" else ()
@@ -55,7 +69,7 @@ def pick(setting: str, query: int, value: int, deterministic: bool) -> Kernel:
 
 
 def use(kernel: Kernel) -> None:
-    """For all attention of this process from now on."""
+    """Switch all attention of this process to a kernel, from now on."""
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     name = kernel.upper() if kernel in PACKAGES else None
     if not hasattr(attention, "activate_flash_attention_impl"):

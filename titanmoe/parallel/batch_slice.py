@@ -1,4 +1,4 @@
-"""From the samples of a data rank to the slice that this rank works on.
+"""Cut the samples of a data rank to the positions that this rank works on, and move them to its device.
 
 All tp, cp and pp ranks of a data rank get the same samples. The sequence is split over cp, which gives a rank its
 attention slice, and that over tp, which gives it the tokens that it owns.
@@ -25,28 +25,36 @@ from titanmoe.tokens import IGNORE, Tokens
 
 
 class Slice(NamedTuple):
+    """One rank's slice of a microbatch: ids and labels of its attention slice, and facts about its tokens."""
+
     ids_BS: Tensor
     tokens: Tokens
     labels_BS: Tensor
     extra_fields: Mapping[str, Tensor]
-    """As in Batch: per position (B, S) or (B, S, K), or per sample (B,)."""
+    """Fields of the objective, as in Batch: per position (B, S) or (B, S, K), or per sample (B,)."""
 
     @property
-    def kept_BSK(self) -> Tensor | None:
-        """Ids whose log p the objective reads besides that of the label."""
+    def candidates_BSK(self) -> Tensor | None:
+        """Ids whose log-probabilities the objective reads besides the label's; None if it reads none."""
         return self.extra_fields.get(TEACHER_IDS)
 
 
 def mask_of(batch: Batch) -> Mask:
+    """Return which positions of a batch see each other: causal, and only within documents if the batch has any."""
     if batch.until_BS is not None:
         return spans(batch.until_BS, batch.position_BS)
     return Mask() if batch.document_BS is None else spans(ends(batch.document_BS))
 
 
 def shifted(batch: Batch, until_BS: Tensor | None) -> tuple[Tensor, Tensor]:
-    """For each position the next token, and the label of the token after that; for whole samples, before they are cut.
+    """Return for each position the id of the next token, and the label of the token after that.
 
-    There is no label at the end of a sample, or if the next token starts another document or one of several branches.
+    There is no label at the end of a sample, nor where the next token starts another document or one of several
+    branches.
+
+    Args:
+        batch: full samples, before they are sharded over cp and tp.
+        until_BS: where the document of each position ends; None without documents.
     """
     ids, labels = batch.tokens_BS, batch.labels_BS
     beyond = labels[:, -1:].where(labels[:, -1:] != IGNORE, ids[:, -1:])
@@ -57,14 +65,23 @@ def shifted(batch: Batch, until_BS: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copies without making the host wait, either for the copy or for earlier work of the device."""
+    """Start copying a tensor to the device and return the copy. The host waits neither for it nor for earlier work."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device, non_blocking=True)
 
 
 def take_slice(
     batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool = False
 ) -> Slice:
-    """with_mtp: include what multi-token prediction needs."""
+    """Return this rank's slice of a microbatch, on its device. No communication.
+
+    Args:
+        batch: the samples of this data rank.
+        microbatch: index of the microbatch in the step.
+        meshes: the run's.
+        placement: which chunks of the sequence each rank of cp has.
+        device: the device that this rank computes on.
+        with_mtp: whether to include what multi-token prediction needs.
+    """
     mask, parts = mask_of(batch), (batch.tokens_BS, batch.labels_BS, batch.valid_BS, batch.position_BS, batch.number_B)
     ids, labels, valid, position, number, following, later = (
         x if x is None else to_device(x, device)
@@ -77,7 +94,7 @@ def take_slice(
     index = (first + sample if number is None else number.unsqueeze(1)) * length + place
 
     def over_cp(x: Tensor) -> Tensor:
-        return placement.part(x, meshes.cp.rank).contiguous()
+        return placement.rank_slice(x, meshes.cp.rank).contiguous()
 
     def owned(x: Tensor) -> Tensor:
         return over_cp(x).chunk(meshes.tp.size, 1)[meshes.tp.rank].flatten()
@@ -98,7 +115,10 @@ def take_slice(
 
 
 def check_alike(batches: list[Batch], meshes: Meshes, device: torch.device) -> None:
-    """All ranks of a data index must have the same samples; otherwise training silently runs on nonsense."""
+    """Raise RuntimeError unless all ranks of each data index have the same samples. Collective over the world.
+
+    With different samples training would go on silently, on nonsense.
+    """
     ids = torch.cat([batch.tokens_BS.flatten() for batch in batches])
     checksum = (ids * torch.arange(1, len(ids) + 1)).sum().view(1).to(device)
     fold = meshes.fold

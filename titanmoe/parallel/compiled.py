@@ -1,15 +1,16 @@
-"""torch.compile, one part of a block at a time.
+"""Compile a model with torch.compile, one module of a block at a time. Called by titanmoe.parallel.apply.
 
-Attention, dense layers and the head are one graph each, but of a head whose loss goes through slices of the vocabulary
-only the norm is compiled, and of one that computes multi-token prediction after its norm only the loss. A block's own
-norms are not: on GPUs they are one kernel anyway, and calling a graph takes the host several times as long. A MoE layer
-is one graph, from router to combine and including its messages (`why_in_parts` says where it cannot be): sizes that
-depend on the routing are read once, inside the graph, and any number of rows, none included, runs the same one. Experts
-are an FSDP unit of their own, but their hooks run around the graph (`compile_layer`). Identical layers share their
-graphs.
+Attention, dense layers and the head are one graph each. Of a head whose loss goes through slices of the vocabulary only
+the norm is compiled; of a head that computes multi-token prediction after its norm only the loss. A block's own norms
+are not compiled: on GPUs each is one kernel anyway, and calling a graph costs the host several times as long.
 
-All sizes else are declared static (`dynamic=False`). Otherwise torch, which remembers all sizes that a function has
-had in this process, would compile them as variables after a model with other sizes, and capacity_factor too.
+A MoE layer is one graph from router to combine, collectives included (`why_not_one_graph` lists the exceptions). Sizes
+that depend on the routing are read once, inside the graph, so any number of routed tokens, zero included, runs the same
+graph. Experts are an FSDP unit of their own, whose hooks run around the graph (`compile_layer`). Identical layers share
+their graphs.
+
+All other sizes are declared static (`dynamic=False`). Otherwise torch, which remembers every size that a function has
+had in this process, would compile sizes and capacity_factor as variables after a model with other sizes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from titanmoe.moe.layer import MoE
 
 
 def compile_layer(moe: MoE, backend: str) -> None:
-    """A MoE layer as one graph.
+    """Compile a MoE layer as one graph, in place.
 
-    Hooks that gather weights cannot be part of it. So calling the layer calls the experts, whose hooks run around the
-    graph.
+    Hooks that gather weights cannot be part of the graph. So calling the layer calls its experts, whose hooks run
+    around the graph.
     """
     experts = moe.experts
     graph = torch.compile(_without_hooks(moe).forward, backend=backend, fullgraph=True, dynamic=False)
@@ -37,17 +38,18 @@ def compile_layer(moe: MoE, backend: str) -> None:
 
 
 def _without_hooks(moe: MoE) -> MoE:
-    """The same layer, with the plain forward function instead of the experts module, which has hooks."""
+    """Return a copy of the layer that calls the experts' plain forward function, and so none of their hooks."""
     bare = copy(moe)
     bare._modules = {name: part for name, part in moe._modules.items() if name != "experts"}
     vars(bare).update(experts=moe.experts.forward)
     return bare
 
 
-def why_in_parts(config: Config, splits: bool) -> str:
-    """Return why MoE layers are not compiled as one graph; "" if they are.
+def why_not_one_graph(config: Config, splits: bool) -> str:
+    """Return why MoE layers cannot be compiled as one graph, as text; "" if they can.
 
     Args:
+        config: the recipe.
         splits: whether the schedule splits backward.
     """
     options, recomputed = config.moe, config.activation_checkpoint.mode
@@ -59,18 +61,20 @@ def why_in_parts(config: Config, splits: bool) -> str:
         return f'moe.overlap = "{options.overlap}" computes attention, or another microbatch, inside the layer'
     if recomputed in ("moe", "full"):
         return (
-            f'activation_checkpoint.mode = "{recomputed}" sends routed tokens to the experts again, and a graph would '
-            'send all messages again; "full_except_dispatch" saves them'
+            f'activation_checkpoint.mode = "{recomputed}" sends routed tokens to the experts twice, and a graph '
+            'would send all messages twice: use "full_except_dispatch", which saves them'
         )
     if splits:
-        return "a schedule that splits backward would send every gradient's rows twice"
+        return "a schedule that splits backward would send the gradients of routed tokens twice"
     return ""
 
 
-def compile_parts(model: Transformer, config: Config, splits: bool) -> None:
-    """Compile each block's parts, and the head.
+def compile_model(model: Transformer, config: Config, splits: bool) -> None:
+    """Compile the modules of each block, and the head, in place. Does nothing if compile.enable is false.
 
     Args:
+        model: a stage.
+        config: the recipe.
         splits: whether the schedule splits backward.
     """
     options = config.compile
@@ -86,7 +90,7 @@ def compile_parts(model: Transformer, config: Config, splits: bool) -> None:
         parts = []
     for block in model.blocks().values():
         parts += [block.attention, block.ffn]
-        if block.moe is not None and not why_in_parts(config, splits):
+        if block.moe is not None and not why_not_one_graph(config, splits):
             compile_layer(block.moe, options.backend)
         elif block.moe is not None:
             parts.append(block.moe.shared)

@@ -1,19 +1,19 @@
-"""Context parallel attention: one sequence over the ranks of cp.
+"""Context parallel attention: one sequence sharded over the ranks of cp.
 
-The sequence is cut into chunks of equal length, and each rank has some of them: with zigzag placement rank r of n has
+The sequence is split into chunks of equal length, and each rank has some of them: with zigzag placement rank r of n has
 chunks r and 2n-1-r, so that all ranks compute equally many (query, key) pairs under the causal mask. Three kinds:
 
     ring        keys and values go around the ring of ranks, in backward too; partial results merge by their log-sum-exp
-    allgather   every rank gets the keys and values of the whole sequence
+    allgather   every rank gets the keys and values of the full sequence
     ulysses     an all-to-all turns sequence shards into head shards and back; in between, attention is the usual one
 
 Ring and allgather run in `_forward_pairs` and `_backward_pairs`, on the pairs of queries and keys that the mask lists:
-whole chunks under causality alone, else a block of queries with a run of keys that some of them see. Where documents
-leave nothing to see in the keys that come around, a rank computes nothing.
+full chunks under causality alone, else a block of queries with consecutive keys that some of them see. Where documents
+hide all keys of a step of the ring, a rank computes nothing.
 
 A sink is one more key of value zero with a given logit: the log-sum-exp starts from it instead of from -inf, and
 merging does the rest. All that backward needs of it is the final log-sum-exp. Without context parallel, blocks with a
-window or sinks use the same code, as allgather on one rank: no mask of the whole sequence, no saved scores.
+window or sinks use the same code, as allgather on one rank: no mask of the full sequence, no saved scores.
 
 Shapes: B samples, L sequence, S = L / cp positions of this rank, c chunk, H query heads and G key heads of this rank,
 h head width, which may differ for values.
@@ -37,55 +37,58 @@ from titanmoe.models.layers import promote
 from titanmoe.ops import device
 from titanmoe.parallel.attention_block import block, block_backward
 
-TellLse = Callable[[Tensor], None] | None
-"""Gets the log-sum-exp of each query that this rank computes, (B, H, S), if somebody wants it."""
+LseCallback = Callable[[Tensor], None] | None
+"""Function that gets the log-sum-exp of each query that this rank computes, (B, H, S); None if nobody needs it."""
 
 
 class Placement(NamedTuple):
-    """Which chunks of the sequence each rank of cp has."""
+    """The chunks of the sequence that each rank of cp has."""
 
     size: int
     zigzag: bool
 
     @property
     def chunks(self) -> int:
+        """Number of chunks of the sequence."""
         return self.size * (2 if self.zigzag and self.size > 1 else 1)
 
     def chunks_of(self, rank: int) -> list[int]:
+        """Return the numbers of a rank's chunks, in the order in which it has them."""
         return [rank, 2 * self.size - 1 - rank] if self.zigzag and self.size > 1 else [rank]
 
     def order(self) -> list[int]:
-        """The chunks in the order that concatenating the ranks' parts gives."""
+        """Return the numbers of all chunks, in the order that concatenating the ranks' slices gives."""
         return [chunk for rank in range(self.size) for chunk in self.chunks_of(rank)]
 
-    def part(self, x_BL: Tensor, rank: int) -> Tensor:
-        """This rank's part of a tensor whose dim 1 is the sequence."""
+    def rank_slice(self, x_BL: Tensor, rank: int) -> Tensor:
+        """Return a rank's slice of a tensor whose dim 1 is the sequence, chunk after chunk."""
         if self.size == 1:
             return x_BL
         pieces = x_BL.chunk(self.chunks, 1)
         return torch.cat([pieces[chunk] for chunk in self.chunks_of(rank)], 1)
 
-    def natural(self, x: Tensor, dim: int) -> Tensor:
-        """Puts the concatenated parts of the ranks into the order of the sequence."""
+    def to_sequence_order(self, x: Tensor, dim: int) -> Tensor:
+        """Return the concatenated slices of all ranks in the order of the sequence."""
         if not self.zigzag:
             return x
         pieces = dict(zip(self.order(), x.chunk(self.chunks, dim), strict=True))
         return torch.cat([pieces[chunk] for chunk in range(self.chunks)], dim)
 
-    def by_rank(self, x: Tensor, dim: int) -> Tensor:
-        """The inverse of `natural`."""
+    def to_rank_order(self, x: Tensor, dim: int) -> Tensor:
+        """Return a full sequence in the order of the ranks: the inverse of `to_sequence_order`."""
         if not self.zigzag:
             return x
         pieces = x.chunk(self.chunks, dim)
         return torch.cat([pieces[chunk] for chunk in self.order()], dim)
 
     def pairs(self, mask: Mask, q: Tensor, rank: int, key_chunks: Sequence[int]) -> list[BlockPair]:
-        """What the queries of a rank, (B, H, S, h), see of these chunks of keys."""
+        """Return the pairs of blocks in which queries of a rank, (B, H, S, h), see keys of these chunks."""
         chunks = self.chunks_of(rank)
         return mask.pairs(q.shape[2] // len(chunks), self.chunks, chunks, key_chunks)
 
 
 def placement(options: Parallelism) -> Placement:
+    """Return the placement that a recipe's [parallelism] asks for."""
     return Placement(options.cp, options.cp_placement == "zigzag")
 
 
@@ -118,7 +121,7 @@ def _wide_zeros(x: Tensor) -> Tensor:
 
 
 def _start(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp before any key, or after the sink alone if there is one; (B, H, S, .)."""
+    """Return output and log-sum-exp, (B, H, S, .), before any key, or after the sink alone if there is one."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
@@ -135,23 +138,23 @@ def _cast(out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """The softmax's backward for the sink's logit s: share * (0 - grad . out), where share = exp(s - lse)."""
+    """Return the gradient of the sinks' logits s: p * (0 - grad . out), where p = exp(s - lse)."""
     if sinks is None:
         return None
-    share = torch.exp(promote(sinks).view(-1, 1) - lse)
-    return -(share * (promote(grad) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
+    probability = torch.exp(promote(sinks).view(-1, 1) - lse)
+    return -(probability * (promote(grad) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 class _Gathered(torch.autograd.Function):
     """Attention of this rank's query chunks to all key chunks, given in the order of the sequence."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, placement, rank, mask, tell_lse):
+    def forward(ctx, q, k, v, sinks, placement, rank, mask, report_lse):
         ctx.pairs, ctx.mask = placement.pairs(mask, q, rank, range(placement.chunks)), mask
         out, lse = _start(q, v, sinks)
         _forward_pairs(q, k, v, ctx.pairs, mask, out, lse)
-        if tell_lse is not None:
-            tell_lse(lse)
+        if report_lse is not None:
+            report_lse(lse)
         out = _cast(out, q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
@@ -166,25 +169,27 @@ class _Gathered(torch.autograd.Function):
 
 
 def _pass_on(x: Tensor, group: Group) -> Tensor:
-    """Starts sending x to the next rank of the ring. Returns what the previous rank sends; wait for it before use."""
+    """Start sending x to the next rank of the ring. Return the previous rank's x, to be waited for before use."""
     send, receive = [0] * group.size, [0] * group.size
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
     return send_rows(x, send, receive, group)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values in one message."""
+    """Return keys and values as one flat message."""
     return torch.cat((k.flatten(), v.flatten()))
 
 
 def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `_pack`, for the shapes of k and v."""
+    """Return views of a packed message with the shapes of k and v."""
     return kv[: k.numel()].view(k.shape), kv[k.numel() :].view(v.shape)
 
 
 class _Ring(torch.autograd.Function):
+    """Attention of this rank's queries to keys and values that go around the ring of ranks."""
+
     @staticmethod
-    def forward(ctx, q, k, v, sinks, placement, group, mask, tell_lse):
+    def forward(ctx, q, k, v, sinks, placement, group, mask, report_lse):
         out, lse = _start(q, v, sinks)
         kv = _pack(k, v)
         for hop in range(group.size):
@@ -193,8 +198,8 @@ class _Ring(torch.autograd.Function):
             _forward_pairs(q, *_unpack(kv, k, v), pairs, mask, out, lse)
             if next_kv is not None:
                 kv = wait(next_kv, group)
-        if tell_lse is not None:
-            tell_lse(lse)
+        if report_lse is not None:
+            report_lse(lse)
         out = _cast(out, q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.placement, ctx.group, ctx.mask = placement, group, mask
@@ -219,24 +224,42 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk, dv, _sinks_grad(grad, out, lse, sinks), None, None, None, None
 
 
-def _heads_first(*xs: Tensor) -> list[Tensor]:
-    """(B, S, H, h) to (B, H, S, h)."""
+def heads_first(*xs: Tensor) -> list[Tensor]:
+    """Return views of (B, S, H, h) tensors as (B, H, S, h)."""
     return [x.transpose(1, 2) for x in xs]
 
 
 def ring_attention(
-    q_BSHh, k_BSGh, v_BSGh, mask: Mask, sinks_H=None, tell_lse: TellLse = None, *, placement: Placement, group: Group
+    q_BSHh,
+    k_BSGh,
+    v_BSGh,
+    mask: Mask,
+    sinks_H=None,
+    report_lse: LseCallback = None,
+    *,
+    placement: Placement,
+    group: Group,
 ) -> Tensor:
-    q, k, v = _heads_first(q_BSHh, k_BSGh, v_BSGh)
-    return _Ring.apply(q, k, v, sinks_H, placement, group, mask, tell_lse).transpose(1, 2)
+    """Return attention of this rank's queries; keys and values go from rank to rank. Collective over cp."""
+    q, k, v = heads_first(q_BSHh, k_BSGh, v_BSGh)
+    return _Ring.apply(q, k, v, sinks_H, placement, group, mask, report_lse).transpose(1, 2)
 
 
 def allgather_attention(
-    q_BSHh, k_BSGh, v_BSGh, mask: Mask, sinks_H=None, tell_lse: TellLse = None, *, placement: Placement, group: Group
+    q_BSHh,
+    k_BSGh,
+    v_BSGh,
+    mask: Mask,
+    sinks_H=None,
+    report_lse: LseCallback = None,
+    *,
+    placement: Placement,
+    group: Group,
 ) -> Tensor:
-    k, v = (placement.natural(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
-    q, k, v = _heads_first(q_BSHh, k, v)
-    return _Gathered.apply(q, k, v, sinks_H, placement, group.rank, mask, tell_lse).transpose(1, 2)
+    """Return attention of this rank's queries to the gathered keys and values. Collective over cp."""
+    k, v = (placement.to_sequence_order(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
+    q, k, v = heads_first(q_BSHh, k, v)
+    return _Gathered.apply(q, k, v, sinks_H, placement, group.rank, mask, report_lse).transpose(1, 2)
 
 
 def ulysses_attention(
@@ -245,40 +268,45 @@ def ulysses_attention(
     v_BSGh,
     mask: Mask,
     sinks_H=None,
-    tell_lse: TellLse = None,
+    report_lse: LseCallback = None,
     *,
     placement: Placement,
     group: Group,
-    whole=None,
+    full_attention=None,
 ) -> Tensor:
-    """whole: attention over the whole sequence, `on_one_rank` by default."""
+    """Return attention of this rank's queries, with heads sharded instead of the sequence. Collective over cp.
+
+    `full_attention` computes attention over the full sequence: `full_sequence_attention` by default.
+    """
     # Key heads are repeated until cp divides their number.
     heads = math.lcm(k_BSGh.shape[2], group.size)
     k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k_BSGh, v_BSGh))
-    q, k, v = (placement.natural(_swap(x, 2, 1, group), 1) for x in (q_BSHh, k, v))
+    q, k, v = (placement.to_sequence_order(_swap(x, 2, 1, group), 1) for x in (q_BSHh, k, v))
     if sinks_H is not None:
         sinks_H = sinks_H.chunk(group.size)[group.rank]
-    out = (whole or on_one_rank)(q, k, v, mask, sinks_H, tell_lse)
-    return _swap(placement.by_rank(out, 1), 1, 2, group)
+    out = (full_attention or full_sequence_attention)(q, k, v, mask, sinks_H, report_lse)
+    return _swap(placement.to_rank_order(out, 1), 1, 2, group)
 
 
-alone = partial(allgather_attention, placement=Placement(1, zigzag=False), group=NO_GROUP)
-"""Attention over the whole sequence on this rank, chunk by chunk."""
+blockwise_attention = partial(allgather_attention, placement=Placement(1, zigzag=False), group=NO_GROUP)
+"""Attention over the full sequence on this rank, block by block: never all logits in memory."""
 
 
-def on_one_rank(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H=None, tell_lse: TellLse = None) -> Tensor:
+def full_sequence_attention(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H=None, report_lse: LseCallback = None) -> Tensor:
+    """Return attention over a full sequence on one rank: by torch's kernel where that is good, else block by block."""
     inputs = (q_BLHh, k_BLGh, v_BLGh, mask, sinks_H)
     # torch's kernel for CPUs computes what a mask hides.
     hides = mask.until_BL is not None and device.way(q_BLHh, False, cpu=True, compiled=True)
-    if hides or mask.window or sinks_H is not None or tell_lse is not None:
-        return alone(*inputs, tell_lse)
+    if hides or mask.window or sinks_H is not None or report_lse is not None:
+        return blockwise_attention(*inputs, report_lse)
     return causal_attention(*inputs)
 
 
 def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
-    """Split dim `give` over the ranks and collect dim `take` from them, in rank order."""
+    """Scatter dim `give` over the ranks and gather dim `take` from them, in rank order. Collective over the group."""
     pieces = all_to_all(torch.cat(x.chunk(group.size, give)), group).chunk(group.size)
     return torch.cat(pieces, take)
 
 
 OVER_CP = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
+"""Context parallel attention by parallelism.cp_kind."""

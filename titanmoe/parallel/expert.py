@@ -1,6 +1,6 @@
-"""What routing, dispatch and balance need to know of expert parallelism: their groups, and the buffers of dispatchers.
+"""Give routing, dispatch and balance losses their process groups, and reserve the dispatchers' buffers.
 
-The experts themselves are divided by the plan (titanmoe.parallel.tensor).
+The experts' weights are sharded by the parallel plan (titanmoe.parallel.parallel_plan).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from titanmoe.moe.dispatchers.dispatcher import ExpertRanks, SharedBuffers
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 
 
-def expert_parallel(model: Transformer, meshes: Meshes) -> None:
-    """Tell each MoE layer its groups."""
+def apply_expert_parallel(model: Transformer, meshes: Meshes) -> None:
+    """Set the process groups of each MoE layer's dispatcher, balance loss and capacity, in place."""
     for moe in model.moe_layers().values():
         moe.dispatcher.place(expert_ranks(meshes))
         moe.balance.sequence, moe.balance.data = meshes.sequence, meshes.data
@@ -28,6 +28,7 @@ def expert_parallel(model: Transformer, meshes: Meshes) -> None:
 
 
 def expert_ranks(meshes: Meshes) -> ExpertRanks:
+    """Return the ranks that this rank exchanges routed tokens with."""
     return ExpertRanks(meshes.expert_group, meshes.fold.ep, meshes.fold.etp, meshes.within, meshes.across)
 
 
@@ -39,9 +40,15 @@ def reserve_buffers(
     device: torch.device,
     reserve: Callable[..., Any] | None = None,
 ) -> SharedBuffers | None:
-    """The buffers that a step attaches to its dispatchers; None if they need none. Collective over the world.
+    """Return the buffers that a step attaches to its dispatchers; None if they need none. Collective over the world.
 
-    reserve: called in place of the dispatcher's own `reserve`.
+    Args:
+        model: the recipe's [model].
+        moe: the recipe's [moe].
+        training: the recipe's [training].
+        meshes: the run's.
+        device: where the buffers are.
+        reserve: called in place of the dispatcher's own `reserve`.
     """
     reserve = reserve or DISPATCHERS.implementation(moe.dispatcher).reserve
     fold = meshes.fold

@@ -1,6 +1,6 @@
-"""Attention by torch's flex_attention: documents, windows and sinks without a mask of the whole sequence.
+"""Attention by torch's flex_attention: documents, windows and sinks without a mask of the full sequence.
 
-The least and greatest numbers of each block's mask decide which blocks of keys a block of queries sees, in
+The least and greatest positions of each block decide which blocks of keys a block of queries sees, in
 O(blocks^2) numbers; inside a block that is neither fully hidden nor fully visible, the kernel checks every pair.
 
 Shapes: B samples, L sequence, S positions of the queries, all of them or this rank's; H query heads, G key heads,
@@ -19,26 +19,33 @@ from titanmoe.comm.collectives import Group, gather
 from titanmoe.mask import Mask, sees
 from titanmoe.models.layers import promote
 from titanmoe.ops import device as hardware
-from titanmoe.parallel.context import Placement, TellLse
+from titanmoe.parallel.context import LseCallback, Placement
 
 MASK_BLOCK = 128
+"""Queries, and keys, of a block of the mask."""
 
 
 def _ends(x_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest number in each block, (B, blocks); the last block may be short."""
+    """Return the least and the greatest value in each block, (B, blocks); the last block may be short."""
     short = -x_BS.shape[1] % MASK_BLOCK
     blocks = torch.cat((x_BS, x_BS[:, -1:].expand(-1, short)), 1).unflatten(1, (-1, MASK_BLOCK))
     return blocks.amin(-1), blocks.amax(-1)
 
 
 def _ordered(mask_BQN: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries needs, and a list with those first; the same for all heads."""
+    """Return how many blocks of keys each block of queries needs, and all blocks with those first, for all heads."""
     order = mask_BQN.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return mask_BQN.sum(-1, dtype=torch.int32).unsqueeze(1), order.unsqueeze(1)
 
 
 def block_mask(position_S: Tensor, length: int, mask: Mask) -> BlockMask:
-    """The mask for queries at these positions of the sequence and keys at all positions."""
+    """Return the mask of queries at some positions of the sequence and keys at all positions.
+
+    Args:
+        position_S: positions of the queries.
+        length: number of keys.
+        mask: which positions see each other.
+    """
 
     def ends(of_queries_BS: Tensor, of_keys_BL: Tensor) -> list[list[Tensor]]:
         return [[x.unsqueeze(dim) for x in _ends(at)] for at, dim in ((of_queries_BS, 2), (of_keys_BL, 1))]
@@ -73,16 +80,18 @@ def block_mask(position_S: Tensor, length: int, mask: Mask) -> BlockMask:
 
 
 class Masks:
-    """The masks of the current microbatch, one per window: all layers share them."""
+    """A cache of the masks of the current microbatch, one per window, which all layers share."""
 
     def __init__(self, placement: Placement, rank: int):
         self.placement, self.rank = placement, rank
         self.last: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        return self.placement.part(torch.arange(length, device=device).unsqueeze(0), self.rank)[0]
+        """Return the positions of this rank's queries in a sequence of that length."""
+        return self.placement.rank_slice(torch.arange(length, device=device).unsqueeze(0), self.rank)[0]
 
     def __call__(self, length: int, mask: Mask, device: torch.device) -> BlockMask:
+        """Return the mask of this rank's queries and all keys, cached unless a compiler traces the call."""
         if torch.compiler.is_compiling():
             return block_mask(self.positions(length, device), length, mask)
         until = mask.until_BL
@@ -107,27 +116,39 @@ def flex(
     v_BLGh: Tensor,
     mask: BlockMask,
     sinks_H: Tensor | None,
-    tell_lse: TellLse = None,
+    report_lse: LseCallback = None,
 ) -> Tensor:
-    """On a CPU it runs as plain operations without a backward, only to be compared with other implementations."""
+    """Return attention of queries to the keys that the mask shows them.
+
+    On a CPU it runs as plain operations without a backward, only to be compared with other implementations.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh))
     attend = flex_attention if hardware.kind(q) == "cpu" else _kernel()
     grouped = q.shape[1] != k.shape[1]
-    if sinks_H is None and tell_lse is None:
+    if sinks_H is None and report_lse is None:
         return attend(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
     out, aux = attend(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
-    if tell_lse is not None:
-        tell_lse(aux.lse.detach())
+    if report_lse is not None:
+        report_lse(aux.lse.detach())
     if sinks_H is None:
         return out.transpose(1, 2)
-    # The sink takes its share of the softmax: exp(lse) / (exp(lse) + exp(sink)) is left.
-    share_left = torch.sigmoid(aux.lse - promote(sinks_H).view(-1, 1))
-    return (out * share_left.unsqueeze(-1)).to(q.dtype).transpose(1, 2)
+    # The sink takes a fraction of the softmax: exp(lse) / (exp(lse) + exp(sink)) is left.
+    fraction_left = torch.sigmoid(aux.lse - promote(sinks_H).view(-1, 1))
+    return (out * fraction_left.unsqueeze(-1)).to(q.dtype).transpose(1, 2)
 
 
 def flex_attention_over(
-    q_BSHh, k_BSGh, v_BSGh, mask: Mask, sinks_H=None, tell_lse: TellLse = None, *, masks: Masks, group: Group, flex=flex
+    q_BSHh,
+    k_BSGh,
+    v_BSGh,
+    mask: Mask,
+    sinks_H=None,
+    report_lse: LseCallback = None,
+    *,
+    masks: Masks,
+    group: Group,
+    flex=flex,
 ) -> Tensor:
-    """This rank's queries against the gathered keys and values of the whole sequence."""
-    k, v = (masks.placement.natural(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
-    return flex(q_BSHh, k, v, masks(k.shape[1], mask, q_BSHh.device), sinks_H, tell_lse)
+    """Return attention of this rank's queries to the gathered keys and values. Collective over cp."""
+    k, v = (masks.placement.to_sequence_order(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
+    return flex(q_BSHh, k, v, masks(k.shape[1], mask, q_BSHh.device), sinks_H, report_lse)

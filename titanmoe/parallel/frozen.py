@@ -1,4 +1,4 @@
-"""Weights that are not trained: without a gradient, and as narrow as they are computed with.
+"""Freeze the weights that a recipe does not train: no gradient, and stored in the dtype that they are computed in.
 
 FSDP asks only the trained parameters of a unit to have one dtype.
 """
@@ -13,19 +13,24 @@ from titanmoe.models.tensors import Tuning, stored_name
 from titanmoe.models.transformer import Transformer
 
 
-def held_dtype(name: str, compute: torch.dtype) -> torch.dtype:
-    """Of a frozen weight. A router computes in float32 at least."""
+def frozen_dtype(name: str, compute: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a frozen weight is stored. A router computes in float32 at least.
+
+    Args:
+        name: the weight's.
+        compute: training.mixed_precision_param.
+    """
     return torch.promote_types(compute, torch.float32) if ".router." in name else compute
 
 
 def freeze(model: Transformer, config: Config) -> None:
-    """Replaces the (meta) parameters that the recipe freezes."""
+    """Replace the parameters that the recipe freezes, in place. The model is on meta."""
     tuning = Tuning.of(config)
     compute = getattr(torch, config.training.mixed_precision_param)
     for name, parameter in list(model.named_parameters()):
         if not tuning.freezes(stored_name(name, config.model.tie_embeddings)):
             continue
         path, _, last = name.rpartition(".")
-        frozen = nn.Parameter(torch.empty_like(parameter, dtype=held_dtype(name, compute)), requires_grad=False)
+        frozen = nn.Parameter(torch.empty_like(parameter, dtype=frozen_dtype(name, compute)), requires_grad=False)
         setattr(model.get_submodule(path), last, frozen)
     model.tie()

@@ -1,8 +1,9 @@
-"""The largest attention logit of each head in a step: over its microbatches, samples and pairs that see each other.
+"""Measure the largest attention logit of each head in a step, for QK-Clip and metrics.
 
-Attention's kernels do not return it, so it costs a product of queries and keys for itself, and with cp a message of the
-keys: hence not in every step, unless that is asked for. Or it is bounded by the log-sum-exp of each query, which they
-have for backward: largest <= log-sum-exp <= largest + ln(keys). Sinks are no logits of a pair, and are left out.
+The maximum is over the step's microbatches, samples and pairs that see each other. Attention's kernels do not return
+it, so it costs one more product of queries and keys, and with cp a gather of the keys: it is measured every so many
+steps. Or it is bounded by the log-sum-exp of each query, which the kernels save for backward:
+largest <= log-sum-exp <= largest + ln(keys). Sinks are no logits of a pair, and are left out.
 
 Shapes: B samples, S positions of the attention slice, H query heads and G key heads of this rank, h head width.
 """
@@ -22,16 +23,16 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.mask import CAUSAL, Mask
 from titanmoe.models.layers import promote
 from titanmoe.models.transformer import Transformer
-from titanmoe.parallel.context import Placement, _heads_first
+from titanmoe.parallel.context import Placement, heads_first
 
 SCORES = 1 << 25
-"""Logits at a time, unless a query sees more keys: 128 MiB in float32, however long sequences are."""
+"""Largest number of logits at a time, unless one query sees more keys: 128 MiB in float32 for any sequence length."""
 
 
 @torch.no_grad()
 def largest(q_BSHh: Tensor, k_BSGh: Tensor, mask: Mask, placement: Placement, group: Group) -> Tensor:
-    """Of each query head, over this rank's queries and the keys of all ranks."""
-    q, k = _heads_first(q_BSHh, placement.natural(all_gather(k_BSGh.contiguous(), 1, group), 1))
+    """Return the largest logit of each query head, over this rank's queries and all keys. Collective over cp."""
+    q, k = heads_first(q_BSHh, placement.to_sequence_order(all_gather(k_BSGh.contiguous(), 1, group), 1))
     q, k = promote(q).unflatten(1, (k.shape[1], -1)), promote(k).unsqueeze(2)
     out = q.new_full(q.shape[1:3], -torch.inf)
     for pair in placement.pairs(mask, q[:, 0], group.rank, range(placement.chunks)):
@@ -49,6 +50,8 @@ def largest(q_BSHh: Tensor, k_BSGh: Tensor, mask: Mask, placement: Placement, gr
 
 
 class LargestLogits:
+    """Observes the attention of this rank's blocks, and returns the largest logits of a step."""
+
     def __init__(
         self,
         *,
@@ -59,7 +62,16 @@ class LargestLogits:
         every: int,
         by_bound: bool = False,
     ):
-        """Listens to the attention of this rank's blocks. every: how many steps from one measurement to the next."""
+        """Wrap the attention of this rank's blocks.
+
+        Args:
+            model: the recipe's [model].
+            stages: this rank's, which are changed in place.
+            placement: which chunks of the sequence each rank of cp has.
+            meshes: the run's.
+            every: steps from one measurement to the next.
+            by_bound: whether to take the log-sum-exp, which bounds the largest logit, instead of computing it.
+        """
         self.shape = model.num_layers + model.mtp_depth, model.num_heads
         self.meshes, self.every, self.by_bound, self.measures = meshes, every, by_bound, False
         self.by_layer: dict[int, Tensor] = {}
@@ -90,17 +102,21 @@ class LargestLogits:
         self.by_layer[layer] = torch.maximum(own, self.by_layer.get(layer, own))
 
     def begin_step(self, step: int) -> None:
+        """Forget the last step, and measure this one if it is due."""
         self.by_layer, self.measures = {}, step % self.every == 0
 
-    def over_ranks(self, device: torch.device) -> Tensor | None:
-        """(layers, heads), on every rank, at the end of a step that measures."""
+    def reduce_over_ranks(self, device: torch.device) -> Tensor | None:
+        """Return the largest logits (layers, heads), float64, at the end of a step; None if it does not measure.
+
+        Collective over the world, in steps that measure.
+        """
         if not self.measures:
             return None
         self.measures = False
         out = torch.full(self.shape, -torch.inf, dtype=torch.float64, device=device)
         heads, cp = self.shape[1] // self.meshes.tp.size, self.meshes.cp.rank
         for layer, own in self.by_layer.items():
-            # The kernels of ulysses have a share of the heads on each rank of cp.
+            # With ulysses each rank of cp has a part of the heads.
             first = self.meshes.tp.rank * heads + cp * len(own) * (len(own) < heads)
             out[layer, first : first + len(own)] = own
         return all_reduce(out, self.meshes.world, "max")

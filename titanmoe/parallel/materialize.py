@@ -1,4 +1,8 @@
-"""Allocates and initialises weights: each rank computes only its shards, with the same values under every mapping."""
+"""Allocate and initialise weights: each rank computes only its shards, with the same values under every mapping.
+
+Element i of a weight is a function of the seed, the weight's name and i (titanmoe.ops.counter_rng), so no rank needs
+the full weight.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,25 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.ops import counter_rng
 
 INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
+"""Suffixes of weights that write to the residual stream, and begin smaller by sqrt(2 * num_layers)."""
 
 
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's shard of a tensor, and where it starts in the whole tensor."""
+    """Return this rank's shard of a tensor, and the index of its first element in each dim of the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     part = tensor.to_local()
     if tuple(part.shape) != tuple(shape):
-        raise RuntimeError(f"a shard has shape {tuple(part.shape)}, but its place in the whole has {tuple(shape)}")
+        raise RuntimeError(
+            f"a shard has shape {tuple(part.shape)}, but its region of the full tensor has {tuple(shape)}"
+        )
     return part, tuple(offset)
 
 
 @torch.no_grad()
 def materialize(model: Transformer, seed: int, device: torch.device) -> None:
+    """Allocate a stage that is on meta, zero its buffers and initialise its weights, in place. No communication."""
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
@@ -42,7 +50,7 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
         part, offset = local_shard(parameter)
         if name in initial:
             key = counter_rng.key("weight", seed, name)
-            for rows, index in blocks_of(part, offset, parameter.shape):
+            for rows, index in row_blocks(part, offset, parameter.shape):
                 rows.copy_(initial[name](key, index, torch.promote_types(part.dtype, model.dtype)))
         elif name.endswith("norm.weight"):
             part.fill_(1)
@@ -61,21 +69,30 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
 def fill_normal(
     part: Tensor, offset: tuple[int, ...], shape: torch.Size, key: int, std: float, dtype: torch.dtype | None = None
 ) -> None:
-    """Element i of the whole tensor (row-major) is std * counter_rng.normal(key, i). Blocks of rows limit memory.
+    """Fill a shard with normal values: element i of the full tensor (row-major) is std * counter_rng.normal(key, i).
 
-    dtype: to compute it in, if not the tensor's own.
+    Args:
+        part: the shard, which is overwritten.
+        offset: index of its first element in each dim of the full tensor.
+        shape: of the full tensor.
+        key: of the random numbers.
+        std: standard deviation.
+        dtype: to compute in; None for the shard's own.
     """
-    for rows, index in blocks_of(part, offset, shape):
+    for rows, index in row_blocks(part, offset, shape):
         rows.copy_(counter_rng.normal(key, index, dtype or part.dtype) * std)
 
 
-def blocks_of(part: Tensor, offset: tuple[int, ...], shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of a piece that begins at offset of a whole of this shape, and each element's index in the whole."""
+def row_blocks(part: Tensor, offset: tuple[int, ...], shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield blocks of rows of a shard, each with the index of every element in the full tensor (row-major).
+
+    Blocks limit the memory of the indices. Arguments as in `fill_normal`.
+    """
     if part.numel() == 0:
         return
     index = torch.zeros((), dtype=torch.int64, device=part.device)
-    for start, length, whole in zip(offset[1:], part.shape[1:], shape[1:], strict=True):
-        index = index.unsqueeze(-1) * whole + torch.arange(start, start + length, device=part.device)
+    for start, length, size in zip(offset[1:], part.shape[1:], shape[1:], strict=True):
+        index = index.unsqueeze(-1) * size + torch.arange(start, start + length, device=part.device)
     stride, rows = math.prod(shape[1:]), max(1, (1 << 24) // max(1, index.numel()))
     for first in range(0, part.shape[0], rows):
         row = torch.arange(first, min(first + rows, part.shape[0]), device=part.device) + offset[0]

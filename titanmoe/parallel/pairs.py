@@ -1,8 +1,8 @@
-"""[moe] overlap = "pairs": the forward of one stage and the backward of another, on one rank, take turns.
+"""Run the forward of one stage and the backward of another, on one rank, in turns: [moe] overlap = "pairs".
 
 In a schedule with such pairs both are ready at once (DualPipeV in its steady state, arXiv 2412.19437, section 3.2.1).
-torch's runtime would run one after the other. Here each yields where it would wait for rows on their way to experts or
-back, so that the rows of one microbatch travel while the other computes, and where the host would wait for counts, so
+torch's runtime would run one after the other. Here each yields where it would wait for an all-to-all, so that the
+routed tokens of one microbatch are in flight while the other computes, and where the host would wait for counts, so
 that the device has work meanwhile.
 """
 
@@ -25,19 +25,20 @@ Action = torch_schedules._Action
 
 
 class Pairs:
-    """Called by torch's runtime for a pair, in place of its own code (`register_custom_function`)."""
+    """The function that torch's runtime calls for a pair, in place of its own code (`register_custom_function`)."""
 
     def __init__(self, device: torch.device):
         self.device, self.turns = device, Turns(partial(region, OTHERS_TURN))
 
     def __call__(self, action: Action, context: torch_schedules._PipelineContext) -> None:
+        """Run the forward and the backward of a pair in turns."""
         # Each covers what the other sends only if forward is first (`turns.give_up_in_backward`).
-        parts = sorted(action.sub_actions, key=lambda part: part.computation_type != Computation.FORWARD)
-        first, second = [self._ready(part, context) for part in parts]
-        self.turns.take(first, self._here(second))
+        both = sorted(action.sub_actions, key=lambda one: one.computation_type != Computation.FORWARD)
+        first, second = [self._ready(one, context) for one in both]
+        self.turns.take(first, self._for_other_thread(second))
 
     def _ready(self, action: Action, context: torch_schedules._PipelineContext) -> Callable[[], None]:
-        """One half of a pair, after its input from other ranks has arrived."""
+        """Wait for the input of a forward or backward from other ranks, and return the function that runs it."""
         schedule, m = context.schedule_ref, action.microbatch_index
         stages = {stage.stage_index: stage for stage in schedule._stages}
         stage = stages[action.stage_index]
@@ -50,8 +51,8 @@ class Pairs:
         neighbour = stages.get(action.stage_index + (1 if forward else -1))
         return partial(_forward if forward else _backward, context, stage, m, neighbour)
 
-    def _here(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` for another thread, under this thread's current stream and dispatch modes."""
+    def _for_other_thread(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return `work` for another thread, where it runs with this thread's current stream and dispatch modes."""
         modes = _get_current_dispatch_mode_stack()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 

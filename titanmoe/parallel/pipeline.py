@@ -1,7 +1,8 @@
-"""Pipeline parallel: the schedule that runs the stages.
+"""Run forward and backward of a step's microbatches: through one stage, or through the stages of a pipeline schedule.
 
-Stages and schedules are those of torch.distributed.pipelining. Its public step() splits tensors into microbatches; ours
-are split already, so `Pipeline.run` calls the function below it, which takes microbatches.
+`Pipeline` and `WithoutPipeline` have the same `run`, which the training step calls. Stages and schedules are those of
+torch.distributed.pipelining. Its public step() splits tensors into microbatches; ours are split already, so
+`Pipeline.run` calls the function below it, which takes microbatches.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ from titanmoe.parallel.warm_up import warm_up
 
 
 def _cell(action: torch_schedules._Action | None) -> Cell:
-    """What one cell of torch's schedule table computes."""
-    parts = () if action is None else action.sub_actions or (action,)
+    """Return the actions of one cell of torch's schedule table that compute something."""
+    actions = () if action is None else action.sub_actions or (action,)
     return tuple(
-        Action(part.stage_index, part.computation_type.value, part.microbatch_index)
-        for part in parts
-        if part.computation_type.value in COST
+        Action(one.stage_index, one.computation_type.value, one.microbatch_index)
+        for one in actions
+        if one.computation_type.value in COST
     )
 
 
 def _torch_action(cell: Cell) -> torch_schedules._Action:
-    """The same for torch, of a cell that computes one action."""
+    """Return torch's action for a cell that computes one action."""
     (action,) = cell
     return torch_schedules._Action.from_str(str(action))
 
 
-def gathered_once(row: list[torch_schedules._Action]) -> list[torch_schedules._Action]:
-    """A rank's row of the schedule table, in which each stage's weights are gathered once and freed once.
+def gather_each_stage_once(row: list[torch_schedules._Action]) -> list[torch_schedules._Action]:
+    """Return a rank's row of the schedule table so that each stage's weights are gathered once and freed once.
 
     torch keeps at most 3 stages of a rank gathered, however small they are (`_add_unshard_reshard`, max_active_stages),
-    and gathers the others again and again: of 4 ranks with 7 stages each, one would gather 71 times in 32 microbatches,
+    and gathers the others anew each time: of 4 ranks with 7 stages each, one would gather 71 times in 32 microbatches,
     not 7.
     """
     first, last = ({} for _ in range(2))
@@ -71,18 +72,21 @@ def gathered_once(row: list[torch_schedules._Action]) -> list[torch_schedules._A
 # ---- running
 
 LossSum = Callable[[Tensor, Slice], Tensor]
-"""Returns this rank's sum of the loss over a microbatch, from the head's scores (N, B, S) of its labels: an objective
-of titanmoe.train.objectives."""
+"""Function that returns this rank's sum of the loss over a microbatch, from the head's scores (N, B, S) of its labels.
+
+An objective of titanmoe.train.objectives has it.
+"""
 
 
 class Announcer:
-    """Announces the forward and backward of each microbatch, and that a rank waits for other stages in between."""
+    """Announces to observers each forward and backward of a microbatch, and the waits for other stages in between."""
 
     def __init__(self, group: Group):
         self.group, self.inside = group, 0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
+        """Announce that this rank waits for other stages, except inside a forward or backward."""
         observe.waits(self.group.name)
         try:
             yield
@@ -91,6 +95,7 @@ class Announcer:
 
     @contextmanager
     def __call__(self, stage: int, microbatch: int, backward: bool) -> Iterator[None]:
+        """Announce the forward or backward of a microbatch, as a context around it."""
         if not self.inside:
             observe.arrived()
         self.inside += 1  # a forward and a backward may take turns
@@ -104,10 +109,15 @@ class Announcer:
 
 
 def message_groups(ranks: list[int], meshes: Meshes, device: torch.device) -> dict[tuple[int, int], ProcessGroup]:
-    """For this rank's stages, the process group of each message, by its source and target. Collective over the world.
+    """Return the process group of each message between stages, by source and target rank. Collective over the world.
 
-    ranks: those of the stages. A communicator of NCCL runs one message after the other, in the order in which they were
-    issued, so a send would wait for a receive that was issued early. gloo sends what is ready.
+    A communicator of NCCL runs one message after the other, in the order in which they were issued, so a send would
+    wait for a receive that was issued early. Hence several groups on GPUs. gloo sends what is ready.
+
+    Args:
+        ranks: the pipeline rank of each stage.
+        meshes: the run's.
+        device: the device that this rank computes on.
     """
     numbers = channels(ranks)
     numbers = way(device, numbers, cpu=dict.fromkeys(numbers, 0))
@@ -119,12 +129,12 @@ def message_groups(ranks: list[int], meshes: Meshes, device: torch.device) -> di
 
 
 class Stage(PipelineStage):
-    """torch's stage, with fixes that torch 2.11 lacks or that no version has yet."""
+    """A stage of torch's pipeline, with fixes that torch 2.11 lacks or that no version has yet."""
 
     announce: Announcer
     unsharded_experts: UnshardedExperts
     group_between: dict[tuple[int, int], ProcessGroup]
-    """As `message_groups` returns them. What stages say before the first step goes through the pipeline's own group."""
+    """The groups that `message_groups` returns. Messages before the first step go through the pipeline's own group."""
 
     def _regrouped(self, ops: list[P2POp]) -> list[P2POp]:
         for op in ops:
@@ -145,13 +155,14 @@ class Stage(PipelineStage):
         return self._regrouped(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
-        """Before the first step every stage greets its neighbours, even one on the same rank (in a V), to which gloo
-        cannot send.
+        """Return the first messages to neighbouring stages, without those to the same rank.
+
+        In a V a neighbour may be on the same rank, to which gloo cannot send.
         """
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        """torch makes receive buffers once, without gradients if the first pass was forward only."""
+        """Make receive buffers with gradients even if the first pass is forward only. torch makes them once."""
         before, self.has_backward = self.has_backward, self.has_backward or "has_backward" not in kwargs
         try:
             return super()._prepare_forward_infra(*args, **kwargs)
@@ -171,9 +182,11 @@ class Stage(PipelineStage):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], **kwargs: Any) -> Any:
-        """Works around three faults of torch's backward in two parts. The first part expects a gradient of every input,
-        but only hidden states have one. The autograd nodes where the second part begins are freed with the outputs, if
-        they are of our own functions. The second part gives a node's first output the sum of all outputs' gradients.
+        """Run a backward, or one half of a split backward, with three faults of torch's split backward mended.
+
+        The first half expects a gradient of every input, but only hidden states have one. The autograd nodes where the
+        second half begins are freed with the outputs, if they are of our own functions. The second half gives a node's
+        first output the sum of all outputs' gradients.
         """
         if backward_type == "weight":
             add_weight_gradients(self.submod.parameters(), bwd_kwargs["param_groups"], self.unsharded_experts.add)
@@ -197,8 +210,15 @@ class Stage(PipelineStage):
 def add_weight_gradients(
     weights: Iterable[nn.Parameter], groups: list[dict[str, Any]], after: Callable[[nn.Parameter], None]
 ) -> None:
-    """The second part of a split backward: starts at the nodes where weight gradients branch off from the first
-    part. after: called when a weight has its gradient."""
+    """Add the gradients of weights: the second half of a split backward.
+
+    It starts at the nodes where weight gradients branch off from the first half.
+
+    Args:
+        weights: the stage's.
+        groups: torch's parameter groups of the first half; emptied in place.
+        after: called when a weight has its gradient.
+    """
     weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
     for group in groups:
         nodes, arrived = group.pop("intermediates"), group.pop("grads", ())  # torch's hooks refer to the group
@@ -225,7 +245,7 @@ def add_weight_gradients(
 
 
 class WithoutPipeline:
-    """No pipeline: forward and backward of each microbatch in turn."""
+    """The engine without a pipeline: forward and backward of one microbatch after the other."""
 
     bubble = 0.0
     pairs = None
@@ -234,14 +254,22 @@ class WithoutPipeline:
         (self.model,), (self.unsharded_experts,), self.reduce_once = models, unsharded_experts, reduce_once
 
     def run(self, slices: list[Slice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
+        """Run all microbatches of a step and return the sum of their losses, divided by the divisor, in float64.
+
+        Args:
+            slices: this rank's slices of the microbatches.
+            loss_sum: returns this rank's sum of the loss over a microbatch.
+            divisor: what all ranks' losses are divided by, a scalar.
+            backward: whether gradients are added to the parameters' own.
+        """
         total = torch.zeros((), dtype=torch.float64, device=divisor.device)
-        with torch.set_grad_enabled(backward), self.unsharded_experts.in_place(adding=backward):
+        with torch.set_grad_enabled(backward), self.unsharded_experts.use_computed_weights(accumulate=backward):
             for m, piece in enumerate(slices):
                 self.unsharded_experts.is_last = m == len(slices) - 1
                 if self.reduce_once:
                     self.model.set_requires_gradient_sync(m == len(slices) - 1)
                 observe.active.microbatch(0, m, False)
-                scores_NBS = self.model(piece.ids_BS, piece.tokens, piece.labels_BS, piece.kept_BSK)
+                scores_NBS = self.model(piece.ids_BS, piece.tokens, piece.labels_BS, piece.candidates_BSK)
                 with region("head and loss"):
                     loss = loss_sum(scores_NBS, piece) / divisor
                 if backward:
@@ -252,7 +280,7 @@ class WithoutPipeline:
 
 
 class Pipeline:
-    """A pipeline over several ranks. `run` returns the sum of losses on ranks with the last stage, 0 on the others."""
+    """The engine of a pipeline over several ranks."""
 
     def __init__(
         self,
@@ -266,8 +294,19 @@ class Pipeline:
         keep_gathered: bool,
         in_pairs: bool,
     ):
-        """keep_gathered: whether weights stay gathered from a stage's first forward to its last backward. in_pairs:
-        whether pairs of forward and backward take turns."""
+        """Make torch's stages and schedule. Collective over the world.
+
+        Args:
+            models: this rank's stages.
+            unsharded_experts: the experts of each stage that FSDP does not shard.
+            options: the recipe's [pipeline].
+            training: the recipe's [training].
+            meshes: the run's.
+            microbatches: number of microbatches in a step.
+            device: the device that this rank computes on.
+            keep_gathered: whether weights stay gathered from a stage's first forward to its last backward.
+            in_pairs: whether the forward of one microbatch and the backward of another take turns.
+        """
         fold, pp = meshes.fold, meshes.pp
         ranks = stage_ranks(options, pp.size)
         own_stages = [stage for stage, rank in enumerate(ranks) if rank == pp.rank]
@@ -277,7 +316,7 @@ class Pipeline:
         ids = torch.empty(B, length, dtype=torch.int64, device="meta")
         self.hidden = hidden = torch.empty(B, length // fold.tp, models[0].shape.dim, dtype=compute, device="meta")
         wide = torch.promote_types(compute, torch.float32)
-        scores = [torch.empty(m.head.numbers, B, length, dtype=wide, device="meta") for m in models if m.head]
+        scores = [torch.empty(m.head.num_values, B, length, dtype=wide, device="meta") for m in models if m.head]
         self.stages = [
             Stage(
                 model,
@@ -292,7 +331,7 @@ class Pipeline:
         ]
         self.device, self.announcer = device, Announcer(pp)
         self.cold = device.type == "cuda"
-        """Whether kernels have still to be loaded. A CPU has none that wait for each other."""
+        """Whether kernels are not loaded yet. Always False on a CPU, where none waits for another."""
         between = message_groups(ranks, meshes, device)
         for stage, stage.unsharded_experts in zip(self.stages, unsharded_experts, strict=True):
             stage.announce, stage.group_between = self.announcer, between
@@ -309,7 +348,7 @@ class Pipeline:
             self.schedule._prepare_schedule_with_comms(self.schedule.pipeline_order)
         if keep_gathered:
             table = self.schedule.pipeline_order_with_comms
-            self.schedule.pipeline_order_with_comms = {rank: gathered_once(row) for rank, row in table.items()}
+            self.schedule.pipeline_order_with_comms = {rank: gather_each_stage_once(row) for rank, row in table.items()}
         self.pairs = pairs.Pairs(device) if in_pairs else None
         if self.pairs is not None:
             self.schedule.register_custom_function(torch_schedules._ComputationType.OVERLAP_F_B, self.pairs)
@@ -322,11 +361,14 @@ class Pipeline:
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
-        """Removes backward from the table: torch's own forward-only mode fails where two stages of a V meet."""
+        """Remove backward from the schedule table within this context.
+
+        torch's own forward-only mode fails where two stages of a V meet.
+        """
         table = self.schedule.pipeline_order_with_comms
-        keep = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+        forward = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
         self.schedule.pipeline_order_with_comms = {
-            rank: [part for action in row for part in (action.sub_actions or [action]) if part.computation_type in keep]
+            rank: [one for action in row for one in (action.sub_actions or [action]) if one.computation_type in forward]
             for rank, row in table.items()
         }
         try:
@@ -335,10 +377,20 @@ class Pipeline:
             self.schedule.pipeline_order_with_comms = table
 
     def run(self, slices: list[Slice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
+        """Run all microbatches of a step and return the sum of their losses, divided by the divisor, in float64.
+
+        The sum is 0 on ranks without the last stage. Collective over the pipeline's ranks.
+
+        Args:
+            slices: this rank's slices of the microbatches.
+            loss_sum: returns this rank's sum of the loss over a microbatch.
+            divisor: what all ranks' losses are divided by, a scalar.
+            backward: whether gradients are added to the parameters' own.
+        """
         self.loss_sum, self.divisor, losses = loss_sum, divisor, []
         if self.cold:
             for stage in self.stages:
-                with observe.unheard(), stage.unsharded_experts.in_place(adding=False):
+                with observe.unheard(), stage.unsharded_experts.use_computed_weights(accumulate=False):
                     warm_up(stage.submod, self.hidden, slices[0], self.device, self._scaled)
             self.cold = False
         self.schedule._has_backward = backward
@@ -348,13 +400,13 @@ class Pipeline:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(backward))
             for stage in self.stages:
-                stack.enter_context(stage.unsharded_experts.in_place(adding=backward))
+                stack.enter_context(stage.unsharded_experts.use_computed_weights(accumulate=backward))
             if not backward:
                 stack.enter_context(self._forward_only())
             stack.enter_context(self.announcer.waiting())
             self.schedule._step_microbatches(
                 [(s.ids_BS,) for s in slices],
-                [{"tokens": s.tokens, "labels_BS": s.labels_BS, "kept_BSK": s.kept_BSK} for s in slices],
+                [{"tokens": s.tokens, "labels_BS": s.labels_BS, "candidates_BSK": s.candidates_BSK} for s in slices],
                 slices,
                 losses,
             )

@@ -1,25 +1,26 @@
-"""Activation recomputation: what is dropped after forward and recomputed in backward.
+"""Activation recomputation: choose what is dropped after forward and recomputed in backward.
 
-A region is a call of which torch.utils.checkpoint saves the inputs alone; backward recomputes it up to the last tensor
-that autograd saved in it. These methods of a block are regions:
+A checkpointed region is a call of which torch.utils.checkpoint saves the inputs alone; backward recomputes it up to the
+last tensor that autograd saved in it. These methods of a block are checkpointed regions:
 
-    mode                attend    feed      products of the experts
-    moe                           region
-    full                region    region
-    full_except_dispatch       region    region    region, its inputs saved outside of feed
-    selective           none, but parts of them: below
+    mode                    attend    feed      products of the experts
+    moe                               region
+    full                    region    region
+    full_except_dispatch    region    region    region, its inputs saved outside of feed
+    selective               none, but parts of them: below
 
 `feed` has norm, router, dispatch, the experts and combine. What dispatch and combine save is small and saved outside of
-it. So the last that it saves is gate and up, and recomputation ends there: routed tokens are sent a second time, but
-neither multiplied by the down projection nor sent back. Where products are a region of their own, whose inputs, the
-routed tokens that arrived, are saved outside of `feed`, the last that `feed` saves is the router's or the shared
-expert's, and nothing is dispatched again. Of other messages only those of `attend`, over tp and cp, and those of a
-shared expert, over tp, are sent twice, and the host never waits a second time: titanmoe.comm.recomputation.
+the region. So the last tensors that `feed` saves are gate and up, and recomputation ends there: routed tokens are sent
+a second time, but neither multiplied by the down projection nor sent back. Where products are a region of their own,
+whose inputs, the routed tokens that arrived, are saved outside of `feed`, the last tensors that `feed` saves are the
+router's or the shared expert's, and nothing is dispatched a second time. Of other messages only those of `attend`, over
+tp and cp, and those of a shared expert, over tp, are sent twice, and the host never waits a second time:
+titanmoe.comm.recomputation.
 
-In a layer that is compiled as one graph, which has its rows saved, the products are a region inside the graph, and
-`feed` is none: of the rest the compiler saves what is small.
+In a MoE layer that is compiled as one graph, which has its routed tokens saved, the products are a region inside the
+graph, and `feed` is none: of the rest the compiler saves what is small.
 
-`selective` recomputes what takes little time for its memory. The modules say what that is (titanmoe.models.layers):
+`selective` recomputes what takes little time for its memory. The modules list it (titanmoe.models.layers):
 
     FeedForward         of dense layers and shared experts: `down` is a region, of the activation, which is the input of
                         the down projection
@@ -42,92 +43,93 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from titanmoe import observe
 from titanmoe.comm.recomputation import cached_tensor, contexts, outside, recomputing
 from titanmoe.config.schema import ActivationCheckpoint
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.layer import MoE
-from titanmoe.observe import region
 from titanmoe.tokens import Tokens
 
 # Randomness is counted, so there is no generator state to restore.
-_region = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+_checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def _make_region(owner: nn.Module, name: str) -> None:
+def _checkpoint_method(owner: nn.Module, name: str) -> None:
     """Let backward recompute a method of this module, messages included."""
-    setattr(owner, name, partial(_region, getattr(owner, name)))
+    setattr(owner, name, partial(_checkpointed, getattr(owner, name)))
 
 
-def _make_feed_a_region(block: Block) -> None:
+def _checkpoint_feed(block: Block) -> None:
     plain = block.feed
 
     def run(x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor] | None = None) -> Tensor:
-        if attend is not None:  # attention of a second half is no part of it
+        if attend is not None:  # attention of a second half is not recomputed here
             attend = partial(cached_tensor, attend)
-        return _region(plain, x_BsD, tokens, attend, context_fn=contexts)
+        return _checkpointed(plain, x_BsD, tokens, attend, context_fn=contexts)
 
     block.feed = run
 
 
-def _make_products_a_region(moe: MoE) -> None:
+def _checkpoint_products(moe: MoE) -> None:
     plain = moe.experts.products
 
     def run(*routed: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            return _region(plain, *routed)
+            return _checkpointed(plain, *routed)
         with outside():
-            return _region(plain, *routed, context_fn=contexts)
+            return _checkpointed(plain, *routed, context_fn=contexts)
 
     moe.experts.products = run
 
 
 def _dispatch_once(moe: MoE) -> None:
-    """Let dispatch be no part of the region that contains it."""
+    """Exclude dispatch from the checkpointed region around it: recomputation does not dispatch."""
     plain = moe.dispatcher.dispatch
 
-    def run(*given: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         if recomputing():
             return _NotDispatched()
         with outside():
-            return plain(*given)
+            return plain(*inputs)
 
     moe.dispatcher.dispatch = run
 
 
 class _NotDispatched:
-    """Stands for the exchange of a layer that is recomputed up to its dispatch."""
+    """A placeholder for the exchange of a layer whose recomputation ends before its dispatch."""
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(_TOO_FAR)
+        raise RuntimeError(_RECOMPUTED_TOO_MUCH)
 
 
 def _end_at_products(moe: MoE) -> None:
-    """Let recomputation of a layer end at the last tensors that products save, and send nothing back before."""
+    """End the recomputation of a layer at the last tensors that the experts' products save, before combine."""
     experts, plain = moe.experts, moe.experts.forward
 
-    def run(*given: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         if not recomputing():
-            return plain(*given)
-        with region("experts"):
+            return plain(*inputs)
+        with observe.region("experts"):
             # Of a microbatch in halves the experts take two exchanges (titanmoe.moe.halves).
             for routed in (
-                [given] if isinstance(given[0], Tensor) else (exchange.receive_routed() for exchange in given)
+                [inputs] if isinstance(inputs[0], Tensor) else (exchange.receive_routed() for exchange in inputs)
             ):
                 experts.products(*routed)
-        raise RuntimeError(_TOO_FAR)
+        raise RuntimeError(_RECOMPUTED_TOO_MUCH)
 
     experts.forward = run
 
 
-_TOO_FAR = (
+_RECOMPUTED_TOO_MUCH = (
     "backward would recompute a layer past its experts: what a dispatcher saves for backward has to be saved inside "
     "titanmoe.comm.recomputation.saved()"
 )
 
 
 class _UnsavedTensors:
-    """Tensors that autograd does not save. Of each tensor that it would save in their storages, only the shape and
-    strides are saved; backward recomputes the values and drops them after the last use.
+    """Tensors that autograd does not save: backward recomputes them and drops them after the last use.
+
+    Of each tensor that autograd would save in their storages, only the shape and strides are saved.
     """
 
     def __init__(self, compute: Callable[[], tuple[Tensor, ...]], tensors: tuple[Tensor, ...]):
@@ -168,18 +170,22 @@ def _use_unsaved(compute: Callable[[], tuple[Tensor, ...]], use: Callable[..., T
 
 
 def _recompute_selected(block: Block) -> None:
-    """Let backward recompute what a block's modules say is worth it, as the table at the top of this file lists."""
+    """Let backward recompute what a block's modules list for selective recomputation."""
     for module in block.modules():
         for name in getattr(module, "recomputable_methods", ()):
-            _make_region(module, name)
+            _checkpoint_method(module, name)
         if hasattr(module, "use_recomputable"):
             module.use_recomputable = _use_unsaved
 
 
-def recompute(model: Transformer, options: ActivationCheckpoint, in_one_graph: bool = False) -> None:
-    """Wrap the methods of blocks that backward recomputes. Called after compilation has wrapped those that it compiles.
+def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_one_graph: bool = False) -> None:
+    """Wrap the methods of blocks that backward recomputes, in place.
+
+    Must be called after compilation, which wraps methods too.
 
     Args:
+        model: a stage.
+        options: the recipe's [activation_checkpoint].
         in_one_graph: whether a MoE layer is compiled as one graph.
     """
     for number, block in model.blocks().items():
@@ -189,17 +195,17 @@ def recompute(model: Transformer, options: ActivationCheckpoint, in_one_graph: b
         if mode == "selective":
             _recompute_selected(block)
         if mode in ("full", "full_except_dispatch"):
-            _make_region(block, "attend")
+            _checkpoint_method(block, "attend")
         if mode in ("full", "full_except_dispatch") and moe is None:
-            _make_feed_a_region(block)
+            _checkpoint_feed(block)
         if mode in ("moe", "full", "full_except_dispatch") and moe is not None:
             _recompute_layer(block, moe, mode == "full_except_dispatch", in_one_graph)
 
 
-def _recompute_layer(block: Block, moe: MoE, rows_saved: bool, in_one_graph: bool) -> None:
-    if rows_saved:
-        _make_products_a_region(moe)
+def _recompute_layer(block: Block, moe: MoE, saves_dispatched: bool, in_one_graph: bool) -> None:
+    if saves_dispatched:
+        _checkpoint_products(moe)
     if in_one_graph:
         return
-    _make_feed_a_region(block)
-    (_dispatch_once if rows_saved else _end_at_products)(moe)
+    _checkpoint_feed(block)
+    (_dispatch_once if saves_dispatched else _end_at_products)(moe)

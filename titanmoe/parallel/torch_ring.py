@@ -20,7 +20,7 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group
 from titanmoe.parallel.attention_block import block, block_backward
-from titanmoe.parallel.context import Placement, TellLse, _heads_first, _sinks_grad
+from titanmoe.parallel.context import LseCallback, Placement, _sinks_grad, heads_first
 
 try:
     from torch.distributed.tensor.experimental._context_parallel import _attention as _torch
@@ -33,7 +33,7 @@ _OPTIONS = ("convert_to_f32", "enable_load_balance", "rotate_method")
 
 
 def missing() -> str:
-    """What the template needs and this version of torch lacks; "" if nothing."""
+    """Return what the template needs and this version of torch lacks, as text; "" if it lacks nothing."""
     for name, arguments in (
         ("_templated_ring_attention", _TEMPLATE),
         ("_templated_ring_attention_backward", _TEMPLATE_BACKWARD),
@@ -48,10 +48,10 @@ def missing() -> str:
 
 @contextmanager
 def _options(zigzag: bool, dtype: torch.dtype) -> Iterator[None]:
-    """Sets the template's options, which it reads from a global of its module."""
+    """Set the template's options within this context. It reads them from a global of its module."""
     options = _torch._cp_options
     before = [getattr(options, name) for name in _OPTIONS]
-    # ALL_TO_ALL is the ring; torch's default gathers the keys and values of the whole sequence.
+    # ALL_TO_ALL is the ring; torch's default gathers the keys and values of the full sequence.
     values = [dtype != torch.float64, zigzag, _torch._RotateMethod.ALL_TO_ALL]
     try:
         for name, value in zip(_OPTIONS, values, strict=True):
@@ -71,13 +71,15 @@ def _op_backward(grad, query, key, value, out, logsumexp, is_causal):
 
 
 class _Ring(torch.autograd.Function):
+    """Causal attention by torch's ring template, with sinks merged at the end."""
+
     @staticmethod
-    def forward(ctx, q, k, v, sinks, zigzag, group, tell_lse):
+    def forward(ctx, q, k, v, sinks, zigzag, group, report_lse):
         ctx.group, ctx.zigzag = group.process_group, zigzag
         with _options(zigzag, q.dtype):
             out, lse = _torch._templated_ring_attention(ctx.group, 2, _op, q, k, v, is_causal=True)
-        if tell_lse is not None:
-            tell_lse(lse)
+        if report_lse is not None:
+            report_lse(lse)
         if sinks is not None:
             before, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
             out = (out * (before - lse).exp().unsqueeze(-1)).to(q.dtype)
@@ -97,7 +99,8 @@ class _Ring(torch.autograd.Function):
 # Its options and process groups cannot be traced; compiled attention breaks into two graphs here.
 @torch.compiler.disable
 def torch_ring_attention(
-    q_BSHh, k_BSGh, v_BSGh, sinks_H, tell_lse: TellLse = None, *, placement: Placement, group: Group
+    q_BSHh, k_BSGh, v_BSGh, sinks_H, report_lse: LseCallback = None, *, placement: Placement, group: Group
 ) -> Tensor:
-    q, k, v = _heads_first(q_BSHh, k_BSGh, v_BSGh)
-    return _Ring.apply(q, k, v, sinks_H, placement.zigzag, group, tell_lse).transpose(1, 2)
+    """Return causal attention of this rank's queries, by torch's ring template. Collective over cp."""
+    q, k, v = heads_first(q_BSHh, k_BSGh, v_BSGh)
+    return _Ring.apply(q, k, v, sinks_H, placement.zigzag, group, report_lse).transpose(1, 2)

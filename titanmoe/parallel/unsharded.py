@@ -1,4 +1,4 @@
-"""Experts that no other data rank shares (edp = 1): in no FSDP unit, because there is nothing to gather or to scatter.
+"""Hold experts that FSDP does not shard (edp = 1): there is nothing to gather or to scatter.
 
 FSDP would cast and copy their weights in every forward and backward, and copy each of their gradients once more. Here a
 step makes one copy of the weights in the dtype of the products, or none if that is the dtype they are stored in, and
@@ -28,46 +28,60 @@ from titanmoe.moe.grouped_mm import add_gradient
 from titanmoe.observe import region
 
 MATRICES = ("w1", "w3", "w2")
+"""Names of the experts' matrices: gate, up and down."""
 
 
 @dataclass(eq=False)
 class Weight:
+    """A weight of unsharded experts: as stored, as multiplied by, and its gradient."""
+
     experts: Experts
     name: str
     stored: nn.Parameter
-    part: Tensor
-    """This rank's part of it, in its own memory."""
+    shard: Tensor
+    """This rank's shard of `stored` (over ep and etp), in its own memory."""
     computed: nn.Parameter
-    """What products take: the part itself, or a copy in another dtype, which has memory only while a step runs."""
+    """Factor of the products: the shard itself, or a copy in another dtype, which has memory only during a step."""
     grad: Tensor | None = None
-    """The sum so far."""
-    flying: Tensor | None = None
-    """The same while it is summed over replicas."""
+    """Sum of the gradients so far."""
+    reducing: Tensor | None = None
+    """The gradient while it is summed over replicas."""
 
     @property
     def is_copy(self) -> bool:
-        return self.computed.dtype != self.part.dtype
+        """Whether `computed` is a copy, in another dtype than `stored`."""
+        return self.computed.dtype != self.shard.dtype
 
 
 def multiplied_together(gate: Weight, up: Weight) -> bool:
-    """Not in 8 bits, where each row of a factor has a scale: those of gradients are better apart."""
+    """Return whether one product computes gate and up from copies of the weights side by side.
+
+    Not in 8 bits, where each row of a factor has a scale, and separate rows of gradients are more exact.
+    """
     trained = gate.stored.requires_grad and up.stored.requires_grad
     return gate.is_copy and trained and gate.experts.dtype == "compute"
 
 
 class SideBySide(NamedTuple):
-    """Copies of gate's and up's weights that lie side by side, for one product."""
+    """The copies of gate's and up's weights side by side, for one product."""
 
     experts: Experts
     both: nn.Parameter
-    """(e, 2F, D)."""
+    """The two weights in one tensor (e, 2F, D)."""
 
 
 class UnshardedExperts:
     """The experts of one pipeline stage that FSDP does not shard: their computed weights and gradients."""
 
     def __init__(self, stage: Transformer, training: Training, meshes: Meshes, summed_before: bool):
-        """summed_before: whether FSDP would sum microbatches first, in the dtype that it reduces in."""
+        """Copy nothing yet; hook the gradients of the weights.
+
+        Args:
+            stage: a pipeline stage.
+            training: the recipe's [training].
+            meshes: the run's.
+            summed_before: whether FSDP would sum microbatches before it reduces, in the dtype that it reduces in.
+        """
         compute = getattr(torch, training.mixed_precision_param)
         wide = torch.promote_types(compute, getattr(torch, training.mixed_precision_reduce))
         self.replicas = Group.of(meshes.experts.get_group("edp_replicate"))
@@ -75,11 +89,10 @@ class UnshardedExperts:
         if self.replicas.size > 1:
             self.sum_dtype = torch.promote_types(self.sum_dtype, wide)
         self.by_computed: dict[Tensor, tuple[Weight, ...]] = {}
-        """By what autograd gives a gradient to. Of two that lie side by side, it is that of both."""
+        """Weights by the parameter that autograd gives a gradient to: two weights if they are side by side."""
         self.side_by_side: list[SideBySide] = []
         self.totals: dict[Tensor, Tensor] = {}
-        """Sums to which products add, by what autograd would give the gradients to; of two weights side by side, one
-        after the other."""
+        """Sums that products add gradients to, by the parameter that autograd would give them to; gate before up."""
         for moe in stage.moe_layers().values():
             if not isinstance(moe.experts, FSDPModule):
                 self._add_experts(moe.experts, compute)
@@ -90,7 +103,7 @@ class UnshardedExperts:
             if computed.requires_grad:
                 computed.register_post_accumulate_grad_hook(self.add)
         self.adding = self.is_last = False
-        """Whether gradients are kept, and whether this is the step's last microbatch."""
+        """Whether gradients are summed, and whether this is the step's last microbatch."""
 
     def _add_experts(self, experts: Experts, compute: torch.dtype) -> None:
         weights = {}
@@ -107,19 +120,25 @@ class UnshardedExperts:
         self.by_computed |= {weight.computed: (weight,) for weight in weights.values()}
 
     @contextmanager
-    def in_place(self, adding: bool) -> Iterator[None]:
-        """Within this, the modules have what products take in place of their weights. adding: keep gradients, which the
-        weights get in the end."""
+    def use_computed_weights(self, accumulate: bool) -> Iterator[None]:
+        """Give the modules the weights that products multiply by, within this context.
+
+        At the end the gradients are summed over replicas, which is collective over these, and given to the stored
+        weights.
+
+        Args:
+            accumulate: whether to sum gradients.
+        """
         self._copy()
         for weight in self.weights:
             setattr(weight.experts, weight.name, weight.computed)
         for experts, both in self.side_by_side:
             experts.w1_and_w3 = both
-        for computed, (weight, *others) in self.by_computed.items() if adding else ():
+        for computed, (weight, *others) in self.by_computed.items() if accumulate else ():
             if weight.experts.accumulates and weight.name in MATRICES:
                 name = "w1_and_w3" if others else weight.name
                 weight.experts.sums[name] = partial(self.add_product, computed)
-        self.adding, self.is_last = adding, False
+        self.adding, self.is_last = accumulate, False
         try:
             yield
             self.sum_over_replicas()
@@ -132,7 +151,7 @@ class UnshardedExperts:
             for weight in self.weights:
                 setattr(weight.experts, weight.name, weight.stored)
                 weight.experts.sums.clear()
-                weight.grad = weight.flying = None
+                weight.grad = weight.reducing = None
             for computed, (weight, *_) in self.by_computed.items():
                 computed.grad = None
                 if weight.is_copy:
@@ -150,10 +169,10 @@ class UnshardedExperts:
             # A call copies its tensors in one kernel only if all are dense.
             for dense in (True, False):
                 if some := [weight for weight in copies if weight.computed.is_contiguous() == dense]:
-                    torch._foreach_copy_([weight.computed for weight in some], [weight.part for weight in some])
+                    torch._foreach_copy_([weight.computed for weight in some], [weight.shard for weight in some])
 
     def add(self, computed: Tensor) -> None:
-        """Adds a microbatch's gradient to the sum, if it is of these weights."""
+        """Add a microbatch's gradient to the sum, if the parameter is one of these weights."""
         weights = self.by_computed.get(computed)
         if weights is None or not self.adding or computed.grad is None:
             return
@@ -168,11 +187,13 @@ class UnshardedExperts:
                     self._send(weight)
 
     def add_product(self, computed: Tensor, grad: Tensor, x: Tensor, products: ExpertProducts) -> None:
-        """Add a gradient inside the product that computes it: once for each half of a microbatch, of which none knows
-        that it is the last."""
+        """Add a gradient to the sum inside the product that computes it.
+
+        Called once for each half of a microbatch. No half knows whether it is the last, so nothing is reduced yet.
+        """
         weights, add = self.by_computed[computed], computed in self.totals
         if not add:
-            shape = len(weights), *weights[0].part.shape
+            shape = len(weights), *weights[0].shard.shape
             self.totals[computed] = grad.new_empty(shape, dtype=self.sum_dtype)
             for weight, total in zip(weights, self.totals[computed], strict=True):
                 weight.grad = total
@@ -180,19 +201,19 @@ class UnshardedExperts:
         add_gradient(self.totals[computed], grad, x, products.groups, add=add, **how)
 
     def _send(self, weight: Weight) -> None:
-        if self.replicas.size > 1 and weight.flying is None and weight.grad is not None:
-            weight.flying = start_sum(weight.grad, self.replicas)
+        if self.replicas.size > 1 and weight.reducing is None and weight.grad is not None:
+            weight.reducing = start_sum(weight.grad, self.replicas)
 
     def sum_over_replicas(self) -> None:
-        """Begins to, where it has not begun."""
+        """Start summing gradients over replicas, for weights of which it has not started."""
         with region("reduce gradients"):
             for weight in self.weights:
                 self._send(weight)
 
     def _hand_over(self) -> None:
         for weight in self.weights:
-            if weight.flying is not None:
-                wait(weight.flying, self.replicas)
+            if weight.reducing is not None:
+                wait(weight.reducing, self.replicas)
             if weight.grad is not None:
                 with region("reduce gradients"):
                     grad = with_layout_of(weight.stored, weight.grad.to(weight.stored.dtype))

@@ -1,4 +1,4 @@
-"""A forward and backward of a stage that leaves no trace, before a pipeline's first message.
+"""Run a forward and backward of a stage that leaves no trace, before a pipeline's first message: it loads all kernels.
 
 CUDA loads a kernel when it is first launched, and to load it may wait for all kernels that run (CUDA C++ Programming
 Guide, "Lazy Loading": two kernels of which one cannot end without the other may deadlock). A receive of NCCL runs until
@@ -22,10 +22,16 @@ from titanmoe.parallel.batch_slice import Slice
 def warm_up(
     model: Transformer, hidden: Tensor, piece: Slice, device: torch.device, loss: Callable[[Tensor, Slice], Tensor]
 ) -> None:
-    """On a real microbatch, but the first stage's output is not sent: other stages begin with random hidden states.
+    """Run forward and backward of a stage on a real microbatch, and restore buffers and gradients.
 
-    Sends what the stage sends within itself, so all ranks of a stage call it together. hidden: of a microbatch, on
-    meta. loss: of the last stage's output.
+    Stages other than the first begin with random hidden states. Collective over the ranks of the stage.
+
+    Args:
+        model: a stage.
+        hidden: a meta tensor with the shape and dtype of a microbatch's hidden states.
+        piece: this rank's slice of a microbatch.
+        device: the device that this rank computes on.
+        loss: returns the loss from the last stage's output.
     """
     memories = [moe.dispatcher.memory for moe in model.moe_layers().values()]
     state = [*model.buffers(), *(memory.needs_repeat for memory in memories if memory is not None)]
@@ -38,9 +44,9 @@ def warm_up(
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype, device=device).requires_grad_()
     with observe.unheard(), torch.enable_grad():
-        y = model(x, tokens=piece.tokens, labels_BS=piece.labels_BS, kept_BSK=piece.kept_BSK)
+        y = model(x, tokens=piece.tokens, labels_BS=piece.labels_BS, candidates_BSK=piece.candidates_BSK)
         y, seed = (y, y.detach()) if model.head is None else (loss(y, piece), None)
-        if y.requires_grad:  # not of a frozen model's first stage, nor of what a teacher says
+        if y.requires_grad:  # not in a frozen model's first stage, nor in a teacher
             y.backward(seed)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -16,7 +16,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.attention_backend import head_widths, kernel_refuses
 from titanmoe.fold.degrees import Fold, sequence_chunks
-from titanmoe.models.count import work_of_parts
+from titanmoe.models.count import training_flops
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.mixer_spec import MixerWork
 from titanmoe.models.tensors import Tuning
@@ -64,7 +64,7 @@ def _backward(config: Config) -> list[BackwardFactors]:
     model, tuning = config.model, Tuning.of(config)
     if tuning.trains_all:
         return [BackwardFactors()] * (model.num_layers + model.mtp_depth + 1)
-    blocks, ends = work_of_parts(model, config.training.seq_len, tuning)
+    blocks, ends = training_flops(model, config.training.seq_len, tuning)
     return [BackwardFactors(*(work.factor for work in block)) for block in blocks] + [BackwardFactors(ffn=ends.factor)]
 
 

@@ -19,8 +19,8 @@ from titanmoe.models.count import parameters
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.dispatch_costs import NEAR, DispatchChoice, hidden_by_pairs
-from titanmoe.plan.kept_bytes import Widths, kept_bytes
 from titanmoe.plan.price import Pricer
+from titanmoe.plan.saved_bytes import Widths, saved_bytes
 from titanmoe.plan.schedule_cost import backward_loads, schedule_cost
 from titanmoe.plan.totals_by_mode import MODES, expert_seconds, non_expert_seconds, row_seconds, seconds_in_halves
 
@@ -98,7 +98,7 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                 if (tp, cp, samples) not in attention:
                     widths = Widths(batch_config, fold)
                     attention_bytes = [
-                        sum(n * kept_bytes(widths, i, mode).attention for i, n in mixer_counts.items()) / layers
+                        sum(n * saved_bytes(widths, i, mode).attention for i, n in mixer_counts.items()) / layers
                         for mode in MODES
                     ]
                     attention[tp, cp, samples] = attention_bytes, non_expert_seconds(pricer, tp, cp, samples)
@@ -106,7 +106,7 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                 ffn_key = *experts_key[:3], ep * etp > 1, etp
                 if ffn_key not in ffns:
                     widths = Widths(batch_config, fold)
-                    ffns[ffn_key] = [kept_bytes(widths, deep, mode).ffn for mode in MODES]
+                    ffns[ffn_key] = [saved_bytes(widths, deep, mode).ffn for mode in MODES]
                 (attention_bytes, seconds), ffn = attention[tp, cp, samples], ffns[ffn_key]
                 for i, mode in enumerate(MODES):
                     block = (attention_bytes[i] + ffn[i]) * layers / pp

@@ -20,8 +20,8 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import read_csv, stage_ranks
 from titanmoe.fold.unsharded_experts import experts_are_unsharded, has_compute_copies, reshards_after_forward
 from titanmoe.models.stages import split_layers
-from titanmoe.plan.kept_bytes import Widths, input_bytes, kept_bytes, mode_of
 from titanmoe.plan.muon_work import matrix_buffer_bytes
+from titanmoe.plan.saved_bytes import Widths, input_bytes, mode_of, saved_bytes
 from titanmoe.plan.schedule_cost import BackwardLoad, backward_loads, largest_loads
 from titanmoe.plan.sizes import ModelKey, WeightUnit, fsdp, state_bytes, units_of_stage
 from titanmoe.train.find_teacher import find_teacher, teacher_config
@@ -105,14 +105,14 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     trained = sum(_stored(unit.trained, n, weight_width) for unit, n in parts)
     weights = trained + sum(_frozen_stored(unit, n, w) for unit, n in parts)
     moments = state_bytes(config, fold, parts, stages, blocks, _stored)
-    kept_by_block = {i: kept_bytes(s, i) for i in blocks}
+    saved_by_block = {i: saved_bytes(s, i) for i in blocks}
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
     rope = 2 * s.X * rotary_width(model) * 4
     extra = range(model.num_layers, model.num_layers + model.mtp_depth)
     # Every stage but the first has its input in a receive buffer, and the pipeline keeps every output but the loss.
     kept_by_stage = [
-        sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in [*layers, *extra[: last * len(extra)]])
+        sum(saved_by_block[i].attention + saved_by_block[i].ffn for i in [*layers, *extra[: last * len(extra)]])
         + rope
         + hidden * (first - last)
         for layers, first, last in stages
@@ -158,9 +158,9 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         alive |= load_bytes(load)
         layer, finished = blocks[index], blocks[index + 1 :] if index + 1 else []
         flow = s.flows[layer]
-        experts, recomputed = has_experts(model, layer), kept_by_block[layer].recomputed
+        experts, recomputed = has_experts(model, layer), saved_by_block[layer].recomputed
         expert = sizes.experts_of(layer)
-        freed = sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in finished)
+        freed = sum(saved_by_block[i].attention + saved_by_block[i].ffn for i in finished)
         unreduced = edge.trained.whole * has_head + sum(_whole_of_block(s, i) for i in finished)
         shards, sent_gradients = 0, unreduced * reduced * is_first_backward
         if not pipelined:
@@ -195,8 +195,8 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
                 gradients=sent_gradients + expert.trained.whole * w * thirds // 3,
                 other=R * width * w + hidden,
             )
-        own, mixer = kept_by_block[layer], s.mixers[layer]
-        if held := mixer.backward_bytes(model, s.share, mode_of(config, layer) == "selective"):
+        own, mixer = saved_by_block[layer], s.mixers[layer]
+        if held := mixer.backward_bytes(model, s.batch, mode_of(config, layer) == "selective"):
             stored = 0 if pipelined or accumulated_bytes else _stored(expert.trained, fold.edp, weight_width)
             sent = expert.trained.whole * reduced * (is_first_backward if pipelined else sharded)
             add_candidate(
@@ -210,7 +210,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         if partly and name == "last" and experts:
             # With few gradients this may be the peak. Gathered weights arrive in a buffer and are copied, and those of
             # the head are on their way. The last product stands beside the activation, then beside its adapter's.
-            passing = not kept_by_block[layer].rows  # what other blocks keep, if they keep it
+            passing = not saved_by_block[layer].rows  # what other blocks keep, if they keep it
             gathered = dense.whole + edge.whole + sharded * expert.whole * (2 if fold.edp > 1 else 1)
             add_candidate(
                 "forward of the last block's experts",
@@ -229,7 +229,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
                 other=hidden,
             )
         if experts and not pipelined:
-            rows_gone = kept_by_block[layer].rows or R * (D * w + 4 + 2 * F * w)
+            rows_gone = saved_by_block[layer].rows or R * (D * w + 4 + 2 * F * w)
             gradients = _layers_gradients(s, expert.trained, reduced, weight_width, bool(accumulated_bytes))
             add_candidate(
                 f"reducing gradients of the {name} block's experts",

@@ -1,6 +1,6 @@
 """Work that Muon's update adds to a step on each rank: Newton-Schulz FLOPs, and bytes of the messages of matrices.
 
-The planner prices it (`titanmoe.plan.price`); what runs is `titanmoe.parallel.whole_matrices`.
+The planner prices it (`titanmoe.plan.price`); what runs is `titanmoe.parallel.full_matrices`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
-from titanmoe.models.matrices import ROUND, declared, matrices_of
+from titanmoe.models.matrices import ROUND, matrices_of, matrix_parameters
 from titanmoe.models.mixers.mixer_spec import Shape
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.sizes import ModelKey
@@ -48,12 +48,12 @@ def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning
     whole = {
         name
         for mixer in key.mixers
-        for name, (_, dim) in tensors.of_block(key.model, mixer, True, tp).items()
+        for name, (_, dim) in tensors.block_splits(key.model, mixer, True, tp).items()
         if dim is None
     }
     counts = Counter(
         (".".join(name.split(".")[-3:]), shape, rows)
-        for name, (shape, rows) in declared(key.model, router).items()
+        for name, (shape, rows) in matrix_parameters(key.model, router).items()
         if not tuning.freezes(name)
     )
     out = []

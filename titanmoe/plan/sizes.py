@@ -19,7 +19,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.mixer_spec import MixerSpec, Shape, Split
-from titanmoe.models.tensors import Tuning, block_name, of_block, of_experts
+from titanmoe.models.tensors import Tuning, block_name, block_splits, expert_splits
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 EVERYTHING = Tuning()
@@ -118,7 +118,7 @@ def _flags(names: Iterable[str], tuning: Tuning) -> tuple[bool, ...]:
 @lru_cache(maxsize=4096)
 def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
     model, mixer, experts = key.model, key.mixers[layer], has_experts(key.model, layer)
-    parts, router = tensors.of_block(model, mixer, experts, tp), tensors.of_router(model) if experts else {}
+    parts, router = tensors.block_splits(model, mixer, experts, tp), tensors.router_splits(model) if experts else {}
     name = tensors.block_name(model, layer)
     parts |= tuning.adapters(name, parts)
     frozen = _flags((f"{name}.{part}" for part in (*parts, *router)), tuning)
@@ -129,13 +129,13 @@ def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
 def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning: Tuning = EVERYTHING) -> WeightUnit:
     """Return the experts of a rank. `layer` matters only if not all of a block's tensors are trained."""
     model, name = key.model, tensors.block_name(key.model, layer)
-    parts = tensors.of_experts(model)
+    parts = tensors.expert_splits(model)
     parts |= tuning.adapters(name, parts)
     shapes = [tuple(n // etp if i == dim else n for i, n in enumerate(shape)) for shape, dim in parts.values()]
     shapes = [(model.num_experts // ep, *shape[1:]) for shape in shapes]
     dims = tuple(tensors.expert_data_dim(part.rpartition(".")[2]) for part in parts)
     frozen = _flags((f"{name}.{part}" for part in parts), tuning)
-    # Whole experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.sharded.
+    # Whole experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.data_parallel.
     uneven = model.num_experts // ep % edp
     return WeightUnit(tuple(shapes), dims if uneven else (0,) * len(shapes), (), frozen)
 
@@ -222,7 +222,7 @@ def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
     if not config.lora.rank:
         return
     model, experts = config.model, has_experts(config.model, layer)
-    matrices = of_block(model, mixers(model)[layer], experts) | (of_experts(model) if experts else {})
+    matrices = block_splits(model, mixers(model)[layer], experts) | (expert_splits(model) if experts else {})
     pairs = list(Tuning.of(config).adapters(block_name(model, layer), matrices).items())
     for (name, (a, a_dim)), (_, (b, b_dim)) in zip(pairs[::2], pairs[1::2], strict=True):
         filled = -a[-2] % (16 // w) if ".experts." in name else 0  # titanmoe.models.lora

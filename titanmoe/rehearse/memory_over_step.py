@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from titanmoe.observe import Observer, listening
-from titanmoe.parallel.norm import local_grad
+from titanmoe.parallel.grad_norm import local_grad
 from titanmoe.rehearse.code_site import GATHER, RECEIVE, REDUCE, CodeSite
 from titanmoe.rehearse.operation_costs import local_tensors
 from titanmoe.replace import replaced

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titanmoe.models.layers import promote
 from titanmoe.moe.send_slots import assign_unpadded_slots, order_by_expert
-from titanmoe.parallel.context import TellLse
+from titanmoe.parallel.context import LseCallback
 from titanmoe.replace import replaced
 
 _aten = torch.ops.aten
@@ -43,13 +43,13 @@ def _attention_and_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cau
 
 
 def flex_attention(
-    q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: Tensor | None, tell_lse: TellLse = None
+    q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: Tensor | None, report_lse: LseCallback = None
 ) -> Tensor:
     """Stand in for `titanmoe.parallel.flex.flex`, with a kernel that saves the same tensors for backward."""
     out, lse = _attention_and_lse(*(x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh)), None, True)
     lse = lse[..., : q_BSHh.shape[1]]
-    if tell_lse is not None:
-        tell_lse(lse.detach())
+    if report_lse is not None:
+        report_lse(lse.detach())
     if sinks_H is not None:
         out = (out * torch.sigmoid(lse - promote(sinks_H).view(-1, 1)).unsqueeze(-1)).to(q_BSHh.dtype)
     return out.transpose(1, 2)

@@ -291,7 +291,7 @@ TITLES = {
     "bits_per_byte": ("Bits per byte", "of the right choice"),
     "margin": ("Margin", "nats above the best wrong choice"),
     "accuracy": ("Accuracy", ""),
-    "accuracy_norm": ("Accuracy by length", "likeliest per character"),
+    "accuracy_norm": ("Accuracy by length", "most probable per character"),
 }
 
 

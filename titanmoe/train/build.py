@@ -32,7 +32,7 @@ from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.parallel.largest_logits import LargestLogits
-from titanmoe.parallel.tied import TiedEnds
+from titanmoe.parallel.tied_embeddings import TiedEmbeddings
 from titanmoe.train.adapter_checkpoints import AdapterCheckpoints
 from titanmoe.train.alarms import ExpectedLoss
 from titanmoe.train.checkpoints import Checkpoints
@@ -65,7 +65,7 @@ def build_training(
     checks: Callable[[Config, RankModel], Checks] = lambda config, model: Checks(),
     build: Callable[..., list[Transformer]] = build,
     reserve_buffers: Callable[..., SharedBuffers | None] = reserve_buffers,
-    likeliest: bool = False,
+    returns_top_k: bool = False,
     notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Training:
     """Build what a run needs on this rank. Collective over the world.
@@ -80,8 +80,8 @@ def build_training(
         checks: makes the numerical checks from the config and the model with its gradients and optimizer.
         build: makes this rank's stages; has the signature of titanmoe.parallel.apply.build.
         reserve_buffers: makes the buffers that dispatchers use in the first pass of a step.
-        likeliest: whether the head returns the top-k ids and their log-probabilities, as a teacher's does. Such a run
-            cannot train.
+        returns_top_k: whether the head returns the top-k ids and their log-probabilities, as a teacher's does. Such a
+            run cannot train.
         notes: rows to add to the header.
     """
     training, device = config.training, runtime.device
@@ -105,7 +105,7 @@ def build_training(
         objective=objective,
         build=build,
         reserve_buffers=reserve_buffers,
-        likeliest=likeliest,
+        returns_top_k=returns_top_k,
     )
     slicer_for = partial(Slicer, meshes=meshes, placement=placement(config.parallelism), device=device)
     slicer = slicer_for(
@@ -188,15 +188,15 @@ def build_model(
     objective: Objective,
     build: Callable[..., list[Transformer]],
     reserve_buffers: Callable[..., SharedBuffers | None],
-    likeliest: bool,
+    returns_top_k: bool,
 ) -> RankModel:
     """Build this rank's stages and what computes and applies their gradients. Collective over the world."""
     training, device = config.training, runtime.device
     spec, distillation = OBJECTIVES.look_up(training.objective), config.distillation
-    kept, temperature = spec.teacher_top_k(config)
-    output = HeadOutput(with_entropy=spec.reads_entropy, kept=kept, temperature=temperature)
-    if likeliest:
-        output = replace(output, top=distillation.top, temperature=distillation.temperature)
+    candidates, temperature = spec.teacher_top_k(config)
+    output = HeadOutput(with_entropy=spec.reads_entropy, candidates=candidates, temperature=temperature)
+    if returns_top_k:
+        output = replace(output, top_k=distillation.top, temperature=distillation.temperature)
     stages = build(config, meshes, loader.microbatches, device, output=output)
     every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
     state = RunState(SkipRule(config.optimizer))
@@ -213,7 +213,7 @@ def build_model(
             in_pairs=config.moe.overlap == "pairs",
         ),
         objective=objective,
-        tied=TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes),
+        tied=TiedEmbeddings(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes),
         first_pass=reserve_buffers(config.model, config.moe, training, meshes, device),
         meshes=meshes,
         model=config.model,

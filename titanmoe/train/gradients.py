@@ -27,11 +27,11 @@ from titanmoe.moe.layer_statistics import LayerStatistics, RowLayout, sum_statis
 from titanmoe.observe import named
 from titanmoe.parallel.batch_slice import Slice, mask_of, take_slice, to_device
 from titanmoe.parallel.context import Placement
+from titanmoe.parallel.grad_norm import grad_norm
 from titanmoe.parallel.largest_logits import LargestLogits
-from titanmoe.parallel.norm import grad_norm
+from titanmoe.parallel.parallel_plan import sum_replicated
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
-from titanmoe.parallel.tensor import sum_replicated
-from titanmoe.parallel.tied import TiedEnds
+from titanmoe.parallel.tied_embeddings import TiedEmbeddings
 from titanmoe.train.objectives.objective import Objective
 from titanmoe.train.run_state import RunState
 
@@ -193,7 +193,7 @@ class Gradients:
     stages: list[Transformer]
     engine: WithoutPipeline | Pipeline
     objective: Objective
-    tied: TiedEnds
+    tied: TiedEmbeddings
     first_pass: FirstPass | None
     meshes: Meshes
     model: Model
@@ -240,7 +240,7 @@ class Gradients:
         norm = grad_norm(self.trained, self.meshes.world, self.tied.names, self.device)
         counts = {number: moe.balance.counts for number, moe in self.moe_layers.items()}
         experts = sum_statistics(counts, self.blocks, self.layout, self.meshes.world, self.device)
-        logits = self.logits.over_ranks(self.device) if self.logits else None
+        logits = self.logits.reduce_over_ranks(self.device) if self.logits else None
         rows = dict(zip(self.blocks, experts, strict=True))
         by_block = {} if logits is None else {"max_logits": logits.amax(1)}
         by_layer = {f"layer {number}": row for number, row in rows.items()}

@@ -22,8 +22,8 @@ from titanmoe.checkpoint.write_tensors import describe_first_nonfinite
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
+from titanmoe.parallel.grad_norm import local_grad
 from titanmoe.parallel.materialize import local_shard
-from titanmoe.parallel.norm import local_grad
 from titanmoe.train.checks import Checks, NumericalFault, Restore
 from titanmoe.train.gradients import Gradients, StepScalars, StepSums, StepWork
 from titanmoe.train.optimizers.optimizer import Optimizer

@@ -13,7 +13,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
 from titanmoe.models.count import Parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
-from titanmoe.parallel.compiled import why_in_parts
+from titanmoe.parallel.compiled import why_not_one_graph
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.train.alarms import warn_of_no_balancing
 from titanmoe.train.console import describe_saving, format_mapping
@@ -104,7 +104,7 @@ def setup_rows(
     if device.type == "cuda":
         rows["GPU memory"] = describe_segments()
     if config.compile.enable:
-        reason = why_in_parts(config, splits)
+        reason = why_not_one_graph(config, splits)
         rows["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
     if pp == 1:
         return rows

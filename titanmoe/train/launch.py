@@ -245,14 +245,14 @@ def main(
     try:
         config, why = overlap(config, runtime)
         show_status("building the model")
-        likeliest = bool(checked) and checked.scores == "likeliest"
+        returns_top_k = bool(checked) and checked.scores == "top-k"
         notes = {"overlap": why} if why else {}
-        training = build_training(config, runtime, likeliest=likeliest, notes=notes, **replacements)
+        training = build_training(config, runtime, returns_top_k=returns_top_k, notes=notes, **replacements)
         launch_messages.write_memory_advice(partial(out_of_memory.memory_advice, training, config))
         if checked and checked.scores:
             from titanmoe.train.reference import run_scoring
 
-            return run_scoring(config, training, likeliest)
+            return run_scoring(config, training, returns_top_k)
         with watch(config, training):
             signal = Trainer(training).train()
         return 128 + signal if signal else 0

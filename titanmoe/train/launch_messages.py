@@ -54,7 +54,7 @@ class CheckedConfig(NamedTuple):
     source: str
     """Name of the recipe, for messages."""
     scores: str = ""
-    """Log-probabilities to compute (titanmoe.train.reference): of "labels", or of the "likeliest" ids; "" to train."""
+    """Log-probabilities to compute (titanmoe.train.reference): of "labels", or of the "top-k" ids; "" to train."""
 
 
 @contextmanager

@@ -290,7 +290,7 @@ def _forward(slicer: Slicer, training: Training, step: ScoringStep, top_k: TopK 
     slices, length = slicer.slices(step.batches), step.batches[0].tokens_BS.shape[1]
     numbers = 2 * top_k.top + 1 if top_k else 1
     out_GLR = torch.zeros(len(step.samples), length, numbers, dtype=torch.float64, device=device)
-    place_S = slicer.placement.part(torch.arange(length, device=device).unsqueeze(0), meshes.cp.rank).squeeze(0)
+    place_S = slicer.placement.rank_slice(torch.arange(length, device=device).unsqueeze(0), meshes.cp.rank).squeeze(0)
     number_MB = torch.from_numpy(step.number_N).to(device).view(len(slices), -1)
     number_B = {id(piece): number_MB[m] for m, piece in enumerate(slices)}
 

@@ -80,7 +80,7 @@ class SlicerWithTeacher(Slicer):
         own = teacher_config(config, self.teacher)
         if loader.mix.tokenizer:
             check_tokenizer(self.teacher, loader.mix.tokenizer.identity)
-        output = HeadOutput(top=options.top, temperature=options.temperature)
+        output = HeadOutput(top_k=options.top, temperature=options.temperature)
         self.stages = build(own, meshes, loader.microbatches, device, materialize=allocate_uninitialized, output=output)
         self.engine = make_engine(
             self.stages,

@@ -13,7 +13,7 @@ from titanmoe import observe
 from titanmoe.data.source_mix import TRUNCATION_ROWS
 from titanmoe.moe.balance import update_expert_bias
 from titanmoe.parallel.batch_slice import check_alike
-from titanmoe.parallel.norm import clip
+from titanmoe.parallel.grad_norm import clip
 from titanmoe.train.checks import NumericalFault
 from titanmoe.train.gradients import StepWork
 from titanmoe.train.run_folder import rewind, typed_command

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titanmoe.comm.collectives import all_gather, local
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.rank_groups import View, group_of, groups
-from titanmoe.parallel.norm import local_grad
+from titanmoe.parallel.grad_norm import local_grad
 from titanmoe.train.gradients import Gradients, PassSums, StepSums, StepWork
 from titanmoe.train.training import RankModel
 

@@ -31,7 +31,7 @@ from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_a
 from titanmoe.config.fields import build
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
-from titanmoe.parallel.frozen import held_dtype
+from titanmoe.parallel.frozen import frozen_dtype
 
 NAME_BASE_HINT = " (convert --base, generate --checkpoint)"
 """Hint at the options that name the base weights under adapters."""
@@ -211,7 +211,7 @@ def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases:
         total = 0
         for name in own:
             total += weight_digest.digest_in_blocks(
-                name, weights.tensors[name][0], partial(weights.read, name), held_dtype(name, compute)
+                name, weights.tensors[name][0], partial(weights.read, name), frozen_dtype(name, compute)
             )
         return total
 

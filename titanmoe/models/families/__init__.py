@@ -1,4 +1,4 @@
-"""The model families: which sizes there are, and the [model] fields each stands for."""
+"""The model families: their sizes, and the [model] fields that each size stands for."""
 
 from __future__ import annotations
 
@@ -28,23 +28,30 @@ FAMILIES = ComponentKind(
     },
     Family,
 )
+"""The families that model.family chooses from."""
 
 
 def family_of(name: str) -> Family:
+    """Return the family of that name, shipped or "module:NAME"."""
     return cast(Family, FAMILIES.look_up(name))
 
 
 def shipped() -> dict[str, Family]:
+    """Return the families of this package, by name."""
     return {name: family_of(name) for name in FAMILIES.table}
 
 
 def names() -> dict[str, list[str]]:
-    """The sizes of each family."""
+    """Return the names of each family's sizes."""
     return {name: list(family.sizes) for name, family in shipped().items()}
 
 
 def preset(family: str, size: str) -> dict[str, object]:
-    """The [model] fields that a family and a size stand for; ComponentError if there is no such family or size."""
+    """Return the [model] fields that a family and a size stand for.
+
+    Raises:
+        ComponentError: if there is no such family or size.
+    """
     values = family_of(family).preset({"model.family": family, "model.size": size})
     own = Own({path.removeprefix(f"{OWN}."): value for path, value in values.items() if path.startswith(f"{OWN}.")})
     fields = {path.removeprefix("model."): value for path, value in values.items() if not path.startswith(f"{OWN}.")}
@@ -52,6 +59,6 @@ def preset(family: str, size: str) -> dict[str, object]:
 
 
 def mixers(model: Model) -> list[MixerSpec]:
-    """Of each block, including that of multi-token prediction."""
+    """Return the mixer of each block, including that of multi-token prediction."""
     family = family_of(model.family)
     return [family.mixer_of(model, layer) for layer in range(model.num_layers + model.mtp_depth)]

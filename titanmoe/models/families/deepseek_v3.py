@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, dense first blocks, sigmoid scores, the experts chosen within groups, a shared expert.
+"""DeepSeek-V3: latent attention, dense first blocks, sigmoid router scores, group-limited top-k, a shared expert.
 
 671b is arXiv 2412.19437; its multi-token prediction is `mtp_depth = 1`. Its context is stretched by YaRN from
 4,096 tokens; it was pretrained up to that length with `rope_scaling = "none"` (then `rope_factor` is 1). 16b is
@@ -68,11 +68,11 @@ def _read(config: hf.Json) -> dict[str, object]:
 
 
 def shared_experts(model: Model) -> int:
-    """How many of the others' width are the one of model.shared_hidden."""
+    """Return how many shared experts of the routed experts' width equal the one of model.shared_hidden."""
     shared, rest = divmod(model.shared_hidden, model.expert_hidden)
     if rest:
         raise hf.Unrepresentable(
-            f"has shared experts of the others' width, {model.expert_hidden}, and model.shared_hidden = "
+            f"has shared experts as wide as routed ones, {model.expert_hidden}, and model.shared_hidden = "
             f"{model.shared_hidden} is not a multiple of it"
         )
     return shared
@@ -113,7 +113,10 @@ COPIES = {
 
 
 def homes(block: hf.Names) -> dict[str, hf.Home]:
-    """Of a whole model, from those of a block: its layers, and that of multi-token prediction after the last."""
+    """Return where all tensors of a model are stored, from the names within a block.
+
+    The block of multi-token prediction is stored as a layer after the last.
+    """
     mtp = {
         "hidden_norm.weight": "hnorm.weight",
         "embed_norm.weight": "enorm.weight",

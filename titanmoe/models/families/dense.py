@@ -1,4 +1,4 @@
-"""Dense models that can be upcycled: each becomes a model of the family named, with experts instead of its FFN."""
+"""Dense models on Hugging Face that can be upcycled: each becomes a MoE model of `family`, with copies of its FFN."""
 
 from __future__ import annotations
 

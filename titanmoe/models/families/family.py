@@ -1,4 +1,4 @@
-"""What a family of models is: its sizes, the mixer of each block, and how Hugging Face stores it. No torch here."""
+"""A model family: its sizes, the mixer of each block, and how Hugging Face stores it. No torch here."""
 
 from __future__ import annotations
 
@@ -16,32 +16,43 @@ from titanmoe.models.mixers.latent import LATENT
 from titanmoe.models.mixers.mixer_spec import MixerSpec
 
 NAMED = ("model.family", "model.size")
+"""Options that an error about a family names."""
 
 
 def attention(model: Model, layer: int) -> MixerSpec:
+    """Return latent attention if the model has latents, else grouped-query attention."""
     return LATENT if model.kv_lora_rank else GROUPED_QUERY
 
 
 @dataclass(frozen=True)
 class Family(Spec):
+    """A family of models, a component of kind model.family."""
+
     sizes: Mapping[str, Mapping[str, Any]]
-    """Each with the [model] fields that it stands for; those left out keep their defaults."""
+    """[model] fields of each size, by its name; fields left out keep their defaults."""
     hf: HuggingFace | None = None
-    """How it is written for transformers; None: it cannot be converted."""
+    """Format of the family on Hugging Face; None if it cannot be converted."""
     mixer: Callable[[Model, int], MixerSpec] = attention
-    """Gives the mixer of a block, by its number; the same object for blocks that are alike."""
+    """Function that returns the mixer of a block by its number: the same object for equal blocks."""
     own: Mapping[str, int | float | bool | str] = field(default_factory=dict)
-    """What [model] has no field for, with defaults: a recipe sets it in [model.own], a size as `own`."""
+    """The family's own options, with defaults: a recipe sets them in [model.own], a size as `own`."""
     plan: Mapping[str, int | None] = field(default_factory=dict)
-    """Rows of the parallel plan (titanmoe.parallel.tensor) that differ from those in `titanmoe.models.tensors`: the dim
-    along which tp shards a parameter, None to replicate it, by pattern of its name within a block, such as
-    "moe.shared.w?.weight". Not for routers and experts. The planner counts such weights so, and times as without it."""
+    """Dim along which tp shards a parameter, None to replicate it, by pattern of the parameter's name within a block.
+
+    Replaces rows of the default plan in `titanmoe.models.tensors`, such as that of "moe.shared.w?.weight". Routers and
+    experts cannot be replaced. The planner counts the weights by it, but times them by the default plan.
+    """
 
     def mixer_of(self, model: Model, layer: int) -> MixerSpec:
-        """The block of multi-token prediction, which comes after the last layer, is like the last."""
+        """Return the mixer of a block. That of multi-token prediction, after the last layer, has the last layer's."""
         return self.mixer(model, min(layer, model.num_layers - 1))
 
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that a family and size set, by path, such as "model.dim".
+
+        Raises:
+            ComponentError: if the size is unknown, or the family is inconsistent.
+        """
         family, size = (values[path] for path in NAMED)
         if self.hf and self.hf.family != family:
             raise ComponentError(
@@ -65,6 +76,7 @@ class Family(Spec):
         return {f"model.{name}": value for name, value in shape.items()} | own_values
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Yield what contradicts the family or its mixers in a recipe."""
         every = config.model.full_attention_every
         if self.mixer is attention and not config.model.sliding_window and every != 1:
             yield Violation(
@@ -76,6 +88,7 @@ class Family(Spec):
             yield from mixer.contradictions(config)
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
+        """Return the numbers that a degree of parallelism must divide, by degree and by name of the number."""
         divided: dict[str, dict[str, int]] = {}
         for mixer in self._mixers(config.model):
             for degree, numbers in mixer.divided(config).items():
@@ -83,9 +96,10 @@ class Family(Spec):
         return divided
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
+        """Yield reasons why the mixers cannot run with these degrees of parallelism."""
         for mixer in self._mixers(config.model):
             yield from mixer.violations(config, degrees)
 
     def _mixers(self, model: Model) -> list[MixerSpec]:
-        """Each kind once."""
+        """Return each kind of mixer once."""
         return list(dict.fromkeys(self.mixer(model, layer) for layer in range(model.num_layers)))

@@ -1,5 +1,4 @@
-"""gpt-oss: attention sinks, windows in every other block, biases on every projection, router and expert, a clamped
-SwiGLU.
+"""gpt-oss: attention sinks, windows in every other block, biases everywhere, a clamped SwiGLU.
 
 The sizes are the published checkpoints' (arXiv 2508.10925), which YaRN stretches from 4096 to 131072 positions. The
 softmax is over the chosen experts only, so their weights already sum to one.
@@ -57,25 +56,25 @@ _YARN = dict(
     original_max_position_embeddings=4096,
 )
 
-NARROW, WHOLE = "sliding_attention", "full_attention"
+WINDOW, FULL = "sliding_attention", "full_attention"
 
 
 def _kinds(every: int, layers: int) -> list[str]:
     narrow = Model(num_layers=layers, sliding_window=1, full_attention_every=every)
-    return [NARROW if window(narrow, i) else WHOLE for i in range(layers)]
+    return [WINDOW if window(narrow, i) else FULL for i in range(layers)]
 
 
 def _read_kinds(config: hf.Json) -> dict[str, object]:
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types") or _kinds(2, layers)
-    if kinds == [WHOLE] * layers:
+    if kinds == [FULL] * layers:
         return {"sliding_window": 0, "full_attention_every": 1}
-    every = kinds.index(WHOLE) + 1 if WHOLE in kinds else 0
+    every = kinds.index(FULL) + 1 if FULL in kinds else 0
     if kinds == _kinds(every, layers):
         return {"full_attention_every": every}
     raise hf.Unrepresentable(
-        f"has the layer_types {kinds[:100]}: with model.full_attention_every = n the n-th, 2n-th, ... are {WHOLE}, the "
-        f"others {NARROW}"
+        f"has the layer_types {kinds[:100]}: with model.full_attention_every = n the n-th, 2n-th, ... are {FULL}, the "
+        f"others {WINDOW}"
     )
 
 

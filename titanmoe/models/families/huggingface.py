@@ -1,7 +1,8 @@
 """How a family is stored on Hugging Face: the names of its tensors and the fields of its config.json. No torch here.
 
-Names of tensors contain {layer}, {expert} and, for the block of multi-token prediction, {last}, the number of layers.
-Ours are those of titanmoe.models.transformer.
+titanmoe.checkpoint.hf reads and writes by it. Names of tensors contain {layer}, {expert} and, for the block of
+multi-token prediction, {last}, the number of layers. Our names are those of titanmoe.models.transformer, "theirs" those
+of transformers.
 """
 
 from __future__ import annotations
@@ -18,105 +19,130 @@ Json = Mapping[str, Any]
 
 
 class Unrepresentable(ValueError):
-    """A config.json asks for something that [model] cannot express, or vice versa."""
+    """Raised where a config.json asks for something that [model] cannot express, or vice versa."""
 
 
 class Part(NamedTuple):
-    """Rows of a tensor there come in groups, and each group in parts, one below the other."""
+    """The rows of one of our tensors in a fused tensor, such as queries, keys and values in one matrix.
+
+    Rows of the fused tensor come in groups, such as heads, and each group has a part of each of our tensors.
+    """
 
     rows: Callable[[Model], tuple[int, ...]]
-    """Of each part of a group."""
+    """Function that returns the rows of each part of a group."""
     number: int
-    """Ours, of the parts."""
+    """Index of our tensor's part."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where one of our tensors is stored. With {expert} in its name, each expert's part is a tensor of its own."""
+    """The name and layout of one of our tensors in Hugging Face's files. With {expert} it is one tensor per expert."""
 
     name: str
     transposed: bool = False
-    """Its last two dims are swapped there."""
+    """Whether the last two dims are swapped in their file."""
     stride: int = 1
-    """Ours is every stride-th entry of the last dim there, from `phase` on; other tensors of ours have the rest."""
+    """Step in their last dim, if it alternates between several of our tensors, such as gate and up."""
     phase: int = 0
+    """First index of ours in their last dim."""
     rotated: Callable[[Model], tuple[int, int]] | None = None
-    """Rows that RoPE turns in pairs: pair i is rows 2i and 2i + 1 there, i and half + i in ours. Gives the rows of one
-    head and how many of them, the last ones, are turned."""
+    """Function that returns the rows of one head, and how many of them, the last ones, RoPE rotates.
+
+    Set if pair i is rows 2i and 2i + 1 in their file; it is rows i and half + i in ours.
+    """
     part: Part | None = None
-    """Ours has the rows of that part of every group; other tensors of ours have the rest."""
+    """The rows of ours in a fused tensor; None if it is not fused."""
     between: bool = False
-    """It has a dim of 1 there before its last."""
+    """Whether it has a dim of 1 before its last in their file."""
 
 
 @dataclass(frozen=True)
 class Special:
-    """Keys of config.json that express fields of [model] differently."""
+    """A conversion between keys of config.json and fields of [model] that are not one to one."""
 
     keys: tuple[str, ...]
     read: Callable[[Json], dict[str, object]]
-    """Fields from config.json; raises Unrepresentable."""
+    """Function that returns fields of [model] from a config.json; raises Unrepresentable."""
     write: Callable[[Model], dict[str, object]]
-    """The reverse; raises it too."""
+    """Function that returns keys of config.json from [model]; raises Unrepresentable."""
 
 
 @dataclass(frozen=True)
 class HuggingFace:
+    """The format in which transformers stores a family."""
+
     model_type: str
+    """model_type of its config.json."""
     architecture: str
+    """Name of its class in transformers."""
     family: str
-    """Of ours."""
+    """Our family."""
     switches: Mapping[str, object]
-    """Fields of [model] that are the same in all models of this type. What config.json says, even by omission, wins."""
+    """Fields of [model] that all models of this type share. Keys of config.json, also absent ones, override them."""
     homes: Mapping[str, Home]
-    """By our name."""
+    """Name and layout of each tensor in their files, by our name."""
     fields: Mapping[str, tuple[str, ...]]
-    """From a field of [model] to its key in config.json; the other keys are other spellings, which are read too."""
+    """Key of config.json of each field of [model]; further keys are other spellings, which are read too."""
     special: tuple[Special, ...] = ()
+    """Conversions of the fields that are not one key each."""
     absent: Mapping[str, object] = field(default_factory=dict)
-    """What leaving a key out means: the default of transformers' config class. Other keys of `fields` are required."""
+    """Default of transformers' config class, by key. Other keys of `fields` are required."""
     fixed: Mapping[str, object] = field(default_factory=dict)
-    """Keys with only one value that we can represent, which is also what leaving them out means."""
+    """Keys of which we can represent one value only, which is also their default."""
     mixer_homes: Mapping[str, Mapping[str, Home]] = field(default_factory=dict)
-    """In blocks whose mixer has that name, in the place of `homes`."""
+    """Names and layouts that replace `homes` in blocks with a mixer, by the mixer's name."""
     other_homes: Mapping[str, Home] = field(default_factory=dict)
-    """In the place of both in files that have a tensor of that name. None is written."""
+    """Names and layouts that replace both in files that have a tensor of that name. Read only."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """With multi-token prediction: names of tensors that repeat another, by the name of the other."""
+    """Original of each tensor that is a copy of another, with multi-token prediction."""
     mtp_key: str = ""
-    """How many blocks of multi-token prediction there are."""
+    """Key of the number of blocks of multi-token prediction."""
     outer_type: str = ""
-    """model_type of config.json with these keys within `text_config`, beside those of what else than text it takes."""
+    """model_type of a config.json that has these keys within `text_config`, for models that also take images."""
     outer_keys: tuple[str, ...] = ()
-    """Keys beside `text_config` that transformers reads there for the text model, too."""
+    """Keys beside `text_config` that the text model reads too."""
     outer_names: Mapping[str, str] = field(default_factory=dict)
-    """How names of tensors begin in its files, and how the same ones do otherwise."""
+    """Prefix of the tensors of a text model, by their prefix in files of a model that also takes images."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """How names of tensors begin that are not read, and what these are."""
+    """Reason why tensors are not read, by the prefix of their names."""
     derived: tuple[str, ...] = ()
-    """Suffixes of tensors that old files contain although they follow from config.json."""
+    """Suffixes of tensors that old files contain although config.json determines them."""
     dense: bool = False
-    """No experts: only for upcycling."""
+    """Whether it has no experts, and is only for upcycling."""
 
 
 Names = Mapping[str, str | Home]
+"""Names and layouts of tensors in their files, by our names; a str if the layout is ours."""
 
 
 def layer(homes: Names, ours: str = "layers.{layer}", theirs: str = "model.layers.{layer}") -> dict[str, Home]:
-    """Homes in a block, by names within the block."""
-    whole = {name: Home(home) if isinstance(home, str) else home for name, home in homes.items()}
-    return {f"{ours}.{name}": replace(home, name=f"{theirs}.{home.name}") for name, home in whole.items()}
+    """Return where the tensors of all layers are stored, from names within a block.
+
+    Args:
+        homes: where each tensor of a block is stored.
+        ours: prefix of our names.
+        theirs: prefix of their names.
+    """
+    full = {name: Home(home) if isinstance(home, str) else home for name, home in homes.items()}
+    return {f"{ours}.{name}": replace(home, name=f"{theirs}.{home.name}") for name, home in full.items()}
 
 
 def parts(theirs: str, ours: Sequence[str], rows: Callable[[Model], tuple[int, ...]], **more: bool) -> dict[str, Home]:
-    """Several of ours that are one tensor there, as `Part` says."""
+    """Return where several of our tensors are stored that are fused into one.
+
+    Args:
+        theirs: name of the fused tensor.
+        ours: our names, in the order of their parts.
+        rows: returns the rows of each part of a group.
+        more: other fields of Home.
+    """
     return {name: Home(theirs, part=Part(rows, number), **more) for number, name in enumerate(ours)}
 
 
 def swiglu(
     ours: str, theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, str]:
-    """gate, up and down; `ours` and `theirs` contain {w}."""
+    """Return where gate, up and down are stored; `ours` and `theirs` contain {w} in place of the weight's name."""
     return {ours.format(w=w): theirs.replace("{w}", name) for w, name in zip(("w1", "w3", "w2"), names, strict=True)}
 
 
@@ -171,18 +197,18 @@ def _read_rope(config: Json, theta: float, default: Json, part: float) -> dict[s
         raise Unrepresentable(f"has another RoPE for each of {', '.join(rope)}, here all blocks have one")
     if not isinstance(base, int | float):
         raise Unrepresentable(f"has rope_theta = {base!r}, which is not a number")
-    turned = _turned(config, rotated, part > 0)
+    rotary_dim = _rotary_dim(config, rotated, part > 0)
     if kind not in ("default", "yarn"):
-        way_out = "choose a model with one of these"
+        fix = "choose a model with one of these"
         if kind == "dynamic":
-            way_out = (
+            fix = (
                 "up to max_position_embeddings it changes nothing, so for such a seq_len name a copy of the folder "
                 'whose config.json has rope_type = "default" there'
             )
-        raise Unrepresentable(f"has rope_scaling of type {kind!r}, model.rope_scaling is none or yarn: {way_out}")
+        raise Unrepresentable(f"has rope_scaling of type {kind!r}, model.rope_scaling is none or yarn: {fix}")
     if kind == "default":
         unused = {name: getattr(Model(), name) for name in (*_ROPE, "rope_original_len", "rope_truncate")}
-        return {"rope_theta": float(base), "rope_scaling": "none", **turned, **unused}
+        return {"rope_theta": float(base), "rope_scaling": "none", **rotary_dim, **unused}
     if rope.get("attention_factor") is not None:
         raise Unrepresentable(
             f"has rope_scaling with attention_factor = {rope['attention_factor']}, here it follows from factor, "
@@ -202,29 +228,35 @@ def _read_rope(config: Json, theta: float, default: Json, part: float) -> dict[s
         "rope_scaling": "yarn",
         "rope_original_len": original,
         "rope_truncate": bool(rope.get("truncate", True)),
-        **turned,
+        **rotary_dim,
         **{ours: float(values[theirs]) for ours, theirs in _ROPE.items()},
     }
 
 
-def _turned(config: Json, share: Any, in_part: bool) -> dict[str, object]:
-    """in_part: whether the family can turn a part of a head."""
-    if share in (None, 1):
+def _rotary_dim(config: Json, fraction: Any, partial_rotary: bool) -> dict[str, object]:
+    """Return model.rotary_dim; nothing if RoPE rotates full heads.
+
+    Args:
+        config: a config.json.
+        fraction: its partial_rotary_factor; None for full heads.
+        partial_rotary: whether the family can rotate a part of a head.
+    """
+    if fraction in (None, 1):
         return {}
-    if not in_part:
-        raise Unrepresentable(f"has partial_rotary_factor = {share}, here RoPE turns whole heads (1.0)")
+    if not partial_rotary:
+        raise Unrepresentable(f"has partial_rotary_factor = {fraction}, here RoPE rotates full heads (1.0)")
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    width = int(head * share)
+    width = int(head * fraction)
     if not 0 < width < head or width % 2:
         raise Unrepresentable(
-            f"has no whole pairs of dims to turn: partial_rotary_factor = {share} of heads {head} wide"
+            f"has an odd number of dims to rotate: partial_rotary_factor = {fraction} of heads {head} wide"
         )
     return {"rotary_dim": width}
 
 
 def _write_rope(model: Model, default: Json, part: float) -> dict[str, object]:
-    turned = {"partial_rotary_factor": (model.rotary_dim or model.head_dim) / model.head_dim} if part else {}
-    return turned | _write_scaling(model, default)
+    factor = {"partial_rotary_factor": (model.rotary_dim or model.head_dim) / model.head_dim} if part else {}
+    return factor | _write_scaling(model, default)
 
 
 def _write_scaling(model: Model, default: Json) -> dict[str, object]:
@@ -241,8 +273,13 @@ def _write_scaling(model: Model, default: Json) -> dict[str, object]:
 
 
 def rope(theta: float, default: Json | None = None, part: float = 0.0) -> Special:
-    """What leaving them out means: theta, all of rope_parameters if the family has that, and of families in which RoPE
-    may turn a part of a head, how large that is."""
+    """Return the conversion of RoPE's keys, with the defaults of the family's config class.
+
+    Args:
+        theta: default of rope_theta.
+        default: default of rope_parameters.
+        part: default of partial_rotary_factor, in families where RoPE may rotate a part of a head; else 0.
+    """
     return Special(
         ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
         partial(_read_rope, theta=theta, default=default or {}, part=part),
@@ -254,7 +291,12 @@ def rope(theta: float, default: Json | None = None, part: float = 0.0) -> Specia
 
 
 def dense_blocks(sparse: list[bool], keys: str = "mlp_only_layers or decoder_sparse_step") -> dict[str, object]:
-    """num_dense_layers and moe_every, from which blocks have experts, as those keys say."""
+    """Return num_dense_layers and moe_every.
+
+    Args:
+        sparse: whether each block has experts.
+        keys: the keys of config.json that say so, for messages.
+    """
     layers = len(sparse)
     first, second = [*(i for i, has in enumerate(sparse) if has), layers, layers][:2]
     every = max(1, second - first)  # if there is only one, fewer follow
@@ -289,7 +331,7 @@ def _read_windows(config: Json) -> dict[str, object]:
     if config.get("use_sliding_window") or kinds != {"full_attention"}:
         raise Unrepresentable(
             f"has use_sliding_window = {config.get('use_sliding_window')} and layer_types {sorted(kinds)}, "
-            "this family attends to the whole sequence in every block"
+            "this family attends to the full sequence in every block"
         )
     return {}
 
@@ -321,4 +363,4 @@ LATER = {
     "minimax_m3_vl_text": _CHOSEN_KEYS,
     "nemotron_h": "Mamba-2 layers and experts without a gate",
 }
-"""Models that are refused by name: their model_type, and what they are made of that is not here."""
+"""Features that titanmoe lacks, by the model_type of models that it refuses by name."""

@@ -1,6 +1,6 @@
 """Kimi-K2 (arXiv 2507.20534): DeepSeek-V3's architecture with more experts and fewer heads, and without groups.
 
-1t_a32b is the first release, base and instruct, whose context YaRN stretches from 4,096 tokens. Later ones (0905,
+1t_a32b is the first release, base and instruct, whose context YaRN extends from 4,096 tokens. Later ones (0905,
 Thinking) have rope_factor 64, and Thinking norm_eps 1e-5: `model.hf` reads them from their files.
 """
 

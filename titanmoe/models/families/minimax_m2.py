@@ -1,5 +1,6 @@
-"""MiniMax-M2: many small experts in every block, sigmoid scores with a selection bias, queries and keys normalised over
-all heads together, RoPE on half of each head.
+"""MiniMax-M2: many small experts, sigmoid router scores with a bias, norms of queries and keys over all heads together.
+
+RoPE rotates half of each head.
 
 230b_a10b is MiniMax-M2, and M2.1, M2.5 and M2.7, which have its sizes. Its code divides the chosen scores by their sum,
 as we do: the 1e-20 that our router adds is lost in rounding for sums above 1e-12 in float32, and 2e-4 in float64. The

@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts, and Qwen3.6: Qwen3-Next's blocks, of which text is trained.
+"""Qwen3.5 with experts, and Qwen3.6: Qwen3-Next's blocks. Only the text model is trained.
 
 Published models also take images and video, by weights that are left out here; tokens that stand for these are refused
 (model.media_tokens). Positions of text are the same in all parts of their RoPE, so it is the usual one. Exports are of

@@ -1,7 +1,7 @@
 """Qwen3-Next: three blocks with linear attention (Gated DeltaNet), then one with attention whose output is gated.
 
-RoPE turns a quarter of each head, norms add one to their weights, and a shared expert is scaled by a sigmoid gate. The
-block of multi-token prediction, `mtp_depth = 1`, attends to the whole sequence like the last one.
+RoPE rotates a quarter of each head, norms add one to their weights, and a shared expert is scaled by a sigmoid gate.
+The block of multi-token prediction, `mtp_depth = 1`, attends to the full sequence like the last one.
 """
 
 from titanmoe.config.schema import Model
@@ -27,7 +27,7 @@ SWITCHES = dict(
 
 
 def linear(keys: int, values: int, width: int) -> dict[str, object]:
-    """Heads of keys and values in linear attention."""
+    """Return the own options of linear attention with so many key and value heads of one width."""
     heads = dict(linear_key_heads=keys, linear_value_heads=values, linear_key_dim=width, linear_value_dim=width)
     return {"own": FIELDS | heads}
 
@@ -48,6 +48,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 
 def mixer(model: Model, layer: int) -> MixerSpec:
+    """Return full attention for every full_attention_every-th layer, else linear attention."""
     every = model.full_attention_every
     return attention(model, layer) if every and (layer + 1) % every == 0 else GATED_DELTA
 
@@ -94,13 +95,13 @@ KINDS = hf.Special(("layer_types", "full_attention_interval"), _read_kinds, _wri
 
 
 def qkv(model: Model) -> tuple[int, ...]:
-    """Of all heads."""
+    """Return the rows of queries, keys and values of all heads."""
     heads = Heads.of(model)
     return heads.key_width, heads.key_width, heads.value_width
 
 
 def _qkvz(model: Model) -> tuple[int, ...]:
-    """Of a key head and the value heads that belong to it."""
+    """Return the rows of queries, keys, values and z of a key head and its value heads."""
     heads = Heads.of(model)
     value = heads.values // heads.keys * heads.value_dim
     return heads.key_dim, heads.key_dim, value, value
@@ -120,6 +121,7 @@ def _of_expert(model: Model) -> tuple[int, ...]:
 
 
 def weights(*names: str) -> list[str]:
+    """Return our names of weights of attention."""
     return [f"attention.{name}.weight" for name in names]
 
 
@@ -150,7 +152,7 @@ EXTRA = {
 
 
 def everywhere(block: hf.Names) -> dict[str, hf.Home]:
-    """In the layers, and in the block of multi-token prediction."""
+    """Return where a block's tensors are stored, in the layers and in the block of multi-token prediction."""
     return hf.layer(block) | hf.layer(block, "mtp.0.block", "mtp.layers.0")
 
 

@@ -1,1 +1,1 @@
-"""What mixes the tokens of a block: attention, or a layer that a family has in its place."""
+"""Mixers, the layers in which tokens see each other: attention and linear attention, described without torch."""

@@ -1,4 +1,4 @@
-"""Linear attention with a gated delta rule (arXiv 2412.06464), or with the gate of GLA (arXiv 2312.06635)."""
+"""The spec of linear attention: gated delta rule (arXiv 2412.06464), or the gate of GLA (arXiv 2312.06635)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from typing import Any, NamedTuple
 
 from titanmoe.config.ranges import Violation, divisors, nearest_values
 from titanmoe.config.schema import OWN, Config, Model
-from titanmoe.models.mixers.mixer_spec import BatchShare, MatrixRows, MixerSpec, MixerWork, Product, Split
+from titanmoe.models.mixers.mixer_spec import LocalBatch, MatrixRows, MixerSpec, MixerWork, Product, Split
 
 FIELDS: dict[str, int | float | bool | str] = dict(
     linear_key_heads=8, linear_value_heads=8, linear_key_dim=8, linear_value_dim=8, conv_width=4, linear_gate="delta"
 )
-"""Of [model.own], for a family that has such layers."""
+"""Fields of [model.own], with defaults, for a family that has such layers."""
 GATES = "delta", "gla"
+"""Values of linear_gate."""
 GLA_RANK = 16
+"""Rank of the product that computes the decay in gated linear attention."""
 CHUNK = 64
-"""As in titanmoe.ops.gated_delta_rule."""
+"""Positions of a chunk, as in titanmoe.ops.gated_delta_rule."""
 
 
 class Heads(NamedTuple):
+    """Numbers and widths of the heads of linear attention."""
+
     keys: int
+    """Number of key heads."""
     values: int
-    """Value heads that belong to one key head are consecutive."""
+    """Number of value heads. Those of one key head are consecutive."""
     key_dim: int
     value_dim: int
     conv_width: int
@@ -30,21 +35,25 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, model: Model) -> Heads:
+        """Return the heads that a model's [model.own] asks for."""
         return cls(*(model.own[name] for name in FIELDS))
 
     @property
     def key_width(self) -> int:
+        """Width of all key heads together."""
         return self.keys * self.key_dim
 
     @property
     def value_width(self) -> int:
+        """Width of all value heads together."""
         return self.values * self.value_dim
 
 
 def numbers_of_chunks(heads: Heads) -> float:
-    """Return how many numbers the backward of titanmoe.ops.gated_delta_rule holds at most, in chunks and float32, per
-    position: within 4 % of what is counted in bfloat16 for heads 64 to 256 wide. Kernels of fla-core hold and move
-    less."""
+    """Return the most float32 elements per position that the backward of titanmoe.ops.gated_delta_rule holds in chunks.
+
+    Within 4 % of what is counted in bfloat16 for heads 64 to 256 wide. Kernels of fla-core hold and move less.
+    """
     K, H, k, v, C = heads.keys, heads.values, heads.key_dim, heads.value_dim, CHUNK
     if heads.gate == "gla":
         return H * (2 * k + 4 * v + 2 * C + 3.5 * k * v / C) + 19 * K * k
@@ -52,9 +61,11 @@ def numbers_of_chunks(heads: Heads) -> float:
 
 
 class GatedDeltaSpec(MixerSpec):
+    """The spec of linear attention."""
+
     name = "linear attention"
     implementation = "titanmoe.models.linear_attention:GatedDelta"
-    by_runs = True
+    by_segments = True
     after_scores = ("norm.weight", "wo.weight")
 
     def parameters(self, model: Model) -> dict[str, Split]:
@@ -74,21 +85,27 @@ class GatedDeltaSpec(MixerSpec):
         return splits | vectors | {"norm.weight": ((heads.value_dim,), None)}
 
     def rows(self, model: Model) -> dict[str, MatrixRows]:
-        """What makes beta and decay are gates, and AdamW's like the taps."""
+        """Return the projections. Weights of beta and decay are gates, which AdamW trains, as it does the taps."""
         heads = Heads.of(model)
         key, value = MatrixRows((heads.key_dim,)), MatrixRows((heads.value_dim,))
         rows = {"wq": key, "wk": key, "wv": value, "wz": value, "wo": MatrixRows(())}
         return {f"{name}.weight": value for name, value in rows.items()}
 
     def token_flops(self, model: Model) -> int:
-        """Of the recurrence as it is defined, token by token: what the state holds for a key (delta), its change, and
-        what it holds for the query. The form by chunks of 64 tokens computes more."""
+        """Return the FLOPs of the recurrence as it is defined, token by token.
+
+        They are those of the state's value for a key (delta), of its change, and of its value for the query. The form
+        by chunks of 64 tokens computes more.
+        """
         heads = Heads.of(model)
         return (4 if heads.gate == "gla" else 6) * heads.values * heads.key_dim * heads.value_dim
 
     def work(self, model: Model, tp: int) -> MixerWork:
-        """moved: by the convolution, which reads and writes for each tap, by the gated norm, and by the chunks, as
-        counted in rehearsals."""
+        """Return the work per position.
+
+        Elements are moved by the convolution, which reads and writes for each tap, by the gated norm, and by the
+        chunks, as counted in rehearsals.
+        """
         heads, dim = Heads.of(model), model.dim
         key, value, chunks = heads.key_width / tp, heads.value_width / tp, numbers_of_chunks(heads) / tp
         products = [Product(2 * key + 2 * value, dim), Product(dim, value)]
@@ -104,26 +121,29 @@ class GatedDeltaSpec(MixerSpec):
         )
         return MixerWork(products, dim, state=state, moved=(forward, backward))
 
-    def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
-        """Both sides of the convolution and of SiLU, which are queries, keys and values; the gates; what the recurrence
-        gives and z, and what becomes of both."""
-        value, w, W = Heads.of(model).value_width // share.tp, share.width, max(4, share.width)
-        normed = 0 if selective else (3 * value + Heads.of(model).values // share.tp) * W
-        return self._convolved(model, share, 1 if selective else 3) + share.positions * (2 * value * w + normed)
+    def saved_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
+        """Return the bytes of saved activations.
 
-    def backward_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
-        """The chunks, computed again; by then what followed has become two gradients."""
-        heads, W = Heads.of(model), max(4, share.width)
-        chunks = numbers_of_chunks(heads) * W + 2 * heads.value_width * share.width
-        return self._convolved(model, share, 2 if selective else 3) + round(share.positions * chunks / share.tp)
+        Saved are inputs and outputs of the convolution and of SiLU, which are queries, keys and values; the gates; the
+        recurrence's output and z; and the gated norm's inputs and output.
+        """
+        value, w, W = Heads.of(model).value_width // batch.tp, batch.width, max(4, batch.width)
+        normed = 0 if selective else (3 * value + Heads.of(model).values // batch.tp) * W
+        return self._convolved(model, batch, 1 if selective else 3) + batch.positions * (2 * value * w + normed)
 
-    def _convolved(self, model: Model, share: BatchShare, copies: int) -> int:
-        """Queries, keys and values so many times, the gates, and the maps of runs with the states after them."""
-        heads, w, W = Heads.of(model), share.width, max(4, share.width)
+    def backward_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
+        """Return the bytes of the recomputed chunks, and of the two gradients that flow into them."""
+        heads, W = Heads.of(model), max(4, batch.width)
+        chunks = numbers_of_chunks(heads) * W + 2 * heads.value_width * batch.width
+        return self._convolved(model, batch, 2 if selective else 3) + round(batch.positions * chunks / batch.tp)
+
+    def _convolved(self, model: Model, batch: LocalBatch, copies: int) -> int:
+        """Return the bytes of copies of queries, keys and values, of the gates, and of the segments' states."""
+        heads, w, W = Heads.of(model), batch.width, max(4, batch.width)
         convolved = copies * (2 * heads.key_width + heads.value_width) * w
-        gates = 2 * heads.key_width * W + GLA_RANK * w * share.tp if heads.gate == "gla" else 4 * heads.values * W
-        run = heads.values * heads.key_dim * (heads.key_dim + 2 * heads.value_dim) * W
-        return (share.positions * (convolved + gates) + share.runs * run) // share.tp
+        gates = 2 * heads.key_width * W + GLA_RANK * w * batch.tp if heads.gate == "gla" else 4 * heads.values * W
+        segment = heads.values * heads.key_dim * (heads.key_dim + 2 * heads.value_dim) * W
+        return (batch.positions * (convolved + gates) + batch.segments * segment) // batch.tp
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         return {"tp": {f"{OWN}.linear_key_heads": Heads.of(config.model).keys}}
@@ -146,7 +166,7 @@ class GatedDeltaSpec(MixerSpec):
         if window := config.model.sliding_window:
             yield Violation(
                 ("model.sliding_window", "model.family"),
-                f"model.sliding_window = {window} is for blocks that do not attend to the whole sequence, and those of "
+                f"model.sliding_window = {window} is for blocks that do not attend to the full sequence, and those of "
                 f'model.family = "{config.model.family}" have linear attention: set sliding_window = 0',
             )
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention (arXiv 2305.13245), with windows, sinks, biases and norms of queries and keys."""
+"""The spec of grouped-query attention (arXiv 2305.13245), with windows, sinks, biases and norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from titanmoe.config.blocks import rotary_width
 from titanmoe.config.ranges import Replicable, Violation, divisors, nearest_values
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.mixer_spec import (
-    BatchShare,
     ClippedRows,
+    LocalBatch,
     MatrixRows,
     MixerSpec,
     MixerWork,
@@ -18,16 +18,26 @@ from titanmoe.models.mixers.mixer_spec import (
 )
 
 
-def attention_output_bytes(heads: int, value: int, share: BatchShare, sinks: bool) -> int:
-    """Attention's output and its log-sum-exp. Sinks make a second output from both, and the ring's, which is by heads,
-    is copied for the product that follows."""
-    output, sums = share.positions * heads * value * share.width, share.positions * heads * 4
-    if share.ring:
+def attention_output_bytes(heads: int, value: int, batch: LocalBatch, sinks: bool) -> int:
+    """Return the bytes that attention saves of its output and log-sum-exp.
+
+    Sinks make a second output from both, and the ring's output, which is by heads, is copied for the product after it.
+
+    Args:
+        heads: query heads of the rank.
+        value: width of a value head.
+        batch: the rank's part of a microbatch.
+        sinks: whether attention has sinks.
+    """
+    output, sums = batch.positions * heads * value * batch.width, batch.positions * heads * 4
+    if batch.ring:
         return 2 * output + sums
     return (output + sums) * (2 if sinks else 1)
 
 
 class GroupedQuery(MixerSpec):
+    """The spec of grouped-query attention."""
+
     name = "grouped-query attention"
     implementation = "titanmoe.models.attention:Attention"
     attends = True
@@ -52,7 +62,7 @@ class GroupedQuery(MixerSpec):
         return splits
 
     def up_to(self, model: Model) -> dict[str, int]:
-        """Where there are more ranks than key heads, each key head is on several."""
+        """Return the number of key heads, for modules of keys and values: more ranks of tp replicate these."""
         return dict.fromkeys(("wk", "wv", *["k_norm"] * (model.qk_norm == "full")), model.num_kv_heads)
 
     def rows(self, model: Model) -> dict[str, MatrixRows]:
@@ -73,7 +83,7 @@ class GroupedQuery(MixerSpec):
     def work(self, model: Model, tp: int) -> MixerWork:
         query, key = (width / tp for width in _widths(model))
         key = max(key, model.head_dim)
-        turned = (query + key) * rotary_width(model) / model.head_dim
+        rotated = (query + key) * rotary_width(model) / model.head_dim
         joined = 2 * (query + key) * (model.rotary_dim > 0)  # with the dims that stay as they are
         gate = query * model.attention_gate  # read and written by a sigmoid and a product: five times, then nine
         return MixerWork(
@@ -81,23 +91,23 @@ class GroupedQuery(MixerSpec):
             gathered=model.dim,
             queries=query,
             keys=2 * key,
-            rotated=turned,
+            rotated=rotated,
             normed=(query + key) * (model.qk_norm != "none"),
             moved=(joined + 5 * gate, joined + 9 * gate),
         )
 
-    def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
-        X, w = share.positions, share.width
-        heads, kv_heads = model.num_heads // share.tp, max(1, model.num_kv_heads // share.tp)
+    def saved_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
+        X, w = batch.positions, batch.width
+        heads, kv_heads = model.num_heads // batch.tp, max(1, model.num_kv_heads // batch.tp)
         query, key = heads * model.head_dim, kv_heads * model.head_dim
         inner = 0
         if model.qk_norm == "head":
             inner = X * (query + key) * w + X * (heads + kv_heads) * max(4, w) * (not selective)
-        elif model.qk_norm == "full" and share.tp == 1:
+        elif model.qk_norm == "full" and batch.tp == 1:
             inner = X * (query + key) * w + X * 2 * max(4, w) * (not selective)
         elif model.qk_norm == "full":  # the kernel does not sum over tp
             inner = 2 * X * (query + key) * max(4, w)
-        output = attention_output_bytes(heads, model.head_dim, share, model.attention_sinks)
+        output = attention_output_bytes(heads, model.head_dim, batch, model.attention_sinks)
         gate = 2 * X * query * w * model.attention_gate  # its sigmoid, and what that lets through
         return output + X * (query + 2 * key) * w + inner + gate
 
@@ -118,14 +128,14 @@ class GroupedQuery(MixerSpec):
         if model.head_dim % 2:
             yield Violation(
                 ("model.head_dim",),
-                f"model.head_dim = {model.head_dim} is odd, and RoPE turns pairs: "
+                f"model.head_dim = {model.head_dim} is odd, and RoPE rotates pairs: "
                 f"use {model.head_dim - 1} or {model.head_dim + 1}",
             )
         if model.rotary_dim % 2 or model.rotary_dim >= model.head_dim:
             yield Violation(
                 ("model.rotary_dim", "model.head_dim"),
                 f"model.rotary_dim = {model.rotary_dim} is not an even number below model.head_dim = {model.head_dim}, "
-                "and RoPE turns pairs: use one, or 0 for whole heads",
+                "and RoPE rotates pairs: use one, or 0 for full heads",
             )
         for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if value := getattr(model, name):
@@ -137,7 +147,7 @@ class GroupedQuery(MixerSpec):
 
 
 def _widths(model: Model) -> tuple[int, int]:
-    """Of all queries, and of all keys."""
+    """Return the widths of all query heads and of all key heads together."""
     return model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
 
 

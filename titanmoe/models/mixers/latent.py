@@ -1,4 +1,4 @@
-"""Latent attention: keys and values of all heads come from one narrow vector per token (arXiv 2405.04434)."""
+"""The spec of latent attention (arXiv 2405.04434): keys and values come from one narrow vector per token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
 from titanmoe.models.mixers.mixer_spec import (
-    BatchShare,
     ClippedRows,
+    LocalBatch,
     MatrixRows,
     MixerSpec,
     MixerWork,
@@ -21,10 +21,12 @@ from titanmoe.models.mixers.mixer_spec import (
 GROUPED_QUERY_ALONE = (
     "qkv_bias", "out_bias", "attention_sinks", "sliding_window", "attention_gate", "qk_norm", "rotary_dim",
 )  # fmt: skip
-"""Fields of [model]."""
+"""Fields of [model] that latent attention refuses."""
 
 
 class Latent(MixerSpec):
+    """The spec of latent attention."""
+
     name = "latent attention"
     implementation = "titanmoe.models.latent_attention:LatentAttention"
     attends = True
@@ -43,11 +45,11 @@ class Latent(MixerSpec):
         return splits | {name: ((width,), None) for name, width in norms.items() if width}
 
     def rows(self, model: Model) -> dict[str, MatrixRows]:
-        """Latents and the turned key, and keys and values of all heads, are matrices of their own."""
-        query, whole = MatrixRows((model.head_dim,)), MatrixRows(())
-        rows = {"wq_a": whole, "wq_b": query} if model.q_lora_rank else {"wq": query}
+        """Return the projections. Latents and rotated key, and keys and values of all heads, are separate matrices."""
+        query, full = MatrixRows((model.head_dim,)), MatrixRows(())
+        rows = {"wq_a": full, "wq_b": query} if model.q_lora_rank else {"wq": query}
         rows |= {"wkv_a": MatrixRows((model.kv_lora_rank, model.qk_rope_head_dim))}
-        rows |= {"wkv_b": MatrixRows((model.qk_nope_head_dim, model.v_head_dim)), "wo": whole}
+        rows |= {"wkv_b": MatrixRows((model.qk_nope_head_dim, model.v_head_dim)), "wo": full}
         return {f"{name}.weight": value for name, value in rows.items()}
 
     def clipped(self, model: Model) -> dict[str, ClippedRows]:
@@ -67,7 +69,7 @@ class Latent(MixerSpec):
             Product(heads * (model.qk_nope_head_dim + model.v_head_dim), model.kv_lora_rank),
         ]
         products += [Product(rank, model.dim, own_tokens=True)] if rank else []
-        # Of all heads, by titanmoe.ops.kernels.latent_heads: queries' ends are turned in place, and keys are written
+        # Of all heads, by titanmoe.ops.kernels.latent_heads: queries' ends are rotated in place, and keys are written
         # from their own part; backward writes queries' gradients anew, and those of keys and values side by side.
         nope, rope, value = (heads * x for x in (model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim))
         moved = 2 * rope + nope + query, 2 * query + (query + value) + (nope + value)
@@ -80,23 +82,23 @@ class Latent(MixerSpec):
             moved=moved,
         )
 
-    def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
-        X, T, w, heads = share.positions, share.tokens, share.width, model.num_heads // share.tp
-        output = attention_output_bytes(heads, model.v_head_dim, share, sinks=False)
+    def saved_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
+        X, T, w, heads = batch.positions, batch.tokens, batch.width, model.num_heads // batch.tp
+        output = attention_output_bytes(heads, model.v_head_dim, batch, sinks=False)
         latents = T * (model.q_lora_rank + model.kv_lora_rank) * w
         gathered = X * (model.kv_lora_rank + model.qk_rope_head_dim + model.q_lora_rank) * w
         query = heads * model.head_dim
         if selective:
             return output + X * query * w * (not model.q_lora_rank) + latents + gathered
-        # Values stay where they were made, beside keys without positions, which turned keys copy.
+        # Values stay where they were made, beside keys without positions, which are copied to the rotated keys.
         made = heads * (model.qk_nope_head_dim + model.v_head_dim)
         return output + latents + 2 * T * max(4, w) + gathered + X * (2 * query + made) * w
 
-    def input_positions(self, model: Model, share: BatchShare) -> int:
-        """Those of the latents' products are the rank's own; queries without a latent are made of all positions."""
+    def input_positions(self, model: Model, batch: LocalBatch) -> int:
+        """Return the rank's own tokens, whose latents are computed; all positions too if queries have no latent."""
         if model.q_lora_rank:
-            return share.tokens
-        return share.positions + share.tokens * (share.tp > 1)
+            return batch.tokens
+        return batch.positions + batch.tokens * (batch.tp > 1)
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         return {"tp": {"model.num_heads": config.model.num_heads}}
@@ -114,7 +116,7 @@ class Latent(MixerSpec):
         if not rope or rope % 2:
             yield Violation(
                 ("model.qk_rope_head_dim", "model.kv_lora_rank"),
-                f"model.qk_rope_head_dim = {rope} does not give latent attention whole pairs for RoPE to turn: "
+                f"model.qk_rope_head_dim = {rope} does not give latent attention pairs for RoPE to rotate: "
                 f"use an even number, such as {rope + 1 if rope else 64}",
             )
         if model.head_dim != nope + rope:

@@ -13,8 +13,8 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.tensors import stored_name
 from titanmoe.ops import counter_rng
-from titanmoe.parallel.materialize import blocks_of, local_shard
-from titanmoe.parallel.norm import local_grad
+from titanmoe.parallel.grad_norm import local_grad
+from titanmoe.parallel.materialize import local_shard, row_blocks
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.optimizer import Optimizer
 from titanmoe.train.optimizers.optimizer_spec import GroupRates, group_rates, rate_factor
@@ -77,7 +77,7 @@ class Rounding:
             target.copy_(value)
             return
         key, done = counter_rng.key("rounding", self.seed, self.update, self.names[name], what), 0
-        for rows, index in blocks_of(target, *self.places[name]):
+        for rows, index in row_blocks(target, *self.places[name]):
             random = counter_rng.bits(key, index) >> 48
             rows.copy_(round_stochastically(value[done : done + len(rows)].contiguous(), random))
             done += len(rows)

@@ -4,7 +4,7 @@ Momentum is that of torch.optim.Muon. The norm that a matrix is divided by befor
 gradient norm of the full model added: a gradient of rounding errors alone, as an expert without tokens may have, then
 gives a small update and not a full one, without a threshold.
 
-A matrix is on one rank, or sharded over several (titanmoe.parallel.whole_matrices). All mappings make the same update.
+A matrix is on one rank, or sharded over several (titanmoe.parallel.full_matrices). All mappings make the same update.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.meshes import Meshes
-from titanmoe.models.matrices import Matrix, declared, matrices_of
+from titanmoe.models.matrices import Matrix, matrices_of, matrix_parameters
 from titanmoe.ops.newton_schulz import coefficients, factor, orthogonalize
-from titanmoe.parallel.matrix_pieces import ALONE, Piecewise, Team, piecewise
-from titanmoe.parallel.norm import local_grad
-from titanmoe.parallel.sharded import shard_experts_on_model_dim
-from titanmoe.parallel.whole_matrices import rounds_of, sum_grams
+from titanmoe.parallel.data_parallel import shard_experts_on_model_dim
+from titanmoe.parallel.full_matrices import plan_rounds, sum_grams
+from titanmoe.parallel.grad_norm import local_grad
+from titanmoe.parallel.matrix_shards import NOT_SHARDED, ShardedWeight, ShardGroup, sharded_weights
 from titanmoe.train.optimizers.adamw import AdamW, Rounding, has_weight_decay, moment_dtype, to_float32
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.optimizer import Optimizer
@@ -34,20 +34,20 @@ MAX_ELEMENTS = 1 << 27
 """Largest number of elements of expert matrices that Newton-Schulz works on at once."""
 
 
-def muon_weights(parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None) -> list[Piecewise]:
+def muon_weights(parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None) -> list[ShardedWeight]:
     """Return this rank's weights that Muon trains, with their matrices and the ranks that share them."""
-    attention = experts = ALONE
+    attention = experts = NOT_SHARDED
     if meshes is not None and meshes.fold.world > 1:
         fold = meshes.fold
-        attention = Team.of(meshes, "attention", cuts=True)
+        attention = ShardGroup.of(meshes, "attention", communicates=True)
         sliced = shard_experts_on_model_dim(config.model.num_experts, fold.ep, fold.edp)
-        experts = Team.of(meshes, "experts", cuts=fold.etp > 1 or sliced)
+        experts = ShardGroup.of(meshes, "experts", communicates=fold.etp > 1 or sliced)
     matrices = {
         name: matrices_of(shape, rows, config.optimizer.by_head)
-        for name, (shape, rows) in declared(config.model, config.optimizer.router_matrix).items()
+        for name, (shape, rows) in matrix_parameters(config.model, config.optimizer.router_matrix).items()
         if name in parameters
     }
-    return piecewise(parameters, matrices, lambda name: experts if ".experts." in name else attention)
+    return sharded_weights(parameters, matrices, lambda name: experts if ".experts." in name else attention)
 
 
 class Muon(Optimizer):
@@ -57,7 +57,7 @@ class Muon(Optimizer):
         self,
         parameters: dict[str, nn.Parameter],
         options: Options,
-        weights: Sequence[Piecewise] = (),
+        weights: Sequence[ShardedWeight] = (),
         groups: Mapping[str, GroupRates] | None = None,
         rounding: Rounding | None = None,
     ):
@@ -80,11 +80,11 @@ class Muon(Optimizer):
         shards = {weight.name: self.local_shards[weight.name] for weight in weights}
         wide = weights and shards[weights[0].name].dtype == torch.float64
         self.dtype = torch.float64 if wide else getattr(torch, options.ns_dtype)
-        self.rounds = rounds_of(list(weights), self.dtype.itemsize) if weights else []
+        self.rounds = plan_rounds(list(weights), self.dtype.itemsize) if weights else []
         self.momentum: dict[str, Tensor] = {}
         self.offload: Offload | None = None
         if options.offload and shards:
-            together = [[weight.name for weight in turn.weights] for turn in self.rounds]
+            together = [[weight.name for weight in one.weights] for one in self.rounds]
             self.offload = Offload(shards, None, 1, moment_dtype(options), together)
         else:
             dtype = moment_dtype(options)
@@ -103,14 +103,14 @@ class Muon(Optimizer):
     @property
     def notes(self) -> dict[str, str]:
         """Rows of the header: how this rank orthogonalizes its matrices, and the weights that AdamW trains."""
-        owned = sum(len(exchange.parts) for turn in self.rounds for exchange in turn.exchanges)
-        grams = [weight for turn in self.rounds for weights in turn.grams.values() for weight in weights]
-        summed, width = sum(len(weight.cut.matrices) for weight in grams), self.dtype.itemsize
-        sent = sum(exchange.numbers for turn in self.rounds for exchange in turn.exchanges) * width
-        local = sum(sum(1 for _ in weight.cut.own()) for turn in self.rounds for weight in turn.local)
+        owned = sum(len(exchange.matrices) for one in self.rounds for exchange in one.exchanges)
+        grams = [weight for one in self.rounds for weights in one.grams.values() for weight in weights]
+        summed, width = sum(len(weight.sharding.matrices) for weight in grams), self.dtype.itemsize
+        sent = sum(exchange.sent_elements for one in self.rounds for exchange in one.exchanges) * width
+        local = sum(sum(1 for _ in weight.sharding.local_matrices()) for one in self.rounds for weight in one.local)
         names = dict.fromkeys(re.sub(r"^layers\.\d+", "layers.*", name) for name in self.rest.parameters)
         return {
-            "muon": f"{local:,} whole matrices here, {owned:,} in pieces that are sent to owners ({sent / 2**20:,.1f} "
+            "muon": f"{local:,} full matrices here, {owned:,} in shards that are sent to owners ({sent / 2**20:,.1f} "
             f"MiB of this rank's a step), {summed:,} by the sum of their Gram matrices",
             "adamw": ", ".join(names) or "trains nothing here",
         }
@@ -143,18 +143,18 @@ class Muon(Optimizer):
 
         self.rest.step(lr)  # which counts the update
         visits = iter(()) if self.offload is None else self.offload.visit_buckets()
-        for turn in self.rounds:
-            own = next(visits, None) or {weight.name: (self.momentum[weight.name],) for weight in turn.weights}
+        for one in self.rounds:
+            own = next(visits, None) or {weight.name: (self.momentum[weight.name],) for weight in one.weights}
             # In the gradients' memory, where each direction becomes the update.
-            pieces = {name: self._direction(name, mean) for name, (mean,) in own.items()}
-            for weight in turn.local:
-                self._local(weight, pieces[weight.name], eps_norm)
-            for group, weights in turn.grams.items():
-                self._by_gram(weights, pieces, sum_grams(weights, pieces, group), eps_norm)
-            for exchange in turn.exchanges:
-                exchange.run(pieces, work, self.scale, self.dtype)
+            shards = {name: self._direction(name, mean) for name, (mean,) in own.items()}
+            for weight in one.local:
+                self._local(weight, shards[weight.name], eps_norm)
+            for group, weights in one.grams.items():
+                self._by_gram(weights, shards, sum_grams(weights, shards, group), eps_norm)
+            for exchange in one.exchanges:
+                exchange.run(shards, work, self.scale, self.dtype)
             for name in own:
-                self._move(name, pieces.pop(name), lr)
+                self._move(name, shards.pop(name), lr)
         next(visits, None)  # the last bucket's copy to the host
 
     def _move(self, name: str, update: Tensor, lr: float) -> None:
@@ -186,30 +186,31 @@ class Muon(Optimizer):
         self.rounding.store(momentum, mean, name, "momentum")
         return direction
 
-    def _local(self, weight: Piecewise, piece: Tensor, eps_norm: Tensor | float) -> None:
+    def _local(self, weight: ShardedWeight, shard: Tensor, eps_norm: Tensor | float) -> None:
         """Orthogonalize in place the matrices of a weight that are on this rank in full."""
-        if weight.cut.whole_experts:
-            for some in piece.split(max(1, MAX_ELEMENTS // max(1, piece[:1].numel()))):
+        if weight.sharding.has_full_experts:
+            for some in shard.split(max(1, MAX_ELEMENTS // max(1, shard[:1].numel()))):
                 some.copy_(orthogonalize(some.to(self.dtype), self.steps, eps_norm))
-            piece.mul_(self.scale(weight.cut.matrices[0]))
+            shard.mul_(self.scale(weight.sharding.matrices[0]))
             return
-        for matrix, own in weight.cut.own():
-            out = orthogonalize(own.take(piece).to(self.dtype), self.steps, eps_norm)
-            own.put(piece, out.to(piece.dtype) * self.scale(matrix))
+        for matrix, part in weight.sharding.local_matrices():
+            out = orthogonalize(part.read(shard).to(self.dtype), self.steps, eps_norm)
+            part.write(shard, out.to(shard.dtype) * self.scale(matrix))
 
     def _by_gram(
         self,
-        weights: list[Piecewise],
-        pieces: dict[str, Tensor],
+        weights: list[ShardedWeight],
+        shards: dict[str, Tensor],
         grams: list[Tensor],
         eps_norm: Tensor | float,
     ) -> None:
         """Orthogonalize in place this rank's rows or columns of sharded matrices, from their summed Gram matrices."""
-        every = ((weight, i) for weight in weights for i in range(len(weight.cut.matrices)))
+        every = ((weight, i) for weight in weights for i in range(len(weight.sharding.matrices)))
         for (weight, i), gram in zip(every, grams, strict=True):
-            own, matrix = weight.cut.overlaps[i][weight.cut.team.group.rank], weight.cut.matrices[i]
-            if not own.rows:
+            sharding, shard = weight.sharding, shards[weight.name]
+            part, matrix = sharding.shards[i][sharding.shard_group.group.rank], sharding.matrices[i]
+            if not part.rows:
                 continue
-            left, x = factor(gram, self.steps, eps_norm), own.take(pieces[weight.name]).to(gram.dtype)
+            left, x = factor(gram, self.steps, eps_norm), part.read(shard).to(gram.dtype)
             out = left @ x if matrix.shape[0] == gram.shape[0] else x @ left.mT
-            own.put(pieces[weight.name], out.to(pieces[weight.name].dtype) * self.scale(matrix))
+            part.write(shard, out.to(shard.dtype) * self.scale(matrix))

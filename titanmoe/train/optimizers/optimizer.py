@@ -46,7 +46,7 @@ class Optimizer:
             norm: norm of the gradients of the full model, after clipping.
 
         The gradient of a parameter's local shard, summed over the ranks and clipped, is
-        `titanmoe.parallel.norm.local_grad(parameter)`.
+        `titanmoe.parallel.grad_norm.local_grad(parameter)`.
         """
         raise NotImplementedError
 

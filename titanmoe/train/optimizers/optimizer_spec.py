@@ -21,7 +21,7 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models import tensors
 from titanmoe.models.count import trained_parameters
 from titanmoe.models.families import mixers
-from titanmoe.models.matrices import declared
+from titanmoe.models.matrices import matrix_parameters
 from titanmoe.models.tensors import Tuning, matches, shapes, stored_name, unmatched
 
 GROUPS = "optimizer.groups"
@@ -250,7 +250,7 @@ class MuonSpec(AdamWSpec):
     numbers_per_matrix_weight = 1
 
     def matrices(self, config: Config) -> tuple[str, ...]:
-        names = declared(config.model, config.optimizer.router_matrix)
+        names = matrix_parameters(config.model, config.optimizer.router_matrix)
         return tuple({re.sub(r"^layers\.\d+", "layers.*", name): None for name in names})
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
@@ -261,11 +261,11 @@ class MuonSpec(AdamWSpec):
                 f'optimizer.name = "muon" trains whole matrices, and with lora.rank = {config.lora.rank} only adapters '
                 'are trained, which adamw would do: use name = "adamw"',
             )
-        for name, (shape, rows) in declared(config.model, config.optimizer.router_matrix).items():
-            if rows.parts and shape[-2] % sum(rows.parts):
+        for name, (shape, rows) in matrix_parameters(config.model, config.optimizer.router_matrix).items():
+            if rows.per_head and shape[-2] % sum(rows.per_head):
                 yield Violation(
                     ("optimizer.name", "model.family"),
-                    f"{name} has {shape[-2]} rows, and matrices of {' + '.join(map(str, rows.parts))} rows for each "
+                    f"{name} has {shape[-2]} rows, and matrices of {' + '.join(map(str, rows.per_head))} rows for each "
                     f'head do not divide them: correct `rows` in the spec of model.family = "{config.model.family}" '
                     "(docs/extending.md)",
                 )

@@ -18,12 +18,12 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, sequence_chunks
 from titanmoe.models import tensors
 from titanmoe.models.lora_spec import is_adapter
-from titanmoe.models.mixers.mixer_spec import BatchShare
+from titanmoe.models.mixers.mixer_spec import LocalBatch
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.sizes import ModelKey, Sizes
 
 
-class KeptBytes(NamedTuple):
+class SavedBytes(NamedTuple):
     """Activation memory of one microbatch in a block, and of its recomputation."""
 
     attention: int
@@ -51,8 +51,8 @@ class Widths:
         self.mixers = ModelKey.of(model).mixers
         self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
         ring = fold.cp > 1 and config.parallelism.cp_kind == "ring"
-        in_runs = training.local_batch_size * sequence_chunks(fold.cp, config.parallelism.cp_placement)
-        self.share = BatchShare(self.T, self.X, fold.tp, self.w, ring, in_runs)
+        segments = training.local_batch_size * sequence_chunks(fold.cp, config.parallelism.cp_placement)
+        self.batch = LocalBatch(self.T, self.X, fold.tp, self.w, ring, segments)
 
 
 class Flow(NamedTuple):
@@ -92,7 +92,7 @@ def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
     reached = not tuning.freezes("embed.weight")
     for layer, mixer in enumerate(key.mixers):
         experts, block = has_experts(model, layer), tensors.block_name(model, layer)
-        parts = tensors.of_layer(model, layer, mixer, tuning)
+        parts = tensors.layer_splits(model, layer, mixer, tuning)
         trained = [part for part in parts if not tuning.freezes(f"{block}.{part}")]
         after_scores = tuple(f"attention.{part.removesuffix('.weight')}" for part in mixer.after_scores)
         network = "moe.experts." if experts else "ffn."
@@ -156,12 +156,12 @@ def input_bytes(s: Widths, layer: int) -> int:
     """Return the bytes saved of a mixer's input: its norm's input with a scale per token, and what products read."""
     flow, D, w = s.flows[layer], s.model.dim, s.w
     # The adapters' narrow products are kept for the gradients of B.
-    inputs = s.mixers[layer].input_positions(s.model, s.share) * D * flow.attention_weights
+    inputs = s.mixers[layer].input_positions(s.model, s.batch) * D * flow.attention_weights
     products = (inputs + s.X * flow.attention_ranks) * w
     return s.T * (D * w + s.W) * flow.into_attention + products
 
 
-def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
+def saved_bytes(s: Widths, layer: int, mode: str = "") -> SavedBytes:
     """Return what a layer saves for one microbatch, under the recipe's mode of recomputation or under `mode`."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     experts = has_experts(model, layer)
@@ -170,7 +170,7 @@ def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
         mode = "none"
     selective = mode == "selective"
     flow, norm = s.flows[layer], T * D * w + T * W  # a norm's input, and one scale per token
-    attention = input_bytes(s, layer) + s.mixers[layer].kept_bytes(model, s.share, selective) * flow.attention
+    attention = input_bytes(s, layer) + s.mixers[layer].saved_bytes(model, s.batch, selective) * flow.attention
     ffn, rows = norm * flow.into_ffn + X * flow.dense_ranks * w, 0
     if not experts:
         ffn += X * D * w * flow.ffn_weights + _dense(s, model.dense_hidden, selective) * flow.ffn
@@ -185,5 +185,5 @@ def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
         with_rows = mode == "full_except_dispatch" and experts
         kept = (T * D * w + (_saved_of_recomputed(s, with_rows) if experts else 0)) * flow.out_of_ffn
         recomputed = ffn - with_rows * s.R * D * w * flow.ffn_weights
-        return KeptBytes(attention if mode == "moe" else T * D * w * flow.attention, kept, 0, recomputed)
-    return KeptBytes(attention, ffn, rows, 0)
+        return SavedBytes(attention if mode == "moe" else T * D * w * flow.attention, kept, 0, recomputed)
+    return SavedBytes(attention, ffn, rows, 0)

@@ -1,4 +1,6 @@
-"""A loss from slices of the logits, so that they are never whole, and the rows of a vocabulary that is split over tp.
+"""Compute a loss from slices of the logits, so that full logits are never in memory; the vocabulary is sharded over tp.
+
+Used by the head's losses (titanmoe.models.vocabulary, titanmoe.models.candidate_classes).
 
 Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it.
 """
@@ -12,21 +14,31 @@ from titanmoe.comm.collectives import Group
 from titanmoe.models.layers import promote
 
 
-def own_rows(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
-    """Row numbers within this rank's piece of the vocabulary (0 for ids of other ranks), and which ids are its own."""
+def vocabulary_rows(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
+    """Return the rows of ids in this rank's shard of the vocabulary, and which ids are in the shard.
+
+    The row is 0 for ids of other ranks.
+
+    Args:
+        ids: token ids.
+        size: rows of the shard.
+        tp: the ranks that shard the vocabulary.
+    """
     row = ids - tp.rank * size
     is_own = (row >= 0) & (row < size)
     return row.where(is_own, 0), is_own
 
 
 def slices(weight_VD: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """At most that many. The width of wide ones is a multiple of 128, since products on GPUs are slow if rows of logits
-    are not aligned."""
+    """Split a rank's vocabulary into at most `chunks` slices.
+
+    The width of wide slices is a multiple of 128, since products on GPUs are slow if rows of logits are not aligned.
+    """
     width = -(-weight_VD.shape[0] // chunks)
     return weight_VD.split(width if width < 1024 else width + -width % 128)
 
 
-def sum_slice(
+def accumulate_slice(
     logits_Tv: Tensor,
     row_T: Tensor,
     begin: int,
@@ -35,9 +47,16 @@ def sum_slice(
     label_logit_T: Tensor,
     weighted_T: Tensor | None = None,
 ) -> None:
-    """Adds a slice, whose first column is number `begin`, to each token's largest logit, the sum of exp(logit -
-    largest), the logit of its label and, for the entropy, the sum of exp(logit - largest) * (logit - largest). The
-    logits are overwritten.
+    """Add a slice of the logits to the running sums of each token, in place.
+
+    Args:
+        logits_Tv: the slice, which is overwritten.
+        row_T: row of each label in this rank's vocabulary; -1 if there is none.
+        begin: number of the slice's first column in this rank's vocabulary.
+        top_T: largest logit so far.
+        total_T: sum of exp(logit - top_T) so far.
+        label_logit_T: logit of the label, added if the label is in the slice.
+        weighted_T: sum of exp(logit - top_T) * (logit - top_T) so far, for the entropy.
     """
     logits_Tv = promote(logits_Tv)
     place_T = (row_T - begin).clamp(0, logits_Tv.shape[1] - 1)
@@ -45,7 +64,7 @@ def sum_slice(
     label_logit_T += logits_Tv.gather(1, place_T.unsqueeze(1)).squeeze(1).where(within_T, 0)
     higher_T = torch.maximum(top_T, logits_Tv.amax(1))
     if weighted_T is not None:
-        weighted_T.copy_(lowered(weighted_T, total_T, top_T - higher_T))
+        weighted_T.copy_(shift_weighted_sum(weighted_T, total_T, top_T - higher_T))
     total_T *= torch.exp(top_T - higher_T)
     logits_Tv.sub_(higher_T.unsqueeze(1))
     if weighted_T is not None:
@@ -54,13 +73,13 @@ def sum_slice(
     top_T.copy_(higher_T)
 
 
-def lowered(weighted_T: Tensor, total_T: Tensor, by_T: Tensor) -> Tensor:
-    """The sum of exp(l) * l after all l have changed by this number, which is -inf where nothing was summed yet."""
+def shift_weighted_sum(weighted_T: Tensor, total_T: Tensor, by_T: Tensor) -> Tensor:
+    """Return the sum of exp(l) * l after by_T is added to all l; by_T is -inf where nothing was summed yet."""
     return (torch.exp(by_T) * (weighted_T + total_T * by_T)).where(total_T > 0, 0)
 
 
 def slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> Tensor:
-    """The gradients of a slice's logits, which are overwritten."""
+    """Return the gradient of a slice's logits, which are overwritten: scale * (softmax - one-hot label)."""
     grad_Tv = promote(logits_Tv).sub_(log_total_T.unsqueeze(1)).exp_()
     place_T = (row_T - begin).clamp(0, grad_Tv.shape[1] - 1)
     grad_Tv.scatter_add_(1, place_T.unsqueeze(1), -(place_T == row_T - begin).unsqueeze(1).to(grad_Tv.dtype))

@@ -1,4 +1,8 @@
-"""One gradient norm over both views."""
+"""Compute and clip the norm of all gradients, over both views and all pipeline stages.
+
+Every parameter is counted once: each rank adds the squares of its shards, divided by the number of ranks that have the
+same shard, and the sum is reduced over the world.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from titanmoe.comm.collectives import Group, all_reduce
 
 
 def replicas(parameter: nn.Parameter) -> int:
-    """How many ranks of the stage have the same shard. A parameter's mesh covers the whole stage in either view."""
+    """Return how many ranks of the stage have the same shard. In either view a parameter's mesh covers the stage."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -21,12 +25,13 @@ def replicas(parameter: nn.Parameter) -> int:
 
 
 def local_grad(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's shard of a parameter's gradient."""
     grad = parameter.grad
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def local_norms(grads: list[Tensor]) -> list[Tensor]:
-    """Return the norm of each in float64."""
+    """Return the norm of each tensor in float64."""
     return torch._foreach_norm(grads, 2, dtype=torch.float64)
 
 
@@ -37,24 +42,32 @@ def grad_norm(
     copies: tuple[str, ...] = (),
     device: torch.device | None = None,
 ) -> Tensor:
-    """Each rank sums the squares of its shards, divided by the number of ranks with the same shard; then one sum over
-    the world.
+    """Return the norm of all gradients, a float64 scalar, on every rank. Collective over the world.
 
-    parameters: those that are trained; a stage may have none. copies: names of parameters that are the same matrix on
-    different stages.
+    Args:
+        parameters: this rank's trained parameters, by name; a stage may have none.
+        world: all ranks.
+        copies: names of parameters that are the same matrix on different stages.
+        device: where the norm is, for a stage without trained parameters.
     """
     if not parameters:
         return all_reduce(torch.zeros((), dtype=torch.float64, device=device), world).sqrt()
     norms = local_norms([local_grad(p) for p in parameters.values()])
-    share = [1 / (replicas(p) * (len(copies) if name in copies else 1)) for name, p in parameters.items()]
+    fractions = [1 / (replicas(p) * (len(copies) if name in copies else 1)) for name, p in parameters.items()]
     # Python numbers, not a tensor: copying one to a GPU would make the host wait.
-    squares = torch._foreach_mul(torch._foreach_mul(norms, norms), share)
+    squares = torch._foreach_mul(torch._foreach_mul(norms, norms), fractions)
     return all_reduce(torch.stack(squares).sum(), world).sqrt()
 
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> Tensor:
-    """Returns the norm that all gradients then have."""
+    """Scale all gradients in place so that their norm is at most max_norm. Return the norm that they then have.
+
+    Args:
+        parameters: this rank's trained parameters.
+        norm: the norm of all gradients, as `grad_norm` returns it.
+        max_norm: the limit.
+    """
     grads = [local_grad(p) for p in parameters]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if grads:

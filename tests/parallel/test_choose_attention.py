@@ -15,11 +15,11 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.fold.attention_backend import pick_backend
 from titanmoe.ops.device import Hardware, as_on
-from titanmoe.parallel import attend as room
+from titanmoe.parallel import choose_attention as room
 from titanmoe.parallel import torch_ring
-from titanmoe.parallel.attend import attend
 from titanmoe.parallel.attention_block import block, block_backward
-from titanmoe.parallel.context import Placement, alone
+from titanmoe.parallel.choose_attention import attend
+from titanmoe.parallel.context import Placement, blockwise_attention
 from titanmoe.parallel.flex import Masks
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -117,7 +117,7 @@ def test_float64_on_gpus_is_plain(window: int, documents: bool) -> None:
     results = []
     for hardware in (Hardware("cpu"), Hardware("cuda", (9, 0))):
         with as_on(hardware):
-            out = alone(*inputs[:3], mask_of(document, window), inputs[3])
+            out = blockwise_attention(*inputs[:3], mask_of(document, window), inputs[3])
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -170,6 +170,6 @@ def test_chunks_of_a_sequence_do_too(window: int, documents: bool) -> None:
     sinks = torch.empty(4, device="meta", dtype=HALF, requires_grad=True)
     mask = mask_of(torch.arange(128).expand(2, -1) // 50 if documents else None, window).to(lambda x: x.to("meta"))
     with KernelsOfGpus():
-        out = alone(q, k, v, mask, sinks)
+        out = blockwise_attention(q, k, v, mask, sinks)
         grads = torch.autograd.grad(out, (q, k, v, sinks), torch.empty_like(out))
     assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, HALF) for x in (q, k, v, sinks)]

@@ -29,7 +29,7 @@ MAPPINGS: dict[str, dict[str, Any]] = {
 
 def norms_of_ones(changes: dict[str, Any], max_norm: float) -> tuple[float, float]:
     """The norm before and after it is clipped."""
-    from titanmoe.parallel.norm import clip, grad_norm
+    from titanmoe.parallel.grad_norm import clip, grad_norm
 
     trainer = parity.make_trainer(changes, loader=parity.samples())
     for parameter in trainer.training.parameters.values():
@@ -54,7 +54,7 @@ def test_the_norm_of_ones_counts_every_logical_parameter_once(changes: dict[str,
 
 
 def test_the_norm_of_narrow_numbers_is_that_of_wide_ones() -> None:
-    from titanmoe.parallel.norm import local_norms
+    from titanmoe.parallel.grad_norm import local_norms
 
     generator = torch.Generator().manual_seed(0)
     shapes = (3 * 4096 + 7, 5), (4096,), (0, 8), (1,), (70, 4096)
@@ -67,7 +67,7 @@ def test_the_norm_of_narrow_numbers_is_that_of_wide_ones() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_gradient_is_scaled_by_one_number_of_its_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanmoe.parallel.norm import clip
+    from titanmoe.parallel.grad_norm import clip
 
     given, scaled = [], torch._foreach_mul_
     monkeypatch.setattr(torch, "_foreach_mul_", lambda grads, scale: given.append(scale.dtype) or scaled(grads, scale))
@@ -81,7 +81,7 @@ def test_a_gradient_is_scaled_by_one_number_of_its_dtype(dtype: torch.dtype, mon
 
 
 def test_a_gradient_shorter_than_the_limit_stays_as_it_is() -> None:
-    from titanmoe.parallel.norm import clip
+    from titanmoe.parallel.grad_norm import clip
 
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.ones(3)

@@ -1,11 +1,11 @@
-"""Sharded data parallel (FSDP2) and HSDP, on each view's own data axes.
+"""Apply sharded data parallel (FSDP2) and HSDP, on each view's own data axes.
 
 Gradients are summed over data ranks and never divided: the loss is divided once, by the step's global token count.
 
-Routers are whole on every rank, where the plan has put them (titanmoe.parallel.tensor). They compute in at least
-float32, so each would be an FSDP unit of its own among 16-bit units. FSDP gathers and reduces one unit after the other,
-so a matrix of E x D would cost two gathers and a reduction per layer and microbatch, and the experts would wait for
-them. Their gradients are summed once per step (`sum_replicated`).
+Routers are replicated on every rank, as the plan lays them out (titanmoe.parallel.parallel_plan). They compute in at
+least float32, so each would be an FSDP unit of its own among 16-bit units. FSDP gathers and reduces one unit after the
+other, so a matrix of E x D would cost two gathers and a reduction per layer and microbatch, and the experts would wait
+for them. Their gradients are summed once per step (`sum_replicated`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device
 from titanmoe.ops.cpu.fsdp import send_over_gloo
-from titanmoe.parallel.tensor import put_on_mesh
+from titanmoe.parallel.parallel_plan import put_on_mesh
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
-    """Whether edp does not divide the local experts: uneven shards would be padded, to up to edp times the bytes."""
+    """Return whether edp does not divide the local experts: uneven shards would be padded, to edp times the bytes."""
     return num_experts // ep % edp != 0
 
 
@@ -39,7 +39,7 @@ def _on_model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
 
 
 def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
-    """Those that edp does not shard. Returns their parameters."""
+    """Replicate the experts over edp, in place, without communication. Return their parameters."""
     layers = [moe.experts for moe in model.moe_layers().values()]
     for experts in layers:
         for name, parameter in list(experts.named_parameters()):
@@ -48,7 +48,12 @@ def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
     return {parameter for experts in layers for parameter in experts.parameters()}
 
 
-def shard_data(model: Transformer, training: Training, parallelism: Parallelism, meshes: Meshes) -> None:
+def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism, meshes: Meshes) -> None:
+    """Wrap a stage, its blocks and its experts in FSDP units, in place. The model is on meta.
+
+    Experts are a unit on the experts' data axes, all else on attention's. Routers are in no unit, nor are experts that
+    one data rank has alone (titanmoe.parallel.unsharded).
+    """
     freed = reshards_after_forward(parallelism)
     param = getattr(torch, training.mixed_precision_param)
     reduce = getattr(torch, training.mixed_precision_reduce)
@@ -95,14 +100,18 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
 
 
 def _prefetch(model: Transformer, meshes: Meshes, freed: bool) -> None:
-    """Before its attention a block prefetches its experts' weights and the next block's; in backward its experts' and
-    the previous block's. freed: whether forward frees weights again.
+    """Set which weights each block prefetches: its experts' and the next block's; in backward the previous block's.
 
-    By default FSDP gathers ahead only as far as the host is ahead of the device. A dropless dispatcher makes the host
-    wait until the rows are counted, and the device would then wait for the weights. Blocks prefetch, not experts: their
-    hooks run again under recomputation, and weights gathered in backward would be outdated in the next forward.
+    By default FSDP prefetches only as far as the host runs before the device. A dropless dispatcher makes the host
+    wait until routed tokens are counted, and the device would then wait for the weights. Blocks prefetch, not experts:
+    the experts' hooks run a second time under recomputation, and weights gathered in backward would be outdated in the
+    next forward.
+
+    Args:
+        model: a stage whose units are wrapped.
+        meshes: the run's.
+        freed: whether forward frees weights after use.
     """
-
     # The last axis shards; an axis before it replicates.
     dense, experts = (mesh.size(mesh.ndim - 1) > 1 for mesh in (meshes.dense_data, meshes.expert_data))
 

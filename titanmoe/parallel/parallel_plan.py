@@ -1,4 +1,4 @@
-"""Tensor, sequence and expert parallel as a plan: which module is laid on which mesh, in what style.
+"""The plan of tensor, sequence and expert parallel: which module is laid on which mesh, in what style.
 
     embed                     TensorParallel   weight 0
     layers.*.attention        TensorParallel
@@ -16,7 +16,7 @@ because the modules gather and scatter in their own forward (`gather(x, 1, self.
 
 Weights are sharded column-wise then row-wise: heads, hidden width and vocabulary are split, and between them the
 sequence is. A parameter that is replicated over tp only sees this rank's tokens or heads; `sum_replicated` sums its
-gradients. Routers are replicated over the data axes too (`titanmoe.parallel.sharded`).
+gradients. Routers are replicated over the data axes too (`titanmoe.parallel.data_parallel`).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from titanmoe.models import tensors
 from titanmoe.models.families import mixers
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
-from titanmoe.parallel.norm import local_grad
+from titanmoe.parallel.grad_norm import local_grad
 
 
 def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]) -> None:
-    """Turn a module's own (meta) parameter into a DTensor of that mesh, without communication."""
+    """Replace a module's (meta) parameter by a DTensor on a mesh, without communication."""
     parameter = getattr(module, name)
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    on_mesh = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    on_mesh = distribute_tensor(full, mesh, placements, src_data_rank=None)
     setattr(module, name, nn.Parameter(on_mesh, requires_grad=parameter.requires_grad))
 
 
@@ -56,12 +56,12 @@ def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list
 
 @dataclass
 class Sharded(ParallelStyle):
-    """Shards a module's own parameters over tp."""
+    """A style that shards a module's own parameters over tp."""
 
     dims: dict[str, int | None]
-    """Of each parameter, the dim that the mesh's last axis shards; None: it is replicated."""
+    """Dim of each parameter that the mesh's last axis shards; None to replicate the parameter."""
     up_to: int | None = None
-    """With more ranks than this all are replicated, as keys and values are where there are fewer key heads."""
+    """Largest number of ranks that shard. With more all parameters are replicated, as keys are beyond the key heads."""
     mesh: ClassVar[Literal["tp", "ep x etp", "stage"]] = "tp"
     other_axes: ClassVar[Placement] = Replicate()
 
@@ -74,11 +74,11 @@ class Sharded(ParallelStyle):
 
 
 class Replicated(Sharded):
-    """Replicates a module's own parameters over tp: each rank uses them for tokens, or heads, of its own."""
+    """A style that replicates a module's own parameters over tp: each rank uses them for its own tokens or heads."""
 
 
 class TensorParallel(Sharded):
-    """For a module whose forward gathers the tokens of tp and scatters its output: tells it the group, as `tp`."""
+    """A style for modules whose forward gathers the tokens of tp and scatters its output: sets their `tp` group."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.tp = Group.of(device_mesh.get_group())
@@ -86,7 +86,7 @@ class TensorParallel(Sharded):
 
 
 class ExpertParallel(Sharded):
-    """Divides experts over ep, and the hidden width of each over etp."""
+    """A style that shards the experts over ep, and the hidden width of each over etp."""
 
     mesh, other_axes = "ep x etp", Shard(0)
 
@@ -96,7 +96,7 @@ class ExpertParallel(Sharded):
 
 
 class StageReplicated(Replicated):
-    """Replicates a module's own parameters over all ranks of a pipeline stage, which FSDP leaves so."""
+    """A style that replicates a module's own parameters over all ranks of a pipeline stage, outside FSDP."""
 
     mesh = "stage"
 
@@ -104,27 +104,27 @@ class StageReplicated(Replicated):
 # ---- the plan
 
 Plan = dict[str, Sharded]
-"""Styles by the paths of modules. In a path, `*` stands for the number of any layer, `{0,2}` for one of these."""
+"""Styles by module path. In a path, `*` stands for the number of any layer, `{0,2}` for layer 0 or 2."""
 GATHERING = re.compile(r"(embed|embed_copy|head|.*\.(?:attention|ffn|shared))\..*")
-"""Parameters of modules whose forward gathers and scatters if tp shards anything in them."""
+"""Pattern of the parameters of modules whose forward gathers and scatters if tp shards anything in them."""
 
 
 def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: bool = True) -> Plan:
-    """Return the rows of a pipeline stage.
+    """Return the plan of a pipeline stage, by module path.
 
     Args:
-        config: of the whole model, with its adapters.
+        config: the recipe of the full model.
         layers: the numbers of the stage's layers.
         first: whether it begins with the embedding.
         last: whether it ends with the head, and multi-token prediction before that.
     """
     model, tuning, up_to = config.model, Tuning.of(config), {}
-    splits, of_blocks = tensors.of_ends(model, first, last), mixers(model)
+    splits, of_blocks = tensors.edge_splits(model, first, last), mixers(model)
     for layer in [*layers, *range(model.num_layers, len(of_blocks) if last else 0)]:
         block, mixer = tensors.block_name(model, layer), of_blocks[layer]
-        splits |= tensors.under(block, tensors.of_layer(model, layer, mixer, tuning))
+        splits |= tensors.under(block, tensors.layer_splits(model, layer, mixer, tuning))
         up_to |= {f"{block}.attention.{module}": ranks for module, ranks in mixer.up_to(model).items()}
-    owners = {name: found[1] for name in splits if (found := GATHERING.fullmatch(name))}
+    owners = {name: match[1] for name in splits if (match := GATHERING.fullmatch(name))}
     gathering = {owner for name, owner in owners.items() if splits[name][1] is not None}
     rows: dict[str, dict[str, int | None]] = {}
     for name, (_, dim) in splits.items():
@@ -147,14 +147,14 @@ def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: b
 
 
 def with_patterns(rows: Plan) -> Plan:
-    """Return the plan with one row for all layers in which a module has the same style."""
-    alike: dict[tuple[str, str], list[str]] = {}
+    """Return the plan with one row, by a pattern, for all layers in which a module has the same style."""
+    by_style: dict[tuple[str, str], list[str]] = {}
     for path, style in rows.items():
         pattern = re.sub(r"^layers\.\d+\.", "layers.*.", path)
-        alike.setdefault((pattern, repr(style)), []).append(path)
+        by_style.setdefault((pattern, repr(style)), []).append(path)
     layers = {path.split(".")[1] for path in rows if path.startswith("layers.")}
     plan = {}
-    for (pattern, _), paths in alike.items():
+    for (pattern, _), paths in by_style.items():
         if "*" in pattern and len(paths) < len(layers):
             pattern = pattern.replace("*", f"{{{','.join(path.split('.')[1] for path in paths)}}}")
         plan[pattern] = rows[paths[0]]
@@ -162,28 +162,31 @@ def with_patterns(rows: Plan) -> Plan:
 
 
 def expand(plan: Plan, model: nn.Module) -> Plan:
-    """Return the plan by the names of the model's modules.
+    """Return the plan with each pattern replaced by the names of the model's modules that it matches.
 
-    `parallelize_module` takes patterns too, but goes on after a warning where one matches nothing, and does not see
-    parameters that no row lists. Raise ConfigError for both, and for rows that list what is not there.
+    `parallelize_module` takes patterns too, but only warns where one matches nothing, and does not see parameters that
+    no row lists.
+
+    Raises:
+        ConfigError: if a pattern matches no module, or a parameter is in no row, or a row lists one that is missing.
     """
     paths, rows, problems = [path for path, _ in model.named_modules()], {}, []
     for pattern, style in plan.items():
-        parts = re.escape(pattern).replace(r"\*", "[^.]+").replace(r"\{", "(").replace(r"\}", ")").replace(",", "|")
-        matched = list(filter(re.compile(parts).fullmatch, paths))
+        regex = re.escape(pattern).replace(r"\*", "[^.]+").replace(r"\{", "(").replace(r"\}", ")").replace(",", "|")
+        matched = list(filter(re.compile(regex).fullmatch, paths))
         rows |= dict.fromkeys(matched, style)
         problems += [] if matched else [f"the parallel plan has {pattern}, which is the name of no module"]
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     listed = {f"{path}.{parameter}" for path, style in rows.items() for parameter in style.dims}
-    problems += [f"the parallel plan lists {name}, which the model does not have" for name in sorted(listed - own)]
-    problems += [f"no row of the parallel plan lists {name}" for name in sorted(own - listed)]
+    problems += [f"the parallel plan lists {name}, which the model does not have" for name in sorted(listed - names)]
+    problems += [f"no row of the parallel plan lists {name}" for name in sorted(names - listed)]
     if problems:
         raise ConfigError(problems)
     return rows
 
 
 def parallelize(model: Transformer, plan: Plan, meshes: Meshes) -> None:
-    """Lay a stage's parameters on the meshes as the plan says, without communication; then tie what is one matrix."""
+    """Lay a stage's parameters on the meshes as the plan says, in place, without communication; then tie embeddings."""
     rows, by_name = expand(plan, model), {"stage": meshes.dense}
     if meshes.tp.size > 1:
         by_name["tp"] = meshes.dense["tp"]
@@ -199,11 +202,16 @@ def parallelize(model: Transformer, plan: Plan, meshes: Meshes) -> None:
 
 @torch.no_grad()
 def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...], tp: Group, etp: Group) -> None:
-    """Sums the gradients that FSDP does not, once per step, in one message per group and dtype: those of routers over
-    the whole stage, those of other parameters that tp replicates (such as norms) over tp, those of experts' parameters
-    that etp replicates over etp.
+    """Sum the gradients that FSDP does not sum, in place, in one message per group and dtype. Called once per step.
 
-    stage: groups to sum over in turn, which together cover the stage, so that it needs no group of its own.
+    Those of routers are summed over the full stage; of other parameters that tp replicates, such as norms, over tp; of
+    experts' parameters that etp replicates over etp. Collective over these groups.
+
+    Args:
+        parameters: this rank's trained parameters, DTensors with gradients.
+        stage: groups to sum over one after the other, which together cover the stage, so that it needs no own group.
+        tp: the ranks of tensor parallel.
+        etp: the ranks of expert tensor parallel.
     """
     grads_by_group: dict[tuple[tuple[Group, ...], torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -220,5 +228,5 @@ def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...],
         total = torch.cat([grad.flatten() for grad in grads])
         for group in groups:
             total = all_reduce(total, group)
-        for grad, piece in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(piece.view_as(grad))
+        for grad, summed in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(summed.view_as(grad))

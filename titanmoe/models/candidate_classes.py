@@ -1,11 +1,12 @@
-"""Distributions of few classes: some ids of the vocabulary, and all others together as the rest, with a temperature.
+"""Log-probabilities of candidate ids: for distillation, from slices of the logits, with the vocabulary sharded over tp.
 
-A class is computed from its own logits: the rest is a log-sum-exp over what is not kept, never one minus the others, so
-it is exact where it is tiny and nothing at all where every id is kept. The logits are never whole, as in
-`titanmoe.models.vocabulary`, and the vocabulary may be split over tp.
+The classes of a token are its K candidate ids, and all other ids together: the rest. The rest is a log-sum-exp over the
+logits of ids that are no candidates, never one minus the others, so it is exact where it is tiny, and zero where every
+id is a candidate. Full logits are never in memory, as in `titanmoe.models.vocabulary`. Logits are divided by a
+temperature.
 
-Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it, K kept ids of each token, C = K + 1 classes, the
-rest last.
+Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it, K candidate ids of each token, C = K + 1 classes,
+the rest last.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group, all_gather, all_reduce
 from titanmoe.models.layers import promote
-from titanmoe.models.slices import own_rows, slice_backward, slices, sum_slice
+from titanmoe.models.logit_slices import accumulate_slice, slice_backward, slices, vocabulary_rows
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 from titanmoe.tokens import IGNORE
 
 
 def _places(row_TK: Tensor, begin: int, logits_Tv: Tensor) -> tuple[Tensor, Tensor]:
-    """The kept ids' columns of a slice, any for one that is not in it, and which are."""
+    """Return the candidates' columns in a slice of logits, and which candidates are in the slice."""
     place_TK = (row_TK - begin).clamp(0, logits_Tv.shape[1] - 1)
     return place_TK, place_TK == row_TK - begin
 
 
 def _rest(logits_Tv: Tensor, place_TK: Tensor, within_TK: Tensor, temperature: float) -> Tensor:
-    """The logits with the temperature, those of kept ids -inf."""
+    """Return the logits divided by the temperature, with candidates' logits -inf."""
     removed_TK = torch.zeros_like(place_TK, dtype=logits_Tv.dtype).masked_fill_(within_TK, -torch.inf)
     return (logits_Tv / temperature).scatter_add_(1, place_TK, removed_TK)
 
 
-class _KeptClasses(torch.autograd.Function):
+class _CandidateLogProbs(torch.autograd.Function):
     """The cross-entropy of each label, without a temperature, and the log-probability of each class; 0 without a label.
 
     With a = logits / temperature, L their log-sum-exp and l that of the rest: d log p_k / d a_v = (v is k) - p_v, and
@@ -40,15 +41,15 @@ class _KeptClasses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TD, weight_VD, label_T, kept_TK, tp, chunks, temperature):
+    def forward(ctx, x_TD, weight_VD, label_T, candidates_TK, tp, chunks, temperature):
         wide, has_label_T = torch.promote_types(x_TD.dtype, torch.float32), label_T != IGNORE
-        row_T, is_own_T = own_rows(label_T, weight_VD.shape[0], tp)
-        row_TK, is_own_TK = own_rows(kept_TK, weight_VD.shape[0], tp)
+        row_T, is_own_T = vocabulary_rows(label_T, weight_VD.shape[0], tp)
+        row_TK, is_own_TK = vocabulary_rows(candidates_TK, weight_VD.shape[0], tp)
         row_TK = row_TK.where(is_own_TK, -1)
         # Not -inf: a slice may have nothing of the rest, and -inf less -inf is not 0.
         top_2T = x_TD.new_full((2, *label_T.shape), torch.finfo(wide).min, dtype=wide)
         total_2T, label_logit_2T = torch.zeros_like(top_2T), torch.zeros_like(top_2T)
-        logit_TK = x_TD.new_zeros(kept_TK.shape, dtype=wide)
+        logit_TK = x_TD.new_zeros(candidates_TK.shape, dtype=wide)
         begin = 0
         for weight_vD in slices(weight_VD, chunks):
             logits_Tv = promote(x_TD @ weight_vD.t())
@@ -56,7 +57,7 @@ class _KeptClasses(torch.autograd.Function):
             logit_TK += logits_Tv.gather(1, place_TK).where(within_TK, 0)
             both = logits_Tv, _rest(logits_Tv, place_TK, within_TK, temperature)
             for logits, top_T, total_T, label_logit_T in zip(both, top_2T, total_2T, label_logit_2T, strict=True):
-                sum_slice(logits, row_T, begin, top_T, total_T, label_logit_T)
+                accumulate_slice(logits, row_T, begin, top_T, total_T, label_logit_T)
             begin += weight_vD.shape[0]
         highest_2T = all_reduce(top_2T, tp, "max")
         label_logit_T = (label_logit_2T[0] - highest_2T[0]) * (is_own_T & has_label_T)
@@ -100,26 +101,52 @@ class _KeptClasses(torch.autograd.Function):
 
 
 @torch.compiler.disable  # its graph would repeat the operations for every chunk
-def kept_classes(
-    x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, kept_TK: Tensor, tp: Group, chunks: int, temperature: float
+def candidate_log_probs(
+    x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, candidates_TK: Tensor, tp: Group, chunks: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
+    """Return each label's cross-entropy (T,) and each class's log-probability (C, T). Collective over tp.
+
+    Both are in float32 at least, and 0 where there is no label.
+
+    Args:
+        x_TD: normed hidden states.
+        weight_VD: this rank's shard of the head's weight.
+        label_T: ids of the labels, IGNORE where there is none.
+        candidates_TK: candidate ids of each token.
+        tp: the ranks that shard the vocabulary.
+        chunks: largest number of slices that this rank's vocabulary is split into.
+        temperature: divides the logits for the classes, not for the cross-entropy.
+    """
     x_TD, weight_VD = with_own_node(x_TD), with_own_node(weight_VD)
-    return _KeptClasses.apply(x_TD, weight_VD, label_T, kept_TK, tp, chunks, temperature)
+    return _CandidateLogProbs.apply(x_TD, weight_VD, label_T, candidates_TK, tp, chunks, temperature)
 
 
 def _keep_largest(a_Tn: Tensor, rest_T: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest numbers and where they are, and the log-sum-exp of the rest with the others in it. a_Tn is
-    overwritten."""
+    """Return the largest values, their columns, and the log-sum-exp of rest_T and all other values.
+
+    `a_Tn` is overwritten.
+    """
     top_TK, place_TK = a_Tn.topk(count, 1)
     return top_TK, place_TK, torch.logaddexp(rest_T, a_Tn.scatter_(1, place_TK, -torch.inf).logsumexp(1))
 
 
 @torch.compiler.disable
 @torch.no_grad()
-def top_classes(
+def top_k_log_probs(
     x_TD: Tensor, weight_VD: Tensor, count: int, tp: Group, chunks: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The ids of the `count` largest logits of each token, (T, K), and the log-probabilities of the classes, (C, T)."""
+    """Return the ids of each token's top-k logits, (T, K), and the log-probabilities of the classes, (C, T).
+
+    Not differentiable. Collective over tp.
+
+    Args:
+        x_TD: normed hidden states.
+        weight_VD: this rank's shard of the head's weight.
+        count: k.
+        tp: the ranks that shard the vocabulary.
+        chunks: largest number of slices that this rank's vocabulary is split into.
+        temperature: divides the logits.
+    """
     wide, tokens = torch.promote_types(x_TD.dtype, torch.float32), x_TD.shape[0]
     top_TK = x_TD.new_full((tokens, count), -torch.inf, dtype=wide)
     rest_T, ids_TK = x_TD.new_full((tokens,), -torch.inf, dtype=wide), torch.zeros_like(top_TK, dtype=torch.int64)

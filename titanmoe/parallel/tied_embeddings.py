@@ -1,8 +1,9 @@
-"""The embedding, if a pipeline's last stage needs it too: as the head when tied, and for multi-token prediction.
+"""Keep the copies of the embedding equal, where a pipeline's last stage needs it too.
 
-Each use has its own copy, all with the same initial values: their gradients are summed before the optimizer step, so
-they stay equal. In the gradient norm each counts as its share. The last stage has two copies if it needs both, because
-torch's schedules that split backward cannot handle one parameter at two depths of a stage.
+The last stage needs it as a tied head, and for multi-token prediction. Each use has its own copy, all with the same
+initial values: their gradients are summed before the optimizer step, so they stay equal. In the gradient norm each copy
+counts 1 / copies. The last stage has two copies if it needs both, because torch's schedules that split backward cannot
+handle one parameter at two depths of a stage.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ from titanmoe.config.schema import Model
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.rank_groups import groups
 from titanmoe.models.transformer import Transformer
-from titanmoe.parallel.norm import local_grad
+from titanmoe.parallel.grad_norm import local_grad
 
 
-class TiedEnds:
+class TiedEmbeddings:
+    """This rank's copies of the embedding, whose gradients are summed."""
+
     def __init__(self, stages: list[Transformer], model: Model, ranks: list[int], meshes: Meshes):
-        """ranks: the pipeline rank of each stage. Collective over the world if the first and last stage have different
-        ones.
+        """Find this rank's copies. Collective over the world if the first and last stage are on different ranks.
+
+        Args:
+            stages: this rank's.
+            model: the recipe's [model].
+            ranks: the pipeline rank of each stage.
+            meshes: the run's.
         """
         self.names: tuple[str, ...] = ()
         self.ends, self.group = [], None
@@ -38,6 +46,7 @@ class TiedEnds:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
+        """Replace each copy's gradient by the sum over all copies. Collective over the first and last stage's ranks."""
         grads = [local_grad(end) for end in self.ends]
         for other in grads[1:]:
             grads[0] += other

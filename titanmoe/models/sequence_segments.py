@@ -1,0 +1,80 @@
+"""The segments of a sequence that a rank has, for layers that go through tokens in order, such as linear attention.
+
+Context parallelism splits a sequence into segments of equal length, which attention calls chunks, and gives each rank
+one of them, or an early and a late one (zigzag). A layer takes its segments as if they were samples. What it needs of
+earlier tokens comes from all ranks:
+
+* the last inputs of the segment before, for a convolution over a few positions;
+* the state in which the segment before ends. A segment changes a state by S -> M S + gain, whatever S is. So each rank
+  sends M and gain of its segments, and computes the states between segments from all ranks' in the order of the
+  sequence.
+
+Shapes: B samples, L sequence, S positions of the attention slice, R segments of this rank in all samples, c positions
+of a segment, w positions before it, C channels, H heads, k and v the widths of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanmoe.comm.collectives import NO_GROUP, Group, gather
+
+
+class SequenceSegments(NamedTuple):
+    """The segments of each sequence that this rank has. By default one rank has full sequences."""
+
+    own: tuple[int, ...] = (0,)
+    """Numbers of this rank's segments in a sequence, in the order in which the rank has them."""
+    order: tuple[int, ...] = (0,)
+    """Numbers of all segments, in the order that concatenating the ranks' slices gives."""
+    group: Group = NO_GROUP
+    """The ranks that have a sequence."""
+
+    def split(self, x_BS: Tensor) -> Tensor:
+        """Return this rank's slices of the sequences as segments, (R, c)."""
+        return x_BS.unflatten(1, (len(self.own), -1)).flatten(0, 1)
+
+    def join(self, x_Rc: Tensor) -> Tensor:
+        """Return segments as slices of the sequences, (B, S): the inverse of `split`."""
+        return x_Rc.unflatten(0, (-1, len(self.own))).flatten(1, 2)
+
+    def of_full(self, x_BL: Tensor, before: int) -> Tensor:
+        """Return this rank's segments of full sequences, each with `before` positions before it, (R, w + c).
+
+        Positions before the sequence are 0. No communication.
+        """
+        length, padded = x_BL.shape[1] // len(self.order), F.pad(x_BL, (before, 0))
+        return self._stack([padded[:, n * length : (n + 1) * length + before] for n in self.own])
+
+    def inputs_before(self, xs: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+        """Return the last inputs before each segment, (R, w, C) for each (R, c, C). Collective over the group.
+
+        Inputs before the sequence are 0.
+        """
+        widths, begin = [x.shape[-1] for x in xs], max(0, xs[0].shape[1] - count)
+        ends = self._gather(torch.cat([x[:, begin:] for x in xs], -1))
+        each, padded = ends[0].shape[1], F.pad(torch.cat(ends, 1), (0, 0, count, 0))
+        return self._stack([padded[:, n * each : n * each + count] for n in self.own]).split(widths, -1)
+
+    def states_before(self, M_RHkk: Tensor, gain_RHkv: Tensor) -> Tensor:
+        """Return the state in which each segment begins, (R, H, k, v). Collective over the group."""
+        widths = [x.shape[-1] for x in (M_RHkk, gain_RHkv)]
+        changes = [both.split(widths, -1) for both in self._gather(torch.cat((M_RHkk, gain_RHkv), -1))]
+        # The first segment begins with 0, but every rank has to join in summing the gradients of what was gathered.
+        states = [0 * changes[0][1]]
+        for M, gain in changes[: max(self.own)]:
+            states.append(gain + M @ states[-1])
+        return self._stack([states[n] for n in self.own])
+
+    def _gather(self, x_R: Tensor) -> list[Tensor]:
+        """Gather x of each segment of the sequence, in the order of the sequence."""
+        gathered = gather(x_R.unflatten(0, (-1, len(self.own))), 1, self.group).unbind(1)
+        return [gathered[self.order.index(n)] for n in range(len(self.order))]
+
+    def _stack(self, segments: list[Tensor]) -> Tensor:
+        return torch.stack(segments, 1).flatten(0, 1)

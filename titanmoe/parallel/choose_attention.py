@@ -1,0 +1,126 @@
+"""Connect every block's mixer to context parallelism, and compute attention by the backend that is picked for it.
+
+`titanmoe.fold.attention_backend.pick_backend` picks the backend in each call, because it depends on the mask and the
+device. Mixers without attention get the segments of the sequence that this rank has.
+
+Shapes: B samples, S positions of this rank, H query heads, G key heads, h head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm.collectives import Group
+from titanmoe.config.schema import Parallelism
+from titanmoe.fold.attention_backend import FLEX_NARROWEST, head_widths, pick_backend
+from titanmoe.mask import CAUSAL, Mask
+from titanmoe.models.sequence_segments import SequenceSegments
+from titanmoe.models.transformer import Transformer
+from titanmoe.ops import device as hardware
+from titanmoe.parallel import attention_kernel
+from titanmoe.parallel.context import OVER_CP, LseCallback, Placement, full_sequence_attention, ulysses_attention
+from titanmoe.parallel.flex import Masks, flex, flex_attention_over
+from titanmoe.parallel.torch_ring import missing, torch_ring_attention
+
+
+def attend(
+    q_BSHh: Tensor,
+    k_BSGh: Tensor,
+    v_BSGh: Tensor,
+    mask: Mask = CAUSAL,
+    sinks_H: Tensor | None = None,
+    report_lse: LseCallback = None,
+    *,
+    backend: str,
+    kind: str,
+    placement: Placement,
+    masks: Masks,
+    group: Group,
+    ring_lacks: str = "",
+    flex: Callable[..., Tensor] = flex,
+) -> Tensor:
+    """Return attention of this rank's queries to the full sequence. Collective over cp.
+
+    Args:
+        q_BSHh: queries.
+        k_BSGh: keys of this rank's positions.
+        v_BSGh: values of this rank's positions; a head may be narrower than a key.
+        mask: which positions see each other.
+        sinks_H: logit of one more key of each head, whose value is zero.
+        report_lse: gets the log-sum-exp of each query that this rank computes.
+        backend: parallelism.attention_backend.
+        kind: parallelism.cp_kind.
+        placement: which chunks of the sequence each rank of cp has.
+        masks: makes and caches the masks of flex_attention.
+        group: the ranks of cp.
+        ring_lacks: what this version of torch lacks for its ring; "" if nothing.
+        flex: computes attention in place of `titanmoe.parallel.flex.flex`.
+    """
+    masked, sinks = mask.until_BL is not None or mask.window > 0, sinks_H is not None
+    device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64
+    narrow = min(q_BSHh.shape[-1], v_BSGh.shape[-1]) < FLEX_NARROWEST
+    implementation, why = pick_backend(backend, kind, group.size, device, float64, masked, sinks, ring_lacks, narrow)
+    if backend == "torch" and why:
+        raise ValueError(f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"')
+    layout = {"placement": placement, "group": group}
+    if implementation == "ring":
+        return torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, report_lse, **layout)
+    inputs = (q_BSHh, k_BSGh, v_BSGh, mask, sinks_H, report_lse)
+    if implementation == "flex" and group.size > 1 and kind == "ulysses":
+        return ulysses_attention(*inputs, **layout, full_attention=partial(_flexed, masks=masks, flex=flex))
+    if implementation == "flex":
+        return flex_attention_over(*inputs, masks=masks, group=group, flex=flex)
+    if mask.until_BL is not None:
+        return _outside_graphs(kind, *inputs, **layout)
+    return _plain(kind, *inputs, **layout)
+
+
+def _plain(kind: str, *inputs, **layout) -> Tensor:
+    return OVER_CP[kind](*inputs, **layout) if layout["group"].size > 1 else full_sequence_attention(*inputs)
+
+
+_outside_graphs = torch.compiler.disable(_plain)
+"""`_plain` outside compiled graphs: where documents are separate, the batch's values decide what is computed."""
+
+
+def _flexed(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H, report_lse, *, masks: Masks, flex) -> Tensor:
+    return flex(q_BLHh, k_BLGh, v_BLGh, masks(k_BLGh.shape[1], mask, q_BLHh.device), sinks_H, report_lse)
+
+
+def apply_context_parallel(
+    model: Transformer, options: Parallelism, placement: Placement, cp: Group, flex: Callable[..., Tensor] = flex
+) -> None:
+    """Set the attention, or the sequence segments, of every block, and the attention kernel of this process.
+
+    Args:
+        model: a stage, which is changed in place.
+        options: the recipe's [parallelism].
+        placement: which chunks of the sequence each rank of cp has.
+        cp: the ranks of context parallelism, also where there is only one.
+        flex: computes attention in place of `titanmoe.parallel.flex.flex`.
+    """
+    widths, deterministic = head_widths(model.shape), torch.are_deterministic_algorithms_enabled()
+    attention_kernel.use(attention_kernel.pick(options.attention_kernel, *widths, deterministic))
+    # After the all-to-all of ulysses a rank has the full sequence.
+    split = cp.size > 1 and options.cp_kind != "ulysses"
+    segments = SequenceSegments(tuple(placement.chunks_of(cp.rank)), tuple(placement.order()), cp)
+    masks = Masks(placement, cp.rank) if split else Masks(Placement(1, zigzag=False), 0)
+    for block in model.blocks().values():
+        if hasattr(block.attention, "segments"):
+            block.attention.segments = segments
+        if not hasattr(block.attention, "attend"):
+            continue
+        block.attention.attend = partial(
+            attend,
+            backend=options.attention_backend,
+            kind=options.cp_kind,
+            placement=placement,
+            masks=masks,
+            group=cp,
+            ring_lacks=missing(),
+            flex=flex,
+        )

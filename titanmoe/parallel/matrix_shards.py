@@ -1,0 +1,259 @@
+"""Find which part of each matrix a rank has, where weights are sharded over ranks. Uses shapes alone, no communication.
+
+Optimizers that need full matrices (Muon) call it, and titanmoe.parallel.full_matrices exchanges the shards. The ranks
+that together have all shards of a weight are its shard group: over dp_shard, cp and tp in attention's view, over edp
+and etp in the experts' view. Replicas are shard groups of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.fold.degrees import Fold
+from titanmoe.fold.meshes import SILENT, Meshes
+from titanmoe.fold.rank_groups import View, coordinates, group_of, groups
+from titanmoe.models.matrices import Matrix
+
+SHARD_AXES: dict[View, tuple[str, ...]] = {"attention": ("dp_shard", "cp", "tp"), "experts": ("edp", "etp")}
+"""Mesh axes of a shard group, by view."""
+
+
+class ShardRegion(NamedTuple):
+    """The block of a weight that a rank has: first index and length in each dim."""
+
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+Axes = tuple[tuple[str, int, int], ...]
+"""Mesh axes that shard a weight, outermost first: name, size, and the dim of the weight that the axis shards."""
+
+
+def axes_of(parameter: Tensor) -> Axes:
+    """Return the mesh axes that shard a parameter; none for a tensor that is no DTensor."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+    return tuple((name, size, p.dim) for name, size, p in axes if size > 1 and not isinstance(p, Replicate))
+
+
+def shard_region(shape: tuple[int, ...], axes: Axes, coordinate: Mapping[str, int]) -> ShardRegion:
+    """Return the region of a weight that a rank has. Inner axes shard first, each as torch.chunk does.
+
+    Args:
+        shape: the full weight's.
+        axes: mesh axes that shard it.
+        coordinate: the rank's coordinate on each axis.
+    """
+    begin, end = [0] * len(shape), list(shape)
+    for name, size, dim in reversed(axes):
+        each = -(-(end[dim] - begin[dim]) // size)
+        begin[dim] = min(begin[dim] + each * coordinate[name], end[dim])
+        end[dim] = min(begin[dim] + each, end[dim])
+    return ShardRegion(tuple(begin), tuple(b - a for a, b in zip(begin, end, strict=True)))
+
+
+class MatrixShard(NamedTuple):
+    """The rows and columns of one matrix that a rank has, and where they are in the rank's shard of the weight."""
+
+    rows: tuple[tuple[int, int, int], ...]
+    """Ranges of consecutive rows: first row in the matrix, first row in the weight's shard, number of rows."""
+    columns: tuple[int, int]
+    """First column in the matrix and number of columns, which are all columns of the weight's shard."""
+    expert: int
+    """Index of the expert in the weight's shard; -1 if the weight is no stack of experts."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows and columns."""
+        return sum(count for _, _, count in self.rows), self.columns[1]
+
+    def read(self, weight_shard: Tensor) -> Tensor:
+        """Return these rows and columns of the rank's shard of the weight: a view where they are contiguous."""
+        part = weight_shard if self.expert < 0 else weight_shard[self.expert]
+        rows = [part[first : first + count] for _, first, count in self.rows]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def write(self, weight_shard: Tensor, value: Tensor) -> None:
+        """Overwrite these rows and columns of the rank's shard of the weight."""
+        part, done = weight_shard if self.expert < 0 else weight_shard[self.expert], 0
+        for _, first, count in self.rows:
+            part[first : first + count] = value[done : done + count]
+            done += count
+
+    def slice_of_full(self, matrix: Tensor) -> Tensor:
+        """Return these rows and columns of the full matrix."""
+        first, count = self.columns
+        rows = [matrix[begin : begin + n, first : first + count] for begin, _, n in self.rows]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def write_to_full(self, matrix: Tensor, value: Tensor) -> None:
+        """Overwrite these rows and columns of the full matrix."""
+        done, (first, columns) = 0, self.columns
+        for begin, _, count in self.rows:
+            matrix[begin : begin + count, first : first + columns] = value[done : done + count]
+            done += count
+
+
+NO_SHARD = MatrixShard((), (0, 0), -1)
+"""The shard of a rank that has nothing of a matrix."""
+
+
+def matrix_shard(matrix: Matrix, region: ShardRegion) -> MatrixShard:
+    """Return the part of a matrix that lies in a region of its weight; NO_SHARD if none does."""
+    stack = len(region.begin) == 3
+    expert = matrix.expert - region.begin[0] if stack else -1
+    (top, left), (height, width) = region.begin[-2:], region.shape[-2:]
+    if not width or (stack and not 0 <= expert < region.shape[0]):
+        return NO_SHARD
+    rows, before = [], 0
+    for begin, end in matrix.spans:
+        first, last = max(begin, top), min(end, top + height)
+        if first < last:
+            rows.append((before + first - begin, first - top, last - first))
+        before += end - begin
+    return MatrixShard(tuple(rows), (left, width), expert) if rows else NO_SHARD
+
+
+def shard_group_members(fold: Fold, view: View, rank: int) -> dict[int, dict[str, int]]:
+    """Return the ranks of a rank's shard group, each with its coordinate on every mesh axis."""
+    out = {}
+    for member in group_of(fold, view, SHARD_AXES[view], rank):
+        coordinate = out[member] = coordinates(fold, view, member)
+        if view == "attention":
+            coordinate["fsdp"] = coordinate["dp_shard"] * fold.cp + coordinate["cp"]
+    return out
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The ranks that together have all shards of a view's weights, and this rank's position among them."""
+
+    group: Group
+    coordinates: tuple[dict[str, int], ...]
+    """Coordinate of every member on every mesh axis."""
+
+    @classmethod
+    def of(cls, meshes: Meshes, view: View, communicates: bool) -> ShardGroup:
+        """Return this rank's shard group in a view. Collective over the world if the group communicates.
+
+        Args:
+            meshes: the run's.
+            view: attention's or the experts'.
+            communicates: whether any matrix of this view is sharded. If not, no process group is made.
+        """
+        members = shard_group_members(meshes.fold, view, dist.get_rank())
+        places = tuple(members.values())
+        if communicates:
+            process_group = meshes.communicators.group("blocking", groups(meshes.fold, view, SHARD_AXES[view]))
+            return cls(Group.of(process_group), places)
+        return cls(Group(SILENT, len(members), list(members).index(dist.get_rank())), places)
+
+
+NOT_SHARDED = ShardGroup(NO_GROUP, ({},))
+"""The shard group of a single rank, which has full weights."""
+
+
+class WeightSharding:
+    """The shards of a weight, and of the matrices in it, in a shard group. Equal weights share one object."""
+
+    def __init__(self, shape: tuple[int, ...], axes: Axes, matrices: list[Matrix], shard_group: ShardGroup):
+        self.shard_group = shard_group
+        self.regions = [shard_region(shape, axes, coordinate) for coordinate in shard_group.coordinates]
+        """Each member's region of the weight."""
+        self.local_region = self.regions[shard_group.group.rank]
+        first_with: dict[ShardRegion, int] = {}
+        self.is_sender = [first_with.setdefault(region, rank) == rank for rank, region in enumerate(self.regions)]
+        """Whether each member sends its shard: among members with the same shard only the first does."""
+        if len(shape) == 3:  # the shard group may have a part of all experts
+            first = min(region.begin[0] for region in self.regions)
+            matrices = matrices[first : max(region.begin[0] + region.shape[0] for region in self.regions)]
+        self.matrices = matrices
+        self.has_full_experts = len(shape) == 3 and all(region.shape[1:] == shape[1:] for region in self.regions)
+
+    @cached_property
+    def shards(self) -> list[list[MatrixShard]]:
+        """Each member's shard of each matrix, by matrix, then by member."""
+        by_region: dict[tuple[int, ShardRegion], MatrixShard] = {}
+        for i, matrix in enumerate(self.matrices):
+            for region in set(self.regions):
+                by_region[i, region] = matrix_shard(matrix, region)
+        return [[by_region[i, region] for region in self.regions] for i in range(len(self.matrices))]
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether each matrix is full wherever a member has any of it."""
+        if self.has_full_experts or len(self.regions) == 1:
+            return True
+        return all(
+            shard is NO_SHARD or shard.shape == matrix.shape
+            for matrix, shards in zip(self.matrices, self.shards, strict=True)
+            for shard in shards
+        )
+
+    @cached_property
+    def can_sum_grams(self) -> bool:
+        """Whether each matrix is sharded along its larger dim alone."""
+        return all(
+            shard is NO_SHARD or shard.shape[matrix.shape.index(min(matrix.shape))] == min(matrix.shape)
+            for matrix, shards in zip(self.matrices, self.shards, strict=True)
+            for shard in shards
+        )
+
+    def local_matrices(self) -> Iterable[tuple[Matrix, MatrixShard]]:
+        """Return the matrices that this rank has any part of, each with that part."""
+        rank = self.shard_group.group.rank
+        if self.has_full_experts:
+            pairs = ((m, matrix_shard(m, self.local_region)) for m in self.matrices)
+        else:
+            pairs = ((m, shards[rank]) for m, shards in zip(self.matrices, self.shards, strict=True))
+        return ((m, shard) for m, shard in pairs if shard is not NO_SHARD)
+
+    @cached_property
+    def sent_elements(self) -> tuple[int, int]:
+        """Elements that the shard group sends: to owners and back, and for the sum of Gram matrices instead."""
+        others = len(self.regions) - 1
+        to_owners = sum(prod(m.shape) for m in self.matrices)
+        from_owners = sum(prod(shard.shape) for shards in self.shards for shard in shards)
+        gram = sum(2 * others * min(m.shape) ** 2 for m in self.matrices)
+        return (to_owners + from_owners) * others // len(self.regions), gram
+
+
+class ShardedWeight(NamedTuple):
+    """A weight of this rank that consists of matrices, by name, and how it is sharded."""
+
+    name: str
+    sharding: WeightSharding
+
+
+def sharded_weights(
+    parameters: Mapping[str, Tensor], matrices: Mapping[str, list[Matrix]], shard_group_of: Callable[[str], ShardGroup]
+) -> list[ShardedWeight]:
+    """Return the weights that consist of matrices, with how each is sharded.
+
+    Args:
+        parameters: this rank's, by name.
+        matrices: the matrices of each weight, by name; every name is one of the parameters.
+        shard_group_of: returns the shard group of a parameter by its name.
+    """
+    shardings: dict[tuple, WeightSharding] = {}
+    out = []
+    for name, of_weight in matrices.items():
+        shard_group, shape = shard_group_of(name), tuple(parameters[name].shape)
+        axes = axes_of(parameters[name])
+        key = id(shard_group), shape, axes, tuple(of_weight)
+        if key not in shardings:
+            shardings[key] = WeightSharding(shape, axes, of_weight, shard_group)
+        out.append(ShardedWeight(name, shardings[key]))
+    return out
