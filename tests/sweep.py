@@ -41,7 +41,7 @@ ROWS = {"adamw": ROOT / "docs" / "parity.jsonl", "muon": ROOT / "docs" / "parity
 COLUMNS = ("loss", "grads", "norm", "weights")
 SETS = {"all": "all of 8 ranks", "pairs": "8 ranks, pairs of schedules and cp kinds", "16": "16 ranks"}
 SETS["part"] = "8 ranks, adapters or a part of the weights trained"
-SETS["option"] = "8 ranks, rows kept, gradients accumulated or layers compiled"
+SETS["option"] = "8 ranks, dispatch saved, gradients accumulated or layers compiled"
 NOT_DEALT = ("trained", "option")
 DECKS = {"dispatcher": ["alltoall", "allgather", "hierarchical", "alltoall", "symm_mem", "hierarchical"]}
 """What is dealt of a feature, if not each choice once a round: the dispatchers that are usual twice."""
@@ -114,7 +114,7 @@ def with_options() -> list[tuple[Fold, dict[str, str]]]:
     is a kind of recomputation."""
     pool = [(fold, option) for fold in all_folds(8) for option in OPTIONS if option != "accumulated" or fold.edp == 1]
     rows = [degrees(fold) | {"option": option} for fold, option in pool]
-    instead = {"rows_kept": {"recompute": "none"}}
+    instead = {"dispatch_saved": {"recompute": "none"}}
     return [(fold, instead.get(option, {}) | {"option": option}) for fold, option in (pool[i] for i in cover(rows))]
 
 

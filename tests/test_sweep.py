@@ -52,9 +52,9 @@ def test_options_meet_every_degree_that_they_can() -> None:
     shared = {("accumulated", "edp", n) for n in (2, 4, 8)}
     every = {(option, *degree) for option in OPTIONS for degree in EVERY_DEGREE}
     assert met_degrees(some, "option") == every - shared
-    assert {case.changes["activation_checkpoint.mode"] for case in some if case.choices["option"] == "rows_kept"} == {
-        "full_except_dispatch"
-    }
+    assert {
+        case.changes["activation_checkpoint.mode"] for case in some if case.choices["option"] == "dispatch_saved"
+    } == {"full_except_dispatch"}
 
 
 @pytest.mark.parametrize("optimizer", sweep.ROWS)

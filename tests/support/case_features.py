@@ -143,7 +143,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "part": {"training.freeze": ["embed.*", "*.attention.*", "*.router.*", "*.experts.w1"]},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "rows_kept": {"activation_checkpoint.mode": "full_except_dispatch"},
+    "dispatch_saved": {"activation_checkpoint.mode": "full_except_dispatch"},
     "accumulated": {"moe.accumulate_weight_gradients": True},
     "compiled": {"compile.enable": True, "compile.backend": "aot_eager"},
 }
