@@ -171,7 +171,9 @@ def test_products_accumulate_only_where_no_data_rank_shares_an_expert():
     start = "moe.accumulate_weight_gradients = true has no effect, because "
     fsdp = 'parallelism.reshard_after_forward = "always" leaves the experts to FSDP: set it to false, or use "auto"'
     assert why(4) == []
-    assert why(2) == [f"{start}2 data ranks share an expert (edp = 2): set it to false, or use a mapping with edp = 1"]
+    assert why(2) == [
+        f"{start}2 data ranks shard the same experts (edp = 2): set it to false, or use a mapping with edp = 1"
+    ]
     assert why(4, reshard="always") == [start + fsdp]
     assert why(1, replace(MODEL, moe_every=5, dense_hidden=128)) == [f"{start}no layer has experts: set it to false"]
 

@@ -25,7 +25,7 @@ def test_both_views_of_every_stage():
     assert "rank 0 1 2 3 4 5 6 7" in lines
     assert "rank 8 9 10 11 12 13 14 15" in lines
     assert lines.count("dp_shard samples dp0 dp1") == 2
-    assert lines.count("cp part of sequence cp0 cp1 cp0 cp1") == 2
+    assert lines.count("cp chunk of sequence cp0 cp1 cp0 cp1") == 2
     assert lines.count("tp slice of matrices tp0 tp1 tp0 tp1 tp0 tp1 tp0 tp1") == 2
     assert lines.count("edp set of experts edp0 edp1") == 2
     assert lines.count("ep experts held ep0 ep1 ep2 ep3 ep0 ep1 ep2 ep3") == 2

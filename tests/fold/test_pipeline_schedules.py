@@ -141,7 +141,7 @@ def test_few_channels_are_enough(pp: int, count: int) -> None:
         (
             dict(schedule="Interleaved1F1B"),
             5,
-            "Interleaved1F1B on 2 ranks needs microbatches in whole rounds: 5 is not a multiple of 2; set "
+            "Interleaved1F1B on 2 ranks needs microbatches in full rounds: 5 is not a multiple of 2; set "
             "training.global_batch_size to 24",
         ),
         (dict(layers_per_stage=[1, 2, 1]), 4, "layers_per_stage = [1, 2, 1] must name 2 stages that sum to"),

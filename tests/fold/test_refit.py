@@ -47,7 +47,7 @@ def test_only_data_parallel_changes(recipe, world, now, change):
     for name in ("pp", "cp", "tp", "ep", "etp"):
         assert getattr(fold, name) == recipe.get(name, 1), "only data parallel changes"
     assert change in line and bool(line) == bool(change)
-    assert not line or ("started again on" in line and line.endswith("the global batch stays"))
+    assert not line or ("restarted on" in line and line.endswith("the global batch stays"))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_if_no_mapping_is_legal_the_reason_is_given(recipe, world, unit, fixed):
     with pytest.raises(FoldError) as refused:
         refit(world, parallelism_of(**recipe))
     (problem,) = refused.value.problems
-    assert f"started again on {world} ranks, where" in problem and fixed in problem
+    assert f"restarted on {world} ranks, where" in problem and fixed in problem
     assert f"a multiple of {unit} ranks ({world} % {unit} = {world % unit})" in problem
     derive(unit, refit(unit, parallelism_of(**recipe))[0])  # and what it asks for is enough
 

@@ -242,7 +242,7 @@ def test_a_restart_on_other_ranks_is_fitted_and_checked(monkeypatch, capsys):
     checked = prepare(parse_words(["debug", "--parallelism.dp_shard=2"])).checked
     config = launch.receive_config(checked, 8)
     assert config.job.ranks == 8 and config.parallelism.dp_shard == 4
-    assert "mapping: started again on 8 ranks: parallelism.dp_shard 2 -> 4" in capsys.readouterr().out
+    assert "mapping: restarted on 8 ranks: parallelism.dp_shard 2 -> 4" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"parallelism\.tp = 2") as refusal:
         launch.receive_config(checked, 3)
     assert refusal.value.source == "debug and the command line"

@@ -187,7 +187,7 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
     second.kill()
     agents.wait(lambda: not Path(f"/proc/{rank}").exists(), "the end of the rank whose launcher is gone")
     shrink.touch()
-    line = "mapping: started again on 1 rank: parallelism.dp_shard 2 -> 1, parallelism.experts.edp 2 -> 1"
+    line = "mapping: restarted on 1 rank: parallelism.dp_shard 2 -> 1, parallelism.experts.edp 2 -> 1"
     agents.wait(lambda: line in agents.said(), "a run on one rank")
     agents.wait(lambda: (folder / "checkpoints" / folder_name(4)).exists(), "the fourth checkpoint")
 
@@ -299,7 +299,7 @@ def test_only_a_run_that_has_begun_takes_another_mapping(tmp_path, monkeypatch, 
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         config = read_config(argv, 4, COMPONENTS)
         assert config.parallelism.dp_shard == 4 and config.training.global_batch_size == 4
-        assert "mapping: started again on 4 ranks: parallelism.dp_shard 2 -> 4" in capsys.readouterr().out
+        assert "mapping: restarted on 4 ranks: parallelism.dp_shard 2 -> 4" in capsys.readouterr().out
         monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     assert read_config(argv, 2, COMPONENTS).parallelism.dp_shard == 2 and "mapping" not in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"where only data parallel may change; parallelism\.tp = 2"):

@@ -1,4 +1,8 @@
-"""Whose attention runs: torch's own where it works, ours elsewhere. docs/parallelism.md has the table."""
+"""Choice of the attention implementation: torch's where it supports the run, else ours.
+
+`titanmoe.parallel.attend` chooses with `pick_backend`; the laws refuse settings that cannot be followed. The table of
+choices is in docs/parallelism.md. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ from titanmoe.config.blocks import window
 from titanmoe.config.schema import Config, Model
 
 Backend = Literal["plain", "ring", "flex"]
+"""Our implementation (for causal attention, torch's scaled_dot_product_attention), torch's ring, flex_attention."""
 Kernel = Literal["fa2", "fa3", "fa4", "cudnn"]
 WIDEST = {"fa3": 256, "fa4": 128}
-"""Heads of FlashAttention: of 3 by its README; of 4 its backward on GPUs that are not Blackwell's."""
+"""Widest heads of FlashAttention 3 (by its README) and 4 (its backward on GPUs other than Blackwell)."""
 FLEX_NARROWEST = 16
-"""Narrowest heads of flex_attention's kernel (torch 2.11, _inductor/kernel/flex/flex_attention.py)."""
+"""Narrowest heads that flex_attention's kernel supports (torch 2.11, _inductor/kernel/flex/flex_attention.py)."""
 
 
 def pick_backend(
@@ -27,13 +32,21 @@ def pick_backend(
     ring_lacks: str = "",
     narrow: bool = False,
 ) -> tuple[Backend, str]:
-    """The backend, and why torch's cannot be used if it is plain.
+    """Return the implementation of attention, and the reason why torch's cannot be used ("" if there is none).
 
-    masked: there are documents or a window. ring_lacks: why this torch's ring cannot run, if it cannot. narrow: heads
-    are narrower than FLEX_NARROWEST.
+    Args:
+        setting: parallelism.attention_backend.
+        kind: parallelism.cp_kind.
+        cp: the degree of context parallelism.
+        device: "cpu" or "cuda".
+        float64: whether attention computes in float64.
+        masked: whether there are documents or a window.
+        sinks: whether the model has attention sinks.
+        ring_lacks: why the installed torch's ring attention cannot run; "" if it can.
+        narrow: whether heads are narrower than FLEX_NARROWEST.
     """
     if setting == "plain":
-        return "plain", "it was asked for"
+        return "plain", 'parallelism.attention_backend = "plain"'
     if cp > 1 and kind == "ring":
         if masked:
             return "plain", "torch's ring supports neither documents nor windows"
@@ -54,12 +67,12 @@ def pick_backend(
 
 
 def cudnn_takes(query: int, value: int) -> bool:
-    """Whether cuDNN's attention knows heads of these widths, forward and backward (torch 2.13, sdp_utils.cpp)."""
+    """Return whether cuDNN's attention supports these head widths, forward and backward (torch 2.13, sdp_utils.cpp)."""
     return query % 8 == value % 8 == 0 and (max(query, value) <= 128 or (query, value) == (192, 128))
 
 
 def kernel_refuses(kernel: str, query: int, value: int, deterministic: bool) -> str:
-    """Why a kernel cannot train heads of these widths; "" if it can."""
+    """Return why a kernel cannot train heads of these widths; "" if it can."""
     if kernel in WIDEST and not query == value <= WIDEST[kernel]:
         return f"queries and values must have one width, up to {WIDEST[kernel]}, and these have {query} and {value}"
     if kernel == "cudnn" and not cudnn_takes(query, value):
@@ -73,13 +86,12 @@ def kernel_refuses(kernel: str, query: int, value: int, deterministic: bool) -> 
 
 
 def head_widths(model: Model) -> tuple[int, int]:
-    """Of queries, and of values."""
+    """Return the widths of a head's query and value."""
     return model.head_dim, model.v_head_dim or model.head_dim
 
 
 def attention_violations(config: Config, cp: int) -> Iterator[str]:
-    """What attention_kernel requires of the model; and attention_backend = "torch" of the device, the model and the
-    documents, where "auto" uses ours instead."""
+    """Yield why attention_kernel, or attention_backend = "torch", cannot be used with this config and degree of cp."""
     options, model, training = config.parallelism, config.model, config.training
     if why := kernel_refuses(options.attention_kernel, *head_widths(model), training.deterministic):
         yield f'parallelism.attention_kernel = "{options.attention_kernel}" cannot be used here: {why}; use "auto"'

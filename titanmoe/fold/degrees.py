@@ -1,4 +1,4 @@
-"""Degrees: how many ranks each axis of either view has.
+"""Degrees: the number of ranks on each axis of both views. `derive` makes a Fold from a recipe and a world size.
 
     world = pp * S        S = dp_replicate * dp_shard * cp * tp        the attention view of a stage's S ranks
                           S = edp_replicate * edp * ep * etp           the expert view of the same ranks
@@ -25,14 +25,16 @@ DEGREE_PATHS = {
     "ep": "parallelism.experts.ep",
     "etp": "parallelism.experts.etp",
 }
-DERIVED = ("dp_shard", "edp_replicate", "edp")  # -1 asks for the value that fits
+"""Path of each degree's field, by its short name."""
+DERIVED = ("dp_shard", "edp_replicate", "edp")
+"""Degrees that may be -1, which stands for the value that fits."""
 
 
 class FoldError(ValueError):
-    """The degrees do not fit the world; `problems` holds every reason."""
+    """Raised if degrees do not fit the world size, with every reason in `problems`."""
 
     def __init__(self, problems: list[str]):
-        super().__init__(problems)  # its arguments, from which pickle makes it again
+        super().__init__(problems)  # pickle makes the exception from these arguments
         self.problems = problems
 
     def __str__(self) -> str:
@@ -41,6 +43,8 @@ class FoldError(ValueError):
 
 @dataclass(frozen=True)
 class Fold:
+    """The degrees of a legal mapping: every axis of the attention view and of the expert view."""
+
     world: int
     pp: int
     dp_replicate: int
@@ -54,32 +58,34 @@ class Fold:
 
     @property
     def stage(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks of one pipeline stage."""
         return self.world // self.pp
 
     @property
     def dp(self) -> int:
-        """Ranks with different samples."""
+        """Number of ranks with different samples."""
         return self.dp_replicate * self.dp_shard
 
     def nodes(self, node: int) -> int | None:
+        """Return how many nodes of `node` ranks each group of ep x etp spans; see `nodes_of_a_group`."""
         return nodes_of_a_group(self.world, self.ep, self.etp, node)
 
     @property
     def attention_axes(self) -> dict[str, int]:
-        """Outermost first."""
+        """Size of every axis of the attention view, outermost first."""
         return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
 
     @property
     def expert_axes(self) -> dict[str, int]:
-        """Outermost first."""
+        """Size of every axis of the expert view, outermost first."""
         return {name: getattr(self, name) for name in ("pp", "edp_replicate", "edp", "ep", "etp")}
 
 
 def nodes_of_a_group(world: int, ep: int, etp: int, node: int) -> int | None:
-    """How many nodes each group of ep x etp spans, evenly and with whole experts on each; None if it does not.
+    """Return how many nodes of `node` ranks each group of ep x etp spans.
 
-    The ranks of a group are consecutive, and the first is a multiple of its size.
+    None if groups do not span nodes evenly, or would split the etp ranks of an expert over two nodes. The ranks of a
+    group are consecutive, and the first is a multiple of the group's size.
     """
     size = ep * etp
     if node >= world or node % size == 0:
@@ -88,18 +94,19 @@ def nodes_of_a_group(world: int, ep: int, etp: int, node: int) -> int | None:
 
 
 def requested_degrees(parallelism: Parallelism) -> dict[str, int]:
-    """Every degree of a [parallelism] table by its short name, as the recipe has it."""
+    """Return the degrees of a [parallelism] table by their short names, -1 included."""
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("edp_replicate", "edp", "ep", "etp")
     tables = parallelism, parallelism.experts
     return {name: getattr(table, name) for table, of in zip(tables, names, strict=True) for name in of}
 
 
 def default_edp_replicate(dp_replicate: int, left: int) -> int:
-    """Experts are replicated like attention, as far as the ranks that ep * etp leaves can be divided that way."""
+    """Return the greatest common divisor of dp_replicate and `left`, the data ranks of the experts."""
     return gcd(dp_replicate, left)
 
 
 def derive(world: int, parallelism: Parallelism) -> Fold:
+    """Return the fold of a [parallelism] table on so many ranks. Raises FoldError if the degrees do not fit."""
     degrees, problems = resolve_degrees(world, parallelism)
     if problems:
         raise FoldError(problems)
@@ -107,7 +114,7 @@ def derive(world: int, parallelism: Parallelism) -> Fold:
 
 
 def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:
-    """The degrees that are sound, including `stage` and `dp`, and what is wrong with the others."""
+    """Return the degrees that fit, including `stage` and `dp`, and a message for each one that does not."""
     requested = requested_degrees(parallelism)
     degrees = {name: n for name, n in requested.items() if n > 0}
     problems = [_not_a_count(name, n) for name, n in requested.items() if n < 1 and not (n == -1 and name in DERIVED)]
@@ -169,5 +176,5 @@ def _not_a_count(name: str, value: int) -> str:
 
 
 def sequence_chunks(cp: int, placement: str) -> int:
-    """Into how many runs of tokens context parallelism cuts a sequence; 0 without it."""
+    """Return the number of chunks that context parallelism splits a sequence into; 0 without it."""
     return 0 if cp == 1 else 2 * cp if placement == "zigzag" else cp

@@ -1,6 +1,6 @@
-"""Every legal mapping of a world, and the ones nearest to an illegal one.
+"""Enumeration of legal mappings, the ones nearest to an illegal one, and mappings after a change of the world size.
 
-The two views of a stage share nothing but its ranks, so the legal mappings of a world are, pp by pp, every legal
+The two views of a stage have only its ranks in common. So the legal mappings of a world are, for each pp, every legal
 attention view with every legal expert view.
 """
 
@@ -29,7 +29,7 @@ from titanmoe.fold.legality import broken_laws
 
 @dataclass(frozen=True)
 class StageViews:
-    """The legal views of a pipeline stage; any attention view goes with any expert view."""
+    """The legal views of one pp. Any attention view can be combined with any expert view."""
 
     world: int
     pp: int
@@ -37,14 +37,19 @@ class StageViews:
     experts: list[dict[str, int]]  # edp_replicate, edp, ep, etp
 
     def fold(self, attention: dict[str, int], experts: dict[str, int]) -> Fold:
+        """Return the fold of an attention view and an expert view."""
         return Fold(self.world, self.pp, **attention, **experts)
 
     def pairs(self) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+        """Return all combinations of an attention view and an expert view."""
         return product(self.attention, self.experts)
 
 
 def legal_stages(world: int, config: Config | None = None) -> Iterator[StageViews]:
-    """By pp. Without a config only the laws of the ranks apply; with one, all of its laws, but not its degrees."""
+    """Yield the legal views for each pp.
+
+    Without a config, views only have to divide the ranks. With one, all its laws apply; its own degrees are ignored.
+    """
 
     def legal(pp: int, view: dict[str, int]) -> bool:
         degrees = {"pp": pp, "stage": world // pp, **view}
@@ -65,14 +70,14 @@ def legal_stages(world: int, config: Config | None = None) -> Iterator[StageView
 
 
 def legal_folds(world: int, config: Config | None = None) -> Iterator[Fold]:
-    """Every legal mapping, one by one."""
+    """Yield every legal mapping of a world."""
     for stage in legal_stages(world, config):
         for attention, experts in stage.pairs():
             yield stage.fold(attention, experts)
 
 
 def nearest(world: int, parallelism: Parallelism, config: Config | None = None, count: int = 3) -> list[Fold]:
-    """The legal mappings that change the fewest requested degrees, and change them the least.
+    """Return the legal mappings that change the fewest requested degrees, and change them the least.
 
     A changed degree costs 1 plus the powers of two between old and new. Derived degrees are free, except an
     edp_replicate that is not its default: it has to be written down. A mapping that changes more than necessary is left
@@ -111,7 +116,7 @@ def nearest(world: int, parallelism: Parallelism, config: Config | None = None, 
 
 
 def changes(parallelism: Parallelism, fold: Fold) -> dict[str, tuple[int, int]]:
-    """Which requested degrees differ in a mapping: from, to. What is derived anyway needs no change."""
+    """Return the requested degrees that differ in a mapping, by name: (old, new). Derived degrees are left out."""
     names = {
         name: (old, getattr(fold, name))
         for name, old in requested_degrees(parallelism).items()
@@ -134,16 +139,18 @@ def _four_factors(n: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 FIXED = ("pp", "cp", "tp", "ep", "etp")
+"""Degrees that a restart on another number of ranks does not change."""
 
 
 def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
-    """Return the mapping for this world and one line that says what changed, "" if nothing had to; FoldError if none is
-    legal.
+    """Return the mapping on another number of ranks, and a line that says what changed ("" if nothing did).
+
+    Raises FoldError if no mapping is legal.
 
     Only data parallelism adapts, because only that leaves what a rank computes unchanged: dp_shard first, then
     dp_replicate; for the experts edp, then edp_replicate. pp, cp, tp, ep and etp stay as in the recipe, and so does the
-    global batch. The result depends on the recipe and the world alone, so a world that shrinks and grows again is back
-    where it began. Degrees that are not numbers of ranks are left for the laws to refuse.
+    global batch. The result depends on the recipe and the world alone, so a world that shrinks and grows
+    again returns to its first mapping. Degrees that are not numbers of ranks are left for the laws to refuse.
     """
     degrees = requested_degrees(parallelism)
     sound = all(n > 0 or (n == -1 and name in DERIVED) for name, n in degrees.items())
@@ -155,7 +162,7 @@ def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
         fixed = ", ".join(f"{DEGREE_PATHS[name]} = {degrees[name]}" for name in FIXED if degrees[name] > 1)
         raise FoldError(
             [
-                f"started again on {world} ranks, where only data parallel may change; {fixed} needs a multiple of "
+                f"restarted on {world} ranks, where only data parallel may change; {fixed} needs a multiple of "
                 f"{unit} ranks ({world} % {unit} = {world % unit}): start it on such a number, or give other degrees"
             ]
         )
@@ -170,4 +177,4 @@ def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
     attention = {name: n for name, n in changed.items() if name.startswith("dp")}
     changes_text = ", ".join(f"{DEGREE_PATHS[name]} {degrees[name]} -> {n}" for name, n in changed.items())
     fitted = replace(parallelism, **attention, experts=experts)
-    return fitted, f"started again on {world} rank{'s' * (world > 1)}: {changes_text}; the global batch stays"
+    return fitted, f"restarted on {world} rank{'s' * (world > 1)}: {changes_text}; the global batch stays"

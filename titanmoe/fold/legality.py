@@ -1,8 +1,8 @@
-"""The laws of a mapping: everything wrong with it at once, each with its numbers and what to change.
+"""The laws of a mapping. `violations` returns a message for each broken one, with its numbers and what to change.
 
-Training, `titanmoe fold` with its list, and the search for the nearest legal mapping all ask `violations`. A law only
-looks at the degrees that it names, so one view can be checked without the other: no law ties a degree of attention to
-one of the experts. What a machine lacks is not a law of a mapping (`titanmoe.train.refusals`).
+Called by train, plan, rehearse, `titanmoe fold` and the search for the nearest legal mapping. A law reads only the
+degrees that it names, so that one view can be checked without the other: no law ties a degree of attention to one of
+the experts. What a machine lacks is checked elsewhere (`titanmoe.train.refusals`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violation
 from titanmoe.fold.unsharded_experts import accumulation_violations
 
 ROW_BYTES = 16
-"""Rows of a grouped product are whole units of this many bytes, or this many 8-bit numbers."""
+"""The row length of a grouped product is a multiple of so many bytes, or of so many 8-bit numbers."""
 
 
 def violations(config: Config, world: int) -> list[str]:
-    """Every law that the recipe's mapping breaks on a world of that many ranks; none when it is legal.
+    """Return a message for each law that the mapping breaks on a world of so many ranks; [] if it is legal.
 
-    Only the recipe is known, not the machine: training.device = "auto" is taken for a GPU, and parallelism.node = -1
-    for a number that fits.
+    The machine is not known: training.device = "auto" is taken for a GPU, and parallelism.node = -1 for a number that
+    fits.
     """
     degrees, problems = resolve_degrees(world, config.parallelism)
     return [*problems, *broken_laws(degrees, config), *_profile_ranks(config, world)]
 
 
 def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
-    """Only of laws whose degrees are all known."""
+    """Yield a message for each broken law, among those whose degrees are all in `degrees`."""
     yield from model_violations(degrees, config)
     for law, *names in (
         (_ulysses, "cp", "tp"),
@@ -53,7 +53,7 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
 
 
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
-    """The laws that tie degrees to the shapes of model and batch."""
+    """Yield a message for each broken law that ties degrees to the shapes of the model and the batch."""
     model, training = config.model, config.training
     for name, fields in divided_fields(config).items():
         yield from _divides(degrees, name, fields)
@@ -61,7 +61,7 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
     if {"cp", "tp"} <= degrees.keys():
         factors = {"tp": degrees["tp"], "cp": degrees["cp"]}
         if degrees["cp"] > 1 and config.parallelism.cp_placement == "zigzag":
-            factors = {"2": 2} | factors  # each cp rank owns two pieces, one early and one late
+            factors = {"2": 2} | factors  # each cp rank has two chunks, an early and a late one
         unit = prod(factors.values())
         if training.seq_len % unit:
             numbers = f"{' * '.join(factors)} = {' * '.join(map(str, factors.values()))} = {unit}"
@@ -101,8 +101,11 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
 
 
 def _adapters(config: Config, ep: int, etp: int, edp: int) -> Iterator[str]:
-    """Where data ranks share a rank's experts in slices, a matrix's adapter is sliced along the width that is not its
-    rank: of w1's and w3's B, and of w2's A, that is the hidden one."""
+    """Yield a message if the adapters of experts cannot be sharded evenly over edp.
+
+    An adapter is sharded by expert, else along the width that is not its rank: of B of w1 and w3, and of A of w2, that
+    is the hidden width.
+    """
     model, lora = config.model, config.lora
     matrices = [f"layers.{i}.moe.experts.{w}" for i in range(model.num_layers) for w in ("w1", "w2", "w3")]
     chosen = any(fnmatchcase(name, pattern) for pattern in lora.targets or ["*"] for name in matrices)
@@ -126,25 +129,25 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
 
 
 def _products(config: Config, etp: int) -> Iterator[str]:
-    """Widths that the experts' grouped products cannot have."""
+    """Yield a message for each width that the experts' grouped products do not support."""
     moe, model, dtype = config.moe, config.model, config.training.mixed_precision_param
     widths = {"model.expert_hidden / etp": model.expert_hidden // etp, "model.dim": model.dim}
     for name, width in widths.items():
         unit = ROW_BYTES // WIDTHS[dtype]
         if moe.grouped_mm == "grouped" and width % unit:
             yield (
-                f'moe.grouped_mm = "grouped" needs rows of whole 16-byte units, {unit} elements of {dtype}; {name} is '
-                f'{width}: use "auto", or a multiple of {unit}'
+                f'moe.grouped_mm = "grouped" needs rows of a multiple of 16 bytes, {unit} elements of {dtype}; '
+                f'{name} is {width}: use "auto", or a multiple of {unit}'
             )
         if moe.expert_dtype != "compute" and width % ROW_BYTES:
             yield (
-                f'moe.expert_dtype = "{moe.expert_dtype}" needs rows of whole 16-byte units; {name} is {width}: use a '
-                f'multiple of {ROW_BYTES}, or expert_dtype = "compute"'
+                f'moe.expert_dtype = "{moe.expert_dtype}" needs rows of a multiple of 16 bytes; {name} is {width}: '
+                f'use a multiple of {ROW_BYTES}, or expert_dtype = "compute"'
             )
 
 
 def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
-    """A global batch that is not given is one microbatch per data rank."""
+    """Yield the schedule's violations. A global batch of -1 is one microbatch per data rank."""
     training = config.training
     unit = training.local_batch_size * dp
     has_global_batch = training.global_batch_size > 0
@@ -158,7 +161,7 @@ def _profile_ranks(config: Config, world: int) -> Iterator[str]:
 
 
 def divided_fields(config: Config) -> dict[str, dict[str, int]]:
-    """What each degree splits into equal parts."""
+    """Return the numbers that each degree must divide: {degree: {name of the number: number}}."""
     model, divided = config.model, {"tp": {}}
     for spec in config.components.specs(config):
         for degree, fields in spec.divided(config).items():
@@ -176,17 +179,20 @@ def divided_fields(config: Config) -> dict[str, dict[str, int]]:
 
 
 def _expert_degrees(degrees: Mapping[str, int]) -> tuple[int, int, int]:
-    """What determines the shape of a rank's experts."""
+    """Return ep, edp and etp, which determine the shape of a rank's experts."""
     return degrees["ep"], degrees["edp"], degrees["etp"]
 
 
 def experts_shard(model: Model, ep: int, edp: int, etp: int) -> bool:
-    """Whole experts over edp if they divide evenly, else slices of their widths; FSDP would pad anything uneven."""
+    """Return whether FSDP can shard a rank's experts over edp without padding: by expert, else along a width."""
     return model.num_experts % ep != 0 or model.num_experts // ep % edp == 0 or not _uneven_widths(model, edp, etp)
 
 
 def _uneven_widths(model: Model, edp: int, etp: int) -> list[str]:
-    """Matrices are sliced along the model dim, which etp leaves alone, biases along their width, which etp splits."""
+    """Return a text for each width that edp does not divide.
+
+    Matrices are sharded along the model dim, which etp does not split, biases along their width, which etp splits.
+    """
     widths, parts = {"model.dim": model.dim}, edp
     if model.expert_biases:
         widths, parts = widths | {"model.expert_hidden": model.expert_hidden}, edp * etp

@@ -1,7 +1,7 @@
-"""The fold as process groups and DeviceMeshes: a group for each axis that something is sent along, and no other.
+"""The fold as process groups and DeviceMeshes. `build_meshes` makes a group for each axis with communication.
 
 A group costs every rank threads and sockets, and on GPUs a communicator with its buffers. So axes over the same ranks
-share one, but only within a kind: messages that may be in flight at the same time never share a group.
+share one, but only within a kind: messages that may be in flight at the same time never use the same group.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HIGH_PRIORITY: tuple[CommunicatorKind, ...] = ("dispatch", "shards")
 grouped matmul could occupy all multiprocessors before their kernels start."""
 
 SILENT = "(nobody sends along this axis)"
-"""The name given to a group that was not made; torch repeats it when the group is asked for."""
+"""Name of a group that was not made, which torch's error message contains if it is used."""
 
 
 class Communicators:
@@ -95,6 +95,8 @@ def _high_priority_options() -> Any:
 
 @dataclass(frozen=True)
 class Meshes:
+    """The DeviceMeshes and process groups of this rank."""
+
     fold: Fold
     communicators: Communicators
     dense: DeviceMesh  # (dp_replicate, fsdp, tp) of this rank's stage, fsdp being dp_shard x cp
@@ -121,12 +123,15 @@ def build_meshes(
     trains: bool = True,
     etp: bool = False,
 ) -> Meshes:
-    """Collective over the world.
+    """Make the process groups and meshes of a fold. Collective over the world.
 
-    node: how many ranks a node has, if the dispatcher works node by node; else -1.
-    timeout: for the groups made here; by default torch's own.
-    etp: whether gradients are summed over it.
-    trains: False if weights are whole on every data rank and nothing is trained, so that FSDP sends nothing.
+    Args:
+        fold: the mapping.
+        device_type: "cpu" or "cuda".
+        node: number of ranks of a node if the dispatcher works node by node, else -1.
+        timeout: of the new groups; torch's default if None.
+        trains: False if nothing is trained and weights are not sharded over data ranks, so that FSDP sends nothing.
+        etp: whether gradients are summed over etp.
     """
     communicators = Communicators(timeout)
 
@@ -166,7 +171,7 @@ def build_meshes(
         "experts",
         edp_replicate=("replicas", ("edp_replicate",)),
         edp=("shards", ("edp",)),
-        ep=(None, ("ep",)),  # rows travel over ep and etp together
+        ep=(None, ("ep",)),  # routed tokens are sent over ep and etp together
         etp=(None, ("etp",)),
     )
     return Meshes(
@@ -190,14 +195,14 @@ def build_meshes(
 
 
 def _expert_groups(fold: Fold, communicators: Communicators, node: int) -> tuple[Group, Group, Group]:
-    """Return the group ep x etp, and its ranks within and across nodes. Collective over the world.
+    """Return the group ep x etp, its ranks on this node, and those with this rank's place on other nodes.
 
-    If it is split at nodes, nothing is sent to the whole of it.
+    Collective over the world. If the group is split by node, the first result is a placeholder that nothing is sent on.
     """
     axes, rank = ("ep", "etp"), dist.get_rank()
     if node == -1 or fold.nodes(node) == 1:
-        whole = Group.of(communicators.group("dispatch", groups(fold, "experts", axes)))
-        return whole, whole, NO_GROUP
+        full = Group.of(communicators.group("dispatch", groups(fold, "experts", axes)))
+        return full, full, NO_GROUP
     members = group_of(fold, "experts", axes, rank)
     size = len(members)
     within = [range(first, first + node) for first in range(0, fold.world, node)]

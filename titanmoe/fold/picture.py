@@ -1,6 +1,6 @@
-"""The fold drawn for people: a stage's ranks in a row and, under each, its place in both views.
+"""The picture of `titanmoe fold`: a stage's ranks side by side and, under each, its place on the axes of both views.
 
-Read a column for what one rank does, a row for who does the same.
+A column shows what one rank does, a row which ranks do the same. `list_mappings` prints all legal mappings.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ CRITICAL = ("tp", "etp")  # every layer waits for their traffic several times: b
 
 
 class Row(NamedTuple):
+    """A row of the picture: one axis of a view."""
+
     view: View
     axis: str
     label: str
     meaning: str
-    """What ranks in the same place of the axis have in common."""
+    """What ranks with the same coordinate on the axis have in common."""
     traffic: str
-    """What travels inside a group of the axis."""
+    """What is sent within a group of the axis."""
 
 
 ROWS = (
     Row("attention", "dp_replicate", "copy", "replica of state", "gradients, once a step"),
     Row("attention", "dp_shard", "dp", "samples", "weights and gradients"),
-    Row("attention", "cp", "cp", "part of sequence", "keys and values, every layer"),
+    Row("attention", "cp", "cp", "chunk of sequence", "keys and values, every layer"),
     Row("attention", "tp", "tp", "slice of matrices", "activations, every layer"),
     Row("experts", "edp_replicate", "copy", "replica of state", "expert gradients, once a step"),
     Row("experts", "edp", "edp", "set of experts", "expert weights and gradients"),
@@ -55,7 +57,13 @@ PIPELINE = Row("attention", "pp", "pp", "layers", "activations, every microbatch
 
 
 def draw(fold: Fold, node: int = 8, model: Model | None = None) -> Text:
-    """Both views, at most 100 columns wide; for a large world, its beginning and a summary of the rest."""
+    """Return the picture of both views, at most 100 columns wide.
+
+    Args:
+        fold: the mapping.
+        node: number of ranks of a node.
+        model: with it, the title names the model and each rank's experts are shown.
+    """
     rows = [row for row in ROWS if getattr(fold, row.axis) > 1]
     lines = [*_title(fold, node, model), *_stages(fold, node, model, rows)]
     lines += _table(fold, node, [PIPELINE, *rows] if fold.pp > 1 else rows)
@@ -64,7 +72,7 @@ def draw(fold: Fold, node: int = 8, model: Model | None = None) -> Text:
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Ascending numbers in a few characters: 0-7, or 0,8,16,24, or 0,8,..,120."""
+    """Return ascending numbers as short text: 0-7, or 0,8,16,24, or 0,8,..,120."""
     if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]}-{numbers[-1]}"
     if len(numbers) <= 4:
@@ -73,6 +81,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def count(n: int, thing: str) -> str:
+    """Return a number with its noun in singular or plural: "1 rank", "8 ranks"."""
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
@@ -88,7 +97,10 @@ def _title(fold: Fold, node: int, model: Model | None) -> Iterator[Text]:
             line.append(" x " if place else "", "dim")
             line.append(f"{axis} {size}", "bold" if size > 1 else "dim")
         yield line
-    yield Text("  Down a column: what one rank does. Along a row: a bar or an equal label is the same part.\n", "dim")
+    yield Text(
+        "  Down: what one rank does. Across: ranks under one bar or with equal labels have the same.\n",
+        "dim",
+    )
 
 
 def _stages(fold: Fold, node: int, model: Model | None, rows: list[Row]) -> Iterator[Text]:
@@ -122,12 +134,12 @@ class _Strip:
         self.head = 4 + self.names + max([len(row.meaning) for row in rows], default=0) + 1
         last = fold.world - 1
         self.cell = max([CELL, len(str(last)) + 1, *(len(self.label(row, last)) + 1 for row in rows)])
-        # As many ranks as fit on a line: several whole nodes, or an equal part of one.
+        # As many ranks as fit on a line: several nodes, or an equal part of one.
         nodes = (WIDTH - self.head + GAP) // (node * self.cell + GAP)
         self.length = nodes * node or max(d for d in divisors(node) if d == 1 or d * self.cell <= WIDTH - self.head)
 
     def split(self, stage: range) -> list[range]:
-        """A stage's ranks, line by line; lines end where nodes do."""
+        """Return the ranks of each line of a stage. Lines end where nodes do."""
         lines = range(stage.start // self.length, -(-stage.stop // self.length))
         return [
             range(max(stage.start, line * self.length), min(stage.stop, (line + 1) * self.length)) for line in lines
@@ -166,7 +178,15 @@ class _Strip:
     def bars(
         self, line: Text, ranks: range, within: range, label: Callable[[int], str], style: Callable[[int], str]
     ) -> Text:
-        """A bar has no end where it continues beyond the line."""
+        """Append bars to a line, without an end where a bar continues beyond the line.
+
+        Args:
+            line: the text to append to.
+            ranks: the ranks of the line.
+            within: the ranks over which bars can extend.
+            label: returns the text of a rank's bar; neighbours with equal labels are under one bar.
+            style: returns the style of a rank's bar.
+        """
         for text, run in groupby(ranks, label):
             members = list(run)
             first, last = members[0], members[-1]
@@ -186,11 +206,11 @@ class _Strip:
 
 
 def _table(fold: Fold, node: int, rows: list[Row]) -> Iterator[Text]:
-    """Along every axis: which ranks talk to each other, about what, and whether nodes lie between them."""
+    """Yield a row for each axis: its groups of ranks, what they send, and whether groups cross nodes."""
     if not rows:
         return
     widths = 16, 35, 32
-    heads = "  talk along", "groups of ranks", "about"
+    heads = "  axis", "groups of ranks", "what is sent"
     yield Text("".join(map(str.ljust, heads, widths)) + f"nodes of {node:,}", "bold")
     for row in rows:
         crosses = crossing(fold, row.view, row.axis, node)
@@ -203,7 +223,7 @@ def _table(fold: Fold, node: int, rows: list[Row]) -> Iterator[Text]:
 
 
 def _beginning(fold: Fold, row: Row, columns: int) -> str:
-    """As many of an axis's groups as fit."""
+    """Return as many of an axis's groups as fit into so many columns."""
     text, total = "", fold.world // getattr(fold, row.axis)
     for number, group in enumerate(iter_groups(fold, row.view, row.axis), 1):
         longer = f"{text}  {span(group)}".lstrip()
@@ -214,7 +234,7 @@ def _beginning(fold: Fold, row: Row, columns: int) -> str:
 
 
 def _folding(fold: Fold) -> Iterator[Text]:
-    """What the ranks that divide up the experts are to attention: the sentence that says how this mapping is folded."""
+    """Yield the sentence that says which attention axes the ranks of ep x etp are on."""
     if fold.ep * fold.etp == 1:
         return
     ranks = group_of(fold, "experts", ("ep", "etp"), 0)
@@ -228,10 +248,10 @@ def _folding(fold: Fold) -> Iterator[Text]:
 
 
 def list_mappings(stages: list[StageViews], node: int) -> Iterator[Text]:
-    """Every legal mapping, compactly: within one pp, any attention row goes with any expert row."""
+    """Yield a compact list of every legal mapping: for each pp, all attention views beside all expert views."""
     total = sum(len(stage.attention) * len(stage.experts) for stage in stages)
     yield Text(f"{count(total, 'legal mapping')} of {count(stages[0].world, 'rank')}, on nodes of {node:,}", "bold")
-    yield Text("Within one pp, any attention row goes with any expert row.  * some groups of the axis cross nodes")
+    yield Text("Any attention row goes with any expert row of the same pp.  * some groups of the axis cross nodes")
     for stage in stages:
         attention = sorted(stage.attention, key=lambda view: (view["dp_replicate"], view["cp"], view["tp"]))
         experts = sorted(stage.experts, key=lambda view: (view["edp_replicate"], view["etp"], view["ep"]))

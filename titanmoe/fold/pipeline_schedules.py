@@ -1,7 +1,7 @@
-"""Pipeline schedules without torch: where stages are, the actions in a file, and what a schedule requires.
+"""Pipeline schedules without torch: ranks of stages, schedules in files, bubbles, and the laws of schedules.
 
 A schedule is a row of cells for each pipeline rank. A cell is what the rank computes at one time: nothing, one
-action, or two that overlap.
+action, or two that overlap. Used by `titanmoe.parallel.pipeline`, the planner and the laws.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from titanmoe.config.schema import Config, Pipeline
 
 @dataclass(frozen=True)
 class Schedule:
+    """Properties of a named schedule."""
+
     stages_per_rank: int  # unless [pipeline] virtual_stages says otherwise
     v_shape: bool = False  # the second half of the stages is on the ranks in reverse
     zero_bubble: bool = False  # backward is split into input and weight gradients
@@ -34,13 +36,16 @@ SCHEDULES = {
     "DualPipeV": Schedule(2, v_shape=True, zero_bubble=True),
 }
 SINGLE = ("GPipe", "1F1B")
-COST = {"F": 1, "B": 2, "I": 1, "W": 1}  # forward; backward, whole, of inputs, of weights
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}
+"""Relative time of a forward, a full backward, and its gradients of inputs and of weights."""
 _ACTION = re.compile(r"(\d+)(F|I|B|W)(\d+)")
 _MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")  # torch adds these itself
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
+    """One computation of a stage: forward, backward, or a half of backward."""
+
     stage: int
     does: str  # of COST
     microbatch: int
@@ -53,7 +58,11 @@ Cell = tuple[Action, ...]
 
 
 def parse_cell(text: str) -> Cell:
-    """ "0F0", "1B3", "(0F4;3B1)OVERLAP_F_B"; "" for a pause."""
+    """Return the actions of a cell such as "0F0", "1B3" or "(0F4;3B1)OVERLAP_F_B"; none for a pause or a message.
+
+    Raises:
+        ValueError: if the text is no action.
+    """
     text = text.strip()
     if pair := _PAIR.fullmatch(text):
         cell = tuple(action for part in pair[1].split(";") for action in parse_cell(part))
@@ -68,13 +77,13 @@ def parse_cell(text: str) -> Cell:
 
 
 def read_csv(path: str) -> list[list[Cell]]:
-    """One row for each rank. ValueError if the file is not a schedule."""
+    """Read a schedule: one row for each pipeline rank. Raises ValueError if the file is not a schedule."""
     with open(path, newline="") as file:
         return [[parse_cell(text) for text in row] for row in csv.reader(file) if row]
 
 
 def stage_ranks(options: Pipeline, pp: int) -> list[int]:
-    """The pipeline rank of each stage."""
+    """Return the pipeline rank of each stage."""
     if options.schedule_csv:
         owner = {
             action.stage: rank
@@ -92,10 +101,13 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
 
 
 def channels(ranks: Sequence[int]) -> dict[tuple[int, int], int]:
-    """The number of the channel that messages from one pipeline rank to another go through, by (source, target).
+    """Return the channel number for messages between pipeline ranks, by (source, target).
 
-    ranks: those of the stages, in order. On a channel a rank sends to one other rank, or receives from one, so that no
-    message waits behind one that goes the other way or to another rank. There are 2 for two ranks, 4 in most cases.
+    On one channel a rank sends to one other rank or receives from one, so that no message waits behind one in the other
+    direction or to another rank. There are 2 channels for two ranks and 4 in most other cases.
+
+    Args:
+        ranks: the pipeline rank of each stage, in order.
     """
     numbers: dict[tuple[int, int], int] = {}
     taken: dict[int, set[int]] = defaultdict(set)
@@ -110,7 +122,7 @@ def channels(ranks: Sequence[int]) -> dict[tuple[int, int], int]:
 
 
 def splits_backward(options: Pipeline, pp: int) -> bool:
-    """Whether the schedule, if there is one, computes gradients of inputs and of weights separately."""
+    """Return whether the schedule computes gradients of inputs and of weights separately; False without a pipeline."""
     if pp == 1:
         return False
     if not options.schedule_csv:
@@ -119,7 +131,7 @@ def splits_backward(options: Pipeline, pp: int) -> bool:
 
 
 def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
-    """The rows of GPipe and 1F1B, for which torch has none (those that it offers for 1F1B are shifted)."""
+    """Return the rows of GPipe or 1F1B. torch has none for GPipe, and those it has for 1F1B are shifted."""
     rows = []
     for rank in range(pp):
         ahead = microbatches if schedule == "GPipe" else min(microbatches, pp - rank)
@@ -130,22 +142,23 @@ def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
 
 
 def alternate(forward: list[Cell], backward: list[Cell], ahead: int) -> list[Cell]:
-    """Return a row with so many forwards first, then a backward and a forward in turn, then the other backwards."""
+    """Return a row of `ahead` forwards, then alternating backwards and forwards, then the remaining backwards."""
     steady = [cell for pair in zip(backward, forward[ahead:], strict=False) for cell in pair]
     return forward[:ahead] + steady + backward[len(forward) - ahead :]
 
 
 def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
-    """Idle share of all ranks' time, found by simulating the rows: forward 1, backward 2 (input 1, weight 1).
+    """Return the idle fraction of all ranks' time by simulating the rows with the times of COST.
 
-    torch starts a pair when both its halves can run, and sends their results when both are done.
+    A pair starts when both its actions can run and sends its results when both are done, as in torch. Raises ValueError
+    if the schedule deadlocks.
     """
     queues = [[cell for cell in row if cell] for row in rows]
     finished_at: dict[tuple[int, str, int], float] = {}
     clock, busy = [0.0] * len(queues), 0.0
 
     def result_of(action: Action) -> tuple[int, str, int]:
-        # a whole backward also delivers the input gradient that the stage before it waits for
+        # a full backward also delivers the input gradient that the stage before it waits for
         return action.stage, "I" if action.does == "B" else action.does, action.microbatch
 
     def inputs_of(action: Action) -> list[tuple[int, str, int]]:
@@ -183,7 +196,7 @@ def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
 
 
 def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> list[str]:
-    """What the pipeline cannot run, with numbers and fix. The experts' mapping does not matter here."""
+    """Return a message for each reason why the pipeline cannot run this config."""
     options = config.pipeline
     if pp == 1:
         return []
@@ -226,7 +239,7 @@ def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> 
 
 
 def _named_violations(config: Config, pp: int, microbatches: int, samples: int) -> Iterator[str]:
-    """samples: per microbatch, over all data ranks."""
+    """Yield why a named schedule cannot run. `samples` is the number per microbatch over all data ranks."""
     name, virtual = config.pipeline.schedule, config.pipeline.virtual_stages
     if name in SINGLE and virtual not in (-1, 1):
         yield (
@@ -244,13 +257,13 @@ def _named_violations(config: Config, pp: int, microbatches: int, samples: int) 
         )
     elif name.startswith("Interleaved") and microbatches % rounds:
         yield (
-            f"pipeline.schedule = {name} on {pp} ranks needs microbatches in whole rounds: {microbatches} is not a "
+            f"pipeline.schedule = {name} on {pp} ranks needs microbatches in full rounds: {microbatches} is not a "
             f"multiple of {rounds}; set training.global_batch_size to {microbatches // pp * pp * samples}"
         )
 
 
 def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: int, samples: int) -> list[str]:
-    """samples: per microbatch, over all data ranks."""
+    """Return why a schedule from a file cannot run. `samples` is the number per microbatch over all data ranks."""
     problems = []
     if len(rows) != pp:
         problems.append(f"{path} has {len(rows)} rows and needs one per pipeline rank: parallelism.pp is {pp}")
@@ -286,7 +299,7 @@ PAIRS = 'moe.overlap = "pairs"'
 
 
 def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
-    """rows: those of the file, if a file gives the schedule."""
+    """Yield why moe.overlap = "pairs" cannot run with the schedule. `rows` are those of the file, if there is one."""
     options = config.pipeline
     name = options.schedule_csv or options.schedule
     pairs = [cell for row in rows for cell in row if len(cell) == 2]
@@ -304,8 +317,9 @@ def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]
 
 
 def pair_violations(config: Config, pp: int, ep: int, etp: int) -> Iterator[str]:
+    """Yield a message if moe.overlap = "pairs" has nothing to hide, because the experts of a token are on its rank."""
     if pp > 1 and config.moe.overlap == "pairs" and ep * etp == 1:
         yield (
-            f"{PAIRS} hides the sending of tokens to experts on other ranks, but ep * etp = 1 sends none: set "
+            f"{PAIRS} hides the dispatch of tokens to other ranks, but with ep * etp = 1 there is none: set "
             'parallelism.experts.ep above 1, or moe.overlap = "none"'
         )

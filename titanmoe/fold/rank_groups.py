@@ -1,4 +1,4 @@
-"""Rank groups: who shares an axis with whom. Arithmetic only, so any rank of any world answers at once.
+"""Rank groups: which ranks are on the same axis. Plain arithmetic, for any rank of any world.
 
 A rank is a mixed-radix number, one digit per axis of a view, outermost first. The group of some axes holds the ranks
 that differ in those digits only. "dp" stands for dp_replicate and dp_shard together.
@@ -33,12 +33,12 @@ COMMUNICATOR_AXES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
 
 
 def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[int, ...]]:
-    """Every group, ranks ascending, in the order of their first ranks."""
+    """Return every group of ranks along some axes, ranks ascending, ordered by their first ranks."""
     return list(iter_groups(fold, view, axes))
 
 
 def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-    """The same, one at a time, for callers that need only the first few of a large world."""
+    """Yield the groups of `groups` one by one, for callers that need only the first few of a large world."""
     names = _axis_names(fold, view, axes)
     spans = _sizes_and_strides(fold, view)
     members = list(_ranks([spans[name] for name in spans if name in names]))
@@ -47,7 +47,7 @@ def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator
 
 
 def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """The group that `rank` is in. The cost is its size, whatever the world's."""
+    """Return the group of ranks along some axes that `rank` is in. Costs the group's size, not the world's."""
     names = _axis_names(fold, view, axes)
     place = coordinates(fold, view, rank)
     spans = _sizes_and_strides(fold, view)
@@ -72,14 +72,16 @@ def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:
 
 
 def coordinates(fold: Fold, view: View, rank: int) -> dict[str, int]:
-    """The rank's place on every axis of a view, outermost first."""
+    """Return the rank's coordinate on every axis of a view, outermost first."""
     if not 0 <= rank < fold.world:
         raise ValueError(f"rank {rank} is not in a world of {fold.world} ranks: use 0 to {fold.world - 1}")
     return {name: rank // stride % size for name, (size, stride) in _sizes_and_strides(fold, view).items()}
 
 
 def crossing(fold: Fold, view: View, axes: str | tuple[str, ...], node: int) -> Literal["none", "some", "all"]:
-    """How many groups of some adjacent axes have ranks on more than one node, ranks filling the nodes in order.
+    """Return whether none, some or all groups of some adjacent axes have ranks on more than one node.
+
+    Ranks fill the nodes in order.
 
     The groups tile blocks of size * stride ranks, from rank 0. If such blocks tile a node, no group leaves it.
     Otherwise some block has a node boundary inside, and some group of that block crosses it; rank 0's group does not if
@@ -102,7 +104,7 @@ def _axes(fold: Fold, view: View) -> dict[str, int]:
 
 
 def _sizes_and_strides(fold: Fold, view: View) -> dict[str, tuple[int, int]]:
-    """Size and stride (ranks from one coordinate to the next) of every axis, outermost first."""
+    """Return size and stride (ranks from one coordinate to the next) of every axis, outermost first."""
     spans, stride = {}, fold.world
     for name, size in _axes(fold, view).items():
         stride //= size
@@ -122,6 +124,6 @@ def _axis_names(fold: Fold, view: View, axes: str | tuple[str, ...]) -> set[str]
 
 
 def _ranks(spans: list[tuple[int, int]]) -> Iterator[int]:
-    """Every sum of one coordinate per axis times its stride; ascending, because outer axes come first."""
+    """Yield every sum of coordinate * stride over the axes, ascending because outer axes come first."""
     steps = (range(0, size * stride, stride) for size, stride in spans)
     return map(sum, product(*steps))

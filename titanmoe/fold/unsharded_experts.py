@@ -1,4 +1,4 @@
-"""Which weights data ranks share, and whether the gathered ones stay. Without torch: the planner asks too."""
+"""Which expert weights FSDP does not shard, and whether gathered weights stay. Imports no torch, for the planner."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from titanmoe.config.schema import Config, Parallelism, Training
 
 
 def reshards_after_forward(options: Parallelism) -> bool:
-    """Whether gathered weights are freed between forward and backward."""
+    """Return whether FSDP frees gathered weights between forward and backward."""
     choice = options.reshard_after_forward
     return options.pp == 1 if choice == "auto" else choice == "always"
 
 
 def experts_are_unsharded(options: Parallelism, training: Training, edp: int) -> bool:
-    """Whether experts are in no FSDP unit, because no other data rank shares theirs and there is nothing to gather.
+    """Return whether the experts are in no FSDP unit, because edp = 1 leaves nothing to gather.
 
-    Their copies live as long as the step's forward and backward, so "always" leaves them to FSDP, a layer at a time.
+    Their copies in the compute dtype exist from the step's first forward to its last backward. So with
+    reshard_after_forward = "always" they are left to FSDP, which copies one layer at a time.
     """
     return edp == 1 and not (has_compute_copies(training) and options.reshard_after_forward == "always")
 
 
 def has_compute_copies(training: Training) -> bool:
-    """Whether weights that are trained are computed with in another dtype than the one they are stored in."""
+    """Return whether weights are stored in one dtype and computed in another."""
     return training.dtype != training.mixed_precision_param
 
 
 def accumulation_violations(config: Config, edp: int) -> Iterator[str]:
-    """Why the experts' gradients cannot be added up inside their products."""
+    """Yield why moe.accumulate_weight_gradients has no effect, if it is set."""
     if not config.moe.accumulate_weight_gradients:
         return
     wrong, fix = "", "set it to false"
     if not moe_layers(config.model):
         wrong = "no layer has experts"
     elif edp > 1:
-        wrong, fix = f"{edp} data ranks share an expert (edp = {edp})", f"{fix}, or use a mapping with edp = 1"
+        wrong, fix = f"{edp} data ranks shard the same experts (edp = {edp})", f"{fix}, or use a mapping with edp = 1"
     elif not experts_are_unsharded(config.parallelism, config.training, edp):
         wrong = 'parallelism.reshard_after_forward = "always" leaves the experts to FSDP'
         fix += ', or use "auto"'
