@@ -134,12 +134,12 @@ def test_after_the_last_epoch_there_is_only_padding(config):
         messages += loader.epoch_messages
     filled = [sample for sample in inputs(batches) if sample]
     assert len(filled) == total - 14 * (steps - 1) and loader.consumed == total
-    assert [*loader.identify(batches)] == [*range(14 * (steps - 1), 14 * steps)]
+    assert [*loader.digest_samples(batches)] == [*range(14 * (steps - 1), 14 * steps)]
     assert all((b.labels_BS[~b.valid_BS] == -100).all() for b in batches)
     assert not any(b.valid_BS.any() for b in loader.next_step()) and loader.consumed == total
     assert sorted(messages) == [f"data: {name} begins epoch 2" for name in "abc"]
     note = f"2 of every source: {total:,} sequences in {steps:,} steps"
-    assert Loader(config, 0, 1).notes()["epochs"] == f"{note}, the last filled up with padding"
+    assert Loader(config, 0, 1).header_rows()["epochs"] == f"{note}, the last filled up with padding"
 
 
 def test_a_run_that_is_over_goes_on_with_another_epoch(config):

@@ -104,7 +104,7 @@ def test_samples_are_identified_alike_however_they_are_distributed(config):
     for config.data.balance_work in (False, True):
         loaders = [Loader(config, rank, 4) for rank in range(4)]
         steps = [(loader.next_step(), loader.next_step())[1] for loader in loaders]
-        parts = [loader.identify(step) for loader, step in zip(loaders, steps, strict=True)]
+        parts = [loader.digest_samples(step) for loader, step in zip(loaders, steps, strict=True)]
         identities.append({number: digest for part in parts for number, digest in part.items()})
     assert identities[0] == identities[1] and set(identities[0]) == set(range(24, 48))
 
@@ -205,11 +205,11 @@ def test_shares_are_those_of_the_weights_and_epochs_are_reported(config):
     assert begun[0].startswith("data: ") and begun[0].endswith("begins epoch 2")
     assert len(begun) == int(report["data.epoch.short"]) + int(report["data.epoch.long"])
 
-    assert loader.notes()["sources"].startswith(f"short {tokens[0] / sum(tokens):.1%}, long ")
+    assert loader.header_rows()["sources"].startswith(f"short {tokens[0] / sum(tokens):.1%}, long ")
 
     config.data.weights = [1, 9]
     loader = Loader(config, 0, 1)
-    assert loader.notes() == {"sources": "short 10.0%, long 90.0% of the samples"}
+    assert loader.header_rows() == {"sources": "short 10.0%, long 90.0% of the samples"}
     for _ in range(60):
         loader.next_step()
     counts = [state for (state,) in loader.state]

@@ -116,8 +116,8 @@ def recipe(folder: Path, words: Sequence[int], **changes: Any) -> Config:
 
 def test_a_run_says_what_is_lost_and_goes_on_only_with_the_same_samples(tmp_path: Path) -> None:
     loader = Loader(recipe(tmp_path, [10, 300, 20, 400]), 0, 1)
-    assert loader.notes()["packing"] == 'best_fit, long_chats = "drop"'
-    assert loader.notes()["long chats"].startswith(
+    assert loader.header_rows()["packing"] == 'best_fit, long_chats = "drop"'
+    assert loader.header_rows()["long chats"].startswith(
         "chats.jsonl: 2 of 4 chats are longer than seq_len = 128: 2 left out"
     )
     assert all((batch.labels_BS != IGNORE).any() for _ in range(6) for batch in loader.next_step())
@@ -135,7 +135,7 @@ def test_a_run_says_what_is_lost_and_goes_on_only_with_the_same_samples(tmp_path
     with pytest.raises(ConfigError, match=r"chats\.jsonl \(data\.paths\): of 2 chats none fits training\.seq_len"):
         Loader(recipe(tmp_path, [300, 300]), 0, 1)
     stream = Loader(recipe(tmp_path, [10, 300], data__packing="stream"), 0, 1)
-    assert "an answer may be without its question" in stream.notes()["cut chats"]
+    assert "an answer may be without its question" in stream.header_rows()["cut chats"]
 
 
 class Unlabelled(Loader):

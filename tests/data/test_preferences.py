@@ -171,7 +171,7 @@ def test_the_header_says_what_does_not_fit_and_a_source_of_which_nothing_does_is
     own |= {"job.dump_folder": str(tmp_path), "training.seq_len": 48, "training.global_batch_size": 1}
     file = write(tmp_path / "some.jsonl", [long, TEXTS[0]])
     loader = Loader(read(own | {"data.paths": [file]}, 1), 0, 1)
-    assert loader.notes()["pairs"].startswith(
+    assert loader.header_rows()["pairs"].startswith(
         "some.jsonl: of 2, 1 left out, whose prompt leaves no room for a completion"
     )
     file = write(tmp_path / "none.jsonl", [long])

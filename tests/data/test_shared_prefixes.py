@@ -104,7 +104,7 @@ def test_a_run_does_not_go_on_with_other_sequences(tmp_path: Path) -> None:
     recipe |= {"data.format": "preference", "training.seq_len": 128, "job.dump_folder": str(tmp_path)}
     recipe |= {"model.vocab_size": 259, "training.global_batch_size": 1}
     shared, apart = (Loader(parity.read(recipe | {"data.share_prefixes": share}, 1), 0, 1) for share in (True, False))
-    assert shared.notes()["packing"] == "best_fit, prefixes shared"
+    assert shared.header_rows()["packing"] == "best_fit, prefixes shared"
     (batch,), (other,) = shared.next_step(), apart.next_step()
     assert batch.until_BS is not None and other.until_BS is None
     assert batch.extra_fields[PAIRS] > other.extra_fields[PAIRS]

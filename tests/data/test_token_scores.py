@@ -57,7 +57,7 @@ def test_they_are_read_as_written_over_all_shards_and_in_a_part(documents: Shard
     rest, held_out = split_held_out(documents, 2, 1)
     np.testing.assert_array_equal(held_out.reference_scores(0, 2), whole[3:5])
     np.testing.assert_array_equal(rest.reference_scores(2, 5), whole[[2, 5, 6]])
-    assert rest.ranges(2, 5) == [(2, 3), (5, 7)]
+    assert rest.stored_ranges(2, 5) == [(2, 3), (5, 7)]
 
 
 def test_they_are_of_a_model_and_of_sequences_at_least_that_long(documents: ShardDocuments) -> None:

@@ -25,7 +25,7 @@ class BadSample(Loader):
 
     def next_step(self) -> list[Batch]:
         batches = super().next_step()
-        numbers = iter(self.identify(batches))
+        numbers = iter(self.digest_samples(batches))
         out = []
         for batch in batches:
             place = torch.arange(batch.tokens_BS.shape[1]).expand(batch.tokens_BS.shape).double()

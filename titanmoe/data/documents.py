@@ -58,7 +58,7 @@ class Documents(Protocol):
         One record per token, whose dtype `titanmoe.data.token_scores.TopK.record` gives. None: no teacher is read.
         """
 
-    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the ranges of tokens of `stored_documents(self)` that [start, stop) consists of, in order."""
 
 
@@ -102,7 +102,7 @@ class MemoryDocuments:
     def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
         return None
 
-    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return [(start, stop)]
 
 

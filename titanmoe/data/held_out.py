@@ -67,8 +67,8 @@ class DocumentsWithSplit:
     def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
         return self.parent.teacher_scores(start, stop)
 
-    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        return self.parent.ranges(start, stop)
+    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        return self.parent.stored_ranges(start, stop)
 
 
 class DocumentSubset:
@@ -114,8 +114,8 @@ class DocumentSubset:
     def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
         return self._concatenate(self.parent.teacher_scores, start, stop)
 
-    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        return [ends for a, b in self._parent_ranges(start, stop) for ends in self.parent.ranges(a, b)]
+    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        return [ends for a, b in self._parent_ranges(start, stop) for ends in self.parent.stored_ranges(a, b)]
 
     def _concatenate(self, read: Callable[[int, int], np.ndarray | None], start: int, stop: int) -> np.ndarray | None:
         """Read each of the parent's ranges and concatenate them; None if the parent returns None."""

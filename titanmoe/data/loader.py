@@ -98,7 +98,7 @@ class StepPlans:
         self.mix.state = self.state
         while True:
             samples = self.mix.take(consumed, layout.global_batch_size)
-            consumed = self.mix.after(consumed, layout.global_batch_size)
+            consumed = self.mix.next_sample(consumed, layout.global_batch_size)
             samples_and_numbers = self.samples_of_rank(samples)
             state_after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
             yield StepPlan(*samples_and_numbers, state_after)
@@ -166,7 +166,7 @@ class Loader:
         step, _ = self._start_prefetcher().peek()
         return step.chunk(self.microbatches)
 
-    def identify(self, batches: list[Batch]) -> dict[int, str]:
+    def digest_samples(self, batches: list[Batch]) -> dict[int, str]:
         """Return a digest of the tokens of each sample of the last step, by the sample's number in the run."""
         number_N = self.layout.round_robin_N
         if batches[0].number_B is not None:
@@ -179,21 +179,21 @@ class Loader:
         """Return the loader's metrics: seconds waited for data, and epochs read of each source."""
         return {"data_wait_s": self.wait_s} | {f"data.epoch.{name}": epoch for name, epoch in self.epochs.items()}
 
-    def notes(self) -> dict[str, str]:
+    def header_rows(self) -> dict[str, str]:
         """Return rows of the run's header: fractions of the sources, epochs, packing, and what is truncated."""
         sources, packing = self.mix.sources, self._packing
         total = sum(source.weight for source in sources)
         fractions = ", ".join(f"{source.name} {source.weight / total:.1%}" for source in sources)
-        notes = {"sources": f"{fractions} of the samples"} if len(sources) > 1 and not self.epochs_to_train else {}
+        rows = {"sources": f"{fractions} of the samples"} if len(sources) > 1 and not self.epochs_to_train else {}
         if epochs := self.mix.epoch_order:
             padded = (epochs.total - self.consumed) % self.global_batch_size > 0
-            notes["epochs"] = (
+            rows["epochs"] = (
                 f"{self.epochs_to_train} of every source: {epochs.total:,} sequences in {self.steps:,} steps"
                 f"{', the last filled up with padding' * padded}"
             )
-        notes |= self.mix.truncation_notes()
+        rows |= self.mix.truncation_rows()
         even = ", distributed by their work" if self.work else ""
-        return notes if packing == "stream" else notes | {"packing": f"{packing}{even}"}
+        return rows if packing == "stream" else rows | {"packing": f"{packing}{even}"}
 
     def close(self) -> None:
         """End the thread and the workers that read ahead."""
@@ -302,13 +302,13 @@ class ValidationSet:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         layout = self.layout
-        for step, samples in enumerate(self.steps_of_samples(), 1):
+        for step, samples in enumerate(self.planned_steps(), 1):
             own_samples = [samples[j] for j in layout.round_robin_N.tolist()]
             yield layout.read(self.mix, own_samples).chunk(layout.microbatches)
             if step == self.steps:
                 return
 
-    def steps_of_samples(self) -> Iterator[list[Sample | None]]:
+    def planned_steps(self) -> Iterator[list[Sample | None]]:
         """Yield the planned samples of each step, of all data ranks, to the end of the set."""
         samples_in_turn, size = self._interleave_sources(), self.layout.global_batch_size
         while samples := list(itertools.islice(samples_in_turn, size)):

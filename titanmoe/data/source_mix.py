@@ -82,7 +82,7 @@ class SourceMix:
         random_N = bits(self._key, torch.arange(first, first + count)).numpy().view(np.uint64) >> np.uint64(11)
         return np.searchsorted(self._threshold_K, random_N * 2.0**-53, side="right")
 
-    def after(self, first: int, count: int) -> int:
+    def next_sample(self, first: int, count: int) -> int:
         """Return the number of the sample that follows these; the total after the last sample of a run of epochs."""
         return min(first + count, self.epoch_order.total) if self.epoch_order else first + count
 
@@ -108,7 +108,7 @@ class SourceMix:
         ]
         return [next(lengths[sample.source]) if sample else np.zeros(0, np.int64) for sample in samples]
 
-    def truncation_notes(self) -> dict[str, str]:
+    def truncation_rows(self) -> dict[str, str]:
         """Return rows of the run's header about pairs and chats that are truncated or left out."""
         rows: dict[str, str] = {}
         for packer in (source.packer for source in self.sources):

@@ -197,7 +197,7 @@ def _pack_and_mix(
             f"{where} gives {available} samples of training.seq_len = {seq_len}, fewer than "
             f"training.global_batch_size = {least}: lower either, or add text"
         )
-        problems += SourceMix(sources, seed).truncation_notes().values()
+        problems += SourceMix(sources, seed).truncation_rows().values()
     if problems:
         raise ConfigError(problems)
     return SourceMix(sources, seed)

@@ -224,7 +224,7 @@ class ShardDocuments:
     def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
         return self.stored_teacher_scores.read(start, stop) if self.stored_teacher_scores else None
 
-    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return [(start, stop)]
 
     def _read(self, extension: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:

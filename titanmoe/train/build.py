@@ -121,7 +121,7 @@ def build_training(
         rows["teacher"] = slicer.note
     validation, quiz = make_evaluations(config, model, partial(slicer_for, with_mtp=False))
     if validation:
-        rows |= {f"validation, {row}": line for row, line in validation.samples.mix.truncation_notes().items()}
+        rows |= {f"validation, {row}": line for row, line in validation.samples.mix.truncation_rows().items()}
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     clock = Clock(device)
     return Training(

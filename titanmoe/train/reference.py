@@ -210,7 +210,7 @@ def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.nd
         documents, first = step.mix.sources[sample.source].packer.documents, 0
         writer = writers[stored_documents(documents).folder]
         for start, pairs in zip(sample.segments.start_G.tolist(), sample.segments.pairs_G.tolist(), strict=True):
-            for begin, end in documents.ranges(start + 1, start + 1 + pairs):
+            for begin, end in documents.stored_ranges(start + 1, start + 1 + pairs):
                 writer.write(begin, score_L[first : first + end - begin])
                 first += end - begin
 
@@ -271,11 +271,11 @@ class ScoringSteps:
         plans = StepPlans(self.mix, self.layout, self.work, 0, self.mix.state)
         while consumed < self.mix.epoch_order.total:
             samples = self.mix.take(consumed, size)
-            consumed = self.mix.after(consumed, size)
+            consumed = self.mix.next_sample(consumed, size)
             yield self._step(plans, samples)
         if self.rest:
             plans = StepPlans(self.rest.mix, self.layout, None, 0, self.rest.mix.state)
-            for samples in self.rest.steps_of_samples():
+            for samples in self.rest.planned_steps():
                 yield self._step(plans, samples)
 
     def _step(self, plans: StepPlans, samples: list[Sample | None]) -> ScoringStep:

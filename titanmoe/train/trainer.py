@@ -52,7 +52,9 @@ class Trainer:
         run = training.folder.claim()
         refused = training.folder.cleaned_up_if_refused()
         with refused, training.checkpoints.in_folder(run) as checkpoints, ExitStack() as listening:
-            notes = checkpoints.begin() | training.loader.notes() | training.setup_rows | training.prepare(training)
+            notes = (
+                checkpoints.begin() | training.loader.header_rows() | training.setup_rows | training.prepare(training)
+            )
             if training.metrics.writes:
                 rewind(run, self.step)
             training.metrics.begin(run, self.step, notes)

@@ -176,7 +176,7 @@ class NonFiniteTrace(Observer):
         return int(rest.partition(".")[0]) if kind == "layers" else -1 if kind == "embed" else self.layers
 
     def _samples(self, microbatch: int, rows: list[Tensor]) -> dict[int, str]:
-        numbers = list(self.loader.identify(self.batches))
+        numbers = list(self.loader.digest_samples(self.batches))
         batch, decode = self.batches[microbatch], text_tokenizer(self.data)
         size = len(batch.tokens_BS)
         indices = rows[0].nonzero().flatten().tolist() if rows else []
