@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.support import tolerances
 from titanmoe.ops import gated_delta_rule
-from titanmoe.ops.gated_delta_rule import ChunkedRun, cut, step
+from titanmoe.ops.gated_delta_rule import ChunkedSegment, cut, step
 
 B, R, H, K, V = 2, 2, 4, 6, 5
 forms = pytest.mark.parametrize("form", ["delta", "gla"])
@@ -111,7 +111,7 @@ def test_maps_of_runs_compose(form: str, places: list[list[int]]) -> None:
     x = random_inputs(form, 36)
     state, tokens = x["state"], [x["q"], x["k"], x["v"], x["decay"], x.get("beta")]
     begins, numbers = documents(36, places)
-    runs: dict[int, ChunkedRun] = {}
+    runs: dict[int, ChunkedSegment] = {}
     for rank in range(2):
         for run in (rank, 3 - rank):
             here = slice(9 * run, 9 * run + 9)

@@ -12,14 +12,14 @@ What a chunk of tokens does to the state, and what its outputs take from it, is 
 
     S_after = carry S + gain        out = read S + own
 
-All chunks compute these four at once; only S goes from chunk to chunk. The same is true of a whole run of tokens: its
+All chunks compute these four at once; only S goes from chunk to chunk. The same is true of a segment of tokens: its
 `map` is what a rank of context parallelism has to send of it.
 
 Exponents are sums of decays from a token to a later one. None is positive, so nothing overflows.
 
 Autograd keeps the inputs, in their own dtypes, and nothing else: backward computes the chunks again.
 
-Shapes: B samples, S tokens of a run, H value heads, of which each of R key heads serves G consecutive ones, k and v
+Shapes: B samples, S tokens of a segment, H value heads, of which each of R key heads serves G consecutive ones, k and v
 their widths; N chunks of C tokens; Z is B times H.
 """
 
@@ -45,7 +45,7 @@ FLA = find_spec("fla") is not None
 """Whether fla-core is installed."""
 
 
-class ChunkedRun(NamedTuple):
+class ChunkedSegment(NamedTuple):
     q_BSRk: Tensor
     k_BSRk: Tensor
     v_BSHv: Tensor
@@ -64,7 +64,7 @@ class ChunkedRun(NamedTuple):
         identity = identity.expand(B, H, -1, -1)
         if by_fla(kernels, self.v_BSHv):
             q, key, v_BSHv, *others = self
-            after = ChunkedRun(q, key, F.pad(v_BSHv, (k, 0)), *others).run(identity)[1]
+            after = ChunkedSegment(q, key, F.pad(v_BSHv, (k, 0)), *others).run(identity)[1]
         else:
             after = _again_in_backward(_state_after, identity, *tokens)
         return after[..., :k], after[..., k:]
@@ -86,7 +86,7 @@ def cut(
     document_BS: Tensor | None = None,
     before_B: Tensor | None = None,
     kernels: str = "torch",
-) -> ChunkedRun:
+) -> ChunkedSegment:
     """q and k as projected, neither repeated for each value head nor scaled. decay: (B, S, H); for GLA (B, S, R, k) or
     (B, S, H, k), and no beta. document_BS: numbers that change where a document begins; None: nowhere. before_B: that
     of the token before the run; None: the run goes on with the document of the incoming state.
@@ -95,7 +95,7 @@ def cut(
     if document_BS is not None:
         before = document_BS[:, 0] if before_B is None else before_B
         begins = document_BS.diff(dim=1, prepend=before.unsqueeze(1)) != 0
-    return ChunkedRun(q_BSRk, k_BSRk, v_BSHv, decay, beta_BSH, begins, kernels)
+    return ChunkedSegment(q_BSRk, k_BSRk, v_BSHv, decay, beta_BSH, begins, kernels)
 
 
 def by_fla(kernels: str, x: Tensor) -> bool:
@@ -288,7 +288,7 @@ def _run_by_fla(
     beta_BSH: Tensor | None,
     begins_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `ChunkedRun.run` does, by the kernels of fla-core 0.6 (github.com/fla-org).
+    """Return what `ChunkedSegment.run` does, by the kernels of fla-core 0.6 (github.com/fla-org).
 
     **Not run yet**: no GPU was at hand. Tests put stand-ins with the same arguments in their place. The kernels keep
     what they get, with q and k of length 1 instead, and 64 numbers of 16 bits per token and value head. Decays and
