@@ -246,7 +246,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "several alphas": (
         lambda f, t: settings(f, alpha_pattern={"q_proj": 3}),
-        "several values of lora.alpha, which is one here: 3.0 (attention.wq.weight), 7.0",
+        "several values of lora.alpha, and a recipe has only one: 3.0 (attention.wq.weight), 7.0",
     ),
     "a pattern without end": (
         lambda f, t: settings(f, alpha_pattern={"((.*)*)*!": 7}),

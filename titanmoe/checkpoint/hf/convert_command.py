@@ -83,10 +83,10 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     writing.add_argument("--max-shard-gb", type=float, metavar="GB", help="size of a file (default 5)")
     writing.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, if the checkpoint has none")
     making = convert.add_argument_group("with --upcycle")
-    making.add_argument("--experts", type=int, metavar="N", help="experts per block, counting all pieces (default 8)")
-    making.add_argument("--top-k", type=int, metavar="N", help="experts a token visits (default 2)")
+    making.add_argument("--experts", type=int, metavar="N", help="experts per block, counting all slices (default 8)")
+    making.add_argument("--top-k", type=int, metavar="N", help="experts that a token is routed to (default 2)")
     making.add_argument(
-        "--granularity", type=int, metavar="G", help="pieces each copy of the FFN is split into (default 1)"
+        "--granularity", type=int, metavar="G", help="slices that each copy of the FFN is split into (default 1)"
     )
     making.add_argument("--seed", type=int, metavar="N", help="seed of the routers' random weights (default 0)")
 

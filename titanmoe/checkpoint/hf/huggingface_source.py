@@ -1,4 +1,4 @@
-"""A Hugging Face model's folder, read as a model of ours: any block of any tensor, and nothing more."""
+"""Read a Hugging Face model's folder by our names: any block of any tensor, without loading anything else."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 class HuggingFaceSource:
+    """A Hugging Face model's weights by our names, with experts stacked."""
+
     def __init__(
         self,
         path: Path,
@@ -37,7 +39,15 @@ class HuggingFaceSource:
         drop: tuple[str, ...] = (),
         folder: SafetensorsFolder | TorchTitanFolder | None = None,
     ):
-        """folder: the weights, if they are not in the folder of the config.json."""
+        """Open the files; ConfigError if they cannot be read. check() says whether they fit the model.
+
+        Args:
+            path: the folder with config.json.
+            parsed: that file.
+            model: the [model] to read the weights as.
+            drop: ("mtp",) leaves multi-token prediction out.
+            folder: the weights, if they are not safetensors files in `path`.
+        """
         self.path, self.parsed, self.model, self.drop = path, parsed, model, drop
         block = (
             fp8_block(parsed.json, path) if folder is None else (128, 128)
@@ -45,7 +55,7 @@ class HuggingFaceSource:
         self.weights = Dequantised(folder or SafetensorsFolder(path, renamed=parsed.hf.outer_names), block)
         self.map = TensorMap(model, parsed.hf, self.weights.tensors)
         self.skipped: dict[str, list[str]] = {}
-        """Tensors that are left out on purpose, by the reason; known once checked."""
+        """Tensors that are left out on purpose, by the reason; filled by check()."""
 
     @cached_property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -57,18 +67,18 @@ class HuggingFaceSource:
         return self.weights.tensors[places[0].hf_name][1] if places else torch.float32
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """A block of one of our tensors."""
+        """Return a block of one of our tensors, in the dtype of the files."""
         name = stored_name(name, self.model.tie_embeddings)
         return self.map.read(name, offset, shape, self._dtype(name), self.weights.read)
 
     def check(self) -> None:
-        """ConfigError that lists every missing, unexpected and wrongly shaped tensor."""
+        """Raise a ConfigError that lists every differing field, and every missing, unexpected or misshapen tensor."""
         if problems := self._model_problems() or self._tensor_problems():
             raise ConfigError(problems, str(self.weights.folder.path))
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know although nothing is wrong."""
+        """Lines that the user should see although nothing is wrong."""
         file, file_model = self.path / configs.CONFIG, self.parsed.model
         notes = [f"left out {len(names)} tensors: {reason}" for reason, names in self.skipped.items()]
         if "mtp" in self.drop and not self.has_mtp:
@@ -88,7 +98,7 @@ class HuggingFaceSource:
         return notes
 
     def _model_problems(self) -> list[str]:
-        """Fields that determine which tensors there are: one line each, instead of one for each tensor."""
+        """Return a line for each field of [model] in which config.json differs and that model.change does not allow."""
         file, file_model = self.path / configs.CONFIG, self.parsed.model
         if configs.hf_format_of(self.model.family).model_type != configs.hf_format_of(file_model.family).model_type:
             return [f"model.family = {self.model.family!r}, but {file} has model_type {self.parsed.hf.model_type!r}"]
@@ -139,7 +149,7 @@ class HuggingFaceSource:
         return depth + [f"{name}: {what}" for what, names in kinds.items() for name in compress_names(names)]
 
     def _depth_problem(self, in_files: Iterable[str]) -> tuple[list[str], set[int]]:
-        """Return what to do if the files have the first layers of the model alone, or more; and which differ."""
+        """Return a problem if the files have more or fewer layers than config.json says, and the layers in question."""
         ends = (".input_layernorm.weight", ".attention_norm.weight")
         norms = (name for name in in_files if name.endswith(ends) and not self._is_mtp(name))
         stored, expected = {_layer(name) for name in norms} - {None}, set(range(self.model.num_layers))
@@ -152,11 +162,11 @@ class HuggingFaceSource:
         return [problem], stored ^ expected
 
     def _unused_parts(self) -> dict[str, StoredSlice]:
-        """Scales that belong to no weight, and the like."""
+        """Return tensors of the files that belong to no weight, such as stray scales."""
         return {name: self.weights.folder.tensors[name] for name in self.weights.unused}
 
     def _skip(self, names: set[str]) -> set[str]:
-        """Those that are not left out on purpose."""
+        """Return the names that are not left out on purpose, and record the others in self.skipped."""
         reasons, homes = {}, self.parsed.hf.homes
         for name in names:
             if self.parsed.hf.derived and name.endswith(self.parsed.hf.derived):
@@ -178,16 +188,20 @@ class HuggingFaceSource:
 
     @property
     def has_mtp(self) -> bool:
+        """Whether the files have multi-token prediction."""
         return any(self._is_mtp(name) for name in self.weights.tensors)
 
     def _is_mtp(self, name: str) -> bool:
-        """DeepSeek-V3 stores multi-token prediction as additional blocks, Qwen apart from the others."""
+        """Return whether a tensor belongs to multi-token prediction.
+
+        DeepSeek-V3 stores it as additional layers, Qwen under names of its own.
+        """
         layer = _layer(name)
         first, count = self.model.num_layers, self.parsed.json.get("num_nextn_predict_layers") or 0
         return name.startswith(("mtp.", "mtp_layers.")) or (layer is not None and first <= layer < first + count)
 
     def _equal(self, a: str, b: str) -> bool:
-        """Two matrices, compared in blocks of rows."""
+        """Return whether two stored matrices are equal, reading them in blocks of rows."""
         tensors = self.weights.tensors
         if tensors[a] != tensors[b]:
             return False
@@ -203,13 +217,16 @@ def _layer(name: str) -> int | None:
 
 
 def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> HuggingFaceSource:
-    """The source of a run's first weights. drop = ("mtp",) leaves a checkpoint's multi-token prediction out."""
+    """Open a Hugging Face folder as a model of ours, unchecked; drop = ("mtp",) leaves multi-token prediction out."""
     path = Path(folder)
     return HuggingFaceSource(path, configs.describe_folder(path), model, drop)
 
 
 def open_first_weights(folder: Path, model: Model) -> HuggingFaceSource:
-    """Return the source of a run's first weights, checked; multi-token prediction that the model lacks is left out."""
+    """Open and check the Hugging Face folder that a run begins from.
+
+    Multi-token prediction is left out if the model has none.
+    """
     source = open_hf(folder, model)
     if source.has_mtp and not model.mtp_depth:
         source = open_hf(folder, model, drop=("mtp",))
@@ -218,7 +235,10 @@ def open_first_weights(folder: Path, model: Model) -> HuggingFaceSource:
 
 
 def compress_names(names: Iterable[str]) -> list[str]:
-    """Every name; names that differ only in numbers share a line if they are all the combinations of some numbers."""
+    """Return names in few lines, such as "layers.{0-3}.w" for four names that differ only in a number.
+
+    Names share a line if they are all combinations of some numbers.
+    """
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for name in names:
         texts, numbers = re.split(r"\d+", name), re.findall(r"\d+", name)

@@ -1,8 +1,8 @@
-"""Are the weights under PEFT's adapters those that they were trained on?
+"""Check that the base weights under PEFT's adapters are those that they were trained on.
 
-A folder of PEFT has no digest of them, only a name: base_model_name_or_path. Whoever puts adapters on weights (convert,
-generate, a run that begins from them) compares that name with the one that was given; where they are two names, and the
-model of the first lies on this machine, it compares the weights. Shapes are compared as adapters are read.
+A PEFT folder has no digest of its base weights, only a name: base_model_name_or_path. Conversion, generation and runs
+that begin from adapters compare that name with the given one; if the names differ and the named model is on this
+machine, they compare the weights. Shapes are compared as adapters are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BASE_KEY = "base_model_name_or_path"
 
 
 def read_first_adapters(folder: Path, model: Model, lora: LoRA) -> Adapters:
-    """Return the adapters that a run begins from; ConfigError if they are not for its model, or not as its [lora]."""
+    """Read the PEFT folder that a run begins from; ConfigError if it does not fit its model or its [lora]."""
     adapters = read_peft(folder.expanduser(), model)
     if problems := lora_mismatches(adapters, Config(model=model, lora=lora)):
         raise ConfigError(problems, str(adapters.path))
@@ -32,10 +32,11 @@ def read_first_adapters(folder: Path, model: Model, lora: LoRA) -> Adapters:
 
 
 def refuse_other_base(adapters: Adapters, under: str) -> None:
-    """Raise a ConfigError if adapters have a base, and not the weights of this name, as far as names tell.
+    """Raise a ConfigError if adapters name another base model than the given one, as far as names tell.
 
     Args:
-        under: the name of the weights that a run puts them on; "" for random ones.
+        adapters: the adapters.
+        under: name of the base weights of the run; "" for random ones.
     """
     named = adapters.base
     if named and not under:
@@ -64,14 +65,16 @@ def _refuse_other_name(adapters: Adapters, under: str) -> None:
 
 
 def compare_base(adapters: Adapters, weights: Weights, under: str, group: Group) -> str:
-    """Return a line on what of the weights under adapters of PEFT was compared. All ranks of the group call it.
+    """Compare base weights with those that PEFT's adapters name; return a line on what was compared. Collective.
 
     Args:
-        weights: those under them.
+        adapters: the adapters.
+        weights: the base weights to use.
         under: their name, as the user gave it.
+        group: ranks that share the work.
 
     Raises:
-        ConfigError: they are others, or have another name and cannot be compared.
+        ConfigError: the weights differ, or have another name and cannot be compared.
     """
     named = adapters.base
     if not named:
@@ -85,7 +88,7 @@ def compare_base(adapters: Adapters, weights: Weights, under: str, group: Group)
 
 
 def _compare_weights(adapters: Adapters, weights: Weights, under: str, group: Group) -> str:
-    """Compare all weights with those of the base that adapter_config.json names, which is on this machine."""
+    """Compare the digests of the given weights and of the base model that adapter_config.json names. Collective."""
     named = adapters.base
 
     def why_no_such_model() -> str:

@@ -1,7 +1,7 @@
-"""Adapters of matrices that are parts of one in transformers, such as queries and their gate: PEFT has one for all.
+"""Adapters of weights that transformers fuses in one matrix, such as queries and their gate: PEFT has one for all.
 
-Its A has the rows of ours one below the other, and its B is zero where one would reach another's outputs. Of n ranks r
-it has the rank n r, and with n times the alpha it computes the same.
+Merging n adapters of rank r gives one of rank n * r: its A stacks the rows of theirs, and its B is block diagonal, zero
+where one adapter would reach another's outputs. With n times the alpha it computes the same.
 """
 
 from __future__ import annotations
@@ -15,19 +15,26 @@ from titanmoe.checkpoint.hf.tensor_map import TensorMap
 
 
 def fused_matrices(map_: TensorMap, name: str) -> list[str]:
-    """Our matrices in the tensor that a matrix is in: itself alone, unless it is part of a larger one."""
+    """Return the names of our weights that are fused in one Hugging Face tensor with `name`, itself included."""
     place = map_.places[name][0]
     return [name] if place.home.part is None else [part.our_name for part in map_.parts[place.hf_name]]
 
 
 def rows_in_fused(map_: TensorMap, name: str) -> Tensor:
+    """Return the rows of the fused Hugging Face tensor that hold the rows of one of our weights."""
     return map_.rows(map_.places[name][0].home, 0, map_.our_shapes[name][0])
 
 
 def fuse_adapters(
     pairs: Iterable[tuple[Tensor, Tensor]], rows: Iterable[Tensor], outputs: int
 ) -> tuple[Tensor, Tensor]:
-    """A and B of all, from those of each and the rows that it has there."""
+    """Return A and B of a fused weight.
+
+    Args:
+        pairs: A (r, inputs) and B (outputs, r) of each weight in it.
+        rows: the rows of the fused weight that each has.
+        outputs: rows of the fused weight.
+    """
     downs, ups = zip(*pairs, strict=True)
     down, begin = torch.cat(downs), 0
     up = ups[0].new_zeros(outputs, len(down))
@@ -38,8 +45,16 @@ def fuse_adapters(
 
 
 def split_fused_adapters(down: Tensor, up: Tensor, rows: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B of each whose outputs B reaches, or of all if it reaches none. If it is not zero where one would reach
-    another's, all have the same A."""
+    """Split the adapter of a fused weight into A and B of each weight in it, by name.
+
+    Weights whose outputs B does not reach are left out, unless it reaches none. If B is block diagonal each gets its
+    own rows of A; otherwise all get the full A.
+
+    Args:
+        down: A of the fused weight.
+        up: its B.
+        rows: the rows of the fused weight that each weight has, by name.
+    """
     ups = {name: up[row] for name, row in rows.items()}
     ups = {name: own for name, own in ups.items() if own.any()} or ups
     rank, rest = divmod(len(down), len(ups))

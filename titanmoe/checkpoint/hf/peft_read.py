@@ -1,4 +1,8 @@
-"""A folder of PEFT as adapters of ours: experts apart, or in one parameter of all."""
+"""Read a PEFT folder as our adapters: experts as modules of their own, or stacked in one parameter (target_parameters).
+
+Only plain LoRA is read: any other setting of adapter_config.json that changes what adapters compute is refused, and so
+is any tensor that is no adapter of a weight of the model.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +44,9 @@ PLAIN_LORA_VALUES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config"), (None,)),
     **dict.fromkeys(("monteclora_config", "megatron_config"), (None,)),
 }
-"""Keys of adapter_config.json (PEFT 0.21), and their values with which it is plain LoRA on the base as it is."""
+"""Keys of adapter_config.json (PEFT 0.21), and the values that stand for plain LoRA on an unchanged base."""
 IGNORED_KEYS = (
-    # Read here, or checked with the tensors.
+    # Read by _Reader, or checked with the tensors.
     *("base_model_name_or_path", "revision", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_parameters"),
     # Which modules get adapters when PEFT makes them: the file's tensors say it as well.
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -53,29 +57,30 @@ IGNORED_KEYS = (
     # Acts in training alone; a run that begins from the adapters says that it has none.
     "lora_dropout",
 )
-"""Keys that change nothing of what adapters compute, whatever their values."""
+"""Keys whose values do not change what adapters compute, or that are read elsewhere."""
 BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
-"""Beginnings of init_lora_weights with which PEFT changes the base when it makes adapters."""
+"""Prefixes of init_lora_weights with which PEFT changes the base weights when it makes adapters."""
 
 
 KINDS = {"alpha_pattern": dict, "rank_pattern": dict, "target_parameters": list}
-"""Keys of adapter_config.json, and the types of their values if these are not null."""
+"""The types that some keys of adapter_config.json must have unless they are null."""
 PATTERN = re.compile(r"\^?(\.\*)?([\w-]|\\?\.|\\d\+)+(\(\\\.weight\)\?)?")
-"""Keys of alpha_pattern that are read: names of modules, and few and harmless signs of regular expressions, as which
-PEFT takes them. Any other could take forever."""
+"""The keys of alpha_pattern that are accepted. PEFT takes them as regular expressions, of which others could take
+exponential time: only module names with a few harmless operators are read."""
 
 
 NAMES = {dict: "an object", list: "a list"}
 MOST_PATTERN = 200
-"""Characters of a key of alpha_pattern."""
+"""Most characters of a key of alpha_pattern."""
 
 
 def is_peft(path: Path) -> bool:
+    """Return whether a folder has an adapter_config.json."""
     return (path / CONFIG).is_file()
 
 
 def base_name_of(path: Path) -> str:
-    """The name of the model that a folder's adapters are for; "" if it has none."""
+    """Return the base model that adapter_config.json names, with @REVISION if it has one; "" if it names none."""
     settings = read_json(path / CONFIG)
     names = {key: settings.get(key) or "" for key in ("base_model_name_or_path", "revision")}
     for key, name in names.items():
@@ -93,12 +98,12 @@ class _Reader:
         self.files = SafetensorsFolder(path, WEIGHTS)
         self.map = TensorMap(model, hf_format_of(model.family))
         self.alternate = any(home.stride > 1 for home in self.map.hf.homes.values())
-        """Whether outputs of gate and up do, in a parameter of both."""
+        """Whether gate and up rows are interleaved in the fused weight."""
         self.tensors: dict[str, LazyTensor] = {}
         self.alphas: dict[str, float] = {}
-        """lora.alpha with which each matrix would have the factor that it has there."""
+        """The lora.alpha that gives each weight the scale that it has in the folder."""
         self.stacks: dict[str, dict[str, tuple[str, str]]] = {}
-        """Keys of A and B of the parameters of all experts, by our names of the blocks' experts."""
+        """Keys of A and B of stacked experts, by our name of the layer's experts and by parameter (GATE_UP, DOWN)."""
         self.used: set[str] = set()
         self.problems: list[str] = []
 
@@ -122,7 +127,7 @@ class _Reader:
         return Adapters(self.path, self.model, lora, self.tensors, base_name_of(self.path), dropout=dropout)
 
     def _refuse_others(self) -> None:
-        """Add the adapters that no matrix here can have to the problems, and how to make a folder without them."""
+        """Add a problem for each tensor that is no adapter of ours, and how to train without adapters of routers."""
         unknown = self.files.tensors.keys() - self.used
         self.problems += [
             f"{name}: not an adapter of a matrix that can have one here" for name in compress_names(unknown)
@@ -143,8 +148,15 @@ class _Reader:
     # ---- tensors
 
     def _keys(self, name: str, outputs: int) -> dict[str, list[str]]:
-        """Of A and B of the modules that a matrix is in, which have so many outputs; none if there are none."""
-        paths = [f"{PREFIX}{module_of(part)}" for part in self.map.places[name]]
+        """Return the keys of A and of B in the file for a weight, one for each expert; {} if it has no adapter.
+
+        Missing keys and wrong shapes become problems.
+
+        Args:
+            name: our weight.
+            outputs: rows of the Hugging Face matrix.
+        """
+        paths = [f"{PREFIX}{module_of(place)}" for place in self.map.places[name]]
         keys = {leaf: [f"{path}.lora_{leaf}.weight" for path in paths] for leaf in "AB"}
         present = [key for both in keys.values() for key in both if key in self.files.tensors]
         self.used |= {*present}
@@ -162,7 +174,7 @@ class _Reader:
         return keys
 
     def _together(self, group: list[str]) -> None:
-        """Of matrices that are one there."""
+        """Add the adapters of our weights that transformers fuses in one matrix."""
         place = self.map.places[group[0]][0]
         if not (keys := self._keys(group[0], self.map.hf_shapes[place.hf_name][0])):
             return
@@ -197,7 +209,7 @@ class _Reader:
         return self.files.read(key, (0,) * len(shape), shape)
 
     def _stacked(self, block: str) -> None:
-        """Experts of a layer in one parameter."""
+        """Record the keys of a layer's stacked experts, and problems with their shapes."""
         layer = block.split(".")[1]
         path = f"model.layers.{layer}.{STACKED}"
         outer, inner = f"{PREFIX}{path}", f"{PREFIX}{path}.base_layer"
@@ -228,8 +240,10 @@ class _Reader:
         return not rest and rank > 0
 
     def _join_experts(self) -> None:
-        """Read the parameters of all experts. Gate and up have one A there: both get a copy of it, with all its rank,
-        unless B is zero where one would reach the other's outputs in every layer.
+        """Add the adapters of stacked experts.
+
+        Gate and up share one A in the folder: each gets its own rows of it if B is block diagonal in every layer, else
+        both get the full A.
         """
         if self.problems:
             return
@@ -281,7 +295,7 @@ class _Reader:
     # ---- [lora]
 
     def _mistyped(self) -> Iterator[str]:
-        """Yield what a value of the wrong type is, a line each."""
+        """Yield a line for each setting of the wrong type."""
         for key, kind in KINDS.items():
             if not isinstance(self.settings.get(key) or kind(), kind):
                 yield f"{CONFIG} has {key} = {self.settings[key]!r:.80}, which is not {NAMES[kind]}"
@@ -296,7 +310,7 @@ class _Reader:
                 yield f"{CONFIG} has {key} = {alpha!r:.80}, which is not a number above 0"
 
     def _alpha(self, path: str) -> float:
-        """As PEFT finds it."""
+        """Return the alpha of a module: that of the first matching key of alpha_pattern, else lora_alpha."""
         patterns: dict[str, Any] = self.settings.get("alpha_pattern") or {}
         return float(
             next(
@@ -306,8 +320,9 @@ class _Reader:
         )
 
     def _level_alphas(self) -> None:
-        """Give experts the alpha of the other matrices where that is a power of two times theirs, by which B is
-        multiplied instead: exact in every dtype. PEFT doubles the alpha of gate and up with their rank.
+        """Give experts the same alpha as other weights, and scale their B instead, if the factor is a power of two.
+
+        That is exact in every dtype. PEFT doubles the alpha of gate and up with their rank.
         """
         others = {alpha for name, alpha in self.alphas.items() if ".experts." not in name}
         experts = {name: alpha for name, alpha in self.alphas.items() if ".experts." in name}
@@ -331,7 +346,7 @@ class _Reader:
         for field, values in (ranks | {"lora.alpha": alphas}).items():
             if len(values) > 1:
                 shown = ", ".join(f"{value} ({name_in_block(name)})" for value, name in values.items())
-                self.problems.append(f"it has several values of {field}, which is one here: {shown}")
+                self.problems.append(f"it has several values of {field}, and a recipe has only one: {shown}")
         if not alphas:
             self.problems.append(f"{WEIGHTS} has no adapters")
         if self.problems:
@@ -345,7 +360,7 @@ def _times(factor: float, read: Callable[[Shape, Shape], Tensor], offset: Shape,
 
 
 def unsupported_settings(settings: Mapping[str, Any]) -> list[str]:
-    """Return what adapter_config.json says beyond plain LoRA on the base as it is, a line each."""
+    """Return a line for each setting of adapter_config.json beyond plain LoRA on an unchanged base."""
     problems = []
     for key, value in settings.items():
         dropout = key == "lora_dropout" and value is not None
@@ -367,5 +382,5 @@ def unsupported_settings(settings: Mapping[str, Any]) -> list[str]:
 
 
 def read_peft(path: Path, model: Model) -> Adapters:
-    """ConfigError with everything that adapters here cannot be."""
+    """Read a PEFT folder as adapters of a model; ConfigError with everything that is not plain LoRA or does not fit."""
     return _Reader(path, model).adapters()

@@ -1,8 +1,8 @@
-"""Adapters of experts that transformers holds in one parameter, as PEFT has them (`target_parameters`).
+"""Convert adapters of experts that transformers stacks in one parameter, as PEFT has them (`target_parameters`).
 
 PEFT's A is (experts * r, inputs), one expert after the other; its B is (outputs, r * experts), with the experts next to
-each other. Gate and up are one matrix there, of F outputs each: their adapters are one of rank 2r, whose A has gate's
-rows before up's, and whose B is zero where one would reach the other's outputs. At twice the alpha that is the same.
+each other. Gate and up are one matrix in transformers, of F outputs each: their adapters are merged into one of rank
+2r, whose A has gate's rows before up's and whose B is block diagonal. At twice the alpha that computes the same.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch.nn import functional
 
 
 class AdapterPair(NamedTuple):
-    """Of a matrix of each expert."""
+    """The adapters of one weight of all experts."""
 
     down: Tensor
     """A: (experts, r, inputs)."""
     up: Tensor
     """B: (experts, outputs, r)."""
 
-    def flat(self) -> AdapterPair:
-        """As in PEFT's files."""
+    def to_peft(self) -> AdapterPair:
+        """Return A and B in the shapes of PEFT's files: (experts * r, inputs) and (outputs, r * experts)."""
         return AdapterPair(self.down.flatten(0, 1), self.up.permute(1, 2, 0).flatten(1))
 
     def widened(self, rank: int) -> AdapterPair:
-        """Return adapters of this rank that compute the same, filled up with zeros."""
+        """Return adapters of a larger rank that compute the same, padded with zeros."""
         more = rank - self.down.shape[1]
         if not more:
             return self
@@ -35,18 +35,25 @@ class AdapterPair(NamedTuple):
 
 
 def from_peft(down: Tensor, up: Tensor, experts: int) -> AdapterPair:
+    """Return A and B with a dim of experts, from the shapes of PEFT's files."""
     return AdapterPair(down.unflatten(0, (experts, -1)), up.unflatten(1, (-1, experts)).permute(2, 0, 1))
 
 
 def _outputs(hidden: int, alternate: bool) -> tuple[slice, slice]:
-    """Gate's and up's."""
+    """Return the slices of gate's and of up's rows in their fused weight."""
     if alternate:
         return slice(0, None, 2), slice(1, None, 2)
     return slice(0, hidden), slice(hidden, None)
 
 
 def fuse_gate_up(gate: AdapterPair, up: AdapterPair, alternate: bool) -> AdapterPair:
-    """alternate: whether outputs of gate and up alternate, or gate's come first."""
+    """Merge the adapters of gate and up into one of twice the rank for their fused weight.
+
+    Args:
+        gate: gate's adapters.
+        up: up's, of the same rank.
+        alternate: whether gate and up rows are interleaved in the fused weight; if not, gate's come first.
+    """
     experts, hidden, rank = gate.up.shape
     both = gate.up.new_zeros(experts, 2 * hidden, 2 * rank)
     first, second = _outputs(hidden, alternate)
@@ -55,19 +62,19 @@ def fuse_gate_up(gate: AdapterPair, up: AdapterPair, alternate: bool) -> Adapter
 
 
 def is_block_diagonal(both: AdapterPair, alternate: bool) -> bool:
-    """Whether a B is zero where one would reach the other's outputs."""
+    """Return whether B is zero where gate's half of the rank would reach up's outputs, and the reverse."""
     first, second = _outputs(both.up.shape[1] // 2, alternate)
     rank, rest = divmod(both.up.shape[2], 2)
     return not rest and not both.up[:, first, rank:].any() and not both.up[:, second, :rank].any()
 
 
 def split_gate_up(both: AdapterPair, alternate: bool, apart: bool) -> tuple[AdapterPair, AdapterPair]:
-    """Return gate's and up's adapters.
+    """Return gate's and up's adapters from those of their fused weight.
 
     Args:
-        both: of the parameter that holds both.
-        alternate: whether outputs of gate and up alternate, or gate's come first.
-        apart: whether each has a half of the rank; if not, both get the same A.
+        both: adapters of the fused weight.
+        alternate: whether gate and up rows are interleaved in it; if not, gate's come first.
+        apart: whether B is block diagonal, so that each has half of the rank; if not, both get the full A.
     """
     first, second = _outputs(both.up.shape[1] // 2, alternate)
     gate, up, rank = both.up[:, first], both.up[:, second], both.down.shape[1] // 2

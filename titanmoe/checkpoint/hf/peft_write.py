@@ -1,11 +1,10 @@
-"""Adapters as a folder of PEFT: what `adapter_config.json` says, and the tensors by PEFT's names.
+"""Plan a PEFT folder from our adapters: adapter_config.json, and the tensors by PEFT's names.
 
-Since transformers 5 experts are stacked in parameters, gate and up in one, and PEFT from 0.19 turns adapters of single
-experts into adapters of those as it reads them: of rank r for down, 2 r for gate and up. `target_parameters` and
-rank_pattern name the stacks, as PEFT does not for every family (not for qwen2_moe itself, in 0.21). Experts are among
-`target_modules` too, for readers that know no stacks, unless a dense or shared network has modules of that name: PEFT
-takes each for an expert's, and would leave the network without adapters. So the weights of these are
-`target_parameters`.
+Since transformers 5 experts are stacked in parameters, gate and up in one, and PEFT from 0.19 converts adapters of
+single experts to such stacks as it reads them: of rank r for down, 2 r for gate and up. `target_parameters` and
+`rank_pattern` name the stacks, because PEFT does not know them for every family (not for qwen2_moe, in 0.21). Experts
+are among `target_modules` too, for readers that know no stacks. A dense or shared network whose modules have the same
+name is among `target_parameters`: as a module PEFT would take it for an expert's, and leave it without adapters.
 """
 
 from __future__ import annotations
@@ -35,41 +34,47 @@ from titanmoe.models.lora_spec import adapter_names, is_adaptable
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 STACKED = "mlp.experts"
-"""The module of all experts in transformers 5, in every family here."""
+"""The module of a layer's stacked experts in transformers 5, in every family that we have."""
 GATE_UP, DOWN = f"{STACKED}.gate_up_proj", f"{STACKED}.down_proj"
 ReadAdapter = Callable[[str], Tensor]
-"""An adapter's A or B, by our name."""
+"""A function that returns an adapter's A or B in full, by our name."""
 
 
-def module_of(part: HfPlace) -> str:
-    return part.hf_name.removesuffix(".weight")
+def module_of(place: HfPlace) -> str:
+    """Return the path of the Hugging Face module that holds a weight."""
+    return place.hf_name.removesuffix(".weight")
 
 
 def is_stacked(map_: TensorMap, name: str) -> bool:
-    """Whether a matrix is part of a parameter of all experts in the family's files."""
+    """Return whether the family's files stack a weight of all experts in one parameter."""
     return ".experts." in name and map_.places[name][0].expert is None
 
 
 class PeftFolder(NamedTuple):
-    """What a folder of PEFT will contain."""
+    """The contents of a PEFT folder that is to be written."""
 
     config: dict[str, Any]
+    """Contents of adapter_config.json."""
     tensors: dict[str, LazyTensor]
     dtype: torch.dtype | None
+    """Dtype of the file; None: each tensor's own."""
 
     @property
     def files(self) -> dict[str, FilePlan]:
         return {WEIGHTS: FilePlan({name: (x.shape, self.dtype or x.dtype) for name, x in self.tensors.items()})}
 
     def write(self, folder: Path, files: list[str]) -> None:
+        """Write the named safetensors files."""
         for name in files:
             write_file(folder / name, self.files[name], self.make)
 
     def make(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        part = self.tensors[name].read(offset, shape)
-        return part if self.dtype is None else part.to(self.dtype)
+        """Return a block of a tensor in the file's dtype."""
+        block = self.tensors[name].read(offset, shape)
+        return block if self.dtype is None else block.to(self.dtype)
 
     def complete(self, folder: Path) -> None:
+        """Write adapter_config.json and fsync the folder."""
         layout.write_text(folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
         layout.fsync_folder(folder)
 
@@ -77,7 +82,15 @@ class PeftFolder(NamedTuple):
 def plan_peft_folder(
     adapters: Adapters, map_: TensorMap, base: str, dtype: torch.dtype | None, drop: list[str]
 ) -> PeftFolder:
-    """drop = ["mtp"] leaves multi-token prediction out, which transformers does not have."""
+    """Plan the PEFT folder of adapters; ConfigError with everything that PEFT cannot express.
+
+    Args:
+        adapters: the adapters.
+        map_: the map of their model.
+        base: name of the base model, for base_model_name_or_path.
+        dtype: dtype of the file; None: each tensor's own.
+        drop: ["mtp"] leaves multi-token prediction out, which transformers does not have.
+    """
     matrices = [name for name in adapters.matrices if not ("mtp" in drop and name.startswith("mtp."))]
     if problems := _problems(map_, matrices):
         raise ConfigError(problems, str(adapters.path))
@@ -102,7 +115,7 @@ def plan_peft_folder(
 
 
 def _problems(map_: TensorMap, matrices: list[str]) -> list[str]:
-    """What PEFT cannot express, a line each."""
+    """Return what PEFT cannot express, a line each."""
     problems, merge = [], "or merge them into the weights with --to-hf"
     if any(name.startswith("mtp.") for name in matrices):
         problems.append(
@@ -123,7 +136,7 @@ def _problems(map_: TensorMap, matrices: list[str]) -> list[str]:
 
 
 class _Paths:
-    """Modules and parameters by the names of our matrices: without the layer where all that are alike have adapters."""
+    """The names of PEFT's modules and parameters for our weights, without the layer if all layers have the adapter."""
 
     def __init__(self, map_: TensorMap, matrices: list[str]):
         self.map, alike = map_, defaultdict(list)
@@ -146,14 +159,14 @@ class _Paths:
         return path.split(".", 3)[3] if kinds <= self.everywhere | self.nowhere else path
 
     def of_module(self, name: str) -> str:
-        """In target_modules; "" for what is not there."""
+        """Return a weight's entry in target_modules; "" if it has none."""
         if ".attention." in name:
             return self.leaf(name) if name_in_block(name) in self.everywhere else self.of(name)
         apart = ".experts." in name and not is_stacked(self.map, name) and name_in_block(name) in self.everywhere
         return self.leaf(name) if apart and self.leaf(name) not in self.linear else ""
 
     def of_parameter(self, name: str) -> str:
-        """In target_parameters; "" for what is not there."""
+        """Return a weight's entry in target_parameters; "" if it has none."""
         if ".attention." in name:
             return ""
         return self.of(name) if ".experts." in name else f"{self.of(name)}.weight"
@@ -188,7 +201,7 @@ def _ranks(adapters: Adapters, map_: TensorMap, matrices: list[str]) -> dict[str
 
 
 def _apart(adapters: Adapters, map_: TensorMap, name: str, whole: ReadAdapter) -> dict[str, LazyTensor]:
-    """Of a matrix, or of one for each expert."""
+    """Return PEFT's tensors for a weight that is a module of its own, or one for each expert."""
 
     def tensor(part: HfPlace, adapter: str) -> Tensor:
         ours = whole(adapter)
@@ -211,7 +224,7 @@ def _apart(adapters: Adapters, map_: TensorMap, name: str, whole: ReadAdapter) -
 
 
 def _together(adapters: Adapters, map_: TensorMap, group: list[str], whole: ReadAdapter) -> dict[str, LazyTensor]:
-    """Of matrices that are one there."""
+    """Return PEFT's tensors for our weights that transformers fuses in one matrix."""
     place = map_.places[group[0]][0]
     outputs, inputs = map_.hf_shapes[place.hf_name]
     rank, dtype = sum(map(adapters.rank, group)), adapters.tensors[adapter_names(group[0])[0]].dtype
@@ -228,7 +241,10 @@ def _together(adapters: Adapters, map_: TensorMap, group: list[str], whole: Read
 
 
 def _stacked(adapters: Adapters, map_: TensorMap, name: str, whole: ReadAdapter) -> dict[str, LazyTensor]:
-    """Where both are adapted, PEFT wraps down around gate and up."""
+    """Return PEFT's tensors for stacked experts; {} for w3, which is fused with w1.
+
+    If both parameters are adapted, PEFT nests the module of gate and up (.base_layer) in that of down.
+    """
     block, _, leaf = name.rpartition(".")
     if leaf == "w3":
         return {}  # together with w1
@@ -238,9 +254,9 @@ def _stacked(adapters: Adapters, map_: TensorMap, name: str, whole: ReadAdapter)
     def pair() -> AdapterPair:
         gate_or_down = AdapterPair(*map(whole, adapter_names(name)))
         if leaf == "w2":
-            return gate_or_down.flat()
+            return gate_or_down.to_peft()
         up = AdapterPair(*map(whole, adapter_names(f"{block}.w3")))
-        return fuse_gate_up(gate_or_down, up, map_.places[name][0].home.stride > 1).flat()
+        return fuse_gate_up(gate_or_down, up, map_.places[name][0].home.stride > 1).to_peft()
 
     down, up = (adapters.tensors[adapter] for adapter in adapter_names(name))
     (experts, rank, inputs), outputs, times = down.shape, up.shape[1], 1 + (leaf == "w1")

@@ -1,4 +1,4 @@
-"""Published low-precision weights, read as the bfloat16 numbers they stand for.
+"""Read published low-precision weights (FP8, MXFP4) as the bfloat16 numbers that they stand for.
 
 FP8 (DeepSeek-V3, MiniMax-M2): NAME in e4m3 and NAME_scale_inv in float32, a factor for each block of 128 x 128.
 MXFP4 (gpt-oss): NAME_blocks, 16 bytes of two e2m1 numbers each per 32 values, low half first, and NAME_scales, their
@@ -24,13 +24,13 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Dequantised:
-    """A folder's tensors as a model sees them."""
+    """A folder's tensors, dequantised: blocks of quantised ones are read as bfloat16, others in their own dtype."""
 
     def __init__(self, folder: SafetensorsFolder, block: tuple[int, int]):
         self.folder, self.block = folder, block
         self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
         self.quantised: dict[str, str] = {}
-        """How each quantised tensor is stored."""
+        """Format of each quantised tensor: "FP8" or "MXFP4"."""
         problems: list[str] = []
         stored = folder.tensors
         for name, (file, shape, dtype, _) in stored.items():
@@ -64,7 +64,7 @@ class Dequantised:
                 self.tensors[name] = shape, dtype
         if problems:
             raise ConfigError(problems, str(folder.path))
-        used = {part for name, kind in self.quantised.items() for part in _parts(name, kind)}
+        used = {stored for name, kind in self.quantised.items() for stored in _stored_names(name, kind)}
         self.unused = stored.keys() - self.tensors.keys() - used
         """Scales that belong to no weight."""
 
@@ -99,7 +99,7 @@ class Dequantised:
         return values[..., start : start + length].transpose(-1, -2)
 
 
-def _parts(name: str, kind: str) -> tuple[str, ...]:
+def _stored_names(name: str, kind: str) -> tuple[str, ...]:
     return (name + SCALE,) if kind == "FP8" else (name + BLOCKS, name + SCALES)
 
 
@@ -108,7 +108,7 @@ def _is_size(value: Any) -> bool:
 
 
 def fp8_block(config: dict[str, Any], path: Path) -> tuple[int, int]:
-    """Rows and columns that share a scale; ConfigError for kinds of quantisation that are not read."""
+    """Return the rows and columns that share an FP8 scale; ConfigError for quantisation that is not supported."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return 128, 128

@@ -1,4 +1,4 @@
-"""What model.hf says of a recipe: the config.json of the model's folder in the recipe's own fields. Without torch."""
+"""Resolve model.hf: turn the config.json of a model's folder into fields of the recipe. Without torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ from titanmoe.config.schema import Config
 from titanmoe.data.tokenizer import FILE
 
 RECIPE_CHOICES = ("model.hf", "model.change", "model.mtp_depth", "model.mtp_after_norm")
-"""Fields of [model] that a recipe chooses whatever the file says: whether to train the block of multi-token prediction
-that comes with some models is a choice, and no file says what that block sees."""
+"""Fields of [model] that a recipe sets itself. Whether to train a model's multi-token prediction is a choice, and no
+file says whether that block sees states before or after the final norm."""
 
 
 def read_model_file(values: Mapping[str, Any]) -> ModelFile:
-    """values: of all fields, as far as the recipe sets them. A run that has a checkpoint of its own no longer needs the
-    folder: if it is gone, the checkpoint says what it said."""
+    """Return the fields that the model's config.json fixes, and defaults that follow from it.
+
+    A run that has a checkpoint of its own no longer needs the folder: if it is gone, the checkpoint's record is used.
+
+    Args:
+        values: the recipe's fields by path, with defaults for the others.
+
+    Raises:
+        ConfigError: there is neither, or no [model] can express it.
+    """
     name = values["model.hf"]
     try:
         folder = describing_folder(name)
@@ -54,7 +62,7 @@ def _tokenizer(file: Path) -> dict[str, Any]:
 
 
 def _of_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
-    """What the checkpoint that the run resumes from recorded; None if there is none."""
+    """Return the same fields from the record of the checkpoint that the run resumes from; None if there is none."""
     path, record = checkpoint_to_resume(build(values))
     if path is None:
         return None
@@ -63,7 +71,7 @@ def _of_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
         tokenizer = layout.carried_files(path).get(FILE)
     except CheckpointError as error:
         raise ConfigError([str(error)]) from None
-    kept = ("checkpoint.initial_hf", "moe.aux_loss", "model.mtp_after_norm")
-    defaults = {key: recorded[key] for key in kept if key in recorded}
+    derived = ("checkpoint.initial_hf", "moe.aux_loss", "model.mtp_after_norm")
+    defaults = {key: recorded[key] for key in derived if key in recorded}
     defaults |= _tokenizer(tokenizer) if tokenizer else {}
     return ModelFile(str(path / layout.MANIFEST), _fixed(recorded), defaults)

@@ -1,4 +1,4 @@
-"""TorchTitan's checkpoints: where our tensors are in a folder that its trainer wrote with torch.distributed.checkpoint.
+"""Read TorchTitan's checkpoints: find our tensors in a folder that it wrote with torch.distributed.checkpoint.
 
 Names and layouts are those of https://github.com/pytorch/torchtitan at b5bcd76c66d0acb1a08b176d9639425bc55e0b2a
 (torchtitan/models/*/model.py and state_dict_adapter.py), and of its releases 0.2.0 to 0.2.2. They are close to ours:
@@ -27,7 +27,7 @@ from titanmoe.models.families.huggingface import Home, HuggingFace, Part
 MODEL_TYPES = ("deepseek_v3", "kimi_k2", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss")
 VISION, MTP = "vision_encoder.", "mtp_layers."
 BEGINS = ("tok_embeddings.", "layers.", "norm.", "lm_head.", "output.", VISION, MTP)
-"""How names of the model's tensors begin. Other entries belong to the optimizer, the data loader and the like."""
+"""Prefixes of the model's tensors. Other entries belong to the optimizer, the data loader and the like."""
 RENAMED = {
     r"tok_embeddings\.": "embed.",
     r"norm\.": "head.norm.",
@@ -46,11 +46,11 @@ RENAMED = {
     r"moe\.router\.gate\.": "moe.router.",
     r"moe\.shared_experts\.": "moe.shared.",
 }
-"""Patterns of how TorchTitan's names begin, in a block or outside, and what is there in ours. Other names are equal."""
+"""Patterns at the beginning of TorchTitan's names, in a block or outside, and their replacements in ours."""
 
 
 def to_our_name(name: str) -> str:
-    """Return our name of a tensor of TorchTitan's."""
+    """Translate the name of a tensor of TorchTitan's to ours."""
     block = re.match(r"layers\.\d+\.|", name)[0]
     for theirs, ours in RENAMED.items():
         renamed, count = re.subn(f"^{theirs}", ours, name.removeprefix(block))
@@ -60,7 +60,7 @@ def to_our_name(name: str) -> str:
 
 
 class TorchTitanFolder:
-    """Weights that TorchTitan saved, by our names: with the interface of files.Folder."""
+    """Weights that TorchTitan saved, by our names, with the interface of SafetensorsFolder."""
 
     def __init__(self, path: Path):
         self.path, self.dcp = path, DcpFolder(path, BEGINS)
@@ -120,7 +120,7 @@ def open_torchtitan(path: Path, assets: Path, drop: tuple[str, ...] = ()) -> Hug
 
 
 def torchtitan_format(hf: HuggingFace, stored: Collection[str]) -> HuggingFace:
-    """Return how a TorchTitanFolder stores a family, given how Hugging Face's files do.
+    """Return how TorchTitan stores a family, given how Hugging Face's files do.
 
     TorchTitan may balance any family by expert biases: they belong to the model if the folder has them.
     """

@@ -1,17 +1,17 @@
-"""A dense model's weights as those of a model with experts that computes the same.
+"""Upcycle a dense model: give it experts so that it computes the same (`titanmoe convert --upcycle`).
 
 Each block's feed-forward network, y = W2 (silu(W1 x) * W3 x), becomes E experts. With granularity G the hidden width is
-split into G pieces, whose outputs y_g add up to y; the experts are E/G copies of the G pieces, those of a copy side by
+split into G slices, whose outputs y_g add up to y; the experts are E/G copies of the G slices, those of a copy side by
 side (fine-grained upcycling: arXiv 2410.07524; the G8T8 of arXiv 2504.14960 is G = 8, top 8 of 64).
 
-The router's rows are random for each copy and the same for all pieces of it (virtual groups of arXiv 2410.07524), so
-the pieces of a copy have equal scores. If T experts are chosen and T is a multiple of G, they are therefore T/G whole
-copies: equal scores of two copies do not mix them either, because the lower expert numbers win. Weights of the chosen
-experts that sum to one are w_c / G for each piece of copy c, with the sum of w_c one, and
+The router's rows are random for each copy and the same for all slices of it (virtual groups of arXiv 2410.07524), so
+the slices of a copy have equal router scores. If T experts are chosen and T is a multiple of G, they are therefore T/G
+full copies: equal scores of two copies do not mix them either, because the lower expert numbers win. Weights of the
+chosen experts that sum to one are w_c / G for each slice of copy c, with the sum of w_c one, and
 
-    sum over copies c, pieces g of  w_c / G * (G * y_g)  =  sum over c of w_c * y  =  y
+    sum over copies c, slices g of  w_c / G * (G * y_g)  =  sum over c of w_c * y  =  y
 
-whatever the router says, if W2 of each piece is multiplied by G. A power of two does that without rounding. Without
+whatever the router says, if W2 of each slice is multiplied by G. A power of two does that without rounding. Without
 the normalisation the weights of each token would have a different sum, which no factor could correct.
 """
 
@@ -39,6 +39,8 @@ from titanmoe.parallel.materialize import fill_normal
 
 
 class UpcycledWeights:
+    """The weights of a model with experts, made block by block from a dense Hugging Face model."""
+
     def __init__(self, folder: Path, experts: int, top_k: int, granularity: int, seed: int):
         parsed = configs.describe_folder(folder, dense=True)
         self.dense = HuggingFaceSource(folder, parsed, parsed.model)
@@ -53,6 +55,7 @@ class UpcycledWeights:
 
     @cached_property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Shape and dtype of each tensor, by our names."""
         dense = self.dense.tensors
         return {
             name: (shape, torch.float32 if name.endswith(EXPERT_BIAS) else dense[self._origin(name)][1])
@@ -60,7 +63,7 @@ class UpcycledWeights:
         }
 
     def _origin(self, name: str) -> str:
-        """The dense tensor that this one gets its values from, or a router its dtype."""
+        """Return the dense tensor that a tensor gets its values from, or a router its dtype."""
         block, moe, rest = name.partition(".moe.")
         if not moe:
             return name
@@ -95,7 +98,14 @@ class UpcycledWeights:
 
 
 def upcycled_model(dense: Model, experts: int, top_k: int, granularity: int) -> Model:
-    """The model with experts; ConfigError with all the reasons why it would not compute what the dense one does."""
+    """Return the [model] with experts that computes what a dense one does; ConfigError with all reasons if none can.
+
+    Args:
+        dense: the dense [model].
+        experts: experts in each block, E.
+        top_k: experts that a token is routed to, T.
+        granularity: slices that each copy of the feed-forward network is split into, G.
+    """
     hidden = dense.dense_hidden
     problems = [
         f"--{name} = {value} is not a number of at least 1"
@@ -111,17 +121,17 @@ def upcycled_model(dense: Model, experts: int, top_k: int, granularity: int) -> 
         )
     if hidden % granularity:
         problems.append(
-            f"--granularity = {granularity} does not split the hidden width {hidden} into equal pieces "
+            f"--granularity = {granularity} does not split the hidden width {hidden} into equal slices "
             f"({hidden} % {granularity} = {hidden % granularity}): use a divisor of it"
         )
     if experts % granularity:
         problems.append(
-            f"--experts = {experts} is not a multiple of --granularity = {granularity}, the pieces of each copy: "
+            f"--experts = {experts} is not a multiple of --granularity = {granularity}, the slices of each copy: "
             f"use {-(-experts // granularity) * granularity}"
         )
     if top_k % granularity:
         problems.append(
-            f"--top-k = {top_k} is not a multiple of --granularity = {granularity}, so a token would visit some pieces "
+            f"--top-k = {top_k} is not a multiple of --granularity = {granularity}, so a token would visit some slices "
             f"of a copy and not the others, and the output would not be the dense model's: use "
             f"{-(-top_k // granularity) * granularity}"
         )
