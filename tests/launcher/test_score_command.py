@@ -27,7 +27,7 @@ def test_its_ranks_get_other_data_and_write_to_no_run(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(["debug", "--data"], "--data names nothing: give token shards"), ([], "command line: which recipe?")],
+    [(["debug", "--data"], "--data is empty: give token shards"), ([], "command line: which recipe?")],
 )
 def test_what_it_refuses(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["score", *words]) == 2

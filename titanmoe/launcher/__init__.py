@@ -1,1 +1,1 @@
-"""`titanmoe train`: starts the ranks of a run, and says what went wrong in one message."""
+"""`titanmoe train`: start the ranks of a run, and report a failure in one message."""

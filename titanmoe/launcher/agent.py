@@ -1,6 +1,7 @@
-"""torchrun's agent with three changes: each rank has a log, a signal lets the ranks save, and failures are returned.
+"""Start ranks with torchrun's elastic agent, changed in three ways: logs, signals, and failures that are returned.
 
-Rendezvous, restarts and the environment of the ranks are torch's own.
+Each rank has a log file; the first signal lets the ranks save and end; failures are returned, not raised. Rendezvous,
+restarts and the environment of the ranks are torch's own.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ AGENT = "agent.log"
 
 
 class RankLogs(LogsSpecs):
-    """Rank 0 of a machine writes to the terminal, the others to files; every rank's errors go to its log."""
+    """The files that ranks write to. Only a machine's first rank prints to the terminal; errors go to files."""
 
     def __init__(self, folder: Path):
         super().__init__(str(folder))
         self.folder, self.attempt = folder, 0
         self.environment: dict[str, str] = {}
-        """Variables of the ranks, besides those of this process."""
+        """Environment variables of the ranks, besides those of this process."""
         self.made: list[Path] = []
-        """Folders that were not there before, the innermost first."""
+        """Folders that this launcher has made, the innermost first."""
 
     def make_folder(self) -> None:
+        """Make the folder of the logs; OSError if that fails."""
         self.made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -69,8 +71,10 @@ class RankLogs(LogsSpecs):
         return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, notes)
 
     def tidy(self, refused: bool = False) -> None:
-        """Remove empty logs, and advice for a failure that did not happen; after a refusal, which is told in full, also
-        the agent's log and the ranks' notes.
+        """Remove empty logs and unused advice files, then empty folders.
+
+        Args:
+            refused: the ranks refused the recipe, which is printed in full: also remove the agent's log and the notes.
         """
         for file in self.folder.rglob("rank*"):
             if (
@@ -88,8 +92,10 @@ class RankLogs(LogsSpecs):
 
 @dataclass
 class LaunchResult:
+    """How a launch ended."""
+
     signal: int = 0
-    """The first that the launcher received; 0 if none."""
+    """The first signal that the launcher received; 0 if none."""
     killed: bool = False
     """Whether a second signal killed the ranks."""
     failures: list[RankFailure] = field(default_factory=list)
@@ -97,7 +103,7 @@ class LaunchResult:
 
 
 class Agent(LocalElasticAgent):
-    """The first signal is passed on to the ranks, which may save and end; a second kills them."""
+    """torch's local agent, whose ranks get the first signal, may save and end; a second signal kills them."""
 
     def __init__(self, spec: WorkerSpec, logs: RankLogs):
         super().__init__(spec, logs)
@@ -128,7 +134,7 @@ class Agent(LocalElasticAgent):
         self._send(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _send(self, number: int) -> None:
-        """To the ranks, not to the processes that read data for them: a rank ends those itself."""
+        """Send a signal to the ranks, not to the processes that read data for them: a rank ends those itself."""
         for pid in self._pcontext.pids().values() if self._pcontext else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -148,7 +154,16 @@ class Agent(LocalElasticAgent):
 
 
 def launch(options: Namespace, words: list[str], logs: RankLogs) -> LaunchResult:
-    """Start the ranks as torchrun would with these options, and wait for them; raises if the rendezvous fails."""
+    """Start the ranks as torchrun would with these options, and wait until they end.
+
+    Args:
+        options: torchrun's parsed options.
+        words: the ranks' command line.
+        logs: where they write.
+
+    Raises:
+        Exception: of torch's rendezvous, if the nodes do not meet.
+    """
     _log_to_file(logs.folder)
     config, _, _ = config_from_args(options)
     agent = Agent(_spec(config, ("-u", "-m", "titanmoe.rank", *words)), logs)
@@ -191,7 +206,7 @@ def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
 
 
 def _log_to_file(folder: Path) -> None:
-    """The agent's own log goes to a file."""
+    """Redirect the log of torch.distributed to a file in the folder."""
     log = logging.getLogger("torch.distributed")
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed."):
@@ -201,8 +216,7 @@ def _log_to_file(folder: Path) -> None:
 
 
 class AgentLog(logging.FileHandler):
-    """The agent's log. A line that cannot be written, as on a full disk, is left out: the terminal is for the reason
-    why the run failed."""
+    """The agent's log file. A line that cannot be written, as on a full disk, is dropped without a message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):  # opening it

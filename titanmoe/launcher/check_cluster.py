@@ -1,4 +1,4 @@
-"""Is this cluster fit to train on? Every parallelism compared with one rank, and each axis timed.
+"""Check that a cluster is fit to train on: compare every parallelism with one rank, and time each axis.
 
     torchrun --nproc-per-node 8 -m titanmoe.launcher.check_cluster                       # one node
     torchrun --nproc-per-node 8 -m titanmoe.launcher.check_cluster --config RECIPE.toml  # wires of that mapping
@@ -46,7 +46,8 @@ from titanmoe.train.trainer import Trainer
 
 STEPS = 2
 TOLERANCE = 1e-4
-"""Of loss and gradient norm, in float32: sums in another order are off by less than 1e-5, a wrong sum by over 1e-3."""
+"""Largest relative difference of loss and gradient norm in float32: sums in another order differ by less than 1e-5, a
+wrong sum by over 1e-3."""
 SMALL, LARGE = 1 << 16, 1 << 26  # bytes of a message
 BASE: dict[str, Any] = {
     "data.source": "synthetic", "model.num_layers": 4, "model.num_heads": 8, "model.num_kv_heads": 8,
@@ -58,9 +59,11 @@ BASE: dict[str, Any] = {
 
 
 def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
-    """Changes to BASE, by the name of what they test. What a world or a machine cannot run is listed with the reason.
+    """Return the changes to BASE that test each parallelism, by name; compare() skips those that cannot run here.
 
-    node: ranks of a node.
+    Args:
+        world: ranks of all nodes.
+        node: ranks of a node.
     """
     everywhere = {"parallelism.experts.ep": world}
     nodes = {"parallelism.node": node if node < world else max(1, world // 2)}
@@ -93,7 +96,7 @@ def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
 
 
 def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
-    """The same for the whole world and for a single rank, so that both see the same samples."""
+    """Return the command line of a test run; its batches depend on `world` alone, so that one rank sees them too."""
     sizes = {
         "model.num_experts": world * math.ceil(8 / world),
         "training.global_batch_size": 4 * world,
@@ -110,15 +113,19 @@ def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
 
 @dataclass
 class Comparison:
+    """The steps of a test case compared with those of one rank."""
+
     name: str
     error: float = math.nan
     """The largest relative difference from one rank, of losses and gradient norms."""
     seconds: float = math.nan
-    """Of the second step."""
+    """Duration of the second step."""
     skipped: str = ""
+    """Why the case cannot run here; "" if it ran."""
 
     @property
     def fit(self) -> bool:
+        """Whether the numbers agree, or the case was skipped."""
         return bool(self.skipped) or self.error <= TOLERANCE
 
     def line(self) -> str:
@@ -129,7 +136,7 @@ class Comparison:
 
 
 def run_steps(config: Config, runtime: Runtime) -> tuple[list[float], float]:
-    """Losses and gradient norms of the steps, and the seconds of the last one."""
+    """Train STEPS steps; return losses and gradient norms, and the last step's seconds. Collective over all ranks."""
     training = build_training(config, runtime)
     trainer = Trainer(training)
     try:
@@ -144,7 +151,10 @@ def run_steps(config: Config, runtime: Runtime) -> tuple[list[float], float]:
 
 
 def run_steps_on_one_rank(world: int, device: str) -> list[float]:
-    """The numbers of one rank, from a process without a launcher; on rank 0, while the others wait."""
+    """Return losses and gradient norms of the same steps on one rank, run in a process of its own.
+
+    Called on rank 0 while the others wait. RuntimeError if the process fails.
+    """
     launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher_variables)}
     command = [sys.executable, "-m", "titanmoe.launcher.check_cluster", "--alone", str(world), "--device", device]
@@ -177,13 +187,16 @@ def compare(runtime: Runtime, only: list[str], node: int, expected: list[float])
 
 @dataclass
 class AxisTiming:
+    """The speed of one collective along one axis of the mapping."""
+
     axis: str
     ranks: int
     message: str
+    """Name of the collective."""
     microseconds: float
-    """For a SMALL message."""
+    """Time of a SMALL message."""
     gigabytes: float
-    """Per second, out of and into each rank, for a LARGE message."""
+    """Rate of a LARGE message, in GB per second out of and into each rank."""
 
     def line(self) -> str:
         return (
@@ -193,6 +206,8 @@ class AxisTiming:
 
 
 def seconds_per_call(runtime: Runtime, send: Callable[[], Any], rounds: int) -> float:
+    """Return the seconds of a call of `send`, the mean of `rounds`, on the slowest rank. Collective over all ranks."""
+
     def wait() -> None:
         if runtime.device.type == "cuda":
             torch.cuda.synchronize()
@@ -211,20 +226,23 @@ def seconds_per_call(runtime: Runtime, send: Callable[[], Any], rounds: int) -> 
 
 
 def build_collectives(group: Group, size: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """The messages of training, with about that many bytes in and out of each rank."""
+    """Return the collectives of training over a group by name, each with about `size` bytes in and out of each rank."""
     ops, name, ranks = torch.ops._c10d_functional, group.name, group.size
-    piece = max(1, size // 2 // ranks)
-    shard = torch.zeros(piece, dtype=torch.bfloat16, device=device)
-    whole = torch.zeros(piece * ranks, dtype=torch.bfloat16, device=device)
+    count = max(1, size // 2 // ranks)
+    shard = torch.zeros(count, dtype=torch.bfloat16, device=device)
+    full = torch.zeros(count * ranks, dtype=torch.bfloat16, device=device)
     return {
         "all-gather": lambda: ops.wait_tensor(ops.all_gather_into_tensor(shard, ranks, name)),
-        "reduce-scatter": lambda: ops.wait_tensor(ops.reduce_scatter_tensor(whole, "sum", ranks, name)),
-        "all-to-all": lambda: ops.wait_tensor(ops.all_to_all_single(whole, [piece] * ranks, [piece] * ranks, name)),
+        "reduce-scatter": lambda: ops.wait_tensor(ops.reduce_scatter_tensor(full, "sum", ranks, name)),
+        "all-to-all": lambda: ops.wait_tensor(ops.all_to_all_single(full, [count] * ranks, [count] * ranks, name)),
     }
 
 
 def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
-    """Each axis sends what it sends in training. HSDP's all-reduces and the pipeline's messages use the same wires."""
+    """Time the collectives that each axis sends in training, and print them. Collective over all ranks.
+
+    HSDP's all-reduces and the pipeline's messages use the same links and are not timed.
+    """
     axes = {
         "tp": (meshes.tp, ("all-gather", "reduce-scatter")),
         "cp": (meshes.cp, ("all-gather",)),
@@ -249,7 +267,7 @@ def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
 
 
 def _data(mesh: DeviceMesh) -> Group:
-    """The group that FSDP gathers and scatters over, without HSDP's replicas."""
+    """Return the group that FSDP gathers and scatters over, without HSDP's replicas."""
     return Group.of(mesh.get_group(mesh.ndim - 1))
 
 
@@ -265,7 +283,7 @@ def versions(runtime: Runtime) -> list[str]:
 
 
 def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
-    """Runs on every rank, and returns the same on all."""
+    """Run all comparisons and timings; return rows, timings and problems, the same on every rank. Collective."""
     node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world))
     device = f"{runtime.device.type} {torch.cuda.get_device_name() if runtime.device.type == 'cuda' else ''}".strip()
     places: list[Any] = [None] * runtime.world
@@ -275,17 +293,17 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     print_rank_0("\n".join(lines))
     problems = [] if len({place[1:] for place in places}) == 1 else ["the ranks' devices or versions of torch differ"]
 
-    box: list[Any] = [None]
+    answer: list[Any] = [None]
     if runtime.rank == 0:
         try:
-            box[0] = run_steps_on_one_rank(runtime.world, runtime.device.type)
+            answer[0] = run_steps_on_one_rank(runtime.world, runtime.device.type)
         except RuntimeError as error:
-            box[0] = str(error)
-    dist.broadcast_object_list(box, 0)
-    if isinstance(box[0], str):
-        return {"rows": [], "wires": [], "problems": [box[0]]}
+            answer[0] = str(error)
+    dist.broadcast_object_list(answer, 0)
+    if isinstance(answer[0], str):
+        return {"rows": [], "wires": [], "problems": [answer[0]]}
     print_rank_0(f"two steps in float32 against one rank (allowed: {TOLERANCE:.0e})")
-    rows = compare(runtime, only, node, box[0])
+    rows = compare(runtime, only, node, answer[0])
     problems += [f"{row.name} is off by {row.error:.1e}" for row in rows if not row.fit]
 
     widest = math.gcd(node, 8)

@@ -1,4 +1,8 @@
-"""The last message of a failed run: which rank failed first, why, and where its log is."""
+"""Write the last message of a failed run: which rank failed first, why, and where its log is.
+
+Ranks leave notes as JSON files (titanmoe.train.launch_messages); what a rank could not write itself is told from its
+exit code, from the notes of other ranks, and from its log.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +16,33 @@ from pathlib import Path
 from titanmoe.train.launch_messages import ADVICE_SUFFIX, note_paths
 
 TAIL_LINES = 8
-"""Lines of a log that are shown if the rank left no message."""
+"""How many lines of a log are shown if the rank left no note."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
+    """A rank that ended with an error or a signal."""
+
     rank: int
     exitcode: int
-    """As in subprocess: negative for a signal."""
+    """Exit code as in subprocess: negative for a signal."""
     timestamp: float
-    """When the launcher noticed; the note has the time of the failure."""
+    """Seconds since the epoch when the launcher noticed; the note has the time of the failure."""
     log: Path
     note_file: Path
-    """Written by titanmoe.train.launch_messages, if the rank got that far."""
+    """Note in JSON that the rank left, if it could."""
     during: str = ""
-    """Which part of the step it was in, as far as other ranks of this machine know."""
+    """Phase of the step that the rank was in, as far as other ranks of this machine know."""
     ended_by_hang: bool = False
-    """Whether it ended because of a hang that the watch reported, which kills a stopped rank."""
+    """Whether the watch ended it, or it ended itself, because of a hang of another rank."""
 
     def note(self) -> dict:
+        """Return the note that the rank left; {} if none."""
         return read_note(self.note_file)
 
     @property
     def code(self) -> int:
-        """As a shell reports it."""
+        """Exit code as a shell reports it: 128 + the number of a signal."""
         return self.exitcode if self.exitcode >= 0 else 128 - self.exitcode
 
     @property
@@ -47,16 +54,17 @@ class RankFailure:
 
     @property
     def refused(self) -> bool:
-        """Whether it told the user what to change, before it trained."""
+        """Whether it ended before training with a message that says what to change."""
         return self.exitcode == 2 and bool(self.note())
 
     @property
     def own_fault(self) -> bool:
-        """Whether it failed on its own while it was being stopped."""
+        """Whether it failed for a reason of its own, and not because another rank failed or it was being stopped."""
         return bool(self.note()) and not self.consequence
 
 
 def read_note(file: Path) -> dict:
+    """Return a rank's note from wherever it could be written; {} if there is none."""
     for place in note_paths(file):
         with contextlib.suppress(OSError, ValueError):
             return json.loads(place.read_text(encoding="utf-8"))
@@ -64,7 +72,7 @@ def read_note(file: Path) -> dict:
 
 
 def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
-    """Which part of the step late ranks were in, from what the watch left in the notes of others."""
+    """Return the phase of the step that late ranks were in, by rank, from what the watch wrote to others' notes."""
     parts: dict[int, str] = {}
     for file in notes:
         parts |= {int(rank): text for rank, text in read_note(file).get("during", {}).items()}
@@ -72,12 +80,16 @@ def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
 
 
 def ranks_ended_by_hang(notes: Iterable[Path]) -> set[int]:
-    """Ranks that ended because of a hang that the watch reported."""
+    """Return the ranks that ended because of a hang that the watch reported."""
     return {rank for file in notes for rank in read_note(file).get("following", [])}
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
-    """The rank that failed first; those that only lost the connection to it come after it, whatever the clocks say."""
+    """Return the failure that caused the others.
+
+    Ranks that only lost the connection to another come after it, whatever the clocks say. If all ranks failed alike, it
+    is the lowest one's.
+    """
 
     def order(failure: RankFailure) -> tuple[bool, float, int]:
         return failure.consequence, failure.note().get("timestamp", failure.timestamp), failure.rank
@@ -93,7 +105,13 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def failure_message(failure: RankFailure, world: int, out_of_memory: bool = False) -> str:
-    """out_of_memory: the kernel has killed a process for lack of memory since the run began."""
+    """Return the last message of a run that failed.
+
+    Args:
+        failure: the first failure.
+        world: number of ranks.
+        out_of_memory: whether the kernel has killed a process for lack of memory since the run began.
+    """
     note = failure.note()
     if failure.refused:
         # A refusal: usually from all ranks, sometimes about one rank's machine, such as data missing there.
@@ -139,7 +157,7 @@ def _tail(log: Path) -> list[str]:
 
 
 def count_oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory, in this container and on this machine."""
+    """Return how many processes the kernel has killed for lack of memory, in this container and on this machine."""
     count = 0
     for file in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
         try:

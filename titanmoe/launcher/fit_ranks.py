@@ -1,4 +1,4 @@
-"""How many ranks a recipe runs on here, and the mapping nearest to its own that fits them."""
+"""Choose how many ranks a recipe runs on, and suggest the legal mapping nearest to its own that fits them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from titanmoe.fold.legal_mappings import changes, nearest
 from titanmoe.train import host_resources
 
 MOST_PER_CORE = 4
-"""On CPUs, ranks per core that a recipe may start by default: one written for 128 GPUs would only fill memory."""
+"""Most ranks per CPU core that a recipe may start by default: one written for 128 GPUs would only fill memory."""
 SMALLER_WORLDS = 64
-"""How many to try if this one has no legal mapping."""
+"""How many smaller numbers of ranks are tried if the given one has no legal mapping."""
 
 
 @dataclass(frozen=True)
 class Machine:
+    """The GPUs, CPU cores and memory of a machine."""
+
     gpus: int
-    """0 if the run does not use them."""
+    """Number of GPUs; 0 if the run does not use them."""
     cores: int
     memory: int = 0
-    """Bytes: of the smallest of its GPUs, or of the machine without them; 0 if unknown."""
+    """Bytes of the smallest GPU's memory, or of the machine's if it has no GPUs; 0 if unknown."""
 
     @property
     def ranks(self) -> int:
-        """What `--ranks auto` means."""
+        """Number of ranks that `--ranks auto` stands for."""
         return self.gpus or self.cores
 
     def __str__(self) -> str:
@@ -38,6 +40,7 @@ class Machine:
 
 
 def this_machine(device: str) -> Machine:
+    """Return what this machine has for a run on training.device = `device`."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -47,7 +50,14 @@ def this_machine(device: str) -> Machine:
 
 
 def choose_ranks(requested: str, nodes: int, recipe_ranks: int, machine: Machine) -> int:
-    """Ranks on all nodes. requested: --ranks, "" if absent. recipe_ranks: the recipe's own number, 0 if it has none."""
+    """Return the number of ranks of all nodes.
+
+    Args:
+        requested: the option --ranks: a number, "auto", or "" if absent.
+        nodes: number of nodes.
+        recipe_ranks: the recipe's job.ranks; 0 if it has none.
+        machine: this machine, for "auto" and as the default.
+    """
     if requested == "auto" or not (requested or recipe_ranks):
         return machine.ranks * nodes
     return int(requested or recipe_ranks)
@@ -56,8 +66,15 @@ def choose_ranks(requested: str, nodes: int, recipe_ranks: int, machine: Machine
 def why_too_many(
     world: int, nodes: int, machine: Machine, recipe: str, shortage_here: Callable[[], str] = lambda: ""
 ) -> str:
-    """Why these nodes cannot take so many ranks, "" if they can. recipe: whose own number it is, "" for --ranks.
-    shortage_here: what --ranks auto --fit would lack on this machine, "" if nothing."""
+    """Return why these nodes cannot take so many ranks, and what to type; "" if they can.
+
+    Args:
+        world: ranks of all nodes.
+        nodes: number of nodes.
+        machine: this machine; all nodes are taken to be alike.
+        recipe: the recipe whose job.ranks it is; "" if the number comes from --ranks.
+        shortage_here: returns what --ranks auto --fit would lack on this machine; "" if nothing.
+    """
     who = f"{recipe} is for {world} ranks (job.ranks)" if recipe else f"--ranks = {world}"
     if world % nodes:
         even = " or ".join(str(n) for n in (world // nodes * nodes, -(-world // nodes) * nodes) if n)
@@ -83,7 +100,7 @@ def why_too_many(
 
 
 def nearest_changes(config: Config, world: int) -> dict[str, tuple[int, int]]:
-    """The degrees that the nearest legal mapping changes, by path: from, to. {} if there is none."""
+    """Return the degrees that the nearest legal mapping changes, by path, as (old, new); {} if there is none."""
     mappings = nearest(world, config.parallelism, config, count=1)
     return (
         {DEGREE_PATHS[name]: change for name, change in changes(config.parallelism, mappings[0]).items()}
@@ -95,8 +112,14 @@ def nearest_changes(config: Config, world: int) -> dict[str, tuple[int, int]]:
 def suggest_mapping(
     config: Config, world: int, nodes: int, shortage: Callable[[Config, int], str] = lambda *_: ""
 ) -> str:
-    """What to do if the mapping does not fit the world. shortage: what a mapping that fits would lack on this machine,
-    "" if nothing."""
+    """Return a sentence with the nearest mapping that fits the number of ranks, or a smaller number that has one.
+
+    Args:
+        config: the recipe, whose mapping does not fit.
+        world: ranks of all nodes.
+        nodes: number of nodes.
+        shortage: returns the memory that a mapping would lack on this machine; "" if none.
+    """
     if change := nearest_changes(config, world):
         reason = f"The nearest mapping that fits {world} rank{'s' * (world > 1)}: {changes_text(change)}"
         return f"{reason}; {shortage(with_values(config, new_values(change)), world) or '--fit takes it'}."
@@ -111,11 +134,12 @@ def suggest_mapping(
 
 
 def new_values(change: dict[str, tuple[int, int]]) -> dict[str, int]:
+    """Return the new value of each change, by path."""
     return {path: value for path, (_, value) in change.items()}
 
 
 def with_values(config: Any, values: dict[str, Any]) -> Any:
-    """values: by path."""
+    """Return a copy of a config, or of one of its tables, with the values at these paths replaced."""
     for path, value in values.items():
         name, _, rest = path.partition(".")
         config = replace(config, **{name: with_values(getattr(config, name), {rest: value}) if rest else value})

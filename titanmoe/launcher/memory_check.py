@@ -1,7 +1,7 @@
-"""Whether a run fits into memory, asked before there are ranks: the planner's closed form beside what there is.
+"""Check before ranks are started whether a run fits into memory, by the planner's closed form, and suggest a remedy.
 
-It counts what the step holds at least, with balanced routing. On GPUs each rank has its own memory; without them the
-ranks of a machine share it.
+The form is a lower bound of what a step holds, with balanced routing. On GPUs each rank has memory of its own; without
+them the ranks of a machine share it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from titanmoe.text_report import format_bytes
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 MEMORY_TOLERANCE = 0.1
-"""How far the memory of a known GPU may be from that of this machine's."""
+"""Largest relative difference between the memory of this machine's GPU and of a known one that it is taken for."""
 DOUBLINGS = 4
-"""How many numbers of GPUs are tried, beginning with the first that could hold the weights."""
+"""How many numbers of GPUs are tried, each twice the one before, from the first that could hold the weights."""
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
+    """The least memory that a run needs."""
+
     rank: int
-    """Bytes on the rank of a machine that needs most."""
+    """Bytes on the rank that needs most."""
     state: int
-    """Of these: weights, gradients and the optimizer's moments."""
+    """Bytes of weights, gradients and optimizer moments on that rank."""
     machine: int
     """Bytes on all ranks of the machine that needs most."""
 
 
 def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed:
-    """per_machine: ranks on a machine."""
+    """Return what a legal mapping needs at least; `per_machine` is the number of ranks on a machine."""
     fold = derive(world, config.parallelism)
     stages = memory.rank_memories(config, fold)
     offloaded = config.optimizer.offload and machine.gpus > 0
@@ -56,7 +58,7 @@ def memory_need(config: Config, world: int, per_machine: int, machine: Machine) 
 
 
 def need_if_too_large(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed | None:
-    """What a legal mapping needs, if that is more than there is."""
+    """Return what a legal mapping needs if that is more than the machine has; None if it fits, or memory is unknown."""
     if not machine.memory:  # unknown
         return None
     need = memory_need(config, world, per_machine, machine)
@@ -64,7 +66,15 @@ def need_if_too_large(config: Config, world: int, per_machine: int, machine: Mac
 
 
 def describe_shortage(config: Config, world: int, per_machine: int, machine: Machine, command: str) -> str:
-    """Why a legal mapping does not fit and what would do, "" if it fits. command: the recipe and its overrides."""
+    """Return why a legal mapping does not fit into memory, and what would; "" if it fits.
+
+    Args:
+        config: the recipe.
+        world: ranks of all machines.
+        per_machine: ranks on a machine.
+        machine: this machine; all are taken to be alike.
+        command: the recipe and its overrides, for a suggested command.
+    """
     need = need_if_too_large(config, world, per_machine, machine)
     if need is None:
         return ""
@@ -84,9 +94,12 @@ def describe_shortage(config: Config, world: int, per_machine: int, machine: Mac
 
 
 def smallest_change(config: Config, world: int, per_machine: int, machine: Machine) -> str:
-    """As options; "" if there is none. It changes what is kept and when, not what the model learns."""
-    for change in sorted(product(*_alternatives(config, world, machine)), key=lambda parts: sum(map(bool, parts))):
-        values: dict[str, Any] = {path: value for part in change for path, value in part.items()}
+    """Return the fewest options with which the run fits, such as "--activation_checkpoint.mode full"; "" if none do.
+
+    They change which activations are saved and how the state is placed, not what the model learns.
+    """
+    for change in sorted(product(*_alternatives(config, world, machine)), key=lambda options: sum(map(bool, options))):
+        values: dict[str, Any] = {path: value for option in change for path, value in option.items()}
         changed = with_values(config, values)
         if values and not violations(changed, world) and not need_if_too_large(changed, world, per_machine, machine):
             return " ".join(f"--{path} {str(value).lower()}" for path, value in values.items())
@@ -94,7 +107,7 @@ def smallest_change(config: Config, world: int, per_machine: int, machine: Machi
 
 
 def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list[dict[str, Any]]]:
-    """Alternatives that can be combined, from mild to hard."""
+    """Yield lists of alternative changes, from mild to costly; one of each list can be combined. {} changes nothing."""
     training, parallelism, options = config.training, config.parallelism, config.activation_checkpoint
     modes = ["moe", "full_except_dispatch", "full"]
     modes = modes[modes.index(options.mode) + 1 :] if options.mode in modes else modes
@@ -112,8 +125,10 @@ def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list
 
 
 def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> str:
-    """The smallest number of GPUs like this machine's, or of H100s, for which the planner finds a mapping. It doubles
-    the number, and leaves a margin for what CUDA keeps from tensors."""
+    """Return a sentence with a number of GPUs that is enough, found by doubling, and the command that shows the plan.
+
+    GPUs are like this machine's, or H100s if it has none; what CUDA reserves for itself is subtracted.
+    """
     training, device = config.training, _similar_device(machine)
     usable = device.memory - device.reserved
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
@@ -136,7 +151,10 @@ def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> 
 
 
 def _similar_device(machine: Machine) -> Device:
-    """H100s if this machine has no GPUs; prices and speeds do not matter here."""
+    """Return the planner's device whose memory is nearest to this machine's GPUs; an H100 if it has none.
+
+    Only memory matters: an unknown size gets an H100's other figures.
+    """
     shipped = [read_device(name) for name in names() if name != "cpu"]
     h100 = next(device for device in shipped if device.name == "h100")
     if not machine.gpus:

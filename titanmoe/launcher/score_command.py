@@ -1,4 +1,4 @@
-"""`titanmoe score`: what a recipe's model says of data, counted by the recipe's ranks and kept beside the shards."""
+"""`titanmoe score`: write a model's log-probabilities of data beside its shards, computed on the recipe's ranks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from titanmoe.train.launch_messages import show_status
 USAGE = """\
 usage: titanmoe score RECIPE.toml [--data PATH ...] [--top K] [--temperature T] [options] [--TABLE.FIELD VALUE ...]
 
-Counts the log-probability that the model which the recipe begins from gives to every label of its data, under the
-recipe's mapping, and keeps it beside the shards with the model's digest: scores/DIGEST in their folder. A run whose
-objective needs them finds them there. Data that has its scores is left as it is.
+Computes the log-probability of every label of the recipe's data under the model that the recipe begins from, with the
+recipe's mapping, and writes it to scores/DIGEST beside the token shards; DIGEST is the model's. A run whose objective
+needs log-probabilities finds them there. Data that has them is skipped.
 
   --data PATH ...
-      what to count, in place of the recipe's data.paths
+      data to score, in place of the recipe's data.paths
   --top K
-      the K most probable ids in place of each label, for a student that learns from this model (docs/fine-tuning.md):
-      scores/DIGEST-topK, with 8 K + 4 bytes for each token in float32
+      write the top-K ids and log-probabilities of each position instead, to distil this model into a student
+      (docs/fine-tuning.md): scores/DIGEST-topK, with 8 K + 4 bytes for each token in float32
   --temperature T
-      of these distributions; the student's recipe has to have the same. Default: 1
+      temperature of these distributions; the student's recipe has to have the same. Default: 1
 Other options are those of titanmoe train.
 """
 
 
 def add_score(commands: argparse._SubParsersAction) -> None:
-    score = commands.add_parser("score", add_help=False, help="what a model says of data, for preferences or a student")
+    score = commands.add_parser(
+        "score", add_help=False, help="write a model's log-probabilities of data, for preferences or a student"
+    )
     score.set_defaults(run=lambda args: run_score(args.overrides), overrides=[])
 
 
@@ -43,16 +45,16 @@ def run_score(words: Sequence[str]) -> int:
     if request.get("help"):
         print(USAGE, end="", flush=True)
         return 0
-    # It keeps no gradients and no moments, and writes to no run's folder.
+    # Scoring needs no gradients and no moments, and writes to no run's folder.
     request.options["memory"] = "ignore"
     request.rest += ["--checkpoint.enable=false"] if request.recipe or request.rest else []
     if paths is not None:
         request.rest += ["--data.source=files", "--data.paths", *paths, "--data.weights=", "--data.fields="]
         if not paths:
-            request.problems.append("command line: --data names nothing: give token shards, files or folders")
+            request.problems.append("command line: --data is empty: give token shards, files or folders")
     what = "top-k" if "top" in options else "labels"
     if what == "labels" and options:
-        request.problems.append("command line: --temperature is of distributions: give --top K too")
+        request.problems.append("command line: --temperature scales the distributions of --top K: give --top K too")
     try:
         return start(prepare(replace(request, scores=what)))
     except KeyboardInterrupt:
@@ -65,7 +67,7 @@ def run_score(words: Sequence[str]) -> int:
 
 
 def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
-    """What follows --data, up to the next option, and the other words."""
+    """Return the paths after --data, up to the next option, and the other words; None and all words without --data."""
     if "--data" not in words:
         return None, list(words)
     at = list(words).index("--data")
@@ -74,7 +76,7 @@ def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
 
 
 def _options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Those of distributions, and the other words."""
+    """Return the options --top and --temperature by name, and the other words."""
     options, rest, words = {}, [], iter(words)
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")

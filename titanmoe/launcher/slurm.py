@@ -1,4 +1,4 @@
-"""`titanmoe slurm`: a job script for sbatch, which starts `titanmoe train` once on every node."""
+"""`titanmoe slurm`: write a job script for sbatch, which starts `titanmoe train` once on every node."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def run_slurm(args: argparse.Namespace) -> int:
 
 
 def job_script(args: argparse.Namespace) -> str:
-    """Raises ConfigError for what sbatch or the ranks would refuse."""
+    """Return the job script; ConfigError with everything that sbatch or the ranks would refuse."""
     world = world_of(args.ranks, args.overrides, COMPONENTS)
     ranks_per_node = min(8, world) if args.gpus_per_node is None else args.gpus_per_node
     problems = []
@@ -155,7 +155,7 @@ def _head(args: argparse.Namespace, config: Config, nodes: int, ranks_per_node: 
 
 
 def _container_prefix(image: str | None, mounts: str | None) -> str:
-    """What comes between srun and the command: the submitting folder is the same inside."""
+    """Return what goes between srun and the command to run it in a container, with the submitting folder mounted."""
     if not image:
         return ""
     more = shlex.quote(f",{mounts}") if mounts else ""

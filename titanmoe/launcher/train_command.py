@@ -1,4 +1,8 @@
-"""`titanmoe train`: from a recipe and this machine to running ranks, or one message that says why not."""
+"""`titanmoe train`: check a recipe on this machine and start its ranks, or print one message that says why not.
+
+prepare() reads the recipe, chooses the number of ranks and checks mapping, memory and files; start() runs torch's
+elastic agent (agent.py) and turns the outcome into an exit code and a last message.
+"""
 
 from __future__ import annotations
 
@@ -63,25 +67,27 @@ OPTION_PATTERNS |= {"memory": "ignore", "node-rank": r"\d{1,6}", "master-port": 
 
 @dataclass
 class Request:
+    """The command line of `titanmoe train`, parsed."""
+
     recipe: str = ""
     options: dict[str, str] = field(default_factory=dict)
-    """Ours and torchrun's, by name."""
+    """The launcher's options and torchrun's, by name."""
     rest: list[str] = field(default_factory=list)
-    """Overrides, and anything else left to the config's loader."""
+    """Overrides, and anything else that the config's loader parses."""
     fitted: list[str] = field(default_factory=list)
     """Overrides that --fit adds."""
     problems: list[str] = field(default_factory=list)
     scores: str = ""
     """What the ranks count in place of training, as in `CheckedConfig`."""
     typed: list[str] = field(default_factory=list)
-    """The whole command line, as typed."""
+    """The full command line, as typed."""
 
     def get(self, name: str, default: str = "") -> str:
         return self.options.get(name, default)
 
     @property
     def words(self) -> list[str]:
-        """The ranks' command line."""
+        """Command line of the ranks."""
         return [*(["--config", self.recipe] if self.recipe else []), *self.rest, *self.fitted]
 
     @property
@@ -95,7 +101,7 @@ class Request:
 
     @property
     def nodes(self) -> int:
-        """The most nodes: the number may vary."""
+        """Number of nodes, or the largest of --nnodes MIN:MAX."""
         return int(self.get("nnodes", "1").rpartition(":")[2])
 
 
@@ -122,7 +128,10 @@ def run_train(words: Sequence[str]) -> int:
 
 
 def parse_words(words: Sequence[str]) -> Request:
-    """The recipe comes first, or after an option of the launcher; after an override it would be read as its value."""
+    """Parse the command line; problems are collected in the request.
+
+    The recipe comes first, or after an option of the launcher; after an override it would be read as its value.
+    """
     request, rest, override = Request(typed=list(words)), list(words), False
     old: dict[str, int | str] = {}
     launcher_options = OUR_OPTIONS | TORCHRUN_OPTIONS
@@ -156,26 +165,29 @@ def parse_words(words: Sequence[str]) -> Request:
 
 
 class MappingMisfit(ConfigError):
-    """Refused because the mapping does not fit."""
+    """A recipe is refused because its mapping does not fit the ranks."""
 
     config: Config
     offer: str = ""
-    """A mapping that does."""
+    """A sentence that suggests a mapping that fits."""
 
 
 @dataclass(frozen=True)
 class PreparedRun:
+    """A run that has passed all checks and can be started."""
+
     request: Request
     config: Config
-    """As the ranks will have it."""
+    """The config that the ranks will have."""
     checked: CheckedConfig
-    """What they get."""
+    """The checked config that is passed to the ranks."""
     nproc: int
+    """Ranks on this machine."""
     machine: fit_ranks.Machine
 
 
 def prepare(request: Request) -> PreparedRun:
-    """What to start; raises ConfigError with everything that is wrong."""
+    """Read and check everything that `titanmoe train` needs; ConfigError with everything that is wrong."""
     if not request.recipe and not request.rest:
         request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
     several_nodes = request.get("nnodes", "1") not in ("1", "1:1")
@@ -232,7 +244,12 @@ def prepare(request: Request) -> PreparedRun:
 def final_config(
     request: Request, draft: Draft, world: int, nproc: int, machine: fit_ranks.Machine
 ) -> tuple[Config, CheckedConfig]:
-    """The config that the ranks will have, and what to hand on to them; refuses what cannot run."""
+    """Return the config that the ranks will have, and the checked config to pass to them.
+
+    Raises:
+        MappingMisfit: the mapping does not fit the number of ranks.
+        ConfigError: something else cannot run; all problems at once.
+    """
     from titanmoe.train.launch import fit_to_world, resolve, scoring_config
     from titanmoe.train.refusals import check_inputs_and_resolve, refusals
     from titanmoe.train.run_folder import refuse_live_folder
@@ -325,7 +342,14 @@ def _start(prepared: PreparedRun) -> int:
 
 
 def exit_status(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bool) -> tuple[int, str]:
-    """The exit code and the last message."""
+    """Return the exit code and the last message; "" if there is nothing to say.
+
+    Args:
+        result: how the launch ended.
+        nodes: number of nodes.
+        saves: whether the run writes checkpoints.
+        out_of_memory: whether the kernel has killed a process for lack of memory meanwhile.
+    """
     if not result.failures and not result.signal:
         return 0, ""
     culprit = first_failure(result.failures) if result.failures else None
@@ -374,7 +398,7 @@ def _torchrun_options(request: Request) -> list[str]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuses a port that node 0 cannot listen on."""
+    """Raise a ConfigError if this machine, node 0, cannot listen on the port."""
     if why := port_problem(port):
         raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
 

@@ -3,8 +3,9 @@
 Since transformers 5 experts are stacked in parameters, gate and up in one, and PEFT from 0.19 converts adapters of
 single experts to such stacks as it reads them: of rank r for down, 2 r for gate and up. `target_parameters` and
 `rank_pattern` name the stacks, because PEFT does not know them for every family (not for qwen2_moe, in 0.21). Experts
-are among `target_modules` too, for readers that know no stacks. A dense or shared network whose modules have the same
-name is among `target_parameters`: as a module PEFT would take it for an expert's, and leave it without adapters.
+are among `target_modules` too, for readers that know no stacks, unless a dense or shared network has modules of the
+same name. Weights of such networks are `target_parameters`: PEFT would take modules of that name for experts', and
+leave the network without adapters.
 """
 
 from __future__ import annotations
