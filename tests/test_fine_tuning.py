@@ -52,8 +52,8 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
     assert re.search(r"^experts +ep 2 *$", trained, re.MULTILINE)
     assert said["titanmoe generate"] == [f"{ANSWER}\n"] and said["python ask.py"] == [f"{ANSWER}\n"]
 
-    (counted,) = re.findall(r"^reference +(\w{16}), counted now$", said["titanmoe score"][0], re.MULTILINE)
-    assert re.search(rf"^reference +{counted}, counted before *$", preferred, re.MULTILINE)
+    (counted,) = re.findall(r"^reference +(\w{16}), computed now$", said["titanmoe score"][0], re.MULTILINE)
+    assert re.search(rf"^reference +{counted}, stored before *$", preferred, re.MULTILINE)
     assert "loss 0.6931" in preferred and re.search(r"^step 11/11 .* accuracy 100.0% .* val accuracy", preferred, re.M)
 
     recipe = ["-m", "titanmoe", "train", "train_configs/sft_debug.toml", "--training.epochs", "1"]

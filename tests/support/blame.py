@@ -1,11 +1,11 @@
-"""The text of a parity failure: which tensors are wrong, on which ranks, and which axis of the mapping is suspected.
+"""Writes the text of a parity failure: the wrong tensors, the ranks with wrong shards, and the suspected axis.
 
-The axis is derived from what differs, the most reliable sign first:
+The axis is derived from the errors, the most reliable sign first:
 
-    ranks with the same piece have different numbers in it       the axis along which these ranks differ
-    pieces are wrong only at some positions of an axis           that axis
-    a tensor is wrong by a constant factor                       the axes of that size
-    all wrong tensors, and no right one, are summed in one way   the axis that they are summed over
+    ranks that hold the same shard have different numbers in it   the axis along which these ranks differ
+    shards are wrong only at some positions of an axis            that axis
+    a tensor is wrong by a constant factor                        the axes of that size
+    all wrong tensors, and no right one, are summed in one way    the axis that they are summed over
     (docs/parallelism.md)
 """
 
@@ -23,18 +23,19 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.rank_groups import View, coordinates
 
 OF_MESH = {"fsdp": ("dp_shard", "cp")}
-"""The axes that an axis of a mesh combines, if it has a name of its own."""
+"""Axes of the mapping that an axis of a DeviceMesh combines, if it has another name."""
 DATA = ("dp_replicate", "dp_shard", "cp", "edp_replicate", "edp")
 SHOWN = 12
 
 
 def view(parameter: Any) -> View:
+    """Return whether the parameter is on the experts' or on the attention's mesh."""
     on_experts = isinstance(parameter, DTensor) and "edp" in parameter.device_mesh.mesh_dim_names
     return "experts" if on_experts else "attention"
 
 
 def cuts(parameter: Any) -> dict[str, bool]:
-    """For each axis of the parameter's mesh, whether the parameter is cut along it (otherwise it is replicated)."""
+    """Return for each axis of the parameter's mesh whether the parameter is sharded along it, or else replicated."""
     if not isinstance(parameter, DTensor):
         return {}
     placed = zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)
@@ -42,12 +43,12 @@ def cuts(parameter: Any) -> dict[str, bool]:
 
 
 def sums_in_backward(axis: str, cuts: dict[str, bool]) -> bool:
-    """Whether the gradient is summed over this axis as backward goes: not that of a router."""
+    """Return whether a gradient is summed over this axis during backward, and not after it as a router's is."""
     return axis in DATA and ("edp" in cuts or cuts["dp_shard"])
 
 
 def adds_up(axis: str, cuts: dict[str, bool]) -> str:
-    """What sums a gradient over an axis of a stage, by the axes that the parameter is cut along."""
+    """Return the name of what sums a gradient over an axis, or "cut" if the parameter is sharded and nothing does."""
     if sums_in_backward(axis, cuts):
         if not cuts.get("edp", True):
             return "`UnshardedExperts`"
@@ -56,7 +57,7 @@ def adds_up(axis: str, cuts: dict[str, bool]) -> str:
 
 
 class Held(NamedTuple):
-    """A rank's piece of a tensor."""
+    """Shard of a tensor on one rank."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -65,11 +66,12 @@ class Held(NamedTuple):
 
     @property
     def place(self) -> tuple[slice, ...]:
+        """Slices of the shard in the full tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
 def held(parameters: Mapping[str, Any]) -> dict[str, Held]:
-    """On a rank: where its pieces are in the whole tensors."""
+    """Return by name where this rank's shards are in the full tensors."""
     from titanmoe.parallel.materialize import local_shard
 
     found = {}
@@ -80,17 +82,19 @@ def held(parameters: Mapping[str, Any]) -> dict[str, Held]:
 
 
 Pieces = list[dict[str, Held]]
-"""One entry per rank."""
+"""Shards by name, one dict per rank."""
 
 
 def axes_of(fold: Fold, seen: View) -> dict[str, int]:
+    """Return the axes of a view that have several ranks, with their sizes."""
     sizes = fold.attention_axes if seen == "attention" else fold.expert_axes
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def between(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
-    """The axes along which the first of these ranks differs from the others; if it differs from some along a single
-    axis, only those axes.
+    """Return the axes along which the first rank differs from the others.
+
+    If it differs from some of them along a single axis, only such axes are returned.
     """
     first, *others = (coordinates(fold, seen, rank) for rank in ranks)
     apart = [{axis for axis in first if first[axis] != other[axis]} for other in others]
@@ -99,7 +103,7 @@ def between(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
 
 
 def at_one_place(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict[str, set[int]]:
-    """The axes on which right and wrong pieces have no position in common, with the positions of the wrong ones."""
+    """Return the axes on which right and wrong shards share no position, with the positions of the wrong ones."""
     found = {}
     for axis in axes_of(fold, seen) if wrong and right else ():
         bad, good = ({coordinates(fold, seen, rank)[axis] for rank in ranks} for ranks in (wrong, right))
@@ -109,7 +113,7 @@ def at_one_place(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> di
 
 
 def factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
-    """The factor by which a whole tensor is wrong, if it is the same everywhere."""
+    """Return the factor by which a full tensor is wrong; None if it is not the same for all elements."""
     scale = float(want.abs().max())
     if scale == 0.0 or not bool(got.isfinite().all()):
         return None
@@ -119,13 +123,17 @@ def factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
 
 
 class Wrong(NamedTuple):
-    """A tensor with wrong numbers."""
+    """Errors of a tensor with wrong numbers."""
 
     error: float
     ranks: set[int]
+    """Ranks whose shard is wrong."""
     right: set[int]
-    differ: tuple[tuple[int, ...], ...]  # ranks with different numbers in the same piece
+    """Ranks whose shard is right."""
+    differ: tuple[tuple[int, ...], ...]
+    """Groups of ranks that hold the same shard with different numbers."""
     times: float | None
+    """Constant factor by which the tensor is wrong; None if there is none."""
 
 
 def judge(
@@ -136,8 +144,15 @@ def judge(
     differ: Mapping[str, tuple[tuple[int, ...], ...]] | None = None,
     times: Callable[[str], float | None] = lambda name: None,
 ) -> str:
-    """errors: the relative error of a tensor in a rank's piece. differ: ranks with different numbers in the same piece.
-    times: the factor by which a tensor is wrong.
+    """Return the text of the failure.
+
+    Args:
+        fold: the mapping.
+        pieces: shards by name, one dict per rank.
+        errors: returns the relative error of a tensor in a rank's shard.
+        allowed: largest error that is right.
+        differ: groups of ranks that hold the same shard with different numbers, by tensor.
+        times: returns the constant factor by which a tensor is wrong, or None.
     """
     wrong, right, differ = {}, [], differ or {}
     holders: dict[str, dict[int, Held]] = {}
@@ -193,7 +208,7 @@ def _suspected(fold: Fold, holders: dict[str, dict[int, Held]], wrong: dict[str,
 
 
 def _in_common(fold: Fold, holders: dict[str, dict[int, Held]], wrong: list[str], right: list[str]) -> dict[str, str]:
-    """Axes over which all wrong tensors, and no right one, are summed in one way."""
+    """Return the axes over which all wrong tensors, and no right one, are summed in one way."""
 
     def sums_of(name: str) -> set[tuple[str, str]]:
         one = next(iter(holders[name].values()))
@@ -210,7 +225,7 @@ def _in_common(fold: Fold, holders: dict[str, dict[int, Held]], wrong: list[str]
 def of_gradients(
     fold: Fold, pieces: Pieces, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], allowed: float
 ) -> str:
-    """For whole tensors, compared as in `tests.support.parity_errors.error`."""
+    """Return the failure's text for full gradients, compared as in `tests.support.parity_errors.error`."""
     floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
 
     def errors(name: str, rank: int, one: Held) -> float:
@@ -222,7 +237,7 @@ def of_gradients(
 
 
 def of_replicas(fold: Fold, gathered: list[dict[str, tuple[torch.Tensor, Held]]], allowed: float) -> str:
-    """What differs by more than `allowed` between ranks with the same piece of a tensor; empty if nothing does."""
+    """Return the failure's text if ranks that hold the same shard differ by more than `allowed`, else ""."""
     differ: dict[str, tuple[tuple[int, ...], ...]] = {}
     worst: dict[str, float] = {}
 

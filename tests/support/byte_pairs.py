@@ -1,4 +1,4 @@
-"""A tokenizer with a chat template, in a folder like Hugging Face's."""
+"""A small tokenizer with a chat template, in a Hugging Face folder, for tests of tokenizing and chats."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ MARKED = (
 
 
 def make(folder: Path) -> Path:
-    """Fills the folder: a byte-level BPE of 300 tokens and a chat template without {% generation %}."""
+    """Write a byte-level BPE of 300 tokens and a chat template without {% generation %}; return the folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

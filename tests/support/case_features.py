@@ -1,4 +1,4 @@
-"""What a parity case may ask for besides its mapping; each name stands for a few recipe keys."""
+"""Features of a parity case besides its mapping; each name stands for a few recipe keys."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulated": {"moe.accumulate_weight_gradients": True},
     "compiled": {"compile.enable": True, "compile.backend": "aot_eager"},
 }
-"""Not dealt with the other features: the sweep has mappings for each."""
+"""Features that are not combined with the others: the sweep has mappings for each."""
 BATCHES = {"1": {}, "2": {"training.local_batch_size": 2, "training.global_batch_size": 16}}
 FEATURES = {
     "model": MODELS,
@@ -171,7 +171,7 @@ FEATURES = {
 
 
 def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
-    """As recipe keys; two microbatches, or as many as the schedule needs."""
+    """Return the recipe keys of a mapping and a choice of features, with at least two microbatches."""
     out = as_changes(fold)
     for feature, name in choice.items():
         out |= FEATURES[feature][name]
@@ -189,5 +189,5 @@ def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
 
 
 def steps(choice: dict[str, str]) -> int:
-    """Two if something other than weights and moments carries over from one step to the next."""
+    """Return 2 if state other than weights and moments carries over to the next step, else 1."""
     return 2 if choice.get("balance") == "global+bias" else 1

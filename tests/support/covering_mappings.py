@@ -1,4 +1,4 @@
-"""The legal mappings of a few ranks, and small sets of them that still cover every pair of choices."""
+"""All mappings of a number of ranks, and small sets of cases that cover every pair of choices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS = ("edp_replicate", "edp", "ep", "etp")
 
 
 def factorisations(n: int, parts: int) -> list[tuple[int, ...]]:
-    """Ordered, as in (2, 1, 4) for 8 in three parts."""
+    """Return all ordered factorisations of n into this many factors, as (2, 1, 4) of 8 into three."""
     if parts == 1:
         return [(n,)]
     return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in factorisations(n // d, parts - 1)]
@@ -24,7 +24,7 @@ def factorisations(n: int, parts: int) -> list[tuple[int, ...]]:
 
 @functools.cache
 def all_folds(world: int) -> list[Fold]:
-    """Every product of degrees: 517 on 8 ranks."""
+    """Return every mapping of the ranks, legal or not: 517 for 8 ranks."""
     return [
         Fold(world, *attention, *experts)
         for attention in factorisations(world, len(ATTENTION))
@@ -37,7 +37,7 @@ def degrees(fold: Fold) -> dict[str, int]:
 
 
 def as_changes(fold: Fold) -> dict[str, Any]:
-    """The mapping as recipe keys, with a deeper model if there are more stages than layers."""
+    """Return the mapping as recipe keys, with a deeper model if there are more stages than layers."""
     changes: dict[str, Any] = {f"parallelism.{axis}": getattr(fold, axis) for axis in ATTENTION}
     changes |= {f"parallelism.experts.{axis}": getattr(fold, axis) for axis in EXPERTS}
     if fold.pp > 2:
@@ -46,6 +46,7 @@ def as_changes(fold: Fold) -> dict[str, Any]:
 
 
 def named(fold: Fold) -> str:
+    """Return the id of a mapping's test case, as "tp2-ep4"."""
     return "-".join(f"{axis}{n}" for axis, n in degrees(fold).items() if n > 1) or "alone"
 
 
@@ -55,11 +56,14 @@ def cover(
     left_out: Callable[[str, str], bool] | None = None,
     cost: Callable[[int], float] = lambda row: 1.0,
 ) -> list[int]:
-    """Indices of rows that together cover every pair of values that occurs in any row; greedy, so not the cheapest.
+    """Return indices of rows that together cover every pair of values that occurs in any row, chosen greedily.
 
-    left_out: whether the values of two keys need not be combined.
+    Args:
+        rows: values by key.
+        seed: of the order in which equally good rows are tried.
+        left_out: returns whether pairs of values of two keys need not be covered.
+        cost: returns the cost of a row, by its index.
     """
-
     bits: dict[Any, int] = {}  # by pair
 
     def pairs_of(row: dict[str, Any]) -> int:
@@ -91,5 +95,5 @@ def cover(
 
 
 def one_or_more(fold: Fold) -> dict[str, bool]:
-    """Which axes have several ranks: a sample covers the pairs of these."""
+    """Return for each axis whether it has several ranks: a sample of mappings covers pairs of these."""
     return {axis: n > 1 for axis, n in degrees(fold).items()}

@@ -1,8 +1,7 @@
-"""The package `deep_ep` as far as titanmoe.experiments.deepep calls it, emulated on CPUs over gloo by its
-documented contract.
+"""Emulation of the package `deep_ep` on CPUs over gloo, as far as titanmoe.experiments.deepep calls it.
 
-Importing this makes it importable. What the real kernels assert is asserted here, but any dtype is sent in place of
-bfloat16, with weights in the dtype that it promotes to with float32.
+Importing this module makes `deep_ep` importable. It asserts what the real kernels assert, but sends any dtype in place
+of bfloat16, with weights in the dtype that it promotes to with float32.
 
 Contract (deep_ep/buffer.py), with G ranks and E experts, E / G on each in order of the ranks: `get_dispatch_layout`
 counts the tokens for each rank and expert; choice -1 is none. `dispatch` sends a token once to each rank that it has

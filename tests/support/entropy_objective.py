@@ -1,4 +1,4 @@
-"""An objective that needs the entropy at each label: cross-entropy less a bonus for entropy."""
+"""Objective that reads the entropy at each label: cross-entropy minus a bonus for entropy."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ class EntropyBonus(Objective):
 
 
 def mean(scores: reference.Scores, tokens: reference.Tokens) -> Tensor:
-    """For the plain model."""
+    """Return the same loss for the reference model of tests/reference.py."""
     return (scores.loss_GS - BONUS * scores.entropy_GS).sum() / (tokens.labels_GS != IGNORE).sum()

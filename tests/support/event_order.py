@@ -1,4 +1,4 @@
-"""The order of what a program did, and a clock that a test moves: results that do not depend on speed."""
+"""Records the order of a program's events, and a clock that a test moves, so that results do not depend on speed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 @dataclass
 class Event:
+    """Named event with its positions in the program's order: of its begin, and of its end or -1."""
+
     name: str
     began: int
     ended: int = -1
 
 
 class Events:
-    """Named events, each with its two places in the program's order."""
+    """Recorder of named events in the program's order."""
 
     def __init__(self) -> None:
         self.all: list[Event] = []
@@ -27,7 +29,7 @@ class Events:
         return self.places
 
     def begin(self, name: str, key: Hashable) -> None:
-        """Lasts until `end(key)`: from issuing something to waiting for it."""
+        """Record the begin of an event that lasts until `end(key)`, as from issuing a collective to waiting for it."""
         self.open[key] = Event(name, self._place())
         self.all.append(self.open[key])
 
@@ -44,13 +46,13 @@ class Events:
         return [event for event in self.all if event.name == name]
 
     def within(self, inner: str, outer: str) -> int:
-        """How many of the first are completely inside some of the second."""
+        """Return the number of events `inner` that lie completely within an event `outer`."""
         around = [(event.began, event.ended) for event in self.of(outer)]
         return sum(any(a < event.began and event.ended < b for a, b in around) for event in self.of(inner))
 
 
 class Clock:
-    """Replaces a module's `time`: it only moves when a test moves it, and by `tick` whenever it is read."""
+    """Replacement of a module's `time` that moves when a test moves it, and by `tick` whenever it is read."""
 
     def __init__(self, tick: float = 0.0):
         self.now, self.tick = 0.0, tick

@@ -1,13 +1,13 @@
-"""A GPU for programs on a CPU: what asks for device "cuda" gets the CPU's memory, and streams and events that record.
+"""Fake GPU for programs on a CPU: tensors on "cuda" are in the CPU's memory; streams and events only record.
 
     with FakeGPU() as gpu:
-        x = torch.ones(3, device="cuda")    # x.is_cuda; computed at once, on the CPU
+        x = torch.ones(3, device="cuda")    # x.is_cuda is True; computed at once, on the CPU
         ...
-    gpu.races                               # what nothing orders (tests.support.stream_order)
+    gpu.races                               # accesses that no event orders (tests.support.stream_order)
 
-Operations run when they are called, so numbers are those of the CPU. What is recorded is the order that a GPU would
-have to keep. Not as on a GPU: backward runs in the thread that asks for it, on that thread's current stream, where
-autograd would take the stream of each forward operation.
+Operations run when they are called, so numbers are those of the CPU. Recorded is the order that the program's streams
+and events would enforce on a GPU. One difference: backward runs in the thread that calls it, on that thread's current
+stream; on a GPU autograd would use the stream of each forward operation.
 """
 
 from __future__ import annotations
@@ -41,11 +41,13 @@ WAITS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2")
 
 
 class Copy(NamedTuple):
+    """Recorded copy between host and device."""
+
     to: str
     """"device" or "host"."""
     stream: Stream
     waits: bool
-    """Whether the host waits for it."""
+    """Whether the host waits for the copy."""
     page_locked: bool
     place: str
 
@@ -103,27 +105,30 @@ class Event:
 
 
 class Generator(torch.Generator):
-    """A CPU's, whatever device is asked for: a CUDA generator needs torch's CUDA library."""
+    """Generator on the CPU, whatever device is asked for: a CUDA generator needs torch's CUDA library."""
 
     def __new__(cls, device: Any = None) -> Generator:
         return super().__new__(cls)
 
 
 class FakeGPU:
-    """now: seconds on the device's clock when what is launched now will run. passed: how far the device has come."""
+    """Context in which torch sees GPUs. `now` and `passed` are seconds on the device's clock.
+
+    An operation that is launched now runs at `now`; the device has completed everything up to `passed`.
+    """
 
     active: FakeGPU
 
     def __init__(self, ranks: int = 1) -> None:
-        """ranks: of this machine, each with a GPU."""
+        """Prepare a machine with this many GPUs, one for each rank."""
         self.ranks, self.now, self.passed, self.host_waits = ranks, 0.0, float("inf"), 0
         self.order = StreamOrder()
         self.events: list[Event] = []
         self.copies: list[Copy] = []
         self.calls: list[tuple] = []
-        """set_device, and what the memory's history was asked for."""
+        """Calls of set_device and of the memory history's functions, with their arguments."""
         self.registered: dict[int, int] = {}
-        """Memory of the host that the driver page-locked: addresses and bytes."""
+        """Host memory that the driver has page-locked: bytes by address."""
         self.on_gpu, self.page_locked = set[int](), set[int]()
         self.flying: dict[int, Any] = {}
         self.works: dict[int, Any] = {}
@@ -174,7 +179,7 @@ class FakeGPU:
         self.stack.__exit__(*error)
 
     def asking(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` where no mode is in force, as in another thread."""
+        """Return `function` with the fake GPU's mode around it, for threads in which no mode is active."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with _Calls(self):
@@ -183,7 +188,7 @@ class FakeGPU:
         return run
 
     def _cuda(self) -> dict[str, Any]:
-        """What torch.cuda has in its place."""
+        """Return the replacements of attributes of torch.cuda, by name."""
 
         def called(name: str) -> Callable[..., None]:
             return lambda *args, **kwargs: self.calls.append((name, *args, *kwargs.values()))
@@ -234,7 +239,7 @@ class FakeGPU:
         return not x.is_meta and x.untyped_storage()._cdata in self.on_gpu
 
     def place(self, out: Any, on_gpu: bool, page_locked: bool = False) -> None:
-        """Where these tensors are, if they are new."""
+        """Record the place of those tensors whose storage is new."""
         for x in tensors(out):
             if not x.is_meta and (key := x.untyped_storage()._cdata) not in self.order.storages:
                 self.order.allocate(x.untyped_storage(), self.stream if on_gpu else HOST, self._forget)
@@ -253,7 +258,7 @@ class FakeGPU:
         return inside or not x.numel() or x.untyped_storage()._cdata in self.page_locked
 
     def _resizing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
-        """FSDP frees whole weights this way, and allocates them again."""
+        """Return `resize_` of a storage with recording: FSDP frees and allocates unsharded weights by it."""
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             if (key := storage._cdata) in self.on_gpu:
@@ -316,7 +321,7 @@ class FakeGPU:
     # ---- operations
 
     def computed(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """An operation has run."""
+        """Record an operation that has run."""
         name, making = func._overloadpacket.__name__, getattr(self.thread, "making", None)
         given, results = tensors((args, kwargs)), tensors(out)
         goes = any(map(self.has, given)) if making is None else making
@@ -346,7 +351,7 @@ class FakeGPU:
             self.stream.synchronize()
 
     def message(self, name: str, args: tuple, out: Any) -> None:
-        """A message has been issued: it runs on a stream of its group, after what the current stream has run."""
+        """Record a collective that was issued: it runs on its group's stream, after the current stream's operations."""
         given, results = tensors(args), tensors(out)
         self.place(results, any(map(self.has, given)))
         if not any(map(self.has, given)):

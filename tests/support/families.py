@@ -1,4 +1,4 @@
-"""Which families have only layers that this repository's tests know."""
+"""Tells which model families have attention in every block, for tests that know no other mixer."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from titanmoe.models.mixers.latent import LATENT
 
 
 def attends(family: str) -> bool:
-    """Whether every block has one of the two kinds of attention."""
+    """Return whether every block of the family has grouped-query or latent attention."""
     return set(mixers(Model(**preset(family, "debug")))) <= {GROUPED_QUERY, LATENT}

@@ -1,4 +1,4 @@
-"""A disk that is full for one file."""
+"""Simulates a disk that is full for one file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanmoe.checkpoint import safe_files
 
 
 def fill(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """Let everything that is written to the file from now on fail, as on a full disk, until the patch is undone."""
+    """Let all writes to the file fail as on a full disk, until the patch is undone."""
     real = safe_files.open_in
 
     def open_in(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:

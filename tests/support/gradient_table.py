@@ -1,10 +1,9 @@
-"""Who sums a parameter's gradient over which axis: the table in docs/parallelism.md, from steps of small models.
+"""Makes the table of docs/parallelism.md on what sums each parameter's gradient over which axis, from small steps.
 
-    python -m tests.support.gradient_table                      write it into docs/parallelism.md
+    python -m tests.support.gradient_table                      write the table into docs/parallelism.md
 
-In such a step rank r's own summand of every gradient is replaced by 8^r right after backward. The digits of the step's
-result show how often each rank was added, and so along which axes; how the parameter is placed on an axis shows by
-what.
+Rank r's local gradient of every parameter is replaced by 8^r right after backward. The octal digits of the summed
+gradient show how often each rank was added, and thus over which axes; the parameter's placement shows by what.
 """
 
 from __future__ import annotations
@@ -56,13 +55,20 @@ CASES: tuple[dict[str, Any], ...] = (
     *(SMALL | mapping for mapping in (TP_CP, PP, PP | {"parallelism.cp": 2})),
     *(model | PP | {"parallelism.dp_replicate": 2} for model in (SMALL, EVERYTHING)),
 )
-"""On 4 ranks. Together they have every kind of parameter, each with every axis of several ranks."""
+"""Cases on 4 ranks that together have every kind of parameter with every axis of several ranks."""
 
 
 @contextmanager
 def probed(modules: Iterable[nn.Module], own: Iterable[nn.Parameter], value: float) -> Iterator[None]:
-    """Here every parameter's own gradient on this rank is `value`. FSDP makes the tensors of whole weights here. own:
-    what products take of experts that FSDP has not got."""
+    """Return a context in which every parameter's local gradient on this rank is `value`.
+
+    FSDP must allocate its unsharded weights in this context.
+
+    Args:
+        modules: the model's modules.
+        own: the unsharded expert weights that FSDP does not manage.
+        value: the gradient.
+    """
 
     def replaced(grad: torch.Tensor) -> torch.Tensor:
         if not isinstance(grad, DTensor):
@@ -85,7 +91,7 @@ def probed(modules: Iterable[nn.Module], own: Iterable[nn.Parameter], value: flo
 
 
 def summed(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, tuple[int, ...]]:
-    """For each gradient of which this rank has an element, the ranks that were added."""
+    """Return for each gradient of which this rank holds elements the ranks whose local gradients were added."""
     found = {}
     for name, parameter in parameters.items():
         grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -102,7 +108,7 @@ def summed(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, 
 
 
 def along(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
-    """The axes along which these ranks differ; checks that they form a whole group."""
+    """Return the axes along which these ranks differ, and assert that they are a full group of these axes."""
     here = coordinates(fold, seen, rank)
     axes = {a for other in ranks for a, at in coordinates(fold, seen, other).items() if at != here[a]}
     assert ranks == (group_of(fold, seen, tuple(axes), rank) if axes else (rank,)), f"{ranks} are not a group of {axes}"
@@ -110,7 +116,7 @@ def along(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
 
 
 def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """On a rank: for each of its parameters and each axis of several ranks, who adds up."""
+    """Return for each of this rank's parameters and each axis of several ranks what sums its gradient."""
     trainer = parity.make_trainer(changes, loader=parity.samples())
     fold, rank, batches = trainer.training.fold, dist.get_rank(), trainer.training.loader.next_step()
     engine = trainer.training.gradients.engine
@@ -146,12 +152,12 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def kind(name: str) -> str:
-    """A parameter's name without its layer."""
+    """Return a parameter's name without its layer."""
     return re.sub(r"^(layers\.\d+|mtp\.\d+\.block)\.", "", name).replace("mtp.0.", "mtp.")
 
 
 def collect() -> dict[str, dict[str, dict[str, set[str]]]]:
-    """What was found, by view, kind of parameter and axis; one entry if all mappings and models agree."""
+    """Return what sums gradients, by view, kind of parameter and axis: one name if all mappings and models agree."""
     found: dict[str, dict[str, dict[str, set[str]]]] = {"attention": {}, "experts": {}}
     for case in CASES:
         for rows in world.run(4, of_a_step, {"training.global_batch_size": 1} | case):
@@ -163,7 +169,7 @@ def collect() -> dict[str, dict[str, dict[str, set[str]]]]:
 
 
 def table() -> str:
-    """The table for the page: a row for each set of parameters that are treated alike."""
+    """Return the table for the page, with a row for each set of parameters that are treated alike."""
     lines = []
     for seen, rows in collect().items():
         axes = AXES[seen]
@@ -178,6 +184,7 @@ def table() -> str:
 
 
 def renew(page: str) -> str:
+    """Return the page's text with a new table."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table()}\n{END}{after}"

@@ -1,10 +1,10 @@
-"""Count what a MoE layer launches on an H100: eager with our kernels, and as one graph of torch.compile.
+"""Counts the kernel launches of a MoE layer on an H100: eager with our kernels, and as one graph of torch.compile.
 
     python -m tests.support.graph_launches qwen3_30b_a3b mixtral_8x7b deepseek_671b gpt_oss_20b
 
 prints the table in docs/benchmarks.md, on any machine: eager layers from a rehearsal of the recipe's step, graphs from
 the code that inductor writes for them (tests.parallel.test_compiled_on_gpus). The experts' products and activations are
-left out: both ways run the same ones. One sample of the recipe's length, all attention degrees 1, ep ranks in all.
+left out, because both run the same ones. A step has one sample of the recipe's length, ep ranks, and no other axis.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ ONE_RANK = ("pp", "tp", "cp", "dp_replicate", "dp_shard")
 
 @dataclass
 class Cost:
+    """Cost of a layer's forward or backward."""
+
     launches: int = 0
     moved: int = 0
     """Bytes read and written."""
@@ -48,10 +50,11 @@ class Cost:
 
 
 Costs = dict[str, Cost]
-"""The costs of a layer's forward and backward, under these two names."""
+"""Costs of a layer, with the keys "forward" and "backward"."""
 
 
 def config_of(recipe: str, ep: int) -> Config:
+    """Return the config of a recipe on ep ranks, with few layers and one sample."""
     sizes = {"parallelism.experts.ep": ep, "parallelism.experts.etp": 1, "activation_checkpoint.mode": "none"}
     sizes |= {f"parallelism.{axis}": 1 for axis in ONE_RANK if axis != "dp_shard"} | {"parallelism.dp_shard": ep}
     sizes |= {"moe.overlap": "none", "moe.dispatcher": "alltoall", "pipeline.schedule": "1F1B"}
@@ -65,6 +68,7 @@ def config_of(recipe: str, ep: int) -> Config:
 
 
 def eager(config: Config, ep: int) -> Costs:
+    """Return the costs of a MoE layer without torch.compile, from a rehearsal."""
     found, costs = rehearse(config, ep, 0, "h100"), {"forward": Cost(), "backward": Cost()}
     layer = f"layers.{found.moe_layers[0]}"
     for operation, times in found.operations.items():
@@ -85,6 +89,7 @@ def eager(config: Config, ep: int) -> Costs:
 
 
 def one_graph(config: Config, ep: int) -> Costs:
+    """Return the costs of a MoE layer compiled as one graph, from the code that inductor writes."""
     backend, costs = on_gpus.Backend(), []
     rows = config.training.seq_len * config.model.top_k // ep  # that one rank sends another under even routing
     write = GraphLowering.codegen
@@ -124,6 +129,8 @@ def one_graph(config: Config, ep: int) -> Costs:
 
 
 def bytes_of(node: torch.fx.Node, rows: int) -> int:
+    """Return the bytes that an operation of a graph reads and writes; symbolic sizes count as `rows`."""
+
     def tensors(x: Any) -> list[Tensor]:
         found: list[Tensor] = []
         torch.utils._pytree.tree_map_only(Tensor, found.append, x)
@@ -137,6 +144,7 @@ def bytes_of(node: torch.fx.Node, rows: int) -> int:
 
 
 def number(size: Any, rows: int) -> int:
+    """Return a size as a number, with `rows` for every symbol in it."""
     if isinstance(size, int):
         return size
     return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, rows)))

@@ -1,9 +1,8 @@
-"""Launches of kernels, compiled for Hopper as they would be on a GPU, and what the machine code takes.
+"""Compiles a recipe's Triton kernels for Hopper without a GPU, and reads registers and memory of the machine code.
 
-Triton compiles a kernel anew for each combination of dtypes and constants, and of arguments that are 1 or that 16
-divides, addresses included: it then reads several numbers at once. So each launch goes through Triton's own code with
-all of its arguments, and only does not run. Where memory is, is known without a GPU: CUDA's allocator aligns every
-storage to 512 bytes, so an address is a tensor's place in its storage.
+Triton compiles a variant of a kernel for each combination of dtypes and constants, and of arguments that are 1 or
+divisible by 16, addresses included. So each launch goes through Triton's own code with all arguments, but does not run.
+CUDA's allocator aligns every storage to 512 bytes, so a tensor's offset in its storage serves as its address.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 
 Kernel = tuple[str, Any]
-"""Its name, and what Triton made of it."""
+"""Name of a kernel, and Triton's compiled object."""
 SHARED_MEMORY = 227 * 1024
-"""Bytes that a block can have on Hopper (CUDA C++ Programming Guide, compute capability 9.0)."""
+"""Largest bytes of shared memory of a block on Hopper (CUDA C++ Programming Guide, compute capability 9.0)."""
 
 
 class Hopper:
-    """Triton's driver for a GPU that is not there."""
+    """Driver of Triton for a Hopper GPU that does not exist."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -58,7 +57,7 @@ class Hopper:
 
 
 class Pointer:
-    """What Triton asks of a tensor."""
+    """Stand-in for a tensor, with the dtype and address that Triton reads."""
 
     def __init__(self, x: Tensor):
         self.dtype, self.address = x.dtype, x.storage_offset() * x.element_size()
@@ -69,7 +68,7 @@ class Pointer:
 
 @contextmanager
 def compiling() -> Iterator[list[Kernel]]:
-    """Launches compile. Collects the kernels, each once."""
+    """Return a context in which launches only compile; its list has each compiled kernel once, after it has ended."""
     made: dict[int, Kernel] = {}
     real = JITFunction.run
 
@@ -88,13 +87,13 @@ def compiling() -> Iterator[list[Kernel]]:
 
 
 def launch(operation: str) -> Callable[..., Any]:
-    """The function of titanmoe/ops/kernels that launches kernels for an operation of torch's dispatcher."""
+    """Return the function of titanmoe/ops/kernels that launches the kernels of a torch operation."""
     modules = (import_module(f"{kernels.__name__}.{module.name}") for module in iter_modules(kernels.__path__))
     return next(getattr(module, operation) for module in modules if hasattr(module, operation)).__wrapped__
 
 
 def cut(config: Config) -> Config:
-    """One stage with a layer or two of each kind, and one microbatch: the same shapes in little time."""
+    """Return the config with one stage, one or two layers of each kind and one microbatch: the same shapes."""
     model, parallelism = config.model, config.parallelism
     batch = config.training.local_batch_size * parallelism.dp_replicate * parallelism.dp_shard
     kinds = max(2 * max(1, model.moe_every), model.full_attention_every)
@@ -108,14 +107,16 @@ def cut(config: Config) -> Config:
 
 
 def recipe_of(recipe: Path, *overrides: str) -> tuple[Config, int]:
-    """Its config, and its number of ranks."""
+    """Return the config of a recipe and its number of ranks."""
     ranks = recipe_ranks(read_draft([str(recipe)], COMPONENTS))
     return recipe_to_rehearse(["--config", str(recipe), *overrides], ranks, "h100"), ranks
 
 
 def kernels_of(recipe: Path, *overrides: str) -> list[Kernel]:
-    """All that a rank of the recipe launches in a step, compiled; also what benchmarks, 8 bits, norms by
-    Triton, gradients that are accumulated and symm_mem need."""
+    """Return all kernels that a rank of the recipe launches in a step, compiled.
+
+    Included are those of 8-bit experts, Triton's norms, accumulated weight gradients, benchmarks and symm_mem.
+    """
     whole, ranks = recipe_of(recipe, *overrides)
     config, ranks = cut(whole), ranks // whole.parallelism.pp
     real = FakeRecorder.compute
@@ -142,15 +143,17 @@ def kernels_of(recipe: Path, *overrides: str) -> list[Kernel]:
 
 
 class Resources(NamedTuple):
+    """Resources of a compiled kernel: registers per thread, and bytes of memory."""
+
     registers: int
     stack: int
     local: int
     shared: int
-    """Bytes, as are stack and local."""
 
 
 @cache
 def resources(kernel: Any) -> Resources:
+    """Return the resources that the kernel's machine code needs, by cuobjdump."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with TemporaryDirectory() as folder:
         code = Path(folder, "kernel.cubin")
@@ -162,7 +165,7 @@ def resources(kernel: Any) -> Resources:
 
 
 def registers(compiled: list[Kernel]) -> dict[str, str]:
-    """Of a thread, the fewest and the most of a kernel's variants."""
+    """Return by kernel the fewest and most registers per thread of its variants, as "32 to 40"."""
     used: dict[str, set[int]] = {}
     for name, kernel in compiled:
         used.setdefault(name, set()).add(resources(kernel).registers)

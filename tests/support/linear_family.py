@@ -1,4 +1,4 @@
-"""A family for tests: every other block is linear attention, the first too."""
+"""Model family for tests: blocks 0, 2, 4, ... have linear attention, the others grouped-query attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of live tensors, counted as they come and go, which torch's CPU allocator does not report."""
+"""Counts bytes of live tensors on a CPU, which torch's CPU allocator does not report."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """`now` and `peak`: bytes of the storages made inside and still referenced. Scratch memory inside a kernel is not
-    counted.
+    """Context that counts the bytes of storages made in it and still referenced: `now`, and at most `peak`.
 
-    but: tensors from before, whose views do not count.
+    Scratch memory inside a kernel is not counted.
     """
 
     def __init__(self, but: Iterable[torch.Tensor] = ()) -> None:
+        """Leave out the storages of the tensors `but`, and views of them."""
         super().__init__()
         self.now = self.peak = 0
         self._seen = {x.untyped_storage()._cdata for x in but}
@@ -45,15 +45,15 @@ class Live(TorchDispatchMode):
 
 
 def saved_bytes(function: Callable[[], torch.Tensor], but: Iterable[torch.Tensor] = ()) -> tuple[torch.Tensor, int]:
-    """What a function returns, and the bytes of the storages that autograd keeps for it, other than those of `but`."""
-    known, kept = {x.untyped_storage()._cdata for x in but}, {}
+    """Return the function's result, and the bytes of storages that autograd saves for it, without those of `but`."""
+    known, saved = {x.untyped_storage()._cdata for x in but}, {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
         if storage._cdata not in known:
-            kept[storage._cdata] = storage  # kept, so that its address is not reused
+            saved[storage._cdata] = storage  # referenced, so that its address is not reused
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = function()
-    return out, sum(storage.nbytes() for storage in kept.values())
+    return out, sum(storage.nbytes() for storage in saved.values())

@@ -1,4 +1,4 @@
-"""Masks by hand."""
+"""Attention masks built by hand, and their dense form by definition."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from titanmoe.mask import Mask, ends, spans
 
 
 def mask_of(document_BL: Tensor | None, window: int = 0) -> Mask:
-    """Documents on any device, with a window."""
+    """Return the mask of documents on any device, with a sliding window."""
     if document_BL is None:
         return Mask(window=window)
     return spans(ends(document_BL.cpu())).to(lambda x: x.to(document_BL.device))._replace(window=window)
 
 
 def tree(window: int = 0) -> Mask:
-    """26 positions: a prompt of 6, two answers of 5 and 7, of which the second has two ends of 3; a document of 2."""
+    """Return the mask of a tree of 24 positions and a document of 2.
+
+    A prompt of 6 positions has two completions of 5 and 7; the second has two continuations of 3.
+    """
     prompt, answer = list(range(6)), list(range(6, 11))
     second, end = list(range(6, 13)), list(range(13, 16))
     until = [24] * 6 + [11] * 5 + [24] * 7 + [21] * 3 + [24] * 3 + [26] * 2
@@ -25,7 +28,7 @@ def tree(window: int = 0) -> Mask:
 
 
 def dense(mask: Mask, length: int) -> Tensor:
-    """(B, L, L), by the definition: whether a query sees a key, a pair at a time."""
+    """Return by definition whether each query sees each key, of shape (B, L, L)."""
     until = torch.full((1, length), length) if mask.until_BL is None else mask.until_BL
     depth = torch.arange(length).expand_as(until) if mask.depth_BL is None else mask.depth_BL
     rows = zip(until.tolist(), depth.tolist(), strict=True)

@@ -1,5 +1,7 @@
-"""Imported first in pytest's processes and in the one that ranks are forked from: no garbage collection while modules
-are imported, and a rare one afterwards. With Python's own thresholds it takes 4 % of the tests' time."""
+"""Turns garbage collection off while modules are imported and makes it rare afterwards: it takes 4 % of tests' time.
+
+Imported first in pytest's processes and in the process that ranks are forked from.
+"""
 
 import gc
 

@@ -1,7 +1,7 @@
-"""Operations of a rehearsed step that PyTorch refuses on CUDA under `training.deterministic`.
+"""Finds operations of a rehearsed step that PyTorch refuses on CUDA under `training.deterministic`.
 
-The table follows the list in the docstring of torch.use_deterministic_algorithms. A rehearsal imitates a GPU on CPU
-tensors, which torch would not refuse, so conditions take every tensor for one on CUDA.
+The table follows the list in the docstring of torch.use_deterministic_algorithms. A rehearsal runs on CPU tensors,
+which torch would not refuse, so the conditions treat every tensor as one on CUDA.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.operation_costs import Operations, local_tensors
 
 Arguments = dict[str, Any]
-"""Those of a call, by the names in the operation's schema; "returned" is its result."""
+"""Arguments of a call by their names in the operation's schema; "returned" is its result."""
 
 
 def always(_: Arguments) -> bool:
@@ -66,9 +66,9 @@ LISTED: dict[str, tuple[str, Callable[[Arguments], bool]]] = {
     "torch.Tensor.scatter_reduce": ("scatter_reduce scatter_reduce_", lambda call: call["reduce"] == "prod"),
     "torch.Tensor.resize_": ("resize_", lambda call: call["self"].is_quantized),
 }
-"""By the name in torch's list: operations of aten, in any overload, and when they are refused."""
+"""By name in torch's list: operations of aten in any overload, and the condition under which they are refused."""
 OURS = {"titanmoe::route": lambda call: call["count_BE"].dtype.is_floating_point}
-"""Triton kernels that add by atomics: any order of whole numbers gives the same sum."""
+"""Triton kernels that add by atomics, which is deterministic for whole numbers."""
 
 CONDITIONS = {
     getattr(torch.ops.aten, name)._qualified_op_name: condition
@@ -86,6 +86,7 @@ def in_docstring() -> set[str]:
 
 
 def refused(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
+    """Return whether PyTorch would refuse a call of an operation on CUDA, given its result."""
     condition = CONDITIONS.get(func._schema.name)
     if condition is None:
         return False
@@ -97,7 +98,7 @@ def refused(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
 
 @contextmanager
 def noted() -> Iterator[set[str]]:
-    """Those of all steps that are rehearsed inside, each with its file."""
+    """Return a context whose set has the refused operations of all rehearsals in it, each with its file."""
     seen: set[str] = set()
     add = Operations.add
 

@@ -1,4 +1,4 @@
-"""An objective that is no sum over labels: how much likelier the first of two samples is than the second, as in DPO."""
+"""Objective on pairs of samples, which is not a sum over labels: -log sigmoid of the difference of their log p."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pairs(Objective):
 
 
 def mean(scores: reference.Scores, tokens: reference.Tokens) -> Tensor:
-    """For the plain model."""
+    """Return the same loss for the reference model of tests/reference.py."""
     total = scores.loss_GS.sum(1)
     pairs = [torch.log1p(torch.exp(BETA * (total[i] - total[i + 1]))) for i in range(0, len(total), 2)]
     return torch.stack(pairs).mean()

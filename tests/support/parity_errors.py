@@ -1,4 +1,4 @@
-"""How far what a run reports is from the plain model, and how far it may be."""
+"""Errors of a run against the reference model of tests/reference.py, and the errors that are allowed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 NUMERICS = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
 LAYER = ("load", "dropped_fraction", "imbalance", "router_entropy")
-"""What a report says about each layer, and the plain model too."""
+"""Metrics of each layer that the reference model has too."""
 
 
 def number(error: float) -> float:
-    """An error that can be compared: a NaN becomes infinite. With floats, `max` skips a NaN that is not the first."""
+    """Return the error, infinite for a NaN: `max` of floats skips a NaN that is not the first."""
     return math.inf if math.isnan(error) else error
 
 
 def relative(got: float, want: float, scale: float | None = None) -> float:
+    """Return the error relative to `want`, or to `scale` if it is given."""
     return number(abs(got - want) / max(abs(want) if scale is None else scale, 1e-300))
 
 
 def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The worst over logical tensors of max|a-b| / max(max|ref|, 1e-8 * max over all ref), and where."""
+    """Return the largest over logical tensors of max|a-b| / max(max|ref|, 1e-8 * max over all ref), and its name."""
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
     floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
     errors = {}
@@ -44,7 +45,7 @@ def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[
 
 
 def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, float]:
-    """Worst relative errors of everything that a step reports, and of gradients and updated weights."""
+    """Return by name the largest relative errors of a run's metrics, gradients and updated weights."""
     errors: dict[str, float] = {}
 
     def note(name: str, off: float) -> None:
@@ -72,15 +73,19 @@ def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, floa
 
 
 ROUNDINGS = 3 * 20 + 4
-"""Roundings to bfloat16 in a block, forward and twice backward: a norm's result and weight, queries, keys, values, two
-of each rotation, scores, shares, their sum and its projection, a sum; a norm, gate, up, activation, product, the sum of
-several experts' and two all-to-alls, a sum; and weights that were narrowed. The ends of the model count as two more
-blocks."""
+"""Roundings to bfloat16 in a block, of forward and twice as many of backward.
+
+Attention: a norm's result and weight, queries, keys, values, two of each rotation, logits, probabilities, their
+weighted sum and its projection, the residual sum. MoE: a norm, gate, up, activation, product, the sum over experts, two
+all-to-alls, the residual sum. Four are for weights that were narrowed. Embedding and head count as one more block.
+"""
 
 
 def tolerance(config: Config) -> float:
-    """By the narrowest dtype involved; the plain model's own error is negligible. Muon's steps amplify rounding; usual
-    are five classic ones."""
+    """Return the error that is allowed, by the narrowest dtype involved; the reference model's own is negligible.
+
+    Newton-Schulz steps of Muon amplify rounding errors: TOLERANCE is for five classic ones, and grows with their gain.
+    """
     dtypes = {getattr(config.training, key.removeprefix("training.")) for key in NUMERICS}
     if "bfloat16" in dtypes:
         return tolerances.bound(torch.bfloat16, roundings=ROUNDINGS * (config.model.num_layers + 1)) / 2

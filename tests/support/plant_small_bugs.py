@@ -1,4 +1,4 @@
-"""Plants the bugs of tests/support/small_bugs.py, one at a time, in a copy of the tree, and says which test notices.
+"""Plants the bugs of tests/support/small_bugs.py one at a time in a copy of the tree and records the test that fails.
 
     python -m tests.support.plant_small_bugs      run what is missing; then write docs/small_bugs.jsonl
         --only router                             only those whose function or description contains a text
@@ -30,7 +30,7 @@ from tests.support.small_bugs import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTICED = ROOT / "docs" / "small_bugs.jsonl"
-"""A line for each: its function, what it breaks, and the test that noticed."""
+"""File with a line for each bug: its function, what it breaks, and the test that failed."""
 SURVIVED = "SURVIVED"
 TIMEOUT_S = 900
 
@@ -55,6 +55,7 @@ def _definitions(root: Path) -> dict[str, list[tuple[Path, ast.stmt]]]:
 
 
 def _parsed(code: str) -> ast.expr | ast.stmt:
+    """Return the syntax tree of one expression or statement."""
     (statement,) = ast.parse(code).body
     return statement.value if isinstance(statement, ast.Expr) else statement
 
@@ -81,7 +82,7 @@ def planted(mutant: Mutant, root: Path = ROOT) -> tuple[Path, str]:
 
 
 def copied(to: Path) -> Path:
-    """The files that git tracks, and new ones."""
+    """Copy the tree's files, those that git tracks and new ones, into a folder; return the folder."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -97,7 +98,7 @@ def copied(to: Path) -> Path:
 
 
 def verdict(status: int, output: str) -> str:
-    """The first test that failed. Raises where no test has run."""
+    """Return the first test that failed, or SURVIVED; raise a RuntimeError if no test has run."""
     if status == 0:
         return SURVIVED
     failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+?::\S+?)(?:\[.*)?(?: - .*)?$", output, re.MULTILINE)
@@ -107,6 +108,7 @@ def verdict(status: int, output: str) -> str:
 
 
 def judge(mutant: Mutant, tree: Path, number: int) -> str:
+    """Plant a bug in the copied tree, run its tests, remove the bug; return the verdict."""
     (file, wrong), output = planted(mutant, tree), tree / "output"
     right = file.read_text()
     try:
@@ -124,7 +126,7 @@ def judge(mutant: Mutant, tree: Path, number: int) -> str:
 
 
 def _pytest(words: list[str], tree: Path, output: Path) -> None:
-    """In a fork of a process that has imported torch, and none of our modules that it will use."""
+    """Run pytest in a tree and exit; called in a fork of a process that has imported torch and few of our modules."""
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC * (stream == 1) | os.O_APPEND), stream)
     for module in list(sys.modules):
@@ -139,6 +141,7 @@ def _pytest(words: list[str], tree: Path, output: Path) -> None:
 
 
 def run(results: Path, only: str = "") -> dict[Mutant, str]:
+    """Judge all bugs without a result, or those whose text contains `only`; return the verdicts of all judged."""
     results.parent.mkdir(parents=True, exist_ok=True)
     lines = map(json.loads, results.read_text().splitlines() if results.exists() else [])
     found = {Mutant(*line["mutant"]): line["noticed"] for line in lines}

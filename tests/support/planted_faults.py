@@ -1,4 +1,4 @@
-"""Mistakes that public trainers have made, each patched in on every rank: the oracle must notice every one.
+"""Mistakes that public trainers have made, each patched in on every rank; the parity tests must notice each of them.
 
 A fault is a function that breaks something and returns a function that repairs it.
 """
@@ -88,14 +88,14 @@ def loss_divided_by_local_tokens() -> Callable[[], None]:
 
 
 def norm_of_own_heads_only() -> Callable[[], None]:
-    """The mean of squares over the heads of one tp rank."""
+    """Let QK norm over all heads take the mean of squares over the heads of one tp rank."""
     from titanmoe.models import layers
 
     return _patch(layers, "sum_over", lambda sum_over: lambda x, group: x * group.size)
 
 
 def rope_offset_wrong() -> Callable[[], None]:
-    """Each cp rank counts positions from its own start."""
+    """Let each cp rank count RoPE positions from its own start."""
     from titanmoe.train import gradients
 
     def shifted(take_slice: Any) -> Any:
@@ -110,7 +110,7 @@ def rope_offset_wrong() -> Callable[[], None]:
 
 
 def label_shifted_across_shard_edge() -> Callable[[], None]:
-    """Labels made from a rank's own ids: the last of each piece is lost."""
+    """Make labels from a rank's own ids, so that the last label of each shard is wrong."""
     from titanmoe.train import gradients
 
     def shifted(take_slice: Any) -> Any:
@@ -126,7 +126,7 @@ def label_shifted_across_shard_edge() -> Callable[[], None]:
 
 
 def next_token_within_a_shard() -> Callable[[], None]:
-    """Multi-token prediction's input made from a rank's own ids: the last of each piece sees the piece's first."""
+    """Make the input of multi-token prediction from a rank's own ids, so that the last of each shard is wrong."""
     from titanmoe.train import gradients
 
     def rolled(take_slice: Any) -> Any:
@@ -140,7 +140,7 @@ def next_token_within_a_shard() -> Callable[[], None]:
 
 
 def balance_terms_by_the_wrong_group() -> Callable[[], None]:
-    """Per-sample counts are summed over data ranks, and counts of all samples over the ranks of one sample."""
+    """Sum per-sample counts over data ranks, and counts of all samples over the ranks of one sample."""
     from titanmoe.moe.balance import Balance
 
     def exchanged(terms: Any) -> Any:
@@ -173,7 +173,7 @@ def balance_terms_counted_again_in_recomputation() -> Callable[[], None]:
 
 
 def router_without_its_gradient() -> Callable[[], None]:
-    """The gradient through the routing weights is lost: the rest comes from a balance term."""
+    """Detach the routing weights, so that routers only get the gradient of a balance term."""
     from titanmoe.moe.router import Router
 
     def detached(plain: Any) -> Any:
@@ -187,7 +187,7 @@ def router_without_its_gradient() -> Callable[[], None]:
 
 
 def garbage_gradients_without_tokens() -> Callable[[], None]:
-    """Experts that nothing chose keep whatever torch.empty returned."""
+    """Give experts without tokens a gradient that is not 0, as uninitialized memory would be."""
     from titanmoe.moe import expert_products
 
     def left(gradient: Any) -> Any:
@@ -204,7 +204,7 @@ def garbage_gradients_without_tokens() -> Callable[[], None]:
 
 
 def nan_in_a_gradient() -> Callable[[], None]:
-    """After the check of the norm, which would end the step."""
+    """Write a NaN into a gradient after the check of the norm, which would end the step."""
     from titanmoe.train.guard import Guard
 
     def spoiled(finite: Any) -> Any:
@@ -258,7 +258,7 @@ def muon_of_two_experts_as_one() -> Callable[[], None]:
 
 
 def muon_of_padded_rows() -> Callable[[], None]:
-    """Whatever lies below the last row, if a rank has fewer than others, is worked on too."""
+    """Orthogonalize rows of padding with a matrix, as where a rank has fewer rows than others."""
     from titanmoe.train.optimizers import muon
 
     def padded(orthogonalize: Any) -> Any:

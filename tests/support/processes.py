@@ -1,10 +1,10 @@
-"""Separate processes without the four CPU-seconds that importing torch takes: forks of the clean process that
-tests/world.py makes its ranks from. They get signals, exit and write like `python FILE`.
+"""Runs programs as forks of a process that has imported torch, which saves four CPU-seconds for each.
 
     done = processes.run(["train.py", "--config", recipe])       # as subprocess.run: returncode, stdout, stderr
     done = processes.run(["-c", code]);  processes.run(["-m", "titanmoe", ...])
 
-The ranks that torchrun or `titanmoe train` starts there are new processes that import torch, or with `forks` forks too.
+They are forks of the process that tests/world.py makes its ranks from; they get signals, exit and write like `python
+FILE`. Ranks that torchrun or `titanmoe train` starts there are new processes, or with `forks` forks too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Started:
-    """A running process; what it wrote can be read at any time."""
+    """Running process, whose output can be read at any time from the files `out` and `err`."""
 
     def __init__(
         self,
@@ -33,15 +33,23 @@ class Started:
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
         forks: bool = False,
-        said: str = "",
+        stdin: str = "",
     ):
-        """said: on its standard input."""
+        """Start `python WORDS` in a fork.
+
+        Args:
+            words: arguments of python: a file, or -c and code, or -m and a module, and its arguments.
+            env: its environment; None for this process's.
+            cwd: its working directory.
+            forks: whether ranks that it starts are forks, too.
+            stdin: text on its standard input.
+        """
         self.args = [str(word) for word in words]
         self.folder = tempfile.TemporaryDirectory(prefix="titanmoe-process-")
         self.out, self.err = (Path(self.folder.name, name) for name in ("out", "err"))
         given = dict(os.environ if env is None else env)
         self.process = world._forkserver().Process(
-            target=_become, args=(self.args, given, str(cwd), str(self.out), str(self.err), forks, said)
+            target=_become, args=(self.args, given, str(cwd), str(self.out), str(self.err), forks, stdin)
         )
         self.process.start()
         self.pid = self.process.pid
@@ -68,14 +76,14 @@ def run(
 
 
 def fork_ranks() -> None:
-    """In a torchrun: ranks that it starts from now on are forks of it."""
+    """Let ranks that torchrun starts in this process from now on be forks of it."""
     from scripts.torture import runs
 
     runs.fork_ranks()
 
 
-def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, forks: bool, said: str) -> None:
-    """In the new process: python's own way of running a file, a module or code."""
+def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, forks: bool, stdin: str) -> None:
+    """Run a file, a module or code in the forked process, as python does."""
     world.begin_in_fork()
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -87,7 +95,7 @@ def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str,
     if cwd != str(ROOT) and Path(cwd, "titanmoe").is_dir():  # another copy of the code
         for name in [name for name in sys.modules if name.split(".")[0] in ("titanmoe", "tests", "scripts")]:
             del sys.modules[name]
-    sys.stdin = io.StringIO(said)
+    sys.stdin = io.StringIO(stdin)
     sys.stdout.reconfigure(line_buffering=True)
     if forks:
         fork_ranks()

@@ -1,6 +1,6 @@
-"""Gated DeltaNet and gated linear attention as their papers write them, position by position.
+"""Gated DeltaNet and gated linear attention as their papers write them, position by position, for the reference model.
 
-G samples, S positions, D model, H value heads, k and v the widths of a head.
+Shapes: G samples, S positions, D model, H value heads, k and v the widths of a head, C channels, W taps.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 
 def shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a block's weights by name."""
     own, dim = model.own, model.dim
     keys = own["linear_key_heads"] * own["linear_key_dim"]
     values = own["linear_value_heads"] * own["linear_value_dim"]
@@ -27,16 +28,16 @@ def shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 BEGIN = {"dt_bias": torch.ones_like, "A_log": lambda uniform: torch.log(0.01 + 15.99 * uniform)}
-"""Of the parameters that do not begin as others do: from a uniform number."""
+"""Initial values, from uniform random numbers, of the parameters with their own initialization."""
 
 
 def together(document_GS: Tensor | None, s: int, t: int) -> Any:
-    """Whether two positions are in one document, (G, 1)."""
+    """Return 1 where positions s and t are in the same document and else 0, of shape (G, 1)."""
     return 1.0 if document_GS is None else (document_GS[:, s] == document_GS[:, t]).double()[:, None]
 
 
 def convolved(x_GSC: Tensor, taps_CW: Tensor, document_GS: Tensor | None) -> Tensor:
-    """The last tap is the position's own."""
+    """Return silu of the causal depthwise convolution within documents; the last tap is the position's own."""
     width, out = taps_CW.shape[1], []
     for s in range(x_GSC.shape[1]):
         seen = range(max(0, s - width + 1), s + 1)
@@ -46,10 +47,12 @@ def convolved(x_GSC: Tensor, taps_CW: Tensor, document_GS: Tensor | None) -> Ten
 
 
 def unit(x: Tensor) -> Tensor:
+    """Normalize the last dim by its L2 norm."""
     return x / torch.sqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def mix(model: Any, weights: dict[str, Tensor], x_GSD: Tensor, document_GS: Tensor | None) -> Tensor:
+    """Return the output of the linear attention of a block, of shape (G, S, D)."""
     own, gla = model.own, model.own["linear_gate"] == "gla"
     repeats = own["linear_value_heads"] // own["linear_key_heads"]
 

@@ -1,6 +1,6 @@
-"""Muon on a plain model: Newton-Schulz steps by their effect on singular values, with matrices listed family by family.
+"""Muon for the reference model: Newton-Schulz by its effect on singular values, and matrices listed by family.
 
-It shares no code with ours, and nothing here knows of ranks.
+It shares no code with titanmoe's and knows no ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ POLAR = [
 
 
 def polar(x: Tensor, kind: str, steps: int, small: float) -> Tensor:
-    """small: what is added to the norm."""
+    """Return the matrix with its singular values changed by Newton-Schulz steps.
+
+    Args:
+        x: the matrix.
+        kind: optimizer.ns_coefficients.
+        steps: number of steps.
+        small: number added to the norm that the matrix is divided by first.
+    """
     norm = float(x.norm()) + small
     if norm == 0:
         return x
@@ -41,7 +48,7 @@ def polar(x: Tensor, kind: str, steps: int, small: float) -> Tensor:
 
 
 def rows_of(model: Model, name: str, rows: int, by_head: bool) -> list[list[int]]:
-    """Which rows of a weight each of its matrices has."""
+    """Return the rows of a weight that each of its matrices has."""
     latent, nope, value = model.kv_lora_rank, model.qk_nope_head_dim, model.v_head_dim
     every, leaf = list(range(rows)), name.split(".")[-2]
     if ".attention." not in name:
@@ -59,6 +66,7 @@ def rows_of(model: Model, name: str, rows: int, by_head: bool) -> list[list[int]
 
 
 def head_width(model: Model, name: str, leaf: str) -> int:
+    """Return the rows of one head in a weight of attention."""
     from tests.reference import blocks, own_layer
 
     if any(own_layer(model, i) for i, block in blocks(model).items() if name.startswith(f"{block}.")):
@@ -67,6 +75,7 @@ def head_width(model: Model, name: str, leaf: str) -> int:
 
 
 def is_matrix(name: str, weight: Tensor, router: bool) -> bool:
+    """Return whether Muon trains the weight; `router` says whether it trains routers."""
     if name.endswith("router.weight"):
         return router
     if weight.dim() < 2 or name.startswith(("embed.", "head.")) or name.endswith(("_bias", "bias", "norm.weight")):
@@ -83,7 +92,16 @@ def muon(
     step_number: int,
     norm: float,
 ) -> tuple[dict[str, Tensor], dict]:
-    """norm: of all gradients. Moments start as {}."""
+    """Return updated weights and moments.
+
+    Args:
+        config: the config.
+        weights: all weights.
+        grads: their gradients.
+        moments: moments of the last step; {} before the first.
+        step_number: 1 for the first step.
+        norm: norm of all gradients.
+    """
     from tests.reference import adamw, rate_and_decay
 
     options = config.optimizer

@@ -11,16 +11,16 @@ from titanmoe.config.recipe import toml_module
 
 TABLE = Path(__file__).with_suffix(".toml")
 PROBLEMS = pytest.StashKey[list[str]]()
-"""What tests/conftest.py found wrong with the table when all tests were collected."""
+"""Key of the problems that tests/conftest.py found in the table when all tests were collected."""
 
 
 def stand_ins() -> dict[str, str]:
-    """For each test left out, the one that runs instead."""
+    """Return for each slow test the quicker test that runs instead."""
     return {wider: quick for quick, left_out in toml_module().loads(TABLE.read_text()).items() for wider in left_out}
 
 
 def problems(table: dict[str, str], tests: Collection[str]) -> list[str]:
-    """What is wrong with the table. tests: the ids of all tests."""
+    """Return what is wrong with the table, given the ids of all tests."""
     gone = sorted({*table, *table.values()}.difference(tests))
     absent = sorted(set(table.values()) & set(table))
     return [

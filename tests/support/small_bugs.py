@@ -1,6 +1,6 @@
-"""Small bugs, each of which some test has to notice. `tests/support/plant_small_bugs.py` plants them one by one.
+"""Table of small bugs, each of which a test has to notice. tests/support/plant_small_bugs.py plants them one by one.
 
-Faults between ranks are in tests/support/planted_faults.py, for the oracle; this is what a single line can get wrong.
+These are bugs of a single line; faults between ranks are in tests/support/planted_faults.py.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
+    """Bug to plant, and the tests that should notice it."""
+
     tests: str
-    """What to run, as arguments of pytest: the cheapest test that should notice it."""
+    """Arguments of pytest for the cheapest test that should notice the bug."""
     function: str
-    """Qualified name of the function or constant in titanmoe/ that gets the bug, whichever file defines it."""
+    """Qualified name, without its module, of the function or constant in titanmoe/ that gets the bug."""
     breaks: str
     old: str
     """Expression or statement that occurs once in the function, however it is formatted there."""

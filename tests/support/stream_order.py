@@ -1,7 +1,7 @@
-"""Races between streams: which accesses to memory nothing orders, by vector clocks.
+"""Finds races between streams: accesses to memory that nothing orders, by vector clocks.
 
-An actor is the host, a stream, or the messages of a process group. Each counts its operations, and knows for every
-other actor how many of its operations are over. What is launched comes after everything that the host knows of.
+An actor is the host, a stream, or the collectives of a process group. Each counts its operations, and knows of every
+other actor how many operations are over. A launched operation comes after all that the host knows to be over.
 """
 
 from __future__ import annotations
@@ -21,48 +21,55 @@ HOST = "the host"
 SUPPORT = os.path.dirname(__file__) + os.sep
 TESTS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 Clocks = dict[Hashable, int]
-"""By actor, how many of its operations are over."""
+"""Number of operations that are over, by actor."""
 
 
 @dataclass
 class Access:
+    """Access of an actor's operation to bytes of a storage."""
+
     actor: Hashable
     number: int
     place: str
     writes: bool = False
     begin: int = 0
     end: int = 0
-    """Bytes of the storage."""
+    """First byte after the access; `begin` is its first byte in the storage."""
 
 
 @dataclass
 class Storage:
+    """Accesses to a storage so far."""
+
     owner: Hashable
-    """The actor that was current when it was allocated: its memory goes to that actor's next allocation."""
+    """Actor that was current at the allocation; freed memory goes to the same actor's next allocation."""
     accesses: list[Access] = field(default_factory=list)
-    """Those that a later one has to be ordered with."""
+    """Accesses that a later one must be ordered with."""
     users: dict[Hashable, Access] = field(default_factory=dict)
-    """The latest of each actor."""
+    """Latest access of each actor."""
     before: list[tuple[str, Access]] = field(default_factory=list)
-    """Where memory that this may be was freed, and a use of it that may not be over; until this is used."""
+    """Uses, perhaps not over, of freed memory that this storage may have got, with the place where it was freed."""
     recorded: set[Hashable] = field(default_factory=set)
+    """Actors given to record_stream."""
 
 
 class StreamOrder:
+    """Recorder of accesses to memory, and of the races among them."""
+
     def __init__(self) -> None:
         self.clocks: dict[Hashable, Clocks] = {HOST: {}}
         self.storages: dict[int, Storage] = {}
         self.freed: dict[Hashable, list[tuple[str, Access]]] = {}
-        """By owner, where memory was freed and a use of it that another actor may not have ended."""
+        """By owner, places where memory was freed, with a use of it by another actor that may not be over."""
         self.races: list[str] = []
         self.sites = CodeSites({})
 
     def reached(self, actor: Hashable) -> Clocks:
-        """What is over once the actor gets to here."""
+        """Return the operations of all actors that are over when the actor has done all its operations so far."""
         return dict(self._clocks(actor))
 
     def join(self, actor: Hashable, other: Clocks) -> None:
-        """The actor goes on once all that is over."""
+        """Let the actor wait for operations of others."""
         mine = self._clocks(actor)
         for name, number in other.items():
             mine[name] = max(mine.get(name, 0), number)
@@ -73,6 +80,7 @@ class StreamOrder:
     # ---- memory
 
     def allocate(self, storage: torch.UntypedStorage, owner: Hashable, forget: Callable[[int], None]) -> None:
+        """Record a new storage; `forget` is called with its key once it is freed."""
         key = storage._cdata
         if key not in self.storages:
             weakref.finalize(storage, self._gone, key, forget)
@@ -86,7 +94,7 @@ class StreamOrder:
         forget(key)
 
     def free(self, key: int) -> None:
-        """The owner's next allocation may be this memory, although another actor may still use it."""
+        """Record that a storage's memory may go to its owner's next allocation, though another actor may use it."""
         storage = self.storages[key]
         if storage.owner == HOST:  # torch keeps page-locked memory until copies from and to it are over
             return
@@ -116,7 +124,7 @@ class StreamOrder:
         for freed, use in storage.before:
             if not self._over(use, clocks):
                 self._race(f"{use.place} uses what is freed at {freed} and may be given to {now.place}")
-        storage.before, kept = [], []
+        storage.before, still_relevant = [], []
         for old in storage.accesses:
             apart = old.end <= now.begin or now.end <= old.begin
             if not apart and (old.writes or now.writes) and not self._over(old, clocks):
@@ -124,8 +132,8 @@ class StreamOrder:
                 self._race(f"{old.place} {does} what {now.place} {then}")
             covered = now.begin <= old.begin and old.end <= now.end
             if not (covered and (now.writes or (old.actor == now.actor and not old.writes))):
-                kept.append(old)
-        storage.accesses = [*kept, now]
+                still_relevant.append(old)
+        storage.accesses = [*still_relevant, now]
         storage.users[now.actor] = now
 
     def _over(self, access: Access, clocks: Clocks) -> bool:
@@ -136,7 +144,7 @@ class StreamOrder:
             self.races.append(text)
 
     def place(self) -> str:
-        """The line of titanmoe, else of a test."""
+        """Return the current line of titanmoe, or else of a test."""
         site = self.sites.current_site()
         if site.line:
             return f"{site}" + f" ({site.region})" * bool(site.region)
@@ -147,7 +155,7 @@ class StreamOrder:
 
 
 def span(x: Tensor) -> tuple[int, int]:
-    """The bytes of its storage between its first and its last element."""
+    """Return the first byte of the tensor in its storage and the byte after its last."""
     begin = x.storage_offset()
     end = begin + 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return begin * x.element_size(), end * x.element_size()

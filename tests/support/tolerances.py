@@ -1,4 +1,4 @@
-"""How far apart two computations of the same numbers may be on any CPU: counted, not tuned.
+"""Tolerances for two computations of the same numbers on any CPU, from counts of roundings and not by tuning.
 
 A rounding to a dtype errs by at most u = eps / 2 of what is rounded. Rounding errors are independent, so the squares
 of n of them add up: to less than 2 u sqrt(n). Another order of additions or another register width rounds differently.
@@ -24,13 +24,15 @@ def unit(dtype: torch.dtype) -> float:
 
 
 def bound(dtype: torch.dtype, terms: int = 0, roundings: int = 1) -> float:
+    """Return the allowed difference relative to the largest entry, by the formula above."""
     accumulator = torch.promote_types(dtype, torch.float32)
     return 4 * math.sqrt(roundings * unit(dtype) ** 2 + terms * unit(accumulator) ** 2)
 
 
 def apart(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
-    """The largest difference, relative to the largest entry or a larger `scale`; equal infinities do not differ, and a
-    NaN is infinitely far.
+    """Return the largest difference relative to the largest entry, or to `scale` if that is larger.
+
+    Equal infinities do not differ, and a NaN is infinitely far.
     """
     if not want.numel():
         return 0.0
@@ -50,7 +52,16 @@ def close(
     dtype: torch.dtype | None = None,
     scale: float = 0.0,
 ) -> None:
-    """dtype: the narrowest one involved, if it is not that of the result."""
+    """Assert that two tensors of the same dtype and shape agree within `bound`.
+
+    Args:
+        got: the result.
+        want: the expected result.
+        terms: number of terms of the largest sum.
+        roundings: number of roundings to the dtype.
+        dtype: the narrowest dtype involved; None for that of the result.
+        scale: size of the numbers, if larger than the largest entry.
+    """
     assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, want.dtype, got.shape, want.shape)
     allowed = bound(dtype or want.dtype, terms, roundings)
     off = apart(got, want, scale)

@@ -1,4 +1,4 @@
-"""The private parts of torch that titanmoe uses, which any release may change. Each is used in one room.
+"""Table of torch's private names that titanmoe uses, which any release may change. Each is used in one file or folder.
 
 `removed` lists those that this version of torch no longer has.
 """
@@ -13,16 +13,19 @@ import torch
 
 
 class Private(NamedTuple):
+    """Private names of one module or class of torch that one place uses."""
+
     owner: str
-    """A module of torch, or a class in it."""
+    """Module of torch, or class in it."""
     names: tuple[str, ...]
     where: str
-    """The file or folder of titanmoe that uses them."""
+    """File or folder of titanmoe that uses them."""
     need: str
+    """What they are used for."""
     optional: bool = False
-    """Its room checks for it, and can do without."""
+    """Whether that place checks for the names and works without them."""
     until: tuple[int, int] = (9, 0)
-    """The first version of torch that has no need of it."""
+    """First version of torch that does not need them."""
 
 
 _C10D, _SCHEDULES = "torch.distributed.distributed_c10d", "torch.distributed.pipelining.schedules"
@@ -284,7 +287,7 @@ PRIVATE = (
 
 
 def removed() -> dict[Private, list[str]]:
-    """What this version of torch no longer has."""
+    """Return the needed names that this version of torch does not have."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     needed = [one for one in PRIVATE if version < one.until]
     found = {one: [name for name in one.names if not _has(one.owner, name)] for one in needed}

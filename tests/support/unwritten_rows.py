@@ -1,5 +1,7 @@
-"""Importing this fills receive buffers of symmetric memory with NaN before every exchange: a row that is read without
-having been written shows."""
+"""Fills receive buffers of symmetric memory with NaN before every exchange, from the import of this module on.
+
+A row that is read without having been written then gives a NaN.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor
 from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 
 exchanges: list[str] = []
-"""The names of the buffers of each exchange so far."""
+"""Name of the buffers of each exchange so far."""
 _exchange = SymmetricBuffers.exchange
 
 

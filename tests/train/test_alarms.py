@@ -70,13 +70,13 @@ def test_a_loss_far_above_where_it_began_is_reported_once_and_when_it_is_back():
     assert step == 3 and not more, "at once"
     assert text == (
         "since step 2 the loss is far too high, up to 165: it was 6.3 at the first step: lower optimizer.lr (3) or "
-        "raise lr_schedule.warmup_steps (5), and begin again, or from a checkpoint of before (checkpoint.load = its "
-        "step)"
+        "raise lr_schedule.warmup_steps (5), and start again, or continue from an earlier checkpoint (checkpoint.load "
+        "= its step)"
     )
     again = events([*flown, *[2.0, 2.0, 9.0], *[2.0] * 16, *[9.0] * 30])
     assert [(step, text[:17]) for step, text in again.items()] == [
         (3, "since step 2 the "),
-        (62, "the loss has come"),
+        (62, "the loss has reco"),
         (78, "since step 63 the"),
     ]
 

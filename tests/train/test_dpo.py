@@ -96,7 +96,5 @@ def test_its_metrics_are_of_each_pair() -> None:
 
 @pytest.mark.parametrize("objective", ["cross_entropy", "distillation"])
 def test_beta_needs_the_objective(objective: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf'"{objective}" reads nothing of dpo\.beta = 0\.3: use objective = "dpo", or'
-    ):
+    with pytest.raises(ConfigError, match=rf'"{objective}" does not read dpo\.beta = 0\.3: use objective = "dpo", or'):
         parity.read({"training.objective": objective, "dpo.beta": BETA}, 1)

@@ -70,7 +70,7 @@ def test_weighted_labels_need_weights() -> None:
 
 def test_an_objective_refuses_multi_token_prediction_unless_it_says_so() -> None:
     assert parity.read({"model.mtp_depth": 1}, 1).training.objective == "cross_entropy"
-    with pytest.raises(ConfigError, match=r"says nothing of the token after next, .* use mtp_depth = 0, or objective"):
+    with pytest.raises(ConfigError, match=r"cannot train multi-token prediction, .* use mtp_depth = 0, or objective"):
         parity.read(PAIRS | {"model.mtp_depth": 1}, 1)
 
 

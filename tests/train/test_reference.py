@@ -66,15 +66,15 @@ def scores(folder: str) -> np.ndarray:
 def test_the_first_loss_is_ln_2_to_the_bit_and_any_mapping_finds_the_scores(run: dict[str, Any]) -> None:
     (alone,) = world.run(1, first_steps, run, 2)
     note, losses = alone
-    digest = note.removesuffix(", counted now")
+    digest = note.removesuffix(", computed now")
     assert losses[0] == LN2 and losses[1] < LN2 and len(digest) == 16
     (again,) = world.run(1, first_steps, run, 2)
-    assert again == (f"{digest}, counted before", losses)
+    assert again == (f"{digest}, stored before", losses)
     other_packing = run | {"training.seq_len": 64, "training.local_batch_size": 3, "data.balance_work": True}
     adapters = {"lora.rank": 2}
     for size, changes in ((1, other_packing), (1, run | adapters), (4, run | FOLDED), (4, run | FOLDED | adapters)):
         found, (loss,) = world.run(size, first_steps, changes)[0]
-        assert found == f"{digest}, counted before" and loss == pytest.approx(LN2, abs=1e-12)
+        assert found == f"{digest}, stored before" and loss == pytest.approx(LN2, abs=1e-12)
     for size, changes in ((1, other_packing), (4, run | FOLDED)):
         assert world.run(size, first_steps, changes, 2)[0][1] == pytest.approx(losses, abs=1e-10)
 
@@ -89,7 +89,7 @@ def test_the_first_loss_is_ln_2_to_the_bit_and_any_mapping_finds_the_scores(run:
 )
 def test_a_mapping_that_counts_them_has_ln_2_to_the_bit_too(run: dict[str, Any], more: dict[str, Any]) -> None:
     note, (loss,) = world.run(4, first_steps, run | FOLDED | more)[0]
-    assert note.endswith(", counted now") and loss == LN2
+    assert note.endswith(", computed now") and loss == LN2
     folded = scores(run["job.dump_folder"])
     shutil.rmtree(Path(run["job.dump_folder"]))
     world.run(1, first_steps, run)
@@ -104,14 +104,16 @@ def test_a_resumed_run_keeps_its_reference(run: dict[str, Any], adapters: dict[s
     shutil.rmtree(run["job.dump_folder"])
     ((begun, before),) = world.run(1, first_steps, run, 1, True)
     ((resumed, after),) = world.run(1, first_steps, run, 1, True)
-    assert begun == first and resumed == first.replace("now", "before") and before + after == losses[:2]
+    assert begun == first and resumed == first.replace("computed now", "stored before") and before + after == losses[:2]
     (made,) = Path(run["job.dump_folder"]).glob(f"cache/*/{SCORES}")
     shutil.rmtree(made)
     if adapters:  # the weights under them are still there
         ((counted, after),) = world.run(1, first_steps, run, 1, True)
         assert counted == first and after == losses[2:]
     else:
-        with pytest.raises(world.RankError, match=r"has no scores of this run.s reference, .*titanmoe score RECIPE"):
+        with pytest.raises(
+            world.RankError, match=r"has no scores of this run.s reference model .*titanmoe score RECIPE"
+        ):
             world.run(1, first_steps, run, 1, True)
 
 
@@ -146,12 +148,12 @@ def test_a_run_does_not_learn_from_scores_that_have_changed(run: dict[str, Any])
             "learns from pairs of a chosen and a rejected completion, and 'pairs.jsonl' has none",
         ),
         ({"data.source": "stdlib", "data.paths": []}, "'stdlib' has none: set data.format = \"preference\""),
-        ({"training.objective": "cross_entropy"}, 'would learn both alike: set objective = "dpo"'),
+        ({"training.objective": "cross_entropy"}, 'would train on both in the same way: set objective = "dpo"'),
         (
             {"data.packing": "documents"},
             'needs both completions of a pair in one sequence, and data.packing = "documents"',
         ),
-        ({"model.mtp_depth": 1}, "says nothing of the token after next"),
+        ({"model.mtp_depth": 1}, "cannot train multi-token prediction"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], says: str) -> None:

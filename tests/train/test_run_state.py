@@ -122,7 +122,7 @@ def test_skipping_resumes_to_the_last_bit_and_equals_passing_over(tmp_path: Path
     resumed = world.run(size, go, str(tmp_path / "straight"), changes | SKIP)
     told = {"data.skip_steps": [str(NAN), f"{SPIKE}-{SPIKE}"]}
     passed = world.run(size, go, str(tmp_path / "passed"), changes | told, SAVED)
-    assert passed[0]["events"] == [(NAN, "skip", "its batch is passed over (data.skip_steps)", {})]
+    assert passed[0]["events"] == [(NAN, "skip", "its batch is skipped (data.skip_steps)", {})]
     passed = world.run(size, go, str(tmp_path / "passed"), changes | told)
     for want, *others in zip(straight, resumed, passed, strict=True):
         for got in others:

@@ -111,7 +111,7 @@ def test_a_nan_stops_every_rank_and_names_step_and_parameter() -> None:
     assert answers[0].startswith("step 1: loss nan")
     assert "first parameter with a non-finite gradient:" in answers[0]
     assert "The weights were already not finite after step 0: on rank 2 layers.1.moe.router.weight (" in answers[0]
-    assert "They came so from what the run begins from (model.hf, checkpoint.load): look at its files." in answers[0]
+    assert "They were not finite when they were loaded (model.hf, checkpoint.load): look at those files." in answers[0]
     assert "Lower optimizer.lr" not in answers[0]
 
 

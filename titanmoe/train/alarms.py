@@ -120,7 +120,7 @@ class LoadAlarm:
                 yield (
                     f"layer {layer}: all tokens have chosen the same expert for {COLLAPSE_STEPS} steps, "
                     f"{self.greatest:.1f} times the mean load, which is the greatest possible: the routing has "
-                    f"collapsed. Lower optimizer.lr and begin again, or from a checkpoint of before; {ADVICE}"
+                    f"collapsed. Lower optimizer.lr and start again, or continue from an earlier checkpoint; {ADVICE}"
                 )
             uneven = mean > 0 and max(load) > self.limit * mean
             self._uneven[layer] = self._uneven[layer] + 1 if uneven else 0
@@ -154,7 +154,7 @@ class DivergenceAlarm:
         self.warmup, self.guess = expected.warmup, expected.guess
         self.advice = (
             f"lower optimizer.lr ({expected.lr:g}) or raise lr_schedule.warmup_steps ({self.warmup}), and "
-            "begin again, or from a checkpoint of before (checkpoint.load = its step)"
+            "start again, or continue from an earlier checkpoint (checkpoint.load = its step)"
         )
         self.first: float | None = None
         self.lowest, self.highest = math.inf, 0.0
@@ -191,7 +191,7 @@ class DivergenceAlarm:
             if self.calm < HIGH_STEPS:
                 return ""
             self.text = ""
-            return f"the loss has come back to {loss:.4g}"
+            return f"the loss has recovered to {loss:.4g}"
         if self.over >= HIGH_STEPS or self.far >= FAR_STEPS:
             known = f"it was {self.first:.4g} at the first step"
             if self.lowest < 0.99 * self.first:

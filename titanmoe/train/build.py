@@ -294,6 +294,7 @@ def make_evaluations(
 
 
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:
+    """Build the writer of metrics and events with the header of the run."""
     name, count = device_name(runtime.device), parameters(config.model)
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(name, config.training.mixed_precision_param)
     known = OBJECTIVES.look_up(config.training.objective).uniform_guess_loss(config)

@@ -93,7 +93,7 @@ class Checkpoints:
 
     def begin(self) -> dict[str, str]:
         """Load what the config asks for, if anything; return rows of the header. Collective over the world."""
-        notes = self._begin()
+        notes = self._load_start()
         if note := self._context_note():
             notes["context"] = note
         self.start_step = self.state.step
@@ -101,7 +101,8 @@ class Checkpoints:
             self._copy_files(partial(_tokenizer_files, tokenizer))
         return notes
 
-    def _begin(self) -> dict[str, str]:
+    def _load_start(self) -> dict[str, str]:
+        """Choose what the run starts from and load it; return rows of the header. Collective over the world."""
         beginning = self.choose_start(lambda: choose_start(self.options, self.run, self.find_damage))
         for line in beginning.notes:
             print_rank_0(f"checkpoint: {line}")
@@ -201,6 +202,8 @@ class Checkpoints:
         return self._check_together(path)
 
     def _check_together(self, path: Path) -> list[str]:
+        """Verify a checkpoint's files, each rank some of them; return what is damaged on all ranks. Collective."""
+
         def mine() -> list[str]:
             files = sorted(layout.read_manifest(path).files)
             return layout.find_damage(

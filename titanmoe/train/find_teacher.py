@@ -59,8 +59,8 @@ def teacher_problems(config: Config, world: int) -> Iterator[str]:
     size, own = teacher.config.model.vocab_size, config.model.vocab_size
     if size != own:
         yield (
-            f"distillation.teacher has a vocabulary of {size}, and model.vocab_size = {own}: both have to be of one "
-            "vocabulary: name a teacher with this one, or set vocab_size to the teacher's"
+            f"distillation.teacher has a vocabulary of {size}, and model.vocab_size = {own}: they must be equal: "
+            "name a teacher with this vocabulary, or set vocab_size to the teacher's"
         )
     own_problems = set(violations(config, world))
     for problem in violations(teacher_config(config, teacher), world):
@@ -81,8 +81,8 @@ def check_tokenizer(teacher: FullModel, identity: str) -> None:
     if its_own is not None and its_own != identity:
         raise ConfigError(
             [
-                f"distillation.teacher learned tokens of another tokenizer ({its_own}) than the data's ({identity}): "
-                "their numbers mean other text; name a teacher with that tokenizer, or set data.tokenizer to the "
+                f"distillation.teacher was trained with another tokenizer ({its_own}) than the data's ({identity}), in "
+                "which ids mean other tokens: name a teacher with the data's tokenizer, or set data.tokenizer to the "
                 "teacher's"
             ]
         )

@@ -96,7 +96,7 @@ class PassSums:
 
 
 def sum_together(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """Sum named tensors over the group in one message, in float64. Collective over the group. Not differentiable."""
+    """Sum named tensors over the group by one all-reduce in float64. Collective over the group. Not differentiable."""
     flat = all_reduce(torch.cat([value.flatten() for value in values.values()]).double(), group)
     parts = flat.split([value.numel() for value in values.values()])
     return {name: part.view_as(value) for (name, value), part in zip(values.items(), parts, strict=True)}

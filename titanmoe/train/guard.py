@@ -66,7 +66,7 @@ class Guard:
         if not any(step in steps for steps in self.skipped_steps):
             return False
         self.state.skips.skipped += 1
-        observe.active.event(step, "skip", "its batch is passed over (data.skip_steps)")
+        observe.active.event(step, "skip", "its batch is skipped (data.skip_steps)")
         return True
 
     def __call__(self, work: StepWork, sums: StepSums) -> StepVerdict:
@@ -118,7 +118,7 @@ class Guard:
         before = f"The weights are still those of step {step - 1}"
         advice = "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
         if weights and step == 1:
-            advice = "They came so from what the run begins from (model.hf, checkpoint.load): look at its files."
+            advice = "They were not finite when they were loaded (model.hf, checkpoint.load): look at those files."
         if weights:
             before = f"The weights were already not finite after step {step - 1}: on rank {rank} {weights}"
         raise NonFinite(

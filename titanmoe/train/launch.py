@@ -196,8 +196,8 @@ def problems_without_launcher(config: Config, draft: Draft) -> list[str]:
         return []
     rest = [word for word in draft.argv if word not in ("--config", f"--config={recipe}", recipe)]
     command = shlex.join(["titanmoe", "train", recipe, *rest])
-    there = refusals(with_ranks_per_node(config, ranks), ranks)
-    return [*there, f"this recipe is for {ranks} ranks, and this is one process without a launcher: {command}"]
+    problems = refusals(with_ranks_per_node(config, ranks), ranks)
+    return [*problems, f"this recipe is for {ranks} ranks, and this is one process without a launcher: {command}"]
 
 
 def main(

@@ -103,11 +103,12 @@ def _state_bytes(weights: int, trained: int, config: Config, device: torch.devic
 
 
 def _activity(error: BaseException, otherwise: str) -> str:
+    """Return what the innermost known frame of titanmoe was doing, as "in attention"; `otherwise` if none is known."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f"{f.filename}:{f.name}".rpartition("/titanmoe")[2] for f in frames if "/titanmoe/" in f.filename]
-    parts = (text for place in reversed(ours) for words, text in ACTIVITIES.items() if words in place)
+    activities = (text for place in reversed(ours) for words, text in ACTIVITIES.items() if words in place)
     backward = any(frame.name in ("_engine_run_backward", "backward") for frame in frames)
-    return f"in {'backward of ' if backward else ''}{next(parts, otherwise)}"
+    return f"in {'backward of ' if backward else ''}{next(activities, otherwise)}"
 
 
 def _torch_message(error: BaseException) -> str:
@@ -117,7 +118,7 @@ def _torch_message(error: BaseException) -> str:
 
 
 def held_bytes(training: Training) -> dict[str, int]:
-    """Return the bytes in use on this rank by purpose; memory without a name of its own is under REST."""
+    """Return the bytes in use on this rank by purpose; memory of other purposes is under OTHER_MEMORY."""
     weights = training.parameters.values()
     held = {
         "weights": _bytes(weights),
@@ -135,8 +136,8 @@ def held_bytes(training: Training) -> dict[str, int]:
 
 def _bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes of this rank's shards of the tensors; entries that are None count 0."""
-    pieces = (t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, torch.Tensor))
-    return sum(t.nbytes for t in pieces)
+    shards = (t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, torch.Tensor))
+    return sum(t.nbytes for t in shards)
 
 
 def _capacity(device: torch.device) -> int:
@@ -165,12 +166,12 @@ def advise_settings(config: Config, state: int, rest: int, room: int) -> list[st
     can_offload = offloads and not config.optimizer.offload and config.training.device != "cpu"
     less_activation = [
         (batch > 1, f"training.local_batch_size = {batch // 2} (it is {batch}): activations shrink with it"),
-        (mode != "full", f'activation_checkpoint.mode = "full" (it is "{mode}"): backward computes blocks again'),
+        (mode != "full", f'activation_checkpoint.mode = "full" (it is "{mode}"): backward recomputes the blocks'),
         (keeps_weights, 'parallelism.reshard_after_forward = "always": backward gathers or casts weights again'),
         (True, f"parallelism.cp = {2 * cp} (it is {cp}): each rank has half of every sample, on twice the ranks"),
     ]
     less_state = [
-        (copies > 1, f"parallelism.dp_replicate = 1 (it is {copies}): all data ranks share one copy"),
+        (copies > 1, f"parallelism.dp_replicate = 1 (it is {copies}): all data ranks shard one copy of the weights"),
         (expert_copies > 1, f"parallelism.experts.edp_replicate = 1 (it is {expert_copies}): the same for the experts"),
         (True, "more ranks, on more GPUs or machines: weights, gradients and optimizer state are shared among them"),
         (can_offload, "optimizer.offload = true: on GPUs, the optimizer's moments are kept in the host's memory"),

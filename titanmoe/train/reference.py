@@ -65,21 +65,23 @@ class Reference:
         if not goes_on:
             run_record[REFERENCE] = self.digest()
         model, sources = run_record[REFERENCE], self.sources()
-        note = "counted before"
+        note = "stored before"
         if not self._load_scores(sources, model):
             if goes_on and training.state.step:
                 raise ConfigError(
                     [
-                        f"{sources[0].folder} has no scores of this run's reference, the model that it began from "
-                        f"(digest {model}), and of these weights they would be others: count them with the recipe "
-                        "that the run began with, titanmoe score RECIPE"
+                        f"{sources[0].folder} has no scores of this run's reference model (digest {model}), and the "
+                        "current weights would give others: compute them with the recipe that the run began with, "
+                        "titanmoe score RECIPE"
                     ]
                 )
-            print_rank_0(f"scores     counting those of the reference, {model}, as there are none beside the data")
+            print_rank_0(
+                f"scores     computing those of the reference model {model}, as none are stored beside the data"
+            )
             with without_adapters(training.stages):
                 compute_scores(self.config, training, model)
             self._load_scores(sources, model)
-            note = "counted now"
+            note = "computed now"
         training.loader.close()  # batches that it has prefetched have no scores
         return {"reference": f"{model}, {note}"}
 
@@ -98,11 +100,11 @@ class Reference:
         """Return the token shards of training and validation data; raise a ConfigError if some data has none."""
         loader, validation = self.training.loader, self.training.validation
         mixes = [loader.mix, *([validation.samples.mix] if validation else [])]
-        parts = [source.packer for mix in mixes for source in mix.sources]
-        documents = [stored_documents(packer.documents) for packer in parts if hasattr(packer, "documents")]
-        if len(documents) < len(parts) or not all(isinstance(one, ShardDocuments) for one in documents):
+        packers = [source.packer for mix in mixes for source in mix.sources]
+        documents = [stored_documents(packer.documents) for packer in packers if hasattr(packer, "documents")]
+        if len(documents) < len(packers) or not all(isinstance(one, ShardDocuments) for one in documents):
             fix = 'set data.source = "files", and name some in data.paths'
-            raise ConfigError([f"scores are kept beside the data, and this run has none in files: {fix}"])
+            raise ConfigError([f"scores are stored beside token shards, and this run has none: {fix}"])
         return documents
 
     def _load_scores(self, sources: list[ShardDocuments], model: str) -> bool:
@@ -143,15 +145,16 @@ def run_scoring(config: Config, training: Training, top_k: bool) -> int:
 
 
 def _score_top_k(reference: Reference) -> dict[str, str]:
+    """Store the model's top-k ids of all data unless they exist; return a line for the console. Collective."""
     config, training, options = reference.config, reference.training, reference.config.distillation
     if config.lora.rank:
-        raise ConfigError(["--top is of a whole model: merge its adapters (titanmoe convert), and score that one"])
+        raise ConfigError(["--top needs a model without adapters: merge them (titanmoe convert), and score the result"])
     top_k, model = TopK(options.top, options.temperature, config.model.vocab_size), reference.digest()
     name, sources = top_k.name(model), reference.sources()
-    there = raise_on_all_ranks(
+    are_stored = raise_on_all_ranks(
         reference.group, lambda: all(find_scores(one, name, config.training.seq_len) for one in sources)
     )
-    if not all(on_all_ranks(reference.group, lambda: there)):
+    if not all(on_all_ranks(reference.group, lambda: are_stored)):
         compute_scores(config, training, model, top_k)
     return {"scores": f'name them in the recipe that learns from them: distillation.scores = "{name}"'}
 
@@ -195,7 +198,7 @@ def compute_scores(config: Config, training: Training, model: str, top_k: TopK |
                 _write(writers, step, _records(numbers_GLR, record))
             if time.monotonic() - shown > PROGRESS_INTERVAL_S:
                 shown = time.monotonic()
-                print_rank_0(f"scores     {count:,} batches of {len(step.samples)} sequences are counted")
+                print_rank_0(f"scores     {count:,} batches of {len(step.samples)} sequences are done")
         raise_on_all_ranks(group, lambda: [writer.close() for writer in writers.values()])
     finally:
         for writer in writers.values():
@@ -279,6 +282,7 @@ class ScoringSteps:
                 yield self._step(plans, samples)
 
     def _step(self, plans: StepPlans, samples: list[Sample | None]) -> ScoringStep:
+        """Read this data rank's batches of the samples of a step."""
         own, number_N = plans.samples_of_rank(samples)
         batches = self.layout.read(plans.mix, own, number_N).chunk(self.layout.microbatches)
         return ScoringStep(plans.mix, samples, batches, self.layout.round_robin_N if number_N is None else number_N)
@@ -294,12 +298,12 @@ def _forward(slicer: Slicer, training: Training, step: ScoringStep, top_k: TopK 
     number_MB = torch.from_numpy(step.number_N).to(device).view(len(slices), -1)
     number_B = {id(piece): number_MB[m] for m, piece in enumerate(slices)}
 
-    def keep(scores_NBS: Tensor, piece: Slice) -> Tensor:
+    def store(scores_NBS: Tensor, piece: Slice) -> Tensor:
         if meshes.tp.rank == 0:  # all ranks of a tp group have the same
             numbers_RBS = scores_NBS if top_k else -scores_NBS[:1]
             out_GLR[number_B[id(piece)].unsqueeze(1), place_S] = numbers_RBS.double().movedim(0, -1)
         return scores_NBS.new_zeros(())
 
     gradients.begin_step(slicer.count(step.batches))
-    gradients.engine.run(slices, keep, torch.ones((), device=device), backward=False)
+    gradients.engine.run(slices, store, torch.ones((), device=device), backward=False)
     return all_reduce(out_GLR, meshes.world).cpu().numpy()

@@ -58,22 +58,22 @@ class RunFolder:
         """Choose, create and lock the folder on rank 0 and return its path on all ranks. Collective over the world."""
         import torch.distributed as dist
 
-        box: list[Any] = [None]
+        result: list[Any] = [None]
         if self.rank == 0:
             try:
                 is_resumable = choose_checkpoint.is_resumable(self.checkpoint)
-                box[0], self._lock = claim_folder(self.job, is_resumable, self.checkpoint.folder)
+                result[0], self._lock = claim_folder(self.job, is_resumable, self.checkpoint.folder)
             except ConfigError as error:
-                box[0] = error
-        dist.broadcast_object_list(box, 0)
-        if isinstance(box[0], ConfigError):
-            raise box[0]
-        self.path = box[0]
+                result[0] = error
+        dist.broadcast_object_list(result, 0)
+        if isinstance(result[0], ConfigError):
+            raise result[0]
+        self.path = result[0]
         return self.path
 
     @contextlib.contextmanager
     def cleaned_up_if_refused(self) -> Iterator[None]:
-        """Return a context for the start of a run: a ConfigError in it removes what `claim` created.
+        """Return a context for the start of a run: a ConfigError in it removes the files of `claim`.
 
         That is the lock or the empty metrics.jsonl, and the folders that are empty without it.
         """
@@ -128,6 +128,7 @@ def claim_folder(job: Job, continues: bool, checkpoints: str = "checkpoints") ->
 
 
 def _open_lock(folder: Path) -> TextIO:
+    """Lock the run's folder and return the open lock file; raise a ConfigError if another process holds the lock."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND  # which does not erase what the owner wrote
     stream = os.fdopen(safe_files.open_in(folder, LOCK, flags), "a+", encoding="utf-8")
     try:

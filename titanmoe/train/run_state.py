@@ -74,6 +74,7 @@ class SkipRule:
             )
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state that a checkpoint's record stores under "skips"."""
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "before": {k: [*v] for k, v in self.before.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -173,7 +173,7 @@ def start(config: Config) -> Runtime:
         ConfigError: with one line, the same on all ranks.
     """
     environment = read_environment()
-    device = _device(config.training.device, environment)
+    device = _choose_device(config.training.device, environment)
     if device.type == "cpu":
         process.prepare(environment.local_world)
     if config.training.deterministic:
@@ -183,7 +183,8 @@ def start(config: Config) -> Runtime:
     return Runtime(environment.rank, environment.local_rank, environment.world, device)
 
 
-def _device(choice: str, environment: Environment) -> torch.device:
+def _choose_device(choice: str, environment: Environment) -> torch.device:
+    """Return the device of this rank, and make it the current one; raise a ConfigError if the GPUs do not suffice."""
     import torch
 
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
@@ -390,7 +391,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.number:
             self.number, self._since = number, time.monotonic()
-            again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
-            print_rank_0(f"{signal.Signals(number).name}: saving after this step, then ending{again}")
+            hint = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+            print_rank_0(f"{signal.Signals(number).name}: saving after this step, then ending{hint}")
         elif number == signal.SIGINT and time.monotonic() - self._since > SECOND_CTRL_C_S:
             raise KeyboardInterrupt

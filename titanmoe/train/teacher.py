@@ -35,7 +35,10 @@ from titanmoe.train.run_state import RunState
 
 
 def allocate_uninitialized(model: Transformer, seed: int, device: torch.device) -> None:
-    """Allocate the weights of a model without initial values; has the signature of initializers of weights."""
+    """Allocate a model's weights without initial values, and its buffers as zeros.
+
+    It has the signature of functions that initialize weights; the seed is not used.
+    """
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
@@ -50,12 +53,12 @@ class TeacherOutputs(CrossEntropy):
 
     def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
         ids_KBS, log_p_CBS = scores_NBS.split((self.top, self.top + 1))
-        kept = {TEACHER_IDS: ids_KBS.long(), TEACHER_LOG_P: log_p_CBS}
-        self.of_slice[id(piece)] = {name: x.movedim(0, -1).contiguous() for name, x in kept.items()}
+        fields = {TEACHER_IDS: ids_KBS.long(), TEACHER_LOG_P: log_p_CBS}
+        self.of_slice[id(piece)] = {name: x.movedim(0, -1).contiguous() for name, x in fields.items()}
         return scores_NBS.new_zeros(())
 
     def add_to(self, slices: list[Slice]) -> list[Slice]:
-        """Return the slices with the stored ids and log-probabilities in `further`, and forget these."""
+        """Return the slices with the stored ids and log-probabilities among their extra fields, and forget these."""
         of_slice, self.of_slice = self.of_slice, {}
         return [piece._replace(extra_fields={**piece.extra_fields, **of_slice.get(id(piece), {})}) for piece in slices]
 
@@ -92,10 +95,11 @@ class SlicerWithTeacher(Slicer):
             device=device,
         )
         self.outputs, self.one = TeacherOutputs(meshes, options.top), torch.ones((), dtype=torch.float64, device=device)
-        self.note = f"{self.teacher.path}, of which {options.top} ids are kept"
-        self._fill()
+        self.note = f"{self.teacher.path}, top {options.top} ids of each position"
+        self._load_weights()
 
-    def _fill(self) -> None:
+    def _load_weights(self) -> None:
+        """Fill the teacher's weights from its files; raise a ConfigError on all ranks if that fails. Collective."""
         model = self.stages[0].shape
         named = {name: weight for stage in self.stages for name, weight in stage.named_parameters()}
         buffers = {name: buffer for stage in self.stages for name, buffer in state.persistent_buffers(stage).items()}

@@ -90,11 +90,13 @@ class Clock(Observer):
         return {name: total / steps for name, total in seconds.items()}
 
     def _read(self) -> None:
+        """Add up the seconds of all intervals that the device has completed."""
         while self._open and (not self.gpu or self._open[0][2].query()):
             name, begin, end = self._open.popleft()
             self._seconds[name] += begin.elapsed_time(end) / 1e3 if self.gpu else end - begin
 
     def _mark(self) -> Any:
+        """Return the time on a CPU, or an event recorded on the current stream on a GPU."""
         if not self.gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

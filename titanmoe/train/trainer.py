@@ -72,8 +72,8 @@ class Trainer:
                     option, has, more = "training.epochs", training.epochs, training.epochs + 1
                 print_rank_0(
                     f"nothing is left to do: the run in {run} has made {self.step} steps, and {option} = {has}\n"
-                    f"  to go on:       {typed_command(f'--{option}')} --{option} {more}\n"
-                    f"  to begin anew:  {typed_command()} --checkpoint.load none   (in a folder of its own)"
+                    f"  to continue:    {typed_command(f'--{option}')} --{option} {more}\n"
+                    f"  to start anew:  {typed_command()} --checkpoint.load none   (in a folder of its own)"
                 )
             try:
                 while not self.is_finished:
@@ -84,8 +84,8 @@ class Trainer:
                         print_rank_0(line)
                     if self.step >= training.steps and first == 1 and self.unlabelled and not self.labelled:
                         raise NumericalFault(
-                            f"none of {self.unlabelled:,} steps had a label, so that nothing was learned: what the "
-                            "samples hold is not what the assistant said (docs/data.md, Chats)"
+                            f"none of {self.unlabelled:,} steps had a label, so nothing was learned: the samples may "
+                            "lack assistant messages (docs/data.md, Chats)"
                         )
                     if report:
                         report |= training.loader.report() | checks.report()

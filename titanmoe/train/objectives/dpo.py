@@ -1,10 +1,11 @@
-"""Direct preference optimization (arXiv 2305.18290): train the chosen completion to gain on the rejected one.
+"""Direct preference optimization (arXiv 2305.18290): raises the chosen of two completions against the rejected one.
 
-D = beta * (log p - log p_ref of the chosen completion - the same difference of the rejected one), each summed over
-labels. The loss is -log sigmoid(D), summed over pairs and divided by their number. It is computed as ln 2 plus the
-difference to ln 2: for a model that equals its reference, D is 0 and the loss ln 2 to the bit.
+With the reward r = beta * (log p - log p_ref) of a completion, summed over its labels, the loss of a pair is
+-log sigmoid(r_chosen - r_rejected), averaged over pairs. It is computed as ln 2 (`constant`) plus the difference from
+ln 2: a model that equals its reference has a loss of exactly ln 2.
 
-Shapes: B samples, S positions of the attention slice, L of the full sequence, which bounds the number of completions.
+Shapes: B samples, S positions of the attention slice, L completions of a sample, at most the full sequence's positions,
+P = L / 2 pairs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class DPO(Objective):
         reward_BP2 = self.beta * sum_over(gain_BL, cp).view(samples, -1, 2)
         chosen_BP, rejected_BP = reward_BP2.unbind(2)
         margin_BP = chosen_BP - rejected_BP
-        # Where there is no pair, the margin is 0 and so is this.
+        # Without a pair the margin is 0, and so is the excess.
         excess_BP = F.logsigmoid(torch.zeros_like(margin_BP)) - F.logsigmoid(margin_BP)
         sums = (margin_BP > 0).sum(), chosen_BP.sum(), rejected_BP.sum()
         # KL(reference | model) of a completion, by the second-order estimate that is never negative.

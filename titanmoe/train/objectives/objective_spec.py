@@ -42,21 +42,21 @@ class ObjectiveSpec(Spec):
         if config.model.mtp_depth and not self.allows_mtp:
             yield Violation(
                 ("training.objective", "model.mtp_depth"),
-                f'training.objective = "{config.training.objective}" says nothing of the token after next, which '
-                f"model.mtp_depth = {config.model.mtp_depth} predicts: use mtp_depth = 0, or objective = "
+                f'training.objective = "{config.training.objective}" cannot train multi-token prediction, '
+                f"and model.mtp_depth = {config.model.mtp_depth}: use mtp_depth = 0, or objective = "
                 '"cross_entropy"',
             )
         for name in ("teacher", "scores"):
             if getattr(config.distillation, name) and not self.teacher_top_k(config)[0]:
                 yield Violation(
                     ("training.objective", f"distillation.{name}"),
-                    f'training.objective = "{config.training.objective}" reads nothing of distillation.{name}, which '
+                    f'training.objective = "{config.training.objective}" does not read distillation.{name}, which '
                     f'is set: use objective = "distillation", or {name} = ""',
                 )
         if config.dpo != DPO() and not self.reads_reference:
             yield Violation(
                 ("training.objective", "dpo.beta"),
-                f'training.objective = "{config.training.objective}" reads nothing of dpo.beta = {config.dpo.beta}: '
+                f'training.objective = "{config.training.objective}" does not read dpo.beta = {config.dpo.beta}: '
                 'use objective = "dpo", or leave beta out',
             )
 
@@ -70,7 +70,7 @@ class ObjectiveSpec(Spec):
                 yield Violation(
                     ("training.objective", "data.paths"),
                     f"{path!r} has pairs of a chosen and a rejected completion, and training.objective = "
-                    f'"{objective}" would learn both alike: set objective = "dpo", or name other data',
+                    f'"{objective}" would train on both in the same way: set objective = "dpo", or name other data',
                 )
             elif not has_pairs and self.completions_per_prompt > 1:
                 yield Violation(
@@ -127,8 +127,8 @@ class DistillationSpec(ObjectiveSpec):
         if options.top > vocabulary:
             yield Violation(
                 ("distillation.top", "model.vocab_size"),
-                f"distillation.top = {options.top} keeps more ids than model.vocab_size = {vocabulary}: use at most "
-                f"{vocabulary}, which keeps all",
+                f"distillation.top = {options.top} is more than model.vocab_size = {vocabulary}: use at most "
+                f"{vocabulary}, which stores all ids",
             )
         if bool(options.teacher) == bool(options.scores):
             how = "two teachers" if options.teacher else "no teacher"
@@ -140,8 +140,8 @@ class DistillationSpec(ObjectiveSpec):
         if options.scores and config.data.source != "files":
             yield Violation(
                 ("distillation.scores", "data.source"),
-                f'distillation.scores lie beside token shards, and data.source = "{config.data.source}" has none: set '
-                'source = "files"',
+                f'distillation.scores are stored beside token shards, and data.source = "{config.data.source}" has '
+                'none: set source = "files"',
             )
 
 

@@ -162,15 +162,16 @@ class AdamW(Optimizer):
         return [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
+        """Return torch's state of each parameter by name, created with zeros before the first step."""
         out = {}
-        for name, part in self.local_shards.items():
-            state = self.adamw.state[part]
+        for name, shard in self.local_shards.items():
+            state = self.adamw.state[shard]
             if not state:
                 fused = self.adamw.defaults["fused"]
-                state["step"] = torch.zeros((), dtype=torch.float32, device=part.device if fused else "cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=shard.device if fused else "cpu")
                 for key in MOMENTS if self.offload is None else ():
                     dtype = moment_dtype(self.options)
-                    state[key] = torch.zeros_like(part, dtype=dtype, memory_format=torch.preserve_format)
+                    state[key] = torch.zeros_like(shard, dtype=dtype, memory_format=torch.preserve_format)
             out[name] = state
         return out
 

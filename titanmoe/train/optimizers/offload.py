@@ -98,11 +98,11 @@ class Bucket:
         for name, like in self.like.items():
             end = begin + like.nbytes
             out[name] = tuple(x[begin:end].view(like.dtype).view(like.shape) for x in every.view(self.count, -1))
-            begin += _aligned(like.nbytes)
+            begin += _align(like.nbytes)
         return out
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
@@ -142,15 +142,16 @@ class Offload:
         """Yield the names of each bucket: as many as have at most BUCKET_BYTES bytes of moments, at least one."""
         names: list[str] = []
         for name in like:
-            if names and count * _size(like[n] for n in (*names, name)) > BUCKET_BYTES:
+            if names and count * _aligned_bytes(like[n] for n in (*names, name)) > BUCKET_BYTES:
                 yield names
                 names = []
             names = [*names, name]
         yield names
 
     def _bucket(self, like: dict[str, Tensor], count: int) -> Bucket:
+        """Allocate a bucket of zeros in host memory, page-locked if a GPU reads it."""
         where = {"device": "cpu", "pin_memory": self.copies.page_locked}
-        return Bucket(like, count, torch.zeros(count * _size(like.values()), dtype=torch.uint8, **where))
+        return Bucket(like, count, torch.zeros(count * _aligned_bytes(like.values()), dtype=torch.uint8, **where))
 
     def moments(self) -> dict[str, Moments]:
         """Return the moments of each parameter in host memory, after waiting for all copies to it."""
@@ -166,10 +167,10 @@ class Offload:
         """
         arrived = self._fetch(0)
         for number, bucket in enumerate(self.buckets):
-            here = arrived
+            copied_in = arrived
             if number + 1 < len(self.buckets):
                 arrived = self._fetch(number + 1)
-            self.copies.wait_on_device(here)
+            self.copies.wait_on_device(copied_in)
             slot = number % len(self.buffers)
             every = self.buffers[slot][: bucket.host.nbytes]
             yield bucket.unpack(every)
@@ -182,5 +183,5 @@ class Offload:
         return self.copies.copy("device", target, bucket.host, *after)
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
-    return sum(_aligned(x.nbytes) for x in tensors)
+def _aligned_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(_align(x.nbytes) for x in tensors)

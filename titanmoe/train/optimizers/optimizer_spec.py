@@ -139,7 +139,7 @@ def _bound_contradictions(config: Config, value: float) -> Iterator[Violation]:
         yield Violation(
             (field, "optimizer.qk_clip", "training.seq_len"),
             f'{field} = "bound" is up to ln(seq_len) = {math.log(length):.1f} above the largest logit, so that '
-            f'optimizer.qk_clip = {limit} would clip logits of 0, again and again: set it higher, or measure "exact"',
+            f'optimizer.qk_clip = {limit} would clip logits of 0 in every step: set it higher, or measure "exact"',
         )
     if config.model.attention_sinks:
         yield Violation(
@@ -258,7 +258,7 @@ class MuonSpec(AdamWSpec):
         if config.lora.rank:
             yield Violation(
                 ("optimizer.name", "lora.rank"),
-                f'optimizer.name = "muon" trains whole matrices, and with lora.rank = {config.lora.rank} only adapters '
+                f'optimizer.name = "muon" trains full matrices, and with lora.rank = {config.lora.rank} only adapters '
                 'are trained, which adamw would do: use name = "adamw"',
             )
         for name, (shape, rows) in matrix_parameters(config.model, config.optimizer.router_matrix).items():
