@@ -145,7 +145,7 @@ def test_every_gpu_test_is_in_the_command() -> None:
 def test_one_of_each_is_one_of_those_that_the_marks_choose() -> None:
     """Here the first case of one test is for CPUs, and the second for GPUs."""
     words = ["-m", "pytest", "-m", "gpu", "--one-of-each", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = processes.run([*words, "tests/comm/test_turns.py"])
+    done = processes.run([*words, "tests/comm/test_interleave.py"])
     assert [line.partition("[")[2] for line in done.stdout.splitlines() if "::" in line] == ["cuda]"]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from titanmoe.comm.collectives import local
+from titanmoe.comm.collectives import to_local
 from titanmoe.fold import meshes as _registers_the_backend_fake  # noqa: F401
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 
     cases = {
         "plain tensors": product(x, plain, lambda p: p),
-        "the shard, by titanmoe.comm.collectives.local": product(x, weight, local),
+        "the shard, by titanmoe.comm.collectives.to_local": product(x, weight, to_local),
         "the shard, by DTensor.to_local": product(x, weight, lambda p: p.to_local()),
         "DTensors": product(replicated_x, weight, lambda p: p),
     }

@@ -68,7 +68,7 @@ def small_kernels() -> Iterator[None]:
     import torch.nn.functional as F
     from torch import Tensor
 
-    from titanmoe.comm import counts
+    from titanmoe.comm import host_sync
     from titanmoe.ops.kernels import installed, kernel_launch
 
     def norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -85,7 +85,7 @@ def small_kernels() -> Iterator[None]:
 
     with ExitStack() as stack:
         changes: list[tuple[Any, str, Any]] = [(F, "rms_norm", norm), (torch, "_grouped_mm", grouped_product)]
-        changes.append((counts, "send_rows", counts_of_others))
+        changes.append((host_sync, "launch_all_to_all", counts_of_others))
         if find_spec("titanmoe.moe.router_product"):  # not in older checkouts
             changes.append((import_module("titanmoe.moe.router_product"), "_product_on_gpu", wide_product))
         if installed():
@@ -103,7 +103,7 @@ def small_kernels() -> Iterator[None]:
                 launch(kernel, *args, grid=grid, warmup=True, **options)
 
             changes += [(driver, "_active", Hopper()), (JITFunction, "run", run)]
-            changes.append((kernel_launch, "runs", lambda x: True))
+            changes.append((kernel_launch, "can_run", lambda x: True))
         for change in changes:
             stack.enter_context(mock.patch.object(*change))
         yield
@@ -113,10 +113,10 @@ def small_kernels() -> Iterator[None]:
 def as_rank(world: int) -> Iterator[None]:
     """Be rank 0 of a world on an H100 within this context."""
     from titanmoe.ops.device import HARDWARE as known
-    from titanmoe.ops.device import as_on
+    from titanmoe.ops.device import imitate
     from titanmoe.rehearse.rehearsal import fake_world
 
-    with warnings.catch_warnings(), as_on(known[HARDWARE]), fake_world(0, world), small_kernels():
+    with warnings.catch_warnings(), imitate(known[HARDWARE]), fake_world(0, world), small_kernels():
         warnings.simplefilter("ignore")
         yield
 

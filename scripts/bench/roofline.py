@@ -35,7 +35,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import torchtitan_side  # noqa: E402
 
 from titanmoe.config.schema import Config  # noqa: E402
-from titanmoe.ops.device import HARDWARE, as_on  # noqa: E402
+from titanmoe.ops.device import HARDWARE, imitate  # noqa: E402
 from titanmoe.plan.devices import Device, read_device  # noqa: E402
 from titanmoe.rehearse import stand_ins  # noqa: E402
 from titanmoe.rehearse.code_site import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
@@ -100,7 +100,7 @@ def theirs(config: Config) -> Counted:
     recorder = FakeRecorder({}, 0, True, fake := FakeTensorMode(allow_non_fake_inputs=True))
     shape = 1, config.training.seq_len, config.model.dim
     with ExitStack() as stack:
-        stack.enter_context(as_on(HARDWARE[AS_ON]))
+        stack.enter_context(imitate(HARDWARE[AS_ON]))
         stack.enter_context(fake)
         stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
         stack.enter_context(replaced(F, "rms_norm", stand_ins.rms_norm))

@@ -43,7 +43,7 @@ GROUPS = {
     "8 bits": r"^_quantise",
     "matrix products": r"gemm|cutlass|nvjet|wgmma|cublas|grouped|^_add_gradient|aten::(mm|bmm|addmm|_scaled_mm) *$",
     "swiglu": r"swiglu|silu",
-    "router": r"^_route|^_score_spread|topk|sigmoid",
+    "router": r"^_route|^_bfloat16_terms|topk|sigmoid",
     "loss": r"^_loss|loss_slice|cross_entropy|log_softmax|nll",
     "norms": r"norm|rsqrt|mean",
     "rotation (RoPE)": r"rope|rotat|CatArray|complex|^_(join|split|copy_heads)$|^_(join|split|copy_heads) ",

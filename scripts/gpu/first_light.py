@@ -94,7 +94,7 @@ GPU_TESTS = (
     "tests/test_gpu.py",
     "tests/ops/test_kernels.py",
     "tests/moe/test_symmetric_gpu.py",
-    "tests/comm/test_turns.py",
+    "tests/comm/test_interleave.py",
 )
 
 

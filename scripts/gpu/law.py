@@ -129,7 +129,7 @@ def bf16(
 
 def by_fla(side: Side) -> Result:
     """Linear attention by fla-core's kernels, whose chunks round their states more often than ours."""
-    if not gated_delta_rule.by_fla("auto", torch.empty(1, dtype=torch.bfloat16, device=side.device)):
+    if not gated_delta_rule.uses_fla("auto", torch.empty(1, dtype=torch.bfloat16, device=side.device)):
         return Result(0.0, 0.0, note="fla-core is not used here: not installed, a wrong Triton, or no GPU")
     return bf16("qwen3_next", side, times=6.0)
 

@@ -33,7 +33,7 @@ from titanmoe.comm import collectives  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.moe.dispatchers.alltoall import AllToAll  # noqa: E402
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks  # noqa: E402
-from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers, share  # noqa: E402
+from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers, allocate_shared  # noqa: E402
 from titanmoe.moe.experts import Experts  # noqa: E402
 from titanmoe.train.runtime import describe_segments, use_expandable_segments  # noqa: E402
 
@@ -62,7 +62,7 @@ def share_memory(here: Rank, numbers: int = 2**20) -> tuple[Tensor, Any]:
     """Return an allocation and its handle. Collective; raises Unsupported in torch's words."""
     try:
         here.reached("rendezvous")
-        own, handle = share((numbers,), torch.float32, here.device, here.group.process_group)
+        own, handle = allocate_shared((numbers,), torch.float32, here.device, here.group.process_group)
     except RuntimeError as error:
         raise Unsupported(first_line(error)) from error
     if handle is None:

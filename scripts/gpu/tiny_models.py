@@ -18,7 +18,7 @@ from tests import parity  # noqa: E402
 from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.models.families import FAMILIES  # noqa: E402
 from titanmoe.observe import Observer, listening  # noqa: E402
-from titanmoe.ops.device import Hardware, as_on  # noqa: E402
+from titanmoe.ops.device import Hardware, imitate  # noqa: E402
 from titanmoe.parallel.materialize import local_shard  # noqa: E402
 from titanmoe.train.launch import read_config  # noqa: E402
 from titanmoe.train.runtime import Runtime  # noqa: E402
@@ -200,7 +200,7 @@ def run(
     family: str, changes: Changes, side: Side, steps: int = 1, documents: bool = False, like: Run | None = None
 ) -> Run:
     """Take steps on a side. like: the run whose initial weights this one begins with."""
-    with as_on(side.pretended) if side.pretended else nullcontext():
+    with imitate(side.pretended) if side.pretended else nullcontext():
         return _run(config_of(family, changes, side), side, steps, documents, like)
 
 

@@ -175,17 +175,17 @@ def test_the_number_of_slices(tokens: int, vocabulary: int, asked_for: int, want
 def gathers_of_the_head(chunks: int) -> int:
     """Of its weight, from all data ranks, in one microbatch."""
     from tests import parity
-    from titanmoe.ops.cpu.fsdp import StraightToPlace
+    from titanmoe.ops.cpu.fsdp import DirectAllGather
     from titanmoe.parallel.batch_slice import take_slice
 
     changes = {"training.loss_chunks": chunks, "parallelism.reshard_after_forward": "always"}
-    gather, sizes = StraightToPlace.__call__, []
+    gather, sizes = DirectAllGather.__call__, []
 
-    def counting(self: StraightToPlace, output_tensor: Tensor, *given: Any, **named: Any) -> Any:
+    def counting(self: DirectAllGather, output_tensor: Tensor, *given: Any, **named: Any) -> Any:
         sizes.append(output_tensor.numel())
         return gather(self, output_tensor, *given, **named)
 
-    StraightToPlace.__call__ = counting
+    DirectAllGather.__call__ = counting
     try:
         trainer = parity.make_trainer(changes, loader=parity.samples())
         batches = trainer.training.loader.next_step()
@@ -198,7 +198,7 @@ def gathers_of_the_head(chunks: int) -> int:
         gradients = trainer.training.gradients
         gradients.engine.run([piece], gradients.objective, totals.count)
     finally:
-        StraightToPlace.__call__ = gather
+        DirectAllGather.__call__ = gather
     model = parity.read(changes, trainer.training.runtime.world).model
     head = model.dim * (model.vocab_size + 1)  # the weight and the final norm's
     return sizes.count(head)

@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import tolerances
 from titanmoe.models.layers import product_and_input
-from titanmoe.moe.router_product import product_by_parts
+from titanmoe.moe.router_product import product_by_terms
 
-router_product = partial(product_by_parts, kernels="torch")
+router_product = partial(product_by_terms, kernels="torch")
 
 
 def random(*shape: int, seed: int) -> Tensor:

@@ -18,16 +18,16 @@ from torch import Tensor
 from tests import world
 from tests.moe.test_dispatch import CASES, D, E, K, inputs, whole_world
 from tests.support.dispatched import dispatched
-from titanmoe.comm import collectives, turns
+from titanmoe.comm import collectives, interleave
 from titanmoe.comm.collectives import NO_GROUP
-from titanmoe.comm.host import ToHost
-from titanmoe.comm.turns import Turns
+from titanmoe.comm.host_sync import HostCopy
+from titanmoe.comm.interleave import InterleavedPair
 from titanmoe.moe import permute
 from titanmoe.moe.dispatchers.allgather import AllGather
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks
 from titanmoe.moe.dispatchers.hierarchical import Hierarchical
-from titanmoe.ops.device import HARDWARE, as_on
+from titanmoe.ops.device import HARDWARE, imitate
 
 RANKS = 2
 assert D not in (1, K)  # the width by which rows are known
@@ -77,12 +77,12 @@ class Notes:
         over = []
 
         def other() -> None:
-            turns.mark_sent()
-            turns.hand_over()
+            interleave.mark_sent()
+            interleave.yield_if_sent()
             while not over:
                 self.log.append("OTHER")
-                turns.mark_sent()
-                turns.hand_over()
+                interleave.mark_sent()
+                interleave.yield_if_sent()
 
         def own() -> None:
             work()
@@ -93,9 +93,9 @@ class Notes:
             stack.enter_context(mock.patch.object(collectives, "_ops", self))
             stack.enter_context(mock.patch.object(permute, "_copy", self.noted("laid out", permute._copy)))
             stack.enter_context(mock.patch.object(permute, "_sum", self.noted("summed", permute._sum)))
-            stack.enter_context(mock.patch.object(ToHost, "__init__", self.noted("to the host", ToHost.__init__)))
-            stack.enter_context(mock.patch.object(ToHost, "read", self.noted("read", ToHost.read)))
-            Turns().take(other, own)
+            stack.enter_context(mock.patch.object(HostCopy, "__init__", self.noted("to the host", HostCopy.__init__)))
+            stack.enter_context(mock.patch.object(HostCopy, "read", self.noted("read", HostCopy.read)))
+            InterleavedPair().run(other, own)
         return self.log.copy()
 
 
@@ -129,7 +129,7 @@ def sequences(kind: str, gpu: bool) -> list[tuple[str, list[str], list[str]]]:
             x_RD, weights_R1, _, combine = dispatched(dispatcher, *given)
             y.append(combine(x_RD * weights_R1))
 
-        with as_on(HARDWARE["h100"]) if gpu else nullcontext():
+        with imitate(HARDWARE["h100"]) if gpu else nullcontext():
             there = notes.in_a_pair(forward)
         (y_TD,) = y
         out.append((case, there, notes.in_a_pair(lambda y_TD=y_TD: y_TD.sum().backward())))

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import world
 from tests.support.dispatched import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
-from titanmoe.comm.counts import Counts
-from titanmoe.comm.host import ToHost
+from titanmoe.comm.host_sync import CountExchange, HostCopy
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.dispatchers import alltoall
 from titanmoe.moe.dispatchers.allgather import AllGather
@@ -33,7 +32,7 @@ from titanmoe.moe.dispatchers.hierarchical import Hierarchical
 from titanmoe.moe.layer import MoE as MoELayer
 from titanmoe.moe.permute import unpermute_tokens
 from titanmoe.moe.send_slots import assign_slots, fill_slots, order_by_expert, sort_by_expert
-from titanmoe.ops.device import Hardware, as_on
+from titanmoe.ops.device import Hardware, imitate
 from titanmoe.tokens import Tokens
 
 E, K, T, D = 8, 3, 6, 4
@@ -127,9 +126,9 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
 def test_rows_are_copied_before_their_number_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a device has work while the host waits."""
     order = []
-    copy, read = alltoall.fill_slots, ToHost.read
+    copy, read = alltoall.fill_slots, HostCopy.read
     monkeypatch.setattr(alltoall, "fill_slots", lambda *given: order.append("copied") or copy(*given))
-    monkeypatch.setattr(ToHost, "read", lambda self: order.append("read") or read(self))
+    monkeypatch.setattr(HostCopy, "read", lambda self: order.append("read") or read(self))
     x_TD, weights_TK, chosen_TK = inputs("some_dropped", 0)
     rows_RD, _, count_e, _ = dispatched(AllToAll(E), x_TD, weights_TK, chosen_TK)
     assert order == ["copied", "read"]
@@ -463,7 +462,10 @@ def test_a_rank_with_all_experts_computes_the_same_without_counts(biases: bool) 
         return [y_BsD, *torch.autograd.grad(y_BsD.square().sum(), (x_BsD, *layer.parameters()))]
 
     want = both()
-    with as_on(Hardware("cuda", (9, 0))), mock.patch.object(Counts, "read", None if not biases else Counts.read):
+    with (
+        imitate(Hardware("cuda", (9, 0))),
+        mock.patch.object(CountExchange, "read", None if not biases else CountExchange.read),
+    ):
         got = both()
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -15,7 +15,7 @@ from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.expert_products import clamped_swiglu
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped_mm import can_group, grouped_gradient, grouped_product, loop_product
-from titanmoe.ops.device import Hardware, as_on
+from titanmoe.ops.device import Hardware, imitate
 
 D, HIDDEN = 16, 24
 STEPS = 12
@@ -134,7 +134,7 @@ def test_blackwells_gradients_of_empty_groups_are_zeroed(
     idle = (counts == 0).view(-1, 1, 1)
     monkeypatch.setattr(torch, "_grouped_mm", lambda *given, offs: grouped_mm(*given, offs=offs) + 7 * idle)
     grad, h = random(14, D, dtype=torch.bfloat16, seed=0), random(14, HIDDEN, dtype=torch.bfloat16, seed=1)
-    with as_on(Hardware("cuda", capability)), torch.no_grad():
+    with imitate(Hardware("cuda", capability)), torch.no_grad():
         found = grouped_gradient(grad, h, counts)
     empty = (0.0 if capability == (10, 0) else 7.0) * torch.ones(2, D, HIDDEN, dtype=torch.bfloat16)
     assert torch.equal(found[[1, 3]], empty)

@@ -95,8 +95,8 @@ def test_the_router_reads_its_input_in_16_bits() -> None:
             ran[one.site.phase] += [one] * times
     names = {phase: sorted(one.name for one in ones) for phase, ones in ran.items()}
     assert names == {
-        "forward": ["bfloat16_parts", "mm", "route", "sum", "zeros"],
-        "backward": ["add", "bfloat16_parts", "mm", "mm", "route_backward", "sum"],
+        "forward": ["bfloat16_terms", "mm", "route", "sum", "zeros"],
+        "backward": ["add", "bfloat16_terms", "mm", "mm", "route_backward", "sum"],
     }
 
 
@@ -123,7 +123,7 @@ def test_heads_of_latents_are_written_once() -> None:
         if (one.site.layer, one.site.region) == ("layers.1", "attention"):
             ran[one.site.phase, one.name] += times
             moved[one.site.phase] += (one.read + one.written) * times * one.name.endswith("_ends")
-    kinds = "turn_ends", "join_ends", "split_ends", "cat", "sum", "rotate"
+    kinds = "rotate_ends", "join_ends", "split_ends", "cat", "sum", "rotate"
     assert [ran["forward", kind] for kind in kinds] == [1, 1, 0, 1, 0, 0]
     assert [ran["backward", kind] for kind in kinds] == [0, 1, 1, 2, 2, 0]
     model, tokens = config.model, config.training.local_batch_size * config.training.seq_len

@@ -161,8 +161,8 @@ def test_what_is_under_way_cannot_be_used() -> None:
 def marks() -> bool:
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
     x_RD = torch.randn(2, 3, requires_grad=True)
-    flight = collectives.start(x_RD, group)
-    y_RD = collectives.arrive(flight)
+    flight = collectives.start_all_to_all(x_RD, group)
+    y_RD = collectives.finish_all_to_all(flight)
     return flight.mark.numel() == 0 and y_RD.shape == x_RD.shape
 
 

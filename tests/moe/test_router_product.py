@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.moe.test_router import router, tokens
 from titanmoe.moe import router_product
-from titanmoe.moe.router_product import plain_parts, product_by_parts
-from titanmoe.ops.device import Hardware, as_on
+from titanmoe.moe.router_product import plain_bfloat16_terms, product_by_terms
+from titanmoe.ops.device import Hardware, imitate
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -28,8 +28,8 @@ def within(got: Tensor, a: Tensor, b: Tensor, also: float = 0.0, rounded: float 
 
 def test_parts_add_up_exactly_and_lie_in_either_order() -> None:
     x_RC = random(50, 7, seed=0) * 2.0 ** torch.arange(-60, -11 + 1).view(-1, 1)
-    parts = plain_parts(x_RC, False)
-    assert parts.dtype == torch.bfloat16 and torch.equal(parts.flip(1), plain_parts(x_RC, True))
+    parts = plain_bfloat16_terms(x_RC, False)
+    assert parts.dtype == torch.bfloat16 and torch.equal(parts.flip(1), plain_bfloat16_terms(x_RC, True))
     assert torch.equal(parts[:, 0], parts[:, 1]) and torch.equal(parts[:, 1:].double().sum(1), x_RC.double())
 
 
@@ -38,7 +38,7 @@ def test_product_and_gradients_are_within_their_bounds(rows: int, experts: int, 
     """Few terms, so that a missing part would be seen."""
     x_TD = random(rows, dim, seed=1).bfloat16().requires_grad_()
     w_ED, grad_TE = random(experts, dim, seed=2).requires_grad_(), random(rows, experts, seed=3)
-    logits_TE = product_by_parts(x_TD, w_ED, "torch")
+    logits_TE = product_by_terms(x_TD, w_ED, "torch")
     dx_TD, dw_ED = torch.autograd.grad(logits_TE, (x_TD, w_ED), grad_TE)
     assert (logits_TE.dtype, dx_TD.dtype, dw_ED.dtype) == (torch.float32, torch.bfloat16, torch.float32)
     within(logits_TE, x_TD, w_ED.t())
@@ -50,7 +50,7 @@ def test_product_and_gradients_are_within_their_bounds(rows: int, experts: int, 
 def test_only_the_gradient_that_is_wanted(frozen: str) -> None:
     x_TD = random(6, 8, seed=1).bfloat16().requires_grad_(frozen != "input")
     w_ED = random(4, 8, seed=2).requires_grad_(frozen != "weight")
-    product_by_parts(x_TD, w_ED, "torch").sum().backward()
+    product_by_terms(x_TD, w_ED, "torch").sum().backward()
     assert (x_TD.grad is None, w_ED.grad is None) == (frozen == "input", frozen == "weight")
 
 
@@ -81,7 +81,7 @@ def test_the_router_takes_it_on_gpus(
     x_TD = random(6, 16, seed=1).to(dtype)
     wide_TE = made(x_TD, tokens(6))[0]
     assert not calls, "on CPUs the product is float32"
-    with as_on(Hardware("cuda", (9, 0))):
+    with imitate(Hardware("cuda", (9, 0))):
         logits_TE = made(x_TD, tokens(6))[0]
     assert calls == [torch.bfloat16] * by_parts
     torch.testing.assert_close(logits_TE, wide_TE, rtol=1e-5, atol=1e-5)

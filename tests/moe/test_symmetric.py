@@ -438,7 +438,7 @@ def refused_memory() -> list[str]:
         "CUDA driver error: operation not permitted\nException raised from",
         "CUDA driver error: out of memory",
     ):
-        with mock.patch("titanmoe.moe.dispatchers.symm_mem.share", side_effect=RuntimeError(words)):
+        with mock.patch("titanmoe.moe.dispatchers.symm_mem.allocate_shared", side_effect=RuntimeError(words)):
             try:
                 make(Group(dist.group.WORLD.group_name, 1, 0), 1, 1)
             except ConfigError as error:

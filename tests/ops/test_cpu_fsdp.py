@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests import world
 from titanmoe.ops.cpu import fsdp
-from titanmoe.ops.cpu.fsdp import StraightToPlace
+from titanmoe.ops.cpu.fsdp import DirectAllGather
 
 
 def gathered(numbers: int) -> bool:
@@ -21,7 +21,7 @@ def gathered(numbers: int) -> bool:
     pending = []
     for seed in range(3):
         want = torch.randn(numbers * ranks, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        gather = StraightToPlace()
+        gather = DirectAllGather()
         whole = gather.allocate((numbers * ranks,), dtype=torch.bfloat16, device=torch.device("cpu"))
         mine = whole[numbers * rank : numbers * (rank + 1)].copy_(want[numbers * rank : numbers * (rank + 1)])
         pending.append((gather(whole, mine, dist.group.WORLD), whole, want))
@@ -44,7 +44,7 @@ def unanswered() -> str:
         return error
     whole = torch.ones(8)
     try:
-        StraightToPlace()(whole, whole[:4], group).wait()
+        DirectAllGather()(whole, whole[:4], group).wait()
     except TimeoutError as raised:
         error = str(raised)
     dist.group.WORLD.get_group_store().set(key, "over")

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanmoe.moe.experts import can_group
 from titanmoe.ops import device
-from titanmoe.ops.device import Hardware, as_on
+from titanmoe.ops.device import Hardware, imitate
 from titanmoe.ops.kernels import fused, installed
 from titanmoe.parallel.attention_block import block, block_backward
 
@@ -38,11 +38,11 @@ def test_nobody_else_asks():
     asks = re.compile(r'kind\(.*\) [!=]= "cpu"')
     assert {name for name, text in source.items() if asks.search(text)} == {"ops/device.py", NO_BACKWARD_ON_CPUS}
     serves_cpus = {name for name, text in source.items() if "titanmoe.ops.cpu" in text and not name.startswith("ops/")}
-    assert all(re.search(r"devices?\.way\(", source[name]) for name in serves_cpus - {PREPARES_THE_PROCESS})
+    assert all(re.search(r"devices?\.choose\(", source[name]) for name in serves_cpus - {PREPARES_THE_PROCESS})
 
 
 def way(where: torch.Tensor | str, compiled: bool = False) -> str:
-    return device.way(where, "usual", cpu="cpu", compiled=compiled)
+    return device.choose(where, "usual", cpu="cpu", compiled=compiled)
 
 
 def test_compilers_fuse_by_themselves(monkeypatch):
@@ -61,15 +61,15 @@ def test_tensors_go_the_ways_of_their_own_device():
 @pytest.mark.skipif(not installed(), reason="Triton is not installed")
 def test_or_those_of_hardware_that_is_not_there():
     narrow, wide = torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 8)
-    with as_on(HOPPER):
+    with imitate(HOPPER):
         assert fused("auto", narrow) and way(narrow) == way("cpu") == "usual"
         assert can_group(narrow, 8) and not can_group(wide, 8)
         for other in (AMPERE, Hardware("cuda", (12, 0))):
-            with as_on(other):
+            with imitate(other):
                 assert not can_group(narrow, 8)
-        with as_on(Hardware("cuda", (10, 0))):
+        with imitate(Hardware("cuda", (10, 0))):
             assert can_group(narrow, 8)
-        assert device.kind_for("auto") == "cuda" and device.kind_for("cpu") == "cpu"
+        assert device.kind_of_setting("auto") == "cuda" and device.kind_of_setting("cpu") == "cpu"
     assert not fused("auto", narrow) and way(narrow) == "cpu" and can_group(wide, 8)
 
 
@@ -91,7 +91,7 @@ def test_code_for_gpus_never_meets_what_serves_cpus(hardware):
             met.add(name)
 
     before = sys.getprofile()
-    with nullcontext() if hardware is None else as_on(hardware):
+    with nullcontext() if hardware is None else imitate(hardware):
         sys.setprofile(note)
         try:
             compute()

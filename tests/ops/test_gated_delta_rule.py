@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.support import tolerances
 from titanmoe.ops import gated_delta_rule
-from titanmoe.ops.gated_delta_rule import ChunkedSegment, cut, step
+from titanmoe.ops.gated_delta_rule import ChunkedSegment, make_segment, step_token
 
 B, R, H, K, V = 2, 2, 4, 6, 5
 forms = pytest.mark.parametrize("form", ["delta", "gla"])
@@ -70,7 +70,7 @@ def chunked(
     beta: Tensor | None = None,
     **documents: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    return cut(q, k, v, decay, beta, **documents).run(state)
+    return make_segment(q, k, v, decay, beta, **documents).run(state)
 
 
 def documents(S: int, places: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -117,7 +117,7 @@ def test_maps_of_runs_compose(form: str, places: list[list[int]]) -> None:
             here = slice(9 * run, 9 * run + 9)
             document = numbers["document_BS"]
             before = document[:, here.start - 1] if run else numbers["before_B"]
-            runs[run] = cut(*(y if y is None else y[:, here] for y in (*tokens, document)), before)
+            runs[run] = make_segment(*(y if y is None else y[:, here] for y in (*tokens, document)), before)
     outputs, whole = [], (torch.eye(K, dtype=state.dtype), torch.zeros_like(state))
     for run in range(4):
         out, after = runs[run].run(state)
@@ -132,7 +132,7 @@ def test_maps_of_runs_compose(form: str, places: list[list[int]]) -> None:
 def test_a_map_has_nothing_of_what_was_before_a_document(form: str) -> None:
     x = random_inputs(form, 21)
     _, numbers = documents(21, [[4], []])
-    M, _ = cut(*(x.get(name) for name in ("q", "k", "v", "decay", "beta")), **numbers).map()
+    M, _ = make_segment(*(x.get(name) for name in ("q", "k", "v", "decay", "beta")), **numbers).map()
     assert (M[0] == 0).all() and (M[1] != 0).any()
 
 
@@ -141,7 +141,9 @@ def test_a_step_is_a_run_of_one_token(form: str) -> None:
     x = random_inputs(form, 5)
     state, outputs = x["state"], []
     for t in range(5):
-        out, state = step(state, *(x[name][:, t] if name in x else None for name in ("q", "k", "v", "decay", "beta")))
+        out, state = step_token(
+            state, *(x[name][:, t] if name in x else None for name in ("q", "k", "v", "decay", "beta"))
+        )
         outputs.append(out)
     same((torch.stack(outputs, 1), state), recurrence(**x), x)
 
@@ -152,8 +154,8 @@ def test_value_heads_may_share_the_decays_of_their_key_head() -> None:
     once, repeated = (chunked(**x | dict(decay=y)) for y in (of_key_heads, of_key_heads.repeat_interleave(H // R, 2)))
     same(once, repeated, x)
     state, tokens = x["state"], [x[name][:, 0] for name in ("q", "k", "v")]
-    want = step(state, *tokens, of_key_heads[:, 0].repeat_interleave(H // R, 1), None)
-    same(step(state, *tokens, of_key_heads[:, 0], None), want, x)
+    want = step_token(state, *tokens, of_key_heads[:, 0].repeat_interleave(H // R, 1), None)
+    same(step_token(state, *tokens, of_key_heads[:, 0], None), want, x)
 
 
 @forms
@@ -196,14 +198,14 @@ def fake_delta(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2nor
     assert output_final_state and use_qk_l2norm_in_kernel and g.dtype == torch.float32
     assert q.shape == k.shape and v.shape[2] % q.shape[2] == 0 and g.shape == beta.shape == v.shape[:3]
     assert initial_state is None or initial_state.dtype == torch.float32
-    return cut(q, k, v, g, beta).run(initial_state)
+    return make_segment(q, k, v, g, beta).run(initial_state)
 
 
 def fake_gla(q, k, v, g, initial_state, output_final_state):
     assert output_final_state and g.dtype == torch.float32
     assert q.shape == k.shape == g.shape and v.shape[:3] == q.shape[:3]
     assert initial_state is None or initial_state.dtype == torch.float32
-    return cut(q, k, v, g, None).run(initial_state)
+    return make_segment(q, k, v, g, None).run(initial_state)
 
 
 @forms
@@ -220,24 +222,24 @@ def test_kernels_get_what_they_ask_for(
         module = ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(gated_delta_rule, "by_fla", lambda kernels, x: kernels == "auto")
+    monkeypatch.setattr(gated_delta_rule, "uses_fla", lambda kernels, x: kernels == "auto")
     x = random_inputs(form, 21, dtype=torch.float32)
     numbers = {} if places is None else documents(21, places)[1]
     state, tokens = x["state"], [x.get(name) for name in ("q", "k", "v", "decay", "beta")]
     results = []
     for kernels in ("auto", "torch"):
-        run = cut(*tokens, **numbers, kernels=kernels)
+        run = make_segment(*tokens, **numbers, kernels=kernels)
         results.append((*run.run(state), *run.run(), *run.map()))
     same(*results, x, roundings=400**2)  # 4 documents in a chunk: a sum of decays is -400
 
 
 def test_when_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_delta_rule, "FLA", True)
-    monkeypatch.setattr(gated_delta_rule, "miscompiled", lambda device: False)
+    monkeypatch.setattr(gated_delta_rule, "is_miscompiled", lambda device: False)
     with FakeTensorMode():
         on_gpu, on_cpu = (torch.empty(2, dtype=torch.bfloat16, device=device) for device in ("cuda", "cpu"))
         cases = [("auto", on_gpu), ("torch", on_gpu), ("auto", on_cpu), ("auto", on_gpu.float())]
-        assert [gated_delta_rule.by_fla(*case) for case in cases] == [True, False, False, False]
+        assert [gated_delta_rule.uses_fla(*case) for case in cases] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +257,6 @@ def test_where_triton_compiles_fla_wrongly_the_plain_form_runs(
 ) -> None:
     monkeypatch.setattr(gated_delta_rule, "version", lambda name: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    gated_delta_rule.miscompiled.cache_clear()
-    assert gated_delta_rule.miscompiled(torch.device("cuda", 0)) is wrong
-    gated_delta_rule.miscompiled.cache_clear()
+    gated_delta_rule.is_miscompiled.cache_clear()
+    assert gated_delta_rule.is_miscompiled(torch.device("cuda", 0)) is wrong
+    gated_delta_rule.is_miscompiled.cache_clear()

@@ -36,7 +36,7 @@ from titanmoe.moe.permute import (
     unpermute_tokens,
 )
 from titanmoe.moe.router import Router
-from titanmoe.moe.router_product import plain_parts, product_by_parts
+from titanmoe.moe.router_product import plain_bfloat16_terms, product_by_terms
 from titanmoe.moe.send_slots import assign_slots, assign_unpadded_slots, fill_slots, order_by_expert, sort_by_expert
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.tokens import IGNORE, Tokens
@@ -48,9 +48,9 @@ pytestmark = [
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 if installed():
-    from titanmoe.ops.kernels import choice_rows, put, rms_norm, score_spread
-    from titanmoe.ops.kernels.bfloat16_parts import bfloat16_parts
-    from titanmoe.ops.kernels.rows import fetch_rows
+    from titanmoe.ops.kernels import put, rms_norm, router_entropy, slot_kernels
+    from titanmoe.ops.kernels.bfloat16_terms import bfloat16_terms
+    from titanmoe.ops.kernels.permute_rows import fetch_rows
 E = 4
 
 
@@ -220,7 +220,7 @@ def test_gradients_added_to_their_sums(counts: list[int]) -> None:
     "tokens, top_k, ep, etp", [(37, 2, 2, 1), (70, 3, 4, 1), (37, 2, 1, 2), (5, 3, 2, 3), (0, 2, 1, 1)]
 )
 def test_the_place_of_every_choice(kind: str, tokens: int, top_k: int, ep: int, etp: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(choice_rows, "TILE", 256)  # blocks of 64 choices
+    monkeypatch.setattr(slot_kernels, "TILE", 256)  # blocks of 64 choices
     chosen = choices(kind, tokens, top_k)
     for got, want in zip(
         *(assign_unpadded_slots(chosen, E, ep, etp, kernels) for kernels in ("triton", "torch")), strict=True
@@ -394,7 +394,7 @@ def routed(logits: Tensor, tokens: Tokens, which: str = "both", **options: Any) 
 @pytest.mark.parametrize("shape", [(1, 3000), (70, 33), (0, 4)])
 def test_parts_of_bfloat16(shape: tuple[int, int], backwards: bool) -> None:
     x_RC = random(*shape, dtype=torch.float32).detach()
-    parts, plain = bfloat16_parts(x_RC, backwards), plain_parts(x_RC, backwards)
+    parts, plain = bfloat16_terms(x_RC, backwards), plain_bfloat16_terms(x_RC, backwards)
     assert parts.dtype == torch.bfloat16 and parts.shape == plain.shape
     parts, plain = (x.flip(1) if backwards else x for x in (parts, plain))
     assert torch.equal(parts[:, 1:].double().sum(1), x_RC.double())
@@ -408,7 +408,7 @@ def test_the_routers_product(rows: int, experts: int, dim: int) -> None:
     """On a GPU by torch's product of bfloat16 into float32. Parts rounded towards zero leave more to the others."""
     x_TD, w_ED = random(rows, dim, dtype=torch.bfloat16, seed=1), random(experts, dim, dtype=torch.float32, seed=2)
     grad_TE = random(rows, experts, dtype=torch.float32, seed=3).detach()
-    logits_TE = product_by_parts(x_TD, w_ED, "triton")
+    logits_TE = product_by_terms(x_TD, w_ED, "triton")
     dx_TD, dw_ED = torch.autograd.grad(logits_TE, (x_TD, w_ED), grad_TE)
     within(logits_TE, x_TD, w_ED.t())
     within(dw_ED, grad_TE.t(), x_TD)
@@ -503,7 +503,7 @@ def test_rows_in_8_bits(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("tokens, experts", [(70, 8), (3, 300), (0, 8)])
 def test_the_spread_of_scores(tokens: int, experts: int, normalise: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(score_spread, "TILE", 64)
+    monkeypatch.setattr(router_entropy, "TILE", 64)
     for dtype in (torch.float64, torch.float32):
         scores = random(tokens, experts, dtype=dtype).detach().softmax(-1) * (3 if normalise else 1)
         scores[:1, 1] = 0

@@ -43,17 +43,17 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_launches_compile_for_their_addresses() -> None:
     """Numbers are read 16 bytes at a time where they begin at a multiple of that."""
-    from titanmoe.ops.kernels import rows
+    from titanmoe.ops.kernels import permute_rows
 
     x, index = torch.empty(8 * 64 + 8, dtype=torch.bfloat16, device="meta"), torch.empty(4, dtype=torch.int64)
     for begin, wide in ((0, True), (4, False), (8, True)):
         with compiling() as made:
-            rows.fetch_rows.__wrapped__(x[begin:][: 8 * 64].view(8, 64), index)
+            permute_rows.fetch_rows.__wrapped__(x[begin:][: 8 * 64].view(8, 64), index)
         ((_, kernel),) = made
         assert ("ld.global.v4.b32" in kernel.asm["ptx"]) == wide, begin
-    rows_and_weights = torch.empty(8, 64 + rows.SPACE // 2, dtype=torch.bfloat16, device="meta")
+    rows_and_weights = torch.empty(8, 64 + permute_rows.SPACE // 2, dtype=torch.bfloat16, device="meta")
     with compiling() as made:  # the next row begins after the weight, at a multiple of 16 bytes
-        rows.fetch_unpacked_rows.__wrapped__(rows_and_weights, index, torch.float32)
+        permute_rows.fetch_unpacked_rows.__wrapped__(rows_and_weights, index, torch.float32)
     assert "ld.global.v4.b32" in made[0][1].asm["ptx"]
 
 
@@ -65,7 +65,7 @@ def test_recipes(recipe: Path) -> None:
     # Unrolled over the experts and several warps the router was 500 KB and took half a minute to compile.
     assert max(len(kernel.asm["cubin"]) for _, kernel in kernels) < 300_000
     files = {name.partition(".")[0] for name, _ in kernels}
-    assert files >= {"rows", "weighted_swiglu", "route"} and files & {"rotate", "latent_heads"}
+    assert files >= {"permute_rows", "weighted_swiglu", "route"} and files & {"rotate", "latent_heads"}
     fit(kernels)
 
 

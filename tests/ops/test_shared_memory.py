@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def exchange() -> list[float]:
-    own, handle = shared_memory.share((dist.get_world_size(),), torch.float32, CPU, dist.group.WORLD)
+    own, handle = shared_memory.allocate_shared((dist.get_world_size(),), torch.float32, CPU, dist.group.WORLD)
     handle.barrier()
     for rank in range(dist.get_world_size()):
         handle.get_remote_tensor(rank, own.shape, own.dtype)[dist.get_rank()] = 10 * dist.get_rank() + rank
@@ -44,7 +44,7 @@ def refused(case: str) -> str:
     how = {"side_effect": value} if isinstance(value, OSError) else {"return_value": value}
     with mock.patch(target, **how) if dist.get_rank() == 1 else mock.MagicMock():
         try:
-            shared_memory.share(SHAPE, torch.float64, CPU, dist.group.WORLD)
+            shared_memory.allocate_shared(SHAPE, torch.float64, CPU, dist.group.WORLD)
         except RuntimeError as error:
             return str(error)
     return ""
@@ -71,7 +71,7 @@ def test_nothing_is_left_of_a_rank_that_is_killed_before_its_buffer_is_mapped() 
         "from titanmoe.ops.cpu import shared_memory\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "torch.from_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
-        f"shared_memory.share(({size},), torch.uint8, torch.device('cpu'), dist.group.WORLD)\n"
+        f"shared_memory.allocate_shared(({size},), torch.uint8, torch.device('cpu'), dist.group.WORLD)\n"
     )
     assert processes.run(["-c", code], timeout=120).returncode == -9
     with os.scandir(shared_memory.FOLDER) as files:

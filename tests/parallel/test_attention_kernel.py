@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import parity
 from tests.support.fake_gpu import FakeGPU
 from titanmoe.config import ConfigError
-from titanmoe.ops.device import Hardware, as_on
+from titanmoe.ops.device import Hardware, imitate
 from titanmoe.parallel import attention_kernel
 from titanmoe.parallel.attention_block import block, block_backward
 from titanmoe.parallel.attention_kernel import missing, pick, use
@@ -66,7 +66,7 @@ def test_auto_takes_the_newest_that_can_run(
     with_flash_3: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with as_on(hardware):
+    with imitate(hardware):
         for found, picked in ((None, without_packages), (object(), with_packages)):
             monkeypatch.setattr(attention_kernel, "find_spec", lambda name, found=found: found)
             assert pick("auto", *widths, deterministic) == picked
@@ -94,10 +94,10 @@ def test_what_a_gpu_lacks(
 
 def test_what_no_gpu_of_this_kind_has(with_flash_3: None) -> None:
     assert missing("cudnn", 128) == "it runs on GPUs, and there is none"
-    with as_on(A100):
+    with imitate(A100):
         assert missing("fa3", 128) == "it does not run on GPUs of compute capability 8.x"
         assert missing("fa2", 128) == ""
-    with as_on(HOPPER):
+    with imitate(HOPPER):
         assert missing("fa3", 128) == "the package flash_attn_interface is not installed"
         assert missing("fa4", 128) == "the package flash_attn.cute is not installed"
 
@@ -172,7 +172,7 @@ def test_cudnns_operations_get_what_the_flash_kernel_gets(causal: bool) -> None:
     expected = block(q, k, v, None, causal)
     expected_grads = block_backward(grad, q, k, v, None, *expected, causal)
     use("cudnn")
-    with Kernels() as kernels, as_on(HOPPER):
+    with Kernels() as kernels, imitate(HOPPER):
         out, lse = block(q, k, v, None, causal)
         grads = block_backward(grad, q, k, v, None, out, lse, causal)
     assert [name for name in kernels.calls if "attention" in name] == [

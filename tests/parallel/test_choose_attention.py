@@ -14,7 +14,7 @@ from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.fold.attention_backend import pick_backend
-from titanmoe.ops.device import Hardware, as_on
+from titanmoe.ops.device import Hardware, imitate
 from titanmoe.parallel import choose_attention as room
 from titanmoe.parallel import torch_ring
 from titanmoe.parallel.attention_block import block, block_backward
@@ -100,7 +100,7 @@ def test_narrow_heads_do_not_go_to_flex_on_gpus(
     monkeypatch.setattr(room, "flex_attention_over", lambda *given, masks, group, flex: "flex")
     monkeypatch.setattr(room, "_plain", lambda *given, **layout: "plain")
     q, k, v, masks = *(torch.zeros(1, 4, 2, w) for w in (width, width, value)), Masks(Placement(1, False), 0)
-    with as_on(Hardware("cuda", (9, 0))):
+    with imitate(Hardware("cuda", (9, 0))):
         how = dict(backend="auto", kind="ring", placement=masks.placement, masks=masks, group=NO_GROUP)
         assert attend(q, k, v, mask_of(None, 2), **how) == chosen
 
@@ -116,7 +116,7 @@ def test_float64_on_gpus_is_plain(window: int, documents: bool) -> None:
     document = torch.stack([torch.arange(40) // n for n in (9, 25)]) if documents else None
     results = []
     for hardware in (Hardware("cpu"), Hardware("cuda", (9, 0))):
-        with as_on(hardware):
+        with imitate(hardware):
             out = blockwise_attention(*inputs[:3], mask_of(document, window), inputs[3])
             results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for got, want in zip(*results, strict=True):

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from tests import parity, world
 from tests.support.case_features import DISPATCHERS, MODELS, TRAINED
 from tests.support.masks import mask_of, tree
-from titanmoe.comm.collectives import NO_GROUP, Group, gather, scatter_sum
+from titanmoe.comm.collectives import NO_GROUP, Group, all_gather_autograd, reduce_scatter_autograd
 from titanmoe.components import COMPONENTS
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Compile, Config, Model
@@ -255,7 +255,7 @@ def compiled_collectives() -> None:
     """On a rank: gradients through each collective, compiled and not."""
     group = Group.of(dist.group.WORLD)
     torch.manual_seed(group.rank)
-    for collective in (gather, scatter_sum):
+    for collective in (all_gather_autograd, reduce_scatter_autograd):
         for dim in (0, 1):
             x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
             compiled = torch.compile(lambda x, dim=dim, how=collective: how(x * 2, dim, group), backend="aot_eager")

@@ -36,7 +36,7 @@ from titanmoe.mask import CAUSAL
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.moe.layer import MoE
-from titanmoe.ops.device import HARDWARE, as_on
+from titanmoe.ops.device import HARDWARE, imitate
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.parallel import compiled
 from titanmoe.parallel.choose_attention import apply_context_parallel
@@ -261,7 +261,7 @@ def test_each_part_is_one_graph_whose_kernels_compile(recipe: Path) -> None:
     backend, sources = Backend(), []
     attention = mock.patch.object(F, "scaled_dot_product_attention", stand_ins.attention)
     config = cut(recipe_of(recipe)[0])
-    with FakeTensorMode(allow_non_fake_inputs=True), as_on(HARDWARE["h100"]), attention:
+    with FakeTensorMode(allow_non_fake_inputs=True), imitate(HARDWARE["h100"]), attention:
         for name, call in parts(config, backend).items():
             backend.graphs, backend.sources = 0, []
             with suppress(SourceWritten):
@@ -290,7 +290,7 @@ def test_a_layer_over_eight_ranks_is_one_graph_whose_kernels_compile(
     backend, config = Backend(), cut(recipe_of(RECIPES[0].with_name(f"{recipe}.toml"))[0])
     options = replace(config.moe, overlap="none", aux_loss=0.01, **changes)
     length = config.training.seq_len
-    with one_of(8) as group, FakeTensorMode(allow_non_fake_inputs=True), as_on(HARDWARE["h100"]):
+    with one_of(8) as group, FakeTensorMode(allow_non_fake_inputs=True), imitate(HARDWARE["h100"]):
         config = replace(config, moe=options, activation_checkpoint=ActivationCheckpoint())
         moe = next(iter(compiled_model(config, backend).moe_layers().values()))
         moe.dispatcher.place(ExpertRanks(group, group.size, 1))

@@ -14,8 +14,8 @@ from tests import parity, world
 from tests.fold.test_pipeline_schedules import table, write
 from tests.parallel.test_pipeline import forward_alone
 from tests.train.test_watch import named
-from titanmoe.comm import collectives, turns
-from titanmoe.comm.turns import Turns
+from titanmoe.comm import collectives, interleave
+from titanmoe.comm.interleave import InterleavedPair
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
@@ -90,17 +90,17 @@ def measured(
     changes: dict[str, Any], documents: bool = False, steps: int = 1
 ) -> tuple[parity.Outcome | None, list[int]]:
     """Also returns how often each side waited for its turn."""
-    waits, wait = [0, 0], Turns.wait_for_turn
+    waits, wait = [0, 0], InterleavedPair.wait_for_turn
 
-    def counted(self: Turns, me: int) -> None:
+    def counted(self: InterleavedPair, me: int) -> None:
         waits[me] += 1
         wait(self, me)
 
-    Turns.wait_for_turn = counted  # type: ignore[method-assign]
+    InterleavedPair.wait_for_turn = counted  # type: ignore[method-assign]
     try:
         return parity.measure(changes, documents, steps=steps), waits
     finally:
-        Turns.wait_for_turn = wait  # type: ignore[method-assign]
+        InterleavedPair.wait_for_turn = wait  # type: ignore[method-assign]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -208,16 +208,16 @@ class Broken(RuntimeError):
 
 
 def breaks(side: int) -> None:
-    depart, sends = collectives._Wire.depart, []
+    launch, sends = collectives._Transfer.launch, []
 
-    def failing(self: collectives._Wire, *args: Any) -> torch.Tensor:
-        if turns._active_turns is not None and turns._active_turns.turn == side:
+    def failing(self: collectives._Transfer, *args: Any) -> torch.Tensor:
+        if interleave._active_turns is not None and interleave._active_turns.turn == side:
             sends.append(1)
             if len(sends) == 2:
                 raise Broken(f"side {side}")
-        return depart(self, *args)
+        return launch(self, *args)
 
-    collectives._Wire.depart = failing  # type: ignore[method-assign]
+    collectives._Transfer.launch = failing  # type: ignore[method-assign]
     parity.measure(V | {"parallelism.experts.ep": 2, "moe.overlap": "pairs"}, steps=1)
 
 
@@ -235,7 +235,7 @@ def test_forward_is_first_in_whatever_order_a_file_has_them(monkeypatch: pytest.
     monkeypatch.setattr(Pairs, "_ready", lambda self, part, context: part.computation_type.name)
     monkeypatch.setattr(Pairs, "_for_other_thread", lambda self, work: work)
     pairs = Pairs(torch.device("cpu"))
-    monkeypatch.setattr(pairs.turns, "take", lambda *sides: order.append(sides))
+    monkeypatch.setattr(pairs.turns, "run", lambda *sides: order.append(sides))
     for text in (PAIR("0F2", "2B1"), PAIR("2B1", "0F2")):
         pairs(Action.from_str(text), None)
     assert order == [("FORWARD", "FULL_BACKWARD")] * 2

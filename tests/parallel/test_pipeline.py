@@ -20,7 +20,7 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from tests import parity, world
 from tests.fold.test_pipeline_schedules import table, write
 from tests.rehearse.small import config_of
-from titanmoe.comm.collectives import local
+from titanmoe.comm.collectives import to_local
 from titanmoe.config.schema import Model
 from titanmoe.models.count import layer_flops
 from titanmoe.models.stages import split_layers
@@ -159,11 +159,11 @@ def sent_in(changes: dict[str, Any], many: bool) -> tuple[Any, dict[str, set[tup
             seen.setdefault(op.group.group_name, set()).add((op.op.__name__, op.group_peer))
         return ops
 
-    usual = mock.patch.object(pipeline, "way", lambda _, usual, cpu: usual) if many else nullcontext()
+    usual = mock.patch.object(pipeline, "choose", lambda _, usual, cpu: usual) if many else nullcontext()
     with mock.patch.object(Stage, "_regrouped", noted), usual:
         trainer = parity.make_trainer(changes, loader=parity.samples())
         report = trainer.train_step()
-    weights = {name: local(p).detach().clone() for name, p in trainer.training.parameters.items()}
+    weights = {name: to_local(p).detach().clone() for name, p in trainer.training.parameters.items()}
     return (report, weights), seen
 
 

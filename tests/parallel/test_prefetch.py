@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity, world
-from titanmoe.ops.cpu.fsdp import StraightToPlace
+from titanmoe.ops.cpu.fsdp import DirectAllGather
 
 # 4 data ranks for attention, 2 for the experts of each of 2 ranks.
 MAPPING = {"model.vocab_size": 320, "model.num_layers": 3, "parallelism.experts.ep": 2}
@@ -23,15 +23,15 @@ class _Order(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
-        gather = StraightToPlace.__call__
+        gather = DirectAllGather.__call__
 
         def recorded(
-            unit: StraightToPlace, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **named: Any
+            unit: DirectAllGather, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **named: Any
         ) -> Any:
             self.seen.append(input_tensor.numel())
             return gather(unit, output_tensor, input_tensor, *given, **named)
 
-        self.patch = mock.patch.object(StraightToPlace, "__call__", recorded)
+        self.patch = mock.patch.object(DirectAllGather, "__call__", recorded)
 
     def __enter__(self) -> _Order:
         self.patch.start()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity, world
-from titanmoe.comm.collectives import local
+from titanmoe.comm.collectives import to_local
 
 
 class _Counted(TorchDispatchMode):
@@ -47,7 +47,7 @@ def gradients_of_pieces() -> list[tuple[bool, bool, tuple[Placement, ...], tuple
         whole = distribute_tensor(torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), mesh, [placement])
         parameter, plain = torch.nn.Parameter(whole), torch.nn.Parameter(whole.to_local().clone())
         for _ in range(2):  # a gradient that is no row-major tensor, then one more microbatch
-            for piece in (local(parameter), plain):
+            for piece in (to_local(parameter), plain):
                 (piece.t() * torch.arange(5)[: piece.shape[1], None]).t().sin().sum().backward()
         found = parameter.grad.to_local()
         placed = tuple(parameter.grad.placements), tuple(parameter.grad.shape)

@@ -20,7 +20,7 @@ from titanmoe.data.batch import Batch
 from titanmoe.moe.dispatchers.symm_mem import Buffers, SymmetricBuffers
 from titanmoe.moe.router import Router
 from titanmoe.observe import Observer, listening
-from titanmoe.ops.device import HARDWARE, as_on
+from titanmoe.ops.device import HARDWARE, imitate
 from titanmoe.parallel.grad_norm import local_grad
 from titanmoe.rehearse.assumed_routing import AssumedRouting
 from titanmoe.rehearse.message_recorder import Recorder
@@ -67,7 +67,7 @@ def recorded_choices(choices: dict[int, dict[int, Tensor]]) -> Iterator[None]:
 
 def allocate_here(self: SymmetricBuffers, *sizes: Any) -> Buffers:
     """Allocate receive buffers on this machine, whatever hardware the code is for."""
-    with as_on(HARDWARE["cpu"]):
+    with imitate(HARDWARE["cpu"]):
         return _allocate(self, *sizes)
 
 
@@ -103,7 +103,7 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
             gradients.append(sum(g.numel() * g.element_size() for g in grads))
 
     allocated_here = mock.patch.object(SymmetricBuffers, "allocate", allocate_here)
-    with as_on(HARDWARE[hardware]) if hardware != "cpu" else nullcontext(), recorded_choices(mine), allocated_here:
+    with imitate(HARDWARE[hardware]) if hardware != "cpu" else nullcontext(), recorded_choices(mine), allocated_here:
         runtime = parity.runtime_here()
         trainer = parity.build_trainer(config, runtime, loader=Varied, garbage=parity.no_collection)
         layers = {id(block): f"layers.{i}" for part in trainer.training.stages for i, block in part.blocks().items()}

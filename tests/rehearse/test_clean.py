@@ -156,7 +156,7 @@ def test_a_rank_that_skips_its_call_is_named() -> None:
     real = AllToAllExchange.start_combine
 
     def alone(self: AllToAllExchange, y_RD: Tensor) -> Any:
-        return real(self._replace(x_RD=self.x_RD._replace(wire=None)), y_RD)
+        return real(self._replace(x_RD=self.x_RD._replace(transfer=None)), y_RD)
 
     def of(rank: int) -> Any:
         return mock.patch.object(AllToAllExchange, "start_combine", alone if rank == 2 else real)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fold.test_meshes import living
 from tests.parity import no_collection
 from tests.rehearse.small import config_of
-from titanmoe.ops.device import HARDWARE, as_on
+from titanmoe.ops.device import HARDWARE, imitate
 from titanmoe.parallel import apply
 from titanmoe.plan.communicators import communicators
 from titanmoe.rehearse.rehearsal import FakeLoader, _without_values, fake_world, rehearse
@@ -54,7 +54,7 @@ def test_a_rank_of_1024_has_at_most_15(dispatcher: str) -> None:
         re.findall(r"^\| `(\w+)` \| (\d+) ", PAGE.read_text().partition("## Communicators")[2], re.MULTILINE)
     )
     for rank in (0, 600, 1023):  # of the first, a middle and the last stage
-        with fake_world(rank, 1024), as_on(HARDWARE["h100"]):
+        with fake_world(rank, 1024), imitate(HARDWARE["h100"]):
             runtime = Runtime(rank, rank % 8, 1024, torch.device("cpu"))
             training = build_training(config, runtime, loader=FakeLoader, garbage=no_collection, build=without_numbers)
             counts = Counter(

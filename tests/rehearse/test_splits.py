@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.rehearse.small import config_of
 from tests.support.case_features import DISPATCHERS
-from titanmoe.comm.collectives import start
+from titanmoe.comm.collectives import start_all_to_all
 from titanmoe.moe.dispatchers.alltoall import AllToAllExchange
 from titanmoe.rehearse.assumed_routing import AssumedRouting, IntegerMessages, balanced, skewed
 from titanmoe.rehearse.many_ranks import check_ranks, split_mismatches
@@ -36,10 +36,10 @@ def test_a_rank_that_was_not_rehearsed_and_returns_rows_to_the_wrong_ranks_is_na
     real = AllToAllExchange.start_combine
 
     def start_combine(self: AllToAllExchange, y_RD: Tensor) -> Any:
-        wire = self.x_RD.wire
-        if wire.group.rank != 2:
+        transfer = self.x_RD.transfer
+        if transfer.group.rank != 2:
             return real(self, y_RD)
-        return start(y_RD, wire.group, wire.receive[::-1], wire.send)
+        return start_all_to_all(y_RD, transfer.group, transfer.receive[::-1], transfer.send)
 
     with mock.patch.object(AllToAllExchange, "start_combine", start_combine):
         rehearsal = of({})
@@ -62,10 +62,10 @@ def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
     real, runs = AllToAllExchange.start_combine, []
 
     def start_combine(self: AllToAllExchange, y_RD: Tensor) -> Any:
-        wire = self.x_RD.wire
-        if wire.group.rank or len(set(wire.receive)) == 1:
+        transfer = self.x_RD.transfer
+        if transfer.group.rank or len(set(transfer.receive)) == 1:
             return real(self, y_RD)
-        return start(y_RD, wire.group, wire.receive[::-1], wire.send)
+        return start_all_to_all(y_RD, transfer.group, transfer.receive[::-1], transfer.send)
 
     def choose(layer: int, index_T: Tensor) -> Tensor:
         return skewed(index_T, 2, 8, 3.0) if index_T[0] >= 7 * 16 else balanced(index_T, 2, 8)

@@ -28,7 +28,7 @@ from tests.parallel import test_compiled_on_gpus as on_gpus
 from tests.support.launches import cut
 from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
-from titanmoe.ops.device import HARDWARE, as_on
+from titanmoe.ops.device import HARDWARE, imitate
 from titanmoe.rehearse.code_site import GATHER, REDUCE
 from titanmoe.rehearse.operation_costs import PICKS_ROWS
 from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
@@ -114,7 +114,7 @@ def one_graph(config: Config, ep: int) -> Costs:
         costs.append(cost)
         return code
 
-    with on_gpus.one_of(max(ep, 2)) as group, FakeTensorMode(allow_non_fake_inputs=True), as_on(HARDWARE["h100"]):
+    with on_gpus.one_of(max(ep, 2)) as group, FakeTensorMode(allow_non_fake_inputs=True), imitate(HARDWARE["h100"]):
         moe = next(iter(on_gpus.compiled_model(config, backend).moe_layers().values()))
         if ep > 1:
             moe.dispatcher.place(ExpertRanks(group, ep, 1))

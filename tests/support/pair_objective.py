@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests import reference
-from titanmoe.comm.collectives import sum_over
+from titanmoe.comm.collectives import all_reduce_autograd
 from titanmoe.data.batch import Batch
 from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
@@ -22,7 +22,7 @@ class Pairs(Objective):
     spec = ObjectiveSpec()
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
-        first, second = sum_over(scores.loss_BS.sum(1), self.meshes.cp).view(-1, 2).unbind(1)
+        first, second = all_reduce_autograd(scores.loss_BS.sum(1), self.meshes.cp).view(-1, 2).unbind(1)
         return F.softplus(BETA * (first - second)).sum() / self.meshes.cp.size
 
     def count(self, batch: Batch) -> Tensor:

@@ -11,7 +11,7 @@ from tests import reference
 from tests.support import tolerances
 from titanmoe.config.schema import Config
 from titanmoe.moe.balance_losses.balance_spec import active_losses
-from titanmoe.ops.newton_schulz import CLASSIC, coefficients, gain
+from titanmoe.ops.newton_schulz import CLASSIC, largest_gain, step_coefficients
 
 if TYPE_CHECKING:
     from tests.parity import Outcome
@@ -92,5 +92,5 @@ def tolerance(config: Config) -> float:
     if "float32" in dtypes:
         return TOLERANCE["float32"]
     options, usual = config.optimizer, CLASSIC[0] ** 5
-    steps = coefficients(options.ns_coefficients, options.ns_steps) if options.name == "muon" else ()
-    return TOLERANCE["float64"] * max(1.0, gain(steps) / usual)
+    steps = step_coefficients(options.ns_coefficients, options.ns_steps) if options.name == "muon" else ()
+    return TOLERANCE["float64"] * max(1.0, largest_gain(steps) / usual)

@@ -91,7 +91,7 @@ def norm_of_own_heads_only() -> Callable[[], None]:
     """Let QK norm over all heads take the mean of squares over the heads of one tp rank."""
     from titanmoe.models import layers
 
-    return _patch(layers, "sum_over", lambda sum_over: lambda x, group: x * group.size)
+    return _patch(layers, "all_reduce_autograd", lambda all_reduce_autograd: lambda x, group: x * group.size)
 
 
 def rope_offset_wrong() -> Callable[[], None]:

@@ -77,13 +77,13 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "tests/moe/test_router_product.py": [
         (
-            "plain_parts",
+            "plain_bfloat16_terms",
             "the router's weights lose their last 8 bits",
             "(rest - second).bfloat16()",
             "torch.zeros_like(first)",
         ),
         (
-            "takes_parts",
+            "uses_terms",
             "the router's product by parts takes any input",
             "x_TD.dtype == torch.bfloat16 and wide == torch.float32",
             "wide == torch.float32",

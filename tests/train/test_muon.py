@@ -25,7 +25,7 @@ from titanmoe.models.matrices import Matrix, matrices_of, matrix_parameters
 from titanmoe.models.mixers.grouped_query import GroupedQuery
 from titanmoe.models.mixers.mixer_spec import MatrixRows
 from titanmoe.models.tensors import shapes
-from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
+from titanmoe.ops.newton_schulz import largest_gain, orthogonalize, orthogonalizing_factor, step_coefficients
 from titanmoe.parallel import full_matrices
 from titanmoe.parallel.full_matrices import assign_owners
 from titanmoe.parallel.matrix_shards import (
@@ -76,20 +76,20 @@ def test_singular_values_become_one(kind: str, steps: int, worst: float) -> None
     torch.manual_seed(0)
     u, _, v = torch.linalg.svd(torch.randn(3, 8, 20, dtype=torch.float64), full_matrices=False)
     x = u @ torch.diag_embed(torch.logspace(0, -1.8, 8, dtype=torch.float64).expand(3, -1)) @ v
-    singular = torch.linalg.svdvals(orthogonalize(x.mT, coefficients(kind, steps), 0.0))
+    singular = torch.linalg.svdvals(orthogonalize(x.mT, step_coefficients(kind, steps), 0.0))
     assert (singular - 1).abs().max() < worst
-    by_gram = factor(x @ x.mT, coefficients(kind, steps), 0.1) @ x
-    assert torch.allclose(by_gram, orthogonalize(x, coefficients(kind, steps), 0.1), rtol=0, atol=1e-11)
+    by_gram = orthogonalizing_factor(x @ x.mT, step_coefficients(kind, steps), 0.1) @ x
+    assert torch.allclose(by_gram, orthogonalize(x, step_coefficients(kind, steps), 0.1), rtol=0, atol=1e-11)
 
 
 def test_gain_and_what_is_only_rounding() -> None:
-    assert gain(coefficients("classic", 5)) == pytest.approx(484.9, abs=0.05)
-    gains = [gain(coefficients("polar_express", steps)) for steps in (5, 6, 7, 8)]
+    assert largest_gain(step_coefficients("classic", 5)) == pytest.approx(484.9, abs=0.05)
+    gains = [largest_gain(step_coefficients("polar_express", steps)) for steps in (5, 6, 7, 8)]
     assert gains == pytest.approx([976, 1828, 3394, 6363], abs=1)
     x = torch.full((2, 3, 4), 1e-17, dtype=torch.float64)
     x[1] = 0
-    assert orthogonalize(x, coefficients("classic", 5), 1e-7).abs().max() < 1e-7
-    assert orthogonalize(x, coefficients("classic", 5), 0.0)[1].eq(0).all(), "0 / 0"
+    assert orthogonalize(x, step_coefficients("classic", 5), 1e-7).abs().max() < 1e-7
+    assert orthogonalize(x, step_coefficients("classic", 5), 0.0)[1].eq(0).all(), "0 / 0"
 
 
 def test_units_of_latents_heads_and_stacks() -> None:

@@ -60,7 +60,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], device
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cpu_process, "keep_pages", lambda: None)  # it cannot be undone
+    monkeypatch.setattr(cpu_process, "reuse_freed_memory", lambda: None)  # it cannot be undone
     config = Config()
     config.training.device = device
     with pytest.raises(ConfigError) as refusal:
@@ -176,7 +176,7 @@ def test_the_steady_timeout_replaces_the_one_of_the_first_step_on_every_group():
 def test_threads_push_no_other_off_its_core_unless_a_policy_was_chosen(before, after):
     def policies():
         os.sched_setscheduler(0, getattr(os, before), os.sched_param(0))
-        cpu_process.leave_cores_to_others()
+        cpu_process.use_batch_scheduling()
         yield os.sched_getscheduler(0)
         with ThreadPoolExecutor(1) as later:  # as gloo's thread starts
             yield later.submit(os.sched_getscheduler, 0).result()
@@ -283,9 +283,9 @@ def test_the_time_outs_change_when_the_gpu_has_ended_its_first_step():
 
 FILL = """
 import ctypes, resource, sys
-from titanmoe.ops.cpu.process import keep_pages
+from titanmoe.ops.cpu.process import reuse_freed_memory
 if sys.argv[1] == "kept":
-    keep_pages()
+    reuse_freed_memory()
 libc, at = ctypes.CDLL(None), ctypes.c_void_p()
 
 def fill():

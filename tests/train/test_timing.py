@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.support.fake_gpu import GPU, FakeGPU
-from titanmoe.comm import turns
-from titanmoe.comm.turns import Turns
+from titanmoe.comm import interleave
+from titanmoe.comm.interleave import InterleavedPair
 from titanmoe.observe import OTHERS_TURN, listening, named, region
 from titanmoe.train import timing as clock_module
 from titanmoe.train.timing import Clock
@@ -41,21 +41,21 @@ def test_phases_add_up_and_parts_are_counted_apart(now):
 
 def test_a_part_leaves_out_what_another_did_meanwhile(now):
     clock = Clock(torch.device("cpu"))
-    both = Turns(partial(region, OTHERS_TURN))
+    both = InterleavedPair(partial(region, OTHERS_TURN))
 
     def half(seconds: float) -> None:
         with region("dispatch"):
             now[0] += seconds
-            turns.mark_sent()
-            turns.hand_over()
+            interleave.mark_sent()
+            interleave.yield_if_sent()
             now[0] += seconds
         now[0] += 100.0  # not in any part,
-        turns.mark_sent()
-        turns.hand_over()  # nor is the other side's time, while this side is in none
+        interleave.mark_sent()
+        interleave.yield_if_sent()  # nor is the other side's time, while this side is in none
 
     clock.phase("forward_backward", 1)
     with listening(clock):
-        both.take(lambda: half(1.0), lambda: half(10.0))
+        both.run(lambda: half(1.0), lambda: half(10.0))
     clock.phase("optimizer", 1)
     assert clock.take(1) == {"forward_backward": 222.0, "dispatch": 22.0}
 

@@ -147,7 +147,7 @@ def test_a_disk_that_does_not_answer() -> None:
 
 def test_a_rank_that_others_wait_for_between_steps() -> None:
     """In messages that have no heartbeat; such a message may also be one of this file's."""
-    for inner in ("/v/site-packages/torch/distributed/c10d.py:1 in wait", "titanmoe/comm/host.py:1 in gather"):
+    for inner in ("/v/site-packages/torch/distributed/c10d.py:1 in wait", "titanmoe/comm/host_sync.py:1 in gather"):
         waits = ["/v/site-packages/torch/x.py:1 in f", inner, "titanmoe/checkpoint/on_all_ranks.py:31 in on_all_ranks"]
         ranks = [seen(rank, STEP, phase="between steps", stack=waits) for rank in range(4)]
         ranks[2].stack = ["/lib/python3.11/threading.py:5 in acquire", "mine.py:250 in deadlock", *waits]

@@ -1,1 +1,1 @@
-"""Collectives with gradients, computations that take turns, and what FSDP needs on CPUs."""
+"""Collectives with gradients, two computations interleaved on one device, numbers that the host waits for."""

@@ -1,7 +1,11 @@
-"""Collectives of the forward and backward pass: differentiable, over a named group, no-ops on a group of one.
+"""Collectives of the forward and backward pass over a named group; on a group of one they do nothing.
 
-Every one waits for its result before it returns: a collective still in flight that enters a compiled region gives
-silently wrong gradients in torch 2.13. The one exception is `start`, whose result nothing can touch before `arrive`.
+Functions named like `all_gather_autograd`, and the all-to-all in two calls, are differentiable; the others are not.
+Each one waits for its result before it returns: a collective still in flight that enters a compiled region gives
+silently wrong gradients in torch 2.13. The exceptions are `start_all_to_all`, whose result nothing can touch before
+`finish_all_to_all`, and those named like `launch_all_to_all`, whose callers call `wait` next.
+
+All ranks of the group call each function together.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from titanmoe import observe
-from titanmoe.comm import turns
+from titanmoe.comm import interleave
 from titanmoe.comm.recomputation import cached, in_checkpointed_region, recomputing
 
 _ops = torch.ops._c10d_functional
@@ -26,7 +30,10 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share one axis, or several, with this rank; plain values, so that compiled code can hold it."""
+    """The ranks that share one mesh axis, or several, with this rank.
+
+    Plain values, so that compiled code can hold it.
+    """
 
     name: str
     size: int
@@ -34,32 +41,37 @@ class Group:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
+        """Return the group's name, size and this rank's number in it; NO_GROUP for a group of one."""
         return Group(group.group_name, group.size(), group.rank()) if group.size() > 1 else NO_GROUP
 
     @property
     def process_group(self) -> dist.ProcessGroup:
+        """The process group of this name."""
         return _resolve_process_group(self.name)
 
 
 NO_GROUP = Group("", 1, 0)
+"""The group of a rank alone."""
 
 
-def local(parameter: nn.Parameter) -> Tensor:
-    """This rank's piece of a parameter, for plain tensor code; its gradient is that of this piece alone.
+def to_local(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's shard of a parameter as a plain tensor. Its gradient is that of the shard alone.
 
-    A piece that is replicated over tp is only ever applied to tokens or heads that this rank alone owns, so its
-    gradient is one summand of the whole: `titanmoe.parallel.parallel_plan.sum_replicated` adds them up once per step.
+    A shard that is replicated over tp is only ever applied to tokens or heads that this rank alone owns. So its
+    gradient is one summand of the full one: `titanmoe.parallel.parallel_plan.sum_replicated` sums them once per step.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return parameter.to_local()
-    return _Local.apply(parameter)
+    return _ToLocal.apply(parameter)
 
 
-class _Local(torch.autograd.Function):
-    """`DTensor.to_local`, whose own backward works out the gradient's shape and placements each time, and takes more
-    than twice as long for it. They are always the parameter's.
+class _ToLocal(torch.autograd.Function):
+    """`DTensor.to_local` with a faster backward.
+
+    DTensor's own backward works out the gradient's shape and placements each time, which takes more than twice as long.
+    They are always the parameter's.
     """
 
     @staticmethod
@@ -69,30 +81,30 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        return _laid_out(grad.contiguous(), ctx.spec)
+        return _dtensor_of(grad.contiguous(), ctx.spec)
 
 
-def _laid_out(part: Tensor, spec: Any) -> DTensor:
+def _dtensor_of(part: Tensor, spec: Any) -> DTensor:
     return DTensor(part, copy.copy(spec), requires_grad=False)  # DTensor's operations write to a spec
 
 
-def with_layout_of(parameter: DTensor, part: Tensor) -> DTensor:
-    """A gradient of the parameter, of which this rank has that part."""
-    return _laid_out(part, parameter._spec)
+def gradient_from_local(parameter: DTensor, part: Tensor) -> DTensor:
+    """Return the parameter's gradient as a DTensor, of which this rank has the shard `part`."""
+    return _dtensor_of(part, parameter._spec)
 
 
-def local_whole(parameter: nn.Parameter) -> Tensor:
-    """`local` for a router's parameter, which every rank has whole and FSDP leaves alone.
+def to_local_replicated(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter that every rank has in full, such as a router's, as a plain tensor.
 
-    Its gradient is a plain tensor. Before it adds two DTensors for the first time, torch weighs every combination of
-    placements on the axes of their mesh: 0.05 to 0.3 s.
+    Its gradient is a plain tensor too. Before it adds two DTensors for the first time, torch weighs every combination
+    of placements on the axes of their mesh: 0.05 to 0.3 s.
     """
     if not isinstance(parameter, DTensor) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return local(parameter)
-    return _LocalWhole.apply(parameter)
+        return to_local(parameter)
+    return _ToLocalReplicated.apply(parameter)
 
 
-class _LocalWhole(torch.autograd.Function):
+class _ToLocalReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
         return parameter._local_tensor.view_as(parameter._local_tensor)
@@ -102,9 +114,10 @@ class _LocalWhole(torch.autograd.Function):
         return grad.contiguous()
 
 
-def wait(flying: Tensor, group: Group) -> Tensor:
+def wait(in_flight: Tensor, group: Group) -> Tensor:
+    """Wait for a result in flight, announce the wait to observers, and return the result."""
     observe.waits(group.name)
-    out = _ops.wait_tensor(flying)
+    out = _ops.wait_tensor(in_flight)
     observe.arrived()
     return out
 
@@ -112,7 +125,7 @@ def wait(flying: Tensor, group: Group) -> Tensor:
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce x over the group. Not differentiable: for counts, losses and other constants of the backward pass.
 
-    Not sent again while backward recomputes a region (titanmoe.comm.recomputation).
+    While backward recomputes a region, the cached result is returned and nothing is sent (titanmoe.comm.recomputation).
     """
     return x if group.size == 1 else cached(lambda: _all_reduce(x, group, op))
 
@@ -121,15 +134,15 @@ def _all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     return wait(_ops.all_reduce(x.contiguous(), op, group.name), group)
 
 
-def start_sum(x: Tensor, group: Group) -> Tensor:
-    """Sums x in its own memory. Still in flight: call `wait` before anything else."""
+def launch_all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Start to sum x over the group, in x's own memory. Call `wait` on the result before anything else."""
     return _ops.all_reduce_(x, "sum", group.name)
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """Concatenate every rank's x along dim. Not differentiable.
 
-    Not sent again while backward recomputes a region (titanmoe.comm.recomputation).
+    While backward recomputes a region, the cached result is returned and nothing is sent (titanmoe.comm.recomputation).
     """
     return x if group.size == 1 else cached(lambda: _all_gather(x, dim, group))
 
@@ -137,41 +150,44 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     x = x.contiguous()
     out = wait(_ops.all_gather_into_tensor(x, group.size, group.name), group)
-    return _move_pieces(out, 0, dim, group.size)
+    return _move_chunks(out, 0, dim, group.size)
 
 
-def _move_pieces(x: Tensor, old: int, new: int, pieces: int) -> Tensor:
-    """The equal pieces that lie along dim `old`, along dim `new`: a copy, unless all dims from one to the other have a
-    single element in each piece, as the samples of a microbatch of one."""
+def _move_chunks(x: Tensor, old: int, new: int, chunks: int) -> Tensor:
+    """Move equal chunks that lie along dim `old` to dim `new`.
+
+    Copies, unless all dims from one to the other have a single element in each chunk, as the samples of a microbatch of
+    one.
+    """
     if old == new:
         # Not `x.contiguous()` of what is contiguous: torch 2.11 drops the gradient of a compiled autograd.Function
         # whose result comes from an operation that returned its own input.
         return x if x.is_contiguous() else x.contiguous()
     first, last = sorted((old, new))
     shape = list(x.shape)
-    shape[old] //= pieces
+    shape[old] //= chunks
     if math.prod(shape[first:last]) != 1:
-        return torch.cat(x.chunk(pieces, old), new)
-    shape[new] *= pieces
+        return torch.cat(x.chunk(chunks, old), new)
+    shape[new] *= chunks
     return x.contiguous().view(shape)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    x = _move_pieces(x, dim, 0, group.size)
+    x = _move_chunks(x, dim, 0, group.size)
     return wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name), group)
 
 
-def send_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    """Still in flight: call `wait` before anything else."""
+def launch_all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    """Start to send rows of x, send[r] of them to rank r. Call `wait` on the result before anything else."""
     x = x.contiguous()
     return _ops.all_to_all_single(x, receive, send, group.name)
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    return wait(send_rows(x, send, receive, group), group)
+    return wait(launch_all_to_all(x, send, receive, group), group)
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group, is_cached):
         ctx.dim, ctx.group = dim, group
@@ -182,7 +198,7 @@ class _Gather(torch.autograd.Function):
         return _reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
         ctx.dim, ctx.group = dim, group
@@ -193,7 +209,7 @@ class _ScatterSum(torch.autograd.Function):
         return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
-class _SumOver(torch.autograd.Function):
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
@@ -204,22 +220,26 @@ class _SumOver(torch.autograd.Function):
         return _all_reduce(grad, ctx.group), None
 
 
-def gather(x: Tensor, dim: int, group: Group, small: bool = False) -> Tensor:
-    """Every rank's piece along dim -> the whole on every rank. Backward sums the ranks' gradients of each piece.
+def all_gather_autograd(x: Tensor, dim: int, group: Group, small: bool = False) -> Tensor:
+    """Concatenate every rank's x along dim. Backward sums the ranks' gradients of each rank's x.
 
-    small: as of `start`.
+    Args:
+        small: as of `start_all_to_all`.
     """
-    return x if group.size == 1 else _Gather.apply(x, dim, group, small and in_checkpointed_region())
+    return x if group.size == 1 else _AllGather.apply(x, dim, group, small and in_checkpointed_region())
 
 
-def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
-    """A summand on every rank -> each rank's piece of the sum along dim. Backward gathers the pieces' gradients."""
-    return x if group.size == 1 else _ScatterSum.apply(x, dim, group)
+def reduce_scatter_autograd(x: Tensor, dim: int, group: Group) -> Tensor:
+    """Sum x over the group and return this rank's chunk of the sum along dim.
+
+    Backward gathers the gradients of all chunks.
+    """
+    return x if group.size == 1 else _ReduceScatter.apply(x, dim, group)
 
 
-def sum_over(x: Tensor, group: Group) -> Tensor:
-    """A summand on every rank -> the sum on every rank, where each uses it differently: backward sums the gradients."""
-    return x if group.size == 1 else _SumOver.apply(x, group)
+def all_reduce_autograd(x: Tensor, group: Group) -> Tensor:
+    """Sum x over the group, for ranks that each use the sum differently. Backward sums their gradients."""
+    return x if group.size == 1 else _AllReduce.apply(x, group)
 
 
 # ---- all-to-all: at once, or in two calls between which something else is computed
@@ -231,57 +251,63 @@ def sum_over(x: Tensor, group: Group) -> Tensor:
 
 
 class InFlight(NamedTuple):
-    """Rows in flight, from `start` to `arrive`. `mark` stands for them in the graph: empty, but with a gradient to pass
-    on.
+    """Rows in flight, from `start_all_to_all` to `finish_all_to_all`.
 
-    So autograd knows the order, and so do the hooks of a module that takes them. On a group of one, mark is the rows.
+    `mark` stands for them in the autograd graph: it is empty, but carries a gradient. So autograd knows the order, and
+    so do the hooks of a module that takes it. On a group of one, mark is the rows.
     """
 
     mark: Tensor
-    wire: _Wire | None
+    transfer: _Transfer | None
     rows: Tensor | None = None
-    """What is in flight, if the code is traced."""
+    """The tensor in flight, if the code is traced."""
 
 
-def start(
+def start_all_to_all(
     x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None, small: bool = False
 ) -> InFlight:
-    """Send rows as `all_to_all` does, without waiting. What is computed between this and `arrive` overlaps with it, in
-    backward too.
+    """Send rows as `all_to_all_autograd` does, without waiting.
 
-    Autograd runs the newest ready node first. So it reaches `arrive`, which sends the gradients, then everything that
-    was computed in between, and finally this, which waits for them.
+    What is computed between this and `finish_all_to_all` overlaps with the message, in backward too: autograd runs the
+    newest ready node first. So it reaches `finish_all_to_all`, which sends the gradients, then everything that was
+    computed in between, and finally this, which waits for them.
 
     Args:
+        send: the number of rows of x for each rank; None for equal numbers.
+        receive: the number of rows from each rank.
         small: x is so small that where backward recomputes this, what arrived is cached and nothing is sent again.
     """
     if group.size == 1:
         return InFlight(x, None)
-    wire = _Wire(*_splits(x, group, send, receive), group, small and in_checkpointed_region())
+    transfer = _Transfer(*_splits(x, group, send, receive), group, small and in_checkpointed_region())
     if torch.compiler.is_compiling():
-        mark, rows = _TracedStart.apply(x, wire.send, wire.receive, group)
-        return InFlight(mark, wire, rows)
-    return InFlight(_Start.apply(x, wire), wire)
+        mark, rows = _TracedStart.apply(x, transfer.send, transfer.receive, group)
+        return InFlight(mark, transfer, rows)
+    return InFlight(_Start.apply(x, transfer), transfer)
 
 
-def arrive(flight: InFlight) -> Tensor:
-    """Wait for the rows that `start` sent to this rank, and return them. Called once for each start."""
-    mark, wire, rows = flight
-    if wire is None:
+def finish_all_to_all(flight: InFlight) -> Tensor:
+    """Wait for the rows that `start_all_to_all` sent to this rank, and return them. Called once for each start."""
+    mark, transfer, rows = flight
+    if transfer is None:
         return mark
     if rows is not None:
-        return _TracedArrive.apply(mark, rows, wire.send, wire.receive, wire.group)
-    return _Arrive.apply(mark, wire)
+        return _TracedArrive.apply(mark, rows, transfer.send, transfer.receive, transfer.group)
+    return _Arrive.apply(mark, transfer)
 
 
-def send_back(x: Tensor, flight: InFlight) -> InFlight:
+def start_reverse_all_to_all(x: Tensor, flight: InFlight) -> InFlight:
     """Start to send as many rows as arrived by `flight`, each to the rank that sent it."""
-    wire = flight.wire
-    return InFlight(x, None) if wire is None else start(x, wire.group, wire.receive, wire.send)
+    transfer = flight.transfer
+    return (
+        InFlight(x, None) if transfer is None else start_all_to_all(x, transfer.group, transfer.receive, transfer.send)
+    )
 
 
-def all_to_all(x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:
-    """Send rows of x to the group's ranks, send[r] of them to rank r; equal pieces if no sizes are given."""
+def all_to_all_autograd(
+    x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None
+) -> Tensor:
+    """Send rows of x to the group's ranks, send[r] of them to rank r; equal chunks if no sizes are given."""
     if group.size == 1:
         return x
     return _AllToAll.apply(x, *_splits(x, group, send, receive), group)
@@ -293,59 +319,66 @@ def _splits(x: Tensor, group: Group, send: list[int] | None, receive: list[int] 
     return send, receive
 
 
-class _Wire:
-    """The sizes of an all-to-all in two calls, and what is in flight: rows in forward, their gradients in backward."""
+class _Transfer:
+    """The sizes of an all-to-all in two calls, and its tensor in flight: rows in forward, gradients in backward."""
 
     def __init__(self, send: list[int], receive: list[int], group: Group, is_cached: bool):
-        """is_cached: whether recomputation uses what arrived in forward, and sends nothing."""
-        self.send, self.receive, self.group, self.is_cached = send, receive, group, is_cached
-        self.flying: Tensor | None = None
+        """Store the sizes.
 
-    def depart(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Send rows, and return their mark."""
-        self.flying = send_rows(x, send, receive, self.group)
-        turns.mark_sent()
+        Args:
+            is_cached: whether recomputation uses what arrived in forward, and sends nothing.
+        """
+        self.send, self.receive, self.group, self.is_cached = send, receive, group, is_cached
+        self.in_flight: Tensor | None = None
+
+    def launch(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Start to send rows, and return their mark."""
+        self.in_flight = launch_all_to_all(x, send, receive, self.group)
+        interleave.mark_sent()
         return x.new_empty(0)
 
-    def land(self) -> Tensor:
-        """Wait for rows, and return them."""
-        turns.hand_over()  # meanwhile another microbatch may compute
-        flying, self.flying = self.flying, None
-        return wait(flying, self.group)
+    def finish(self) -> Tensor:
+        """Wait for the rows in flight, and return them."""
+        interleave.yield_if_sent()  # meanwhile another microbatch may compute
+        in_flight, self.in_flight = self.in_flight, None
+        return wait(in_flight, self.group)
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, wire):
-        ctx.wire = wire
-        if wire.is_cached and recomputing():
+    def forward(ctx, x, transfer):
+        ctx.transfer = transfer
+        if transfer.is_cached and recomputing():
             return x.new_empty(0)
-        return wire.depart(x, wire.send, wire.receive)
+        return transfer.launch(x, transfer.send, transfer.receive)
 
     @staticmethod
     def backward(ctx, mark):
-        return ctx.wire.land(), None
+        return ctx.transfer.finish(), None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, mark, wire):
-        ctx.wire = wire
-        return cached(wire.land).detach() if wire.is_cached else wire.land()
+    def forward(ctx, mark, transfer):
+        ctx.transfer = transfer
+        return cached(transfer.finish).detach() if transfer.is_cached else transfer.finish()
 
     @staticmethod
     def backward(ctx, grad):
-        wire = ctx.wire
-        return wire.depart(grad, wire.receive, wire.send), None
+        transfer = ctx.transfer
+        return transfer.launch(grad, transfer.receive, transfer.send), None
 
 
 class _TracedStart(torch.autograd.Function):
-    """`_Start` in a graph, which shows the compiler what is in flight. So the gradient of the mark is what is in flight
-    in backward, and the mark has its shape: that of x. Nothing reads the mark, so compiled code does not make it."""
+    """`_Start` in a graph, which shows the compiler what is in flight.
+
+    The gradient of the mark is what is in flight in backward, so the mark has its shape: that of x. Nothing reads the
+    mark, so compiled code does not make it.
+    """
 
     @staticmethod
     def forward(ctx, x, send, receive, group):
-        rows = send_rows(x, send, receive, group)
+        rows = launch_all_to_all(x, send, receive, group)
         ctx.mark_non_differentiable(rows)
         return x.new_empty(x.shape), rows
 
@@ -362,7 +395,7 @@ class _TracedArrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return send_rows(grad, ctx.receive, ctx.send, ctx.group), None, None, None, None
+        return launch_all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -4,7 +4,7 @@ titanmoe.parallel.recompute makes checkpointed regions with `torch.utils.checkpo
 recomputes it up to the last tensor that autograd saved in it. Two kinds of values are saved besides:
 
     cached(make)    what was received or read by the host; the collectives, counts and host reads of this room call it
-    saved()         small tensors that autograd saves inside, such as indices: so recomputation may end before them
+    save_tensors()  small tensors that autograd saves inside, such as indices: so recomputation may end before them
 
 Each call of a region has a cache of its own, because forwards of other microbatches may lie between its forward and its
 backward, and schedules that split backward recompute it twice. Autograd's graph owns the cache.
@@ -44,7 +44,7 @@ A context variable, because two microbatches that take turns each have their own
 """
 
 
-def contexts() -> tuple[_Pass, _Pass]:
+def region_contexts() -> tuple[_Pass, _Pass]:
     """Return the contexts of a checkpointed region's forward and of its recomputation, for `torch.utils.checkpoint`."""
     cache: list[Any] = []
     return _Pass(cache, recomputes=False), _Pass(cache, recomputes=True)
@@ -87,20 +87,20 @@ def cached_tensor(make: Callable[[], Tensor]) -> Tensor:
     if recomputing():
         x, requires_grad = cached(make)
         return x.detach().requires_grad_(requires_grad)
-    with outside():
+    with leave_checkpointed_region():
         x = make()
     cached(lambda: (x.detach(), x.requires_grad))  # the graph owns the cache, so the cache must not own the graph
     return x
 
 
 @contextmanager
-def outside() -> Iterator[None]:
+def leave_checkpointed_region() -> Iterator[None]:
     """Leave the checkpointed region within this context: tensors are saved for backward and nothing is cached."""
     with _outside_checkpointed_region(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
         yield
 
 
-def saved() -> AbstractContextManager[Any]:
+def save_tensors() -> AbstractContextManager[Any]:
     """Return a context in which autograd saves tensors as they are, for small tensors in a checkpointed region.
 
     Of nested hooks for saved tensors torch calls the innermost ones alone, and so not those of the region.

@@ -53,7 +53,7 @@ class DeepEP(Dispatcher):
 
     @staticmethod
     def missing(device: str) -> str:
-        if devices.pretended():
+        if devices.is_imitated():
             return "no fake group has the kernels of DeepEP"
         try:
             import deep_ep
@@ -61,7 +61,7 @@ class DeepEP(Dispatcher):
             return f"the package deep_ep cannot be loaded ({error}): {INSTALL}"
         if not hasattr(deep_ep, "Buffer"):
             return f"the package deep_ep has no Buffer: {INSTALL}"
-        return "" if devices.kind_for(device) == NEEDS else f"DeepEP runs on GPUs alone, and this is {device}"
+        return "" if devices.kind_of_setting(device) == NEEDS else f"DeepEP runs on GPUs alone, and this is {device}"
 
     @staticmethod
     def reserve(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import all_gather, gather, local
+from titanmoe.comm.collectives import all_gather, all_gather_autograd, to_local
 from titanmoe.config.schema import Model
 from titanmoe.generate.cached_rows import Rows
 from titanmoe.generate.model import cache_path
@@ -137,10 +137,10 @@ class LastHead(nn.Module):
 
     def forward(self, x_1sD: Tensor, labels: None, candidates_BSK: None = None) -> Tensor:
         last_B = self.rows.numbers([end - 1 for _, end in self.rows.spans])
-        x_1BD = self.head.norm(gather(x_1sD, 1, self.head.tp)[:, last_B])
+        x_1BD = self.head.norm(all_gather_autograd(x_1sD, 1, self.head.tp)[:, last_B])
         if not len(last_B):
             return x_1BD
-        return all_gather(F.linear(x_1BD, local(self.head.weight)), 2, self.head.tp)
+        return all_gather(F.linear(x_1BD, to_local(self.head.weight)), 2, self.head.tp)
 
 
 def add_caches(model: Transformer, rows: Rows) -> list[Cache]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import NO_GROUP, gather, local, scatter_sum
+from titanmoe.comm.collectives import NO_GROUP, all_gather_autograd, reduce_scatter_autograd, to_local
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.mask import CAUSAL, Mask
@@ -36,7 +36,7 @@ def causal_attention(
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
     # torch's kernel for CPUs needs values as wide as keys, and materializes all scores otherwise.
-    more = device.way(q, 0, cpu=max(q.shape[-1] - v.shape[-1], 0), compiled=True)
+    more = device.choose(q, 0, cpu=max(q.shape[-1] - v.shape[-1], 0), compiled=True)
     out = plain_attention(q, k, F.pad(v, (0, more)) if more else v, mask, sinks_H)
     return out[..., : v.shape[-1]].transpose(1, 2)
 
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         """Return attention's output for the tokens that this rank owns. Collective over tp, and over cp by `attend`."""
-        x_BSD = gather(x_BsD, 1, self.tp)
+        x_BSD = all_gather_autograd(x_BsD, 1, self.tp)
         q, x_BSD = self.wq(x_BSD, pass_on=True)
         rows = self.key_rows
         k, x_BSD = self.wk(x_BSD, pass_on=True, rows=rows)
@@ -105,11 +105,11 @@ class Attention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        sinks_H = None if self.sinks is None else local(self.sinks)
+        sinks_H = None if self.sinks is None else to_local(self.sinks)
         q, k = rotate_both(q, k, rope, self.kernels)
         out_BSX = self.attend(q, k, v, mask.with_window(self.window), sinks_H).flatten(2)
         if self.wg is not None:
             out_BSX = out_BSX * torch.sigmoid(gate_BSX)
-        y_BsD = scatter_sum(self.wo.without_bias(out_BSX), 1, self.tp)
+        y_BsD = reduce_scatter_autograd(self.wo.without_bias(out_BSX), 1, self.tp)
         # Once, to the tokens this rank owns: inside the product, every tp rank would add it.
-        return y_BsD if self.wo.bias is None else y_BsD + local(self.wo.bias)
+        return y_BsD if self.wo.bias is None else y_BsD + to_local(self.wo.bias)

@@ -17,7 +17,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group, all_gather, all_reduce
 from titanmoe.models.layers import promote
 from titanmoe.models.logit_slices import accumulate_slice, slice_backward, slices, vocabulary_rows
-from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 from titanmoe.tokens import IGNORE
 
 
@@ -80,8 +80,8 @@ class _CandidateLogProbs(torch.autograd.Function):
         grad_CT = grad_CT - log_p_CT.exp() * grad_CT.sum(0)
         grad_TK, grad_rest_T, some_rest_T = grad_CT[:-1].t(), grad_CT[-1], log_rest_T > -torch.inf
         log_rest_T = log_rest_T.where(some_rest_T, 0)
-        grad_x_TD = torch.zeros_like(x_TD, dtype=log_p_CT.dtype) if gradient_wanted(ctx, 0) else None
-        grad_w_VD = torch.empty_like(weight_VD) if gradient_wanted(ctx, 1) else None
+        grad_x_TD = torch.zeros_like(x_TD, dtype=log_p_CT.dtype) if wants_gradient(ctx, 0) else None
+        grad_w_VD = torch.empty_like(weight_VD) if wants_gradient(ctx, 1) else None
         begin = 0
         for weight_vD in slices(weight_VD, ctx.chunks):
             end = begin + weight_vD.shape[0]
@@ -117,7 +117,7 @@ def candidate_log_probs(
         chunks: largest number of slices that this rank's vocabulary is split into.
         temperature: divides the logits for the classes, not for the cross-entropy.
     """
-    x_TD, weight_VD = with_own_node(x_TD), with_own_node(weight_VD)
+    x_TD, weight_VD = as_non_leaf(x_TD), as_non_leaf(weight_VD)
     return _CandidateLogProbs.apply(x_TD, weight_VD, label_T, candidates_TK, tp, chunks, temperature)
 
 

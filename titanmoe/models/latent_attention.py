@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import NO_GROUP, gather, scatter_sum
+from titanmoe.comm.collectives import NO_GROUP, all_gather_autograd, reduce_scatter_autograd
 from titanmoe.config.schema import Model
 from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
@@ -66,12 +66,12 @@ class LatentAttention(nn.Module):
         # stream.
         both_Bsr, x_BsD = self.wkv_a(x_BsD, pass_on=True)
         latent_Bsr, key_Bsp = both_Bsr.split(self.latent, -1)
-        both_BSr = gather(torch.cat((self.kv_norm(latent_Bsr), key_Bsp), -1), 1, self.tp)
+        both_BSr = all_gather_autograd(torch.cat((self.kv_norm(latent_Bsr), key_Bsp), -1), 1, self.tp)
         latent_BSr, key_BSp = both_BSr.split(self.latent, -1)
         source_Bsr = self.q_norm(self.wq_a(x_BsD)) if self.wq is None else x_BsD
-        source_BSr = gather(source_Bsr, 1, self.tp)
+        source_BSr = all_gather_autograd(source_Bsr, 1, self.tp)
         out_BSHv = self.mix(source_BSr, latent_BSr, key_BSp, rope, mask)
-        return scatter_sum(self.wo(out_BSHv.flatten(2)), 1, self.tp)
+        return reduce_scatter_autograd(self.wo(out_BSHv.flatten(2)), 1, self.tp)
 
     # A method so that generation can replace it.
     def mix(

@@ -16,10 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import NO_GROUP, Group, gather, local, scatter_sum, sum_over
+from titanmoe.comm.collectives import (
+    NO_GROUP,
+    Group,
+    all_gather_autograd,
+    all_reduce_autograd,
+    reduce_scatter_autograd,
+    to_local,
+)
 from titanmoe.config.schema import Model
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
 
 def promote(x: Tensor) -> Tensor:
@@ -53,10 +60,10 @@ class _ProductAndInput(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor, grad_x: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
         grad_RN, grad_w, grad_b = grad_y.flatten(0, -2), None, None
-        grad_x = torch.addmm(grad_x.flatten(0, -2), grad_RN, w).view(grad_x.shape) if gradient_wanted(ctx, 0) else None
-        if gradient_wanted(ctx, 1):
+        grad_x = torch.addmm(grad_x.flatten(0, -2), grad_RN, w).view(grad_x.shape) if wants_gradient(ctx, 0) else None
+        if wants_gradient(ctx, 1):
             grad_w = grad_RN.t() @ x.flatten(0, -2)
-        if len(ctx.next_functions) == 3 and gradient_wanted(ctx, 2):
+        if len(ctx.next_functions) == 3 and wants_gradient(ctx, 2):
             grad_b = grad_RN.sum(0)
         return grad_x, grad_w, grad_b
 
@@ -65,7 +72,7 @@ def product_and_input(x: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Te
     """Return x w^T + b, and x for the next product of it: backward adds both gradients of x inside this product."""
     if torch.compiler.is_compiling():  # the compiler adds gradients where it likes
         return F.linear(x, w, b), x
-    return _ProductAndInput.apply(*(y if y is None else with_own_node(y) for y in (x, w, b)))
+    return _ProductAndInput.apply(*(y if y is None else as_non_leaf(y) for y in (x, w, b)))
 
 
 class Linear(nn.Module):
@@ -89,16 +96,16 @@ class Linear(nn.Module):
 
     def without_bias(self, x: Tensor) -> Tensor:
         """Return the product without the bias."""
-        return F.linear(x, local(self.weight))
+        return F.linear(x, to_local(self.weight))
 
     def effective_weight(self) -> Tensor:
         """Return the matrix that `without_bias` multiplies by, for code that multiplies by some of its rows."""
-        return local(self.weight)
+        return to_local(self.weight)
 
 
 def local_rows(parameter: nn.Parameter, rows: slice | None) -> Tensor:
     """Return some rows of this rank's shard of a parameter; None for all."""
-    return local(parameter) if rows is None else local(parameter)[rows]
+    return to_local(parameter) if rows is None else to_local(parameter)[rows]
 
 
 def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,7 +156,7 @@ class RMSNorm(nn.Module):
 
     def factor(self) -> Tensor:
         """Return the factor of normed x, in the weight's dtype: in 16 bits as coarse as an ordinary norm's weight."""
-        return 1 + local(self.weight) if self.adds_one else local(self.weight)
+        return 1 + to_local(self.weight) if self.adds_one else to_local(self.weight)
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -171,7 +178,7 @@ def plain_norm(x: Tensor, weight_D: Tensor, eps: float, tp: Group = NO_GROUP) ->
     wide = promote(x)
     mean_square = wide.square().mean(-1, keepdim=True)
     if tp.size > 1:
-        mean_square = sum_over(mean_square, tp) / tp.size
+        mean_square = all_reduce_autograd(mean_square, tp) / tp.size
     return (wide * torch.rsqrt(mean_square + eps) * weight_D).to(x.dtype)
 
 
@@ -207,9 +214,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BsD: Tensor) -> Tensor:
         """Return the output for the tokens that this rank owns. Collective over tp."""
-        x_BSD = gather(x_BsD, 1, self.tp)
+        x_BSD = all_gather_autograd(x_BsD, 1, self.tp)
         gate_BSF, x_BSD = self.w1(x_BSD, pass_on=True)
-        return scatter_sum(self.down(gate_BSF, self.w3(x_BSD)), 1, self.tp)
+        return reduce_scatter_autograd(self.down(gate_BSF, self.w3(x_BSD)), 1, self.tp)
 
     def down(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
         """Return the down projection of the activation of gate and up."""

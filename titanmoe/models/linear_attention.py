@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import NO_GROUP, gather, local, scatter_sum
+from titanmoe.comm.collectives import NO_GROUP, all_gather_autograd, reduce_scatter_autograd, to_local
 from titanmoe.config.schema import Model
 from titanmoe.mask import Mask
 from titanmoe.models.layers import Linear, RMSNorm, promote, swiglu, use_recomputable
@@ -112,9 +112,9 @@ class GatedDelta(nn.Module):
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         """Return the output for the tokens that this rank owns. Collective over tp, and over cp by `segments`."""
-        qkv, z, decay, beta = self.project(self.segments.split(gather(x_BsD, 1, self.tp)))
+        qkv, z, decay, beta = self.project(self.segments.split(all_gather_autograd(x_BsD, 1, self.tp)))
         out_RcHv = self.mix(qkv, decay, beta, mask)
-        return scatter_sum(self.segments.join(self.down(out_RcHv, z)), 1, self.tp)
+        return reduce_scatter_autograd(self.segments.join(self.down(out_RcHv, z)), 1, self.tp)
 
     # A method so that generation can replace it.
     def mix(self, qkv: Sequence[Tensor], decay: Tensor, beta_RcH: Tensor | None, mask: Mask) -> Tensor:
@@ -140,14 +140,14 @@ class GatedDelta(nn.Module):
             decay = -softplus(-promote(self.wg_b(self.wg_a(x_RcD)))) / GLA_TEMPERATURE
             return decay.unflatten(-1, (-1, self.heads.key_dim)), None
         b_RcH, x_RcD = self.wb(x_RcD, pass_on=True)
-        A_log, bias = (promote(local(p)) for p in (self.A_log, self.dt_bias))
+        A_log, bias = (promote(to_local(p)) for p in (self.A_log, self.dt_bias))
         return -A_log.exp() * softplus(promote(self.wa(x_RcD)) + bias), promote(b_RcH).sigmoid()
 
     def convolve(self, qkv: Sequence[Tensor], before: Sequence[Tensor], until: Tensor | None) -> tuple[Tensor, ...]:
         """Return queries, keys and values after the convolution, by head."""
         taps, widths = (self.conv_q, self.conv_k, self.conv_v), (self.heads.key_dim,) * 2 + (self.heads.value_dim,)
         return tuple(
-            short_convolution(x, x_before, local(taps), until).unflatten(-1, (-1, width))
+            short_convolution(x, x_before, to_local(taps), until).unflatten(-1, (-1, width))
             for x, x_before, taps, width in zip(qkv, before, taps, widths, strict=True)
         )
 
@@ -163,7 +163,7 @@ class GatedDelta(nn.Module):
         """Return the recurrence's output. Collective over cp, because a segment starts from the state before it."""
         length = q_RcKk.shape[1]
         documents = (None, None) if until is None else (until[:, -length:], until[:, -length - 1])
-        chunks = gated_delta_rule.cut(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents, self.kernels)
+        chunks = gated_delta_rule.make_segment(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents, self.kernels)
         before = self.segments.states_before(*chunks.map()) if len(self.segments.order) > 1 else None
         return chunks.run(before)[0]
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import local
+from titanmoe.comm.collectives import to_local
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.models.layers import Linear, local_rows, zeros
@@ -95,11 +95,11 @@ class AdaptedLinear(Linear):
 
     def effective_weight(self) -> Tensor:
         """Return W + alpha / r * B A."""
-        return super().effective_weight() + self.adapters_scale * local(self.lora_B) @ local(self.lora_A)
+        return super().effective_weight() + self.adapters_scale * to_local(self.lora_B) @ to_local(self.lora_A)
 
     def adapted(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
         """Return y + alpha / r * B A x, with only some rows of B if `rows` is given."""
-        return y + F.linear(self.adapters_scale * F.linear(x, local(self.lora_A)), local_rows(self.lora_B, rows))
+        return y + F.linear(self.adapters_scale * F.linear(x, to_local(self.lora_A)), local_rows(self.lora_B, rows))
 
 
 class AdaptedExperts(Experts):
@@ -124,7 +124,7 @@ class AdaptedExperts(Experts):
         if not hasattr(self, "w2_lora_A"):
             return super().down(products, hidden, weight_R1)
         a, b = self.pair("w2", products)
-        y_RD, narrow_Rr = products.down(hidden, weight_R1, local(self.w2), a)
+        y_RD, narrow_Rr = products.down(hidden, weight_R1, to_local(self.w2), a)
         y_RD += products.up(self.adapters_scale * narrow_Rr, b)[0]
         return y_RD
 
@@ -133,6 +133,6 @@ class AdaptedExperts(Experts):
 
         That product needs a rank that is a multiple of 16 bytes.
         """
-        a, b = (local(getattr(self, adapter)) for adapter in adapter_names(name))
+        a, b = (to_local(getattr(self, adapter)) for adapter in adapter_names(name))
         missing = -a.shape[1] % (16 // a.element_size()) if products.grouped else 0
         return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

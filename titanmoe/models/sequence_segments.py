@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm.collectives import NO_GROUP, Group, gather
+from titanmoe.comm.collectives import NO_GROUP, Group, all_gather_autograd
 
 
 class SequenceSegments(NamedTuple):
@@ -73,7 +73,7 @@ class SequenceSegments(NamedTuple):
 
     def _gather(self, x_R: Tensor) -> list[Tensor]:
         """Gather x of each segment of the sequence, in the order of the sequence."""
-        gathered = gather(x_R.unflatten(0, (-1, len(self.own))), 1, self.group).unbind(1)
+        gathered = all_gather_autograd(x_R.unflatten(0, (-1, len(self.own))), 1, self.group).unbind(1)
         return [gathered[self.order.index(n)] for n in range(len(self.order))]
 
     def _stack(self, segments: list[Tensor]) -> Tensor:

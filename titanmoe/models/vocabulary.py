@@ -14,13 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import NO_GROUP, Group, all_gather, all_reduce, gather, local, scatter_sum
+from titanmoe.comm.collectives import (
+    NO_GROUP,
+    Group,
+    all_gather,
+    all_gather_autograd,
+    all_reduce,
+    reduce_scatter_autograd,
+    to_local,
+)
 from titanmoe.models.candidate_classes import candidate_log_probs, top_k_log_probs
 from titanmoe.models.layers import RMSNorm, promote
 from titanmoe.models.logit_slices import accumulate_slice, shift_weighted_sum, slice_backward, slices, vocabulary_rows
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 from titanmoe.tokens import IGNORE
 
 
@@ -34,11 +42,11 @@ class Embedding(nn.Module):
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         """Return the embeddings of the tokens that this rank owns. Collective over tp."""
-        weight = local(self.weight)
+        weight = to_local(self.weight)
         if self.tp.size == 1:
             return F.embedding(ids_BS, weight)
         row_BS, is_own_BS = vocabulary_rows(ids_BS, weight.shape[0], self.tp)
-        return scatter_sum(F.embedding(row_BS, weight) * is_own_BS.unsqueeze(-1), 1, self.tp)
+        return reduce_scatter_autograd(F.embedding(row_BS, weight) * is_own_BS.unsqueeze(-1), 1, self.tp)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -158,8 +166,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         scale_T, use_kernel = has_label_T * grad_T, fused(ctx.kernels, x_TD)
         if use_kernel:
             from titanmoe.ops.kernels.loss import loss_slice_backward
-        grad_x_TD = torch.zeros_like(x_TD, dtype=grad_T.dtype) if gradient_wanted(ctx, 0) else None
-        grad_w_VD = torch.empty_like(weight_VD) if gradient_wanted(ctx, 1) else None
+        grad_x_TD = torch.zeros_like(x_TD, dtype=grad_T.dtype) if wants_gradient(ctx, 0) else None
+        grad_w_VD = torch.empty_like(weight_VD) if wants_gradient(ctx, 1) else None
         begin = 0
         for weight_vD in slices(weight_VD, ctx.chunks):
             end = begin + weight_vD.shape[0]
@@ -201,7 +209,7 @@ def chunked_cross_entropy(
         kernels: moe.kernels, whether Triton kernels are used.
         with_entropy: whether to compute the entropy of each distribution.
     """
-    x_TD, weight_VD = with_own_node(x_TD), with_own_node(weight_VD)
+    x_TD, weight_VD = as_non_leaf(x_TD), as_non_leaf(weight_VD)
     return _ChunkedCrossEntropy.apply(x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy)
 
 
@@ -294,7 +302,7 @@ class Head(nn.Module):
         """
         normed_BsD = self.norm(x_BsD)
         if labels_BS is None:
-            return all_gather(F.linear(gather(normed_BsD, 1, self.tp), local(self.weight)), 2, self.tp)
+            return all_gather(F.linear(all_gather_autograd(normed_BsD, 1, self.tp), to_local(self.weight)), 2, self.tp)
         if self.candidates or self.top_k:
             return self.classes(normed_BsD, labels_BS, candidates_BSK)
         scores_NBS = self.scores(normed_BsD, labels_BS, self.with_entropy)
@@ -337,8 +345,8 @@ class Head(nn.Module):
 
     def _inputs(self, normed_BsD: Tensor) -> tuple[Tensor, Tensor, int]:
         """Gather the tokens over tp. Return them, this rank's weight, and the number of slices to split it into."""
-        x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)
+        x_TD, weight_VD = all_gather_autograd(normed_BsD, 1, self.tp).flatten(0, 1), to_local(self.weight)
         # With candidates a slice is in memory twice, the second time without the candidates.
         width = torch.promote_types(x_TD.dtype, torch.float32).itemsize * (2 if self.candidates or self.top_k else 1)
-        most = device.way(x_TD, CHUNK_BYTES_GPU, cpu=CHUNK_BYTES, compiled=True)
+        most = device.choose(x_TD, CHUNK_BYTES_GPU, cpu=CHUNK_BYTES, compiled=True)
         return x_TD, weight_VD, chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks, most)

@@ -33,7 +33,7 @@ from titanmoe.moe.grouped_mm import (
     loop_product,
 )
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
 Kind = Literal["grouped", "even", "loop"]
 """How rows are multiplied: by torch's grouped product, by a batched one if all experts have as many rows, or one expert
@@ -64,7 +64,7 @@ class ExpertProducts:
         Args:
             sums: for the first of the weights, what adds the gradient to a sum, if autograd does not get it.
         """
-        return _Up.apply(with_own_node(x_RD), self, sums, *map(with_own_node, weights))
+        return _Up.apply(as_non_leaf(x_RD), self, sums, *map(as_non_leaf, weights))
 
     def down(
         self, hidden: tuple[Tensor, ...], weight_R1: Tensor, *weights: Tensor, add: AddGradient | None = None
@@ -74,7 +74,7 @@ class ExpertProducts:
         Args:
             add: adds the gradient of the first of the weights to a sum, if autograd does not get it.
         """
-        return _Down.apply(self, add, recomputing(), len(hidden), *hidden, weight_R1, *map(with_own_node, weights))
+        return _Down.apply(self, add, recomputing(), len(hidden), *hidden, weight_R1, *map(as_non_leaf, weights))
 
     # ---- not differentiable: the factors of a product, the product, and the gradient of a weight
 
@@ -112,7 +112,7 @@ class _Up(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         x_RD, *weights = ctx.saved_tensors
-        wanted = [gradient_wanted(ctx, i) for i in range(1 + len(weights))]  # of the inputs that are tensors
+        wanted = [wants_gradient(ctx, i) for i in range(1 + len(weights))]  # of the inputs that are tensors
         grad_x, grad_weights = up_backward(ctx.how, grads, x_RD, weights, wanted, ctx.sums)
         return grad_x, None, None, *grad_weights
 
@@ -141,8 +141,8 @@ class _Down(torch.autograd.Function):
         tensors, parts = ctx.saved_tensors, ctx.parts
         hidden, weight_R1, weights = tensors[:parts], tensors[parts], tensors[parts + 1 :]
         # The routing weights may have a gradient where the rows have none: where nothing before the router is trained.
-        inputs = any(gradient_wanted(ctx, i) for i in range(parts + 1))
-        wanted = [inputs, *(gradient_wanted(ctx, parts + 1 + i) for i in range(len(weights)))]
+        inputs = any(wants_gradient(ctx, i) for i in range(parts + 1))
+        wanted = [inputs, *(wants_gradient(ctx, parts + 1 + i) for i in range(len(weights)))]
         grad_both, grad_R1, grad_weights = down_backward(ctx.how, grads, hidden, weight_R1, weights, wanted, ctx.add)
         grad_hidden = [None] * parts if grad_both is None else grad_both.chunk(parts, 1)
         return None, None, None, None, *grad_hidden, grad_R1, *grad_weights

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe import observe
-from titanmoe.comm.collectives import local
+from titanmoe.comm.collectives import to_local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
@@ -60,7 +60,7 @@ class Experts(nn.Module):
         """By name, those whose products are gate and up; one if they lie side by side."""
         if self.w1_and_w3 is not None:
             return {"w1_and_w3": self.w1_and_w3}
-        return {"w1": local(self.w1), "w3": local(self.w3)}
+        return {"w1": to_local(self.w1), "w3": to_local(self.w3)}
 
     def uses_grouped_mm(self, x_RD: Tensor, w1_eFD: Tensor) -> bool:
         """Whether these rows go through torch's grouped product."""
@@ -78,7 +78,7 @@ class Experts(nn.Module):
 
     def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | TracedProducts:
         """Return how this call multiplies."""
-        kind: Kind = "grouped" if self.uses_grouped_mm(x_RD, local(self.w1)) else "loop"
+        kind: Kind = "grouped" if self.uses_grouped_mm(x_RD, to_local(self.w1)) else "loop"
         if kind == "loop" and self.even_rows:
             kind = "even"
         if torch.compiler.is_compiling():
@@ -96,11 +96,11 @@ class Experts(nn.Module):
         return products.up(x_RD, *weights.values(), sums=[self.sums.get(name) for name in weights])
 
     def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
-        (y_RD,) = products.down(hidden, weight_R1, local(self.w2), add=self.sums.get("w2"))
+        (y_RD,) = products.down(hidden, weight_R1, to_local(self.w2), add=self.sums.get("w2"))
         return y_RD
 
     def add_up_bias(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:
-        w1_eF, w3_eF = local(self.w1_bias), local(self.w3_bias)
+        w1_eF, w3_eF = to_local(self.w1_bias), to_local(self.w3_bias)
         biases = (w1_eF, w3_eF) if len(hidden) == 2 else (torch.cat((w1_eF, w3_eF), 1),)
         hidden = tuple(torch.addmm(x, member_Re, bias) for x, bias in zip(hidden, biases, strict=True))
         if not self.has_unused_slots:
@@ -111,7 +111,7 @@ class Experts(nn.Module):
     def add_down_bias(self, y_RD: Tensor, weight_Re: Tensor) -> Tensor:
         """Add the bias of the last product, times each row's routing weight: (R, e), 0 where it is not its expert's."""
         # The etp ranks of an expert return summands: each adds the bias to its own columns only.
-        bias_ed = local(self.w2_bias)
+        bias_ed = to_local(self.w2_bias)
         before = self.etp_rank * bias_ed.shape[1]
         bias_eD = F.pad(bias_ed, (before, y_RD.shape[1] - before - bias_ed.shape[1]))
         return torch.addmm(y_RD, weight_Re.to(y_RD.dtype), bias_eD)

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from titanmoe.comm import host
+from titanmoe.comm import host_sync
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
 
@@ -31,7 +31,7 @@ class Groups:
 
     @cached_property
     def sizes(self) -> list[int]:
-        return host.read(self.count_e)  # on GPUs the host waits
+        return host_sync.read_numbers(self.count_e)  # on GPUs the host waits
 
 
 def as_groups(count: Tensor | Groups) -> Groups:

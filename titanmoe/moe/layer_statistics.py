@@ -59,7 +59,7 @@ class Statistic(NamedTuple):
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
     """Return the summed entropy of the tokens that are not padding, and how many there are, as (2,) in float64."""
     if fused(kernels, scores_TE) and not torch.compiler.is_compiling():
-        from titanmoe.ops.kernels.score_spread import entropy_and_count as sums
+        from titanmoe.ops.kernels.router_entropy import entropy_and_count as sums
 
         return sums(scores_TE, valid_T, normalise).sum(0)
     valid_T = valid_T.to(scores_TE.dtype)

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import local_whole
+from titanmoe.comm.collectives import to_local_replicated
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.router_product import product_by_parts, takes_parts
+from titanmoe.moe.router_product import product_by_terms, uses_terms
 from titanmoe.moe.score_functions import score_function_of
 from titanmoe.observe import named
 from titanmoe.ops import counter_rng
@@ -47,10 +47,10 @@ class Router(nn.Module):
     def _logits(self, x_TD: Tensor, index_T: Tensor) -> Tensor:
         options, wide = self.options, torch.promote_types(x_TD.dtype, self.wide)
         noise = options.jitter > 0 and torch.is_grad_enabled()  # none in validation
-        weight_ED = local_whole(self.weight).to(wide)
-        bias_E = None if self.bias is None else local_whole(self.bias).to(wide)
-        if not noise and takes_parts(options.router_product, x_TD, wide):
-            logits_TE = product_by_parts(x_TD, weight_ED, options.kernels)
+        weight_ED = to_local_replicated(self.weight).to(wide)
+        bias_E = None if self.bias is None else to_local_replicated(self.bias).to(wide)
+        if not noise and uses_terms(options.router_product, x_TD, wide):
+            logits_TE = product_by_terms(x_TD, weight_ED, options.kernels)
             return logits_TE if bias_E is None else logits_TE + bias_E
         x_TD = x_TD.to(wide)
         if noise:

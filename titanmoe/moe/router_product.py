@@ -23,16 +23,16 @@ from torch import Tensor
 
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
 
-def takes_parts(setting: str, x_TD: Tensor, wide: torch.dtype) -> bool:
+def uses_terms(setting: str, x_TD: Tensor, wide: torch.dtype) -> bool:
     """Return whether the product goes by parts: `[moe] router_product`."""
     fits = x_TD.dtype == torch.bfloat16 and wide == torch.float32
     return setting == "auto" and fits and device.kind(x_TD) == "cuda"
 
 
-def plain_parts(x_RC: Tensor, backwards: bool) -> Tensor:
+def plain_bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
     """(R, 4, C): the first part of each row twice, the second, the third; or in the opposite order. Both uses of them
     are then neighbours."""
     first = x_RC.bfloat16()
@@ -42,12 +42,12 @@ def plain_parts(x_RC: Tensor, backwards: bool) -> Tensor:
     return torch.stack(parts[::-1] if backwards else parts, 1)
 
 
-def _parts(x_RC: Tensor, backwards: bool, kernels: str) -> Tensor:
+def _terms(x_RC: Tensor, backwards: bool, kernels: str) -> Tensor:
     if fused(kernels, x_RC):
-        from titanmoe.ops.kernels.bfloat16_parts import bfloat16_parts
+        from titanmoe.ops.kernels.bfloat16_terms import bfloat16_terms
 
-        return bfloat16_parts(x_RC.contiguous(), backwards)
-    return plain_parts(x_RC, backwards)
+        return bfloat16_terms(x_RC.contiguous(), backwards)
+    return plain_bfloat16_terms(x_RC, backwards)
 
 
 def _product_on_gpu(a: Tensor, b: Tensor) -> Tensor:
@@ -60,14 +60,14 @@ def _plain_product(a: Tensor, b: Tensor) -> Tensor:
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """float32 of bfloat16."""
-    return device.way(a, _product_on_gpu, cpu=_plain_product)(a, b)
+    return device.choose(a, _product_on_gpu, cpu=_plain_product)(a, b)
 
 
-class _ProductByParts(torch.autograd.Function):
+class _ProductByTerms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
         E, D = w_ED.shape
-        parts_XD = _parts(w_ED.view(1, -1), False, kernels).view(4 * E, D)
+        parts_XD = _terms(w_ED.view(1, -1), False, kernels).view(4 * E, D)
         ctx.save_for_backward(x_TD if ctx.needs_input_grad[1] else None, parts_XD)
         ctx.kernels = kernels
         return _wide_product(x_TD, parts_XD[E:].t()).unflatten(1, (3, E)).sum(1)
@@ -76,14 +76,14 @@ class _ProductByParts(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, parts_XD = ctx.saved_tensors
         E, dx_TD, dw_ED = grad_TE.shape[1], None, None
-        grads_TX = _parts(grad_TE, True, ctx.kernels).flatten(1)  # g3 g2 g1 g1
-        if gradient_wanted(ctx, 1):
+        grads_TX = _terms(grad_TE, True, ctx.kernels).flatten(1)  # g3 g2 g1 g1
+        if wants_gradient(ctx, 1):
             dw_ED = _wide_product(grads_TX[:, : 3 * E].t(), x_TD).unflatten(0, (3, E)).sum(0)
-        if gradient_wanted(ctx, 0):
+        if wants_gradient(ctx, 0):
             dx_TD = grads_TX[:, E:] @ parts_XD[: 3 * E]
         return dx_TD, dw_ED, None
 
 
-def product_by_parts(x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
+def product_by_terms(x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
     """x w^T in float32, of x in bfloat16 and w in float32."""
-    return _ProductByParts.apply(with_own_node(x_TD), with_own_node(w_ED), kernels)
+    return _ProductByTerms.apply(as_non_leaf(x_TD), as_non_leaf(w_ED), kernels)

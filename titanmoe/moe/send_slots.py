@@ -132,9 +132,9 @@ def assign_unpadded_slots(
         The choice in each slot, the slots of each choice (as `assign_slots`), and each expert's count (E,).
     """
     if fused(kernels, chosen_TK):
-        from titanmoe.ops.kernels import choice_rows
+        from titanmoe.ops.kernels import slot_kernels
 
-        return choice_rows.assign_unpadded_slots(chosen_TK, num_experts, ep, etp)
+        return slot_kernels.assign_unpadded_slots(chosen_TK, num_experts, ep, etp)
     order, count_E = sort_by_expert(chosen_TK, num_experts)
     return *assign_slots(chosen_TK, order, count_E, ep, etp, 0, chosen_TK.numel() * etp), count_E
 
@@ -150,9 +150,9 @@ def order_by_expert(count_Ge: Tensor, rows: int, kernels: str = "auto") -> tuple
         rows: their sum, which the host knows.
     """
     if fused(kernels, count_Ge):
-        from titanmoe.ops.kernels import choice_rows
+        from titanmoe.ops.kernels import slot_kernels
 
-        return choice_rows.regroup(count_Ge, rows)
+        return slot_kernels.regroup(count_Ge, rows)
     start_Ge = (count_Ge.flatten().cumsum(0) - count_Ge.flatten()).view_as(count_Ge)
     length = count_Ge.t().flatten()
     shift = start_Ge.t().flatten() - (length.cumsum(0) - length)

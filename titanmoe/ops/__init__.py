@@ -1,1 +1,1 @@
-"""Kernels and fused chains, each with its plain formula; counted random numbers; names for a profiler."""
+"""Operations with fast paths, each beside its plain formula; counted random numbers; the choice by device."""

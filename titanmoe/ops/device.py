@@ -1,8 +1,8 @@
-"""Which code runs on which device: GPUs need kernels and few launches, CPUs data that stays in their caches.
+"""Chooses the implementation for a device: GPUs need kernels and few launches, CPUs data that stays in caches.
 
-Only this module decides. What serves CPUs alone is in `titanmoe.ops.cpu`, and `way` says where it is taken. Code that
+Only this module decides. Code for CPUs alone is in `titanmoe.ops.cpu`, and `choose` says where it is used. Code that
 merely calls torch.cuda, and so needs a real GPU, looks at the tensor's own device. A rehearsal runs on fake CPU tensors
-but takes the code of hardware that is not there: `as_on`.
+but takes the code of hardware that is absent: `imitate`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 Kind = Literal["cpu", "cuda"]
-Way = TypeVar("Way")
+Implementation = TypeVar("Implementation")
 
 
 class Hardware(NamedTuple):
+    """A kind of device, as far as the choice of code depends on it."""
+
     kind: Kind
     capability: tuple[int, int] = (0, 0)
     """CUDA's number for the GPU generation: (9, 0) is Hopper."""
@@ -34,13 +36,14 @@ HARDWARE = {
 """The hardware that a rehearsal can imitate, by name."""
 
 _instead: Hardware | None = None
-"""The hardware that CPU tensors represent during a rehearsal. A global, because code deep inside autograd has no caller
-that could pass it on.
+"""The hardware that CPU tensors represent during a rehearsal.
+
+A global, because code deep inside autograd has no caller that could pass it on.
 """
 
 
 @contextmanager
-def as_on(hardware: Hardware) -> Iterator[None]:
+def imitate(hardware: Hardware) -> Iterator[None]:
     """Run the code for this hardware, although the tensors are on the CPU."""
     global _instead
     before, _instead = _instead, hardware
@@ -50,32 +53,42 @@ def as_on(hardware: Hardware) -> Iterator[None]:
         _instead = before
 
 
-def pretended() -> bool:
-    """Whether a rehearsal runs the code for other hardware."""
+def is_imitated() -> bool:
+    """Return whether a rehearsal runs the code for other hardware."""
     return _instead is not None
 
 
 def kind(where: Tensor | torch.device | str) -> str:
-    """ "cuda" or "cpu" by the code to run; "meta" takes the code of GPUs where that needs no kernel."""
+    """Return the device type whose code runs: "cuda" or "cpu", or "meta", which takes the code of GPUs without kernels.
+
+    Args:
+        where: a tensor, a device or a device type. CPU tensors count as the hardware that a rehearsal imitates.
+    """
     own_kind = where if isinstance(where, str) else where.type if isinstance(where, torch.device) else where.device.type
     return _instead.kind if _instead is not None and own_kind == "cpu" else own_kind
 
 
-def way(where: Tensor | torch.device | str, usual: Way, *, cpu: Way, compiled: bool = False) -> Way:
-    """Which way on this device: `cpu`, usually from titanmoe.ops.cpu, or `usual`.
+def choose(
+    where: Tensor | torch.device | str, usual: Implementation, *, cpu: Implementation, compiled: bool = False
+) -> Implementation:
+    """Return the implementation for this device: `cpu`, which is usually from titanmoe.ops.cpu, or else `usual`.
 
-    compiled: also in compiled code. Most of what is for CPUs fuses operations, and compilers do that by themselves.
+    Args:
+        compiled: whether `cpu` is taken in compiled code too. Most code for CPUs fuses operations, which compilers do
+            by
+        themselves.
     """
     on_cpu = kind(where) == "cpu" and (compiled or not torch.compiler.is_compiling())
     return cpu if on_cpu else usual
 
 
 def capability(device: torch.device | None = None) -> tuple[int, int]:
+    """Return the compute capability of the GPU, or of the hardware that a rehearsal imitates."""
     return torch.cuda.get_device_capability(device) if _instead is None else _instead.capability
 
 
-def kind_for(setting: str) -> Kind:
-    """The device that `[training] device` selects on this machine."""
+def kind_of_setting(setting: str) -> Kind:
+    """Return the device type that the value of training.device selects on this machine."""
     if setting == "cpu":
         return "cpu"
     if _instead is not None:

@@ -62,22 +62,22 @@ class ChunkedSegment(NamedTuple):
         # A state that is wider, of which values write to the end.
         identity = torch.eye(k, k + v, dtype=_wide(self.v_BSHv, self.decay), device=self.v_BSHv.device)
         identity = identity.expand(B, H, -1, -1)
-        if by_fla(kernels, self.v_BSHv):
+        if uses_fla(kernels, self.v_BSHv):
             q, key, v_BSHv, *others = self
             after = ChunkedSegment(q, key, F.pad(v_BSHv, (k, 0)), *others).run(identity)[1]
         else:
-            after = _again_in_backward(_state_after, identity, *tokens)
+            after = _recompute_in_backward(_state_after, identity, *tokens)
         return after[..., :k], after[..., k:]
 
     def run(self, state_BHkv: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The outputs (B, S, H, v), in v's dtype, and the state after the run, in float32 or wider."""
         *tokens, kernels = self
-        if by_fla(kernels, self.v_BSHv):
-            return _run_by_fla(state_BHkv, *tokens)
-        return _again_in_backward(_run, state_BHkv, *tokens)
+        if uses_fla(kernels, self.v_BSHv):
+            return _run_fla(state_BHkv, *tokens)
+        return _recompute_in_backward(_run, state_BHkv, *tokens)
 
 
-def cut(
+def make_segment(
     q_BSRk: Tensor,
     k_BSRk: Tensor,
     v_BSHv: Tensor,
@@ -98,13 +98,13 @@ def cut(
     return ChunkedSegment(q_BSRk, k_BSRk, v_BSHv, decay, beta_BSH, begins, kernels)
 
 
-def by_fla(kernels: str, x: Tensor) -> bool:
+def uses_fla(kernels: str, x: Tensor) -> bool:
     """Return whether fla-core's kernels compute it: those for float32 round to TF32 on the way."""
-    return FLA and kernels != "torch" and x.is_cuda and x.element_size() == 2 and not miscompiled(x.device)
+    return FLA and kernels != "torch" and x.is_cuda and x.element_size() == 2 and not is_miscompiled(x.device)
 
 
 @cache
-def miscompiled(gpu: torch.device) -> bool:
+def is_miscompiled(gpu: torch.device) -> bool:
     """Return whether this Triton computes wrong gradients of fla-core's kernels on this GPU: 3.4 to 3.7.0 do on Hopper
     (fla-org/flash-linear-attention, issue 640), where fla-core raises an error in backward.
     """
@@ -112,10 +112,10 @@ def miscompiled(gpu: torch.device) -> bool:
     return device.capability(gpu)[0] == 9 and (3, 4) <= triton < (3, 7, 1)
 
 
-def step(
+def step_token(
     state_BHkv: Tensor, q_BRk: Tensor, k_BRk: Tensor, v_BHv: Tensor, decay: Tensor, beta_BH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One token: its output (B, H, v), and the state after it. Arguments as those of `cut`, without S."""
+    """One token: its output (B, H, v), and the state after it. Arguments as those of `make_segment`, without S."""
     R, wide = q_BRk.shape[1], state_BHkv.dtype
     q, k, state, v, decay = (x.to(wide).unflatten(1, (R, -1)) for x in (q_BRk, k_BRk, state_BHkv, v_BHv, decay))
     q, k = _scaled(q, k, beta_BH)
@@ -127,13 +127,13 @@ def step(
     return out.flatten(1, 2).to(v_BHv.dtype), state.flatten(1, 2)
 
 
-def of_length_one(x: Tensor) -> Tensor:
+def l2_normalize(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _scaled(q: Tensor, k: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
     if beta is not None:
-        q, k = of_length_one(q), of_length_one(k)
+        q, k = l2_normalize(q), l2_normalize(k)
     return q * q.shape[-1] ** -0.5, k
 
 
@@ -141,7 +141,7 @@ def _wide(v: Tensor, decay: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(v.dtype, decay.dtype), torch.float32)
 
 
-def _again_in_backward(function: Callable, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+def _recompute_in_backward(function: Callable, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -279,7 +279,7 @@ NOTHING_LEFT = -100.0
 """A decay of which float32 has nothing left; small enough for sums of decays beside it to be right to 1e-5."""
 
 
-def _run_by_fla(
+def _run_fla(
     state_BHkv: Tensor | None,
     q_BSRk: Tensor,
     k_BSRk: Tensor,

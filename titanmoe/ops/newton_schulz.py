@@ -2,7 +2,7 @@
 
 classic: Keller Jordan's coefficients, alike in every step; singular values end between 0.68 and 1.13, if they began
 above 0.01 of the norm. polar_express: those of arXiv 2505.16932, each step's the best for what the one before leaves,
-with its divisors against rounding. `gain` says how much rounding the steps amplify at most.
+with its divisors against rounding. `largest_gain` says how much rounding the steps amplify at most.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LAST = (1.875, -1.25, 0.375)
 SAFETY = 1.01
 
 
-def coefficients(kind: str, steps: int) -> Coefficients:
+def step_coefficients(kind: str, steps: int) -> Coefficients:
     if kind == "classic":
         return (CLASSIC,) * steps
     safe = tuple((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS)
     return (safe + (LAST,) * steps)[:steps]
 
 
-def gain(steps: Coefficients) -> float:
+def largest_gain(steps: Coefficients) -> float:
     """By how much a tiny singular value grows: how much rounding may."""
     out = 1.0
     for a, _, _ in steps:
@@ -42,7 +42,7 @@ def gain(steps: Coefficients) -> float:
     return out
 
 
-def normed(x: Tensor, eps_norm: Tensor | float) -> Tensor:
+def normalize(x: Tensor, eps_norm: Tensor | float) -> Tensor:
     """x / (|x| + eps_norm), 0 for 0 / 0, of each matrix of a stack."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     norm = norm + eps_norm
@@ -52,7 +52,7 @@ def normed(x: Tensor, eps_norm: Tensor | float) -> Tensor:
 def orthogonalize(x: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> Tensor:
     """Of each matrix of a stack, in its dtype."""
     upright = x.shape[-2] > x.shape[-1]
-    x = normed(x.mT if upright else x, eps_norm)
+    x = normalize(x.mT if upright else x, eps_norm)
     for a, b, c in steps:
         gram = x @ x.mT
         if x.dim() == 3:
@@ -62,7 +62,7 @@ def orthogonalize(x: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> T
     return x.mT if upright else x
 
 
-def factor(gram: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> Tensor:
+def orthogonalizing_factor(gram: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> Tensor:
     """What to multiply wide matrices by from the left, given each one's X X': the same numbers as `orthogonalize`, but
     the gram matrix has the square of its condition, so in float32 at least."""
     norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt()[..., None, None] + eps_norm

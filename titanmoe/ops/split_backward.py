@@ -1,7 +1,8 @@
-"""Which gradients a backward pass wants from an autograd function with inputs and weights in one node.
+"""Tells an autograd function which gradients the running backward pass wants.
 
-Pipeline schedules that split backward run such a node twice: once for the gradients of its inputs, once for those of
-its weights. `ctx.needs_input_grad` does not distinguish them; the engine's plan for the running pass does.
+Pipeline schedules that split backward run a node with inputs and weights twice: once for the gradients of its inputs,
+once for those of its weights. `ctx.needs_input_grad` does not distinguish the two; the engine's plan for the running
+pass does.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ import torch
 from torch import Tensor
 
 
-def with_own_node(x: Tensor) -> Tensor:
-    """The same tensor, not a leaf: the engine cannot say whether it will visit one."""
+def as_non_leaf(x: Tensor) -> Tensor:
+    """Return x, as a view if it is a leaf that requires a gradient. The engine cannot say if it will visit a leaf."""
     if torch.compiler.is_compiling():  # a graph is never run for a part of its gradients
         return x
     return x.view_as(x) if x.is_leaf and x.requires_grad else x
 
 
-def gradient_wanted(ctx: torch.autograd.function.FunctionCtx, number: int) -> bool:
-    """Return whether the running backward pass wants the gradient of this input, which came through `with_own_node` or
-    a node. In traced code `number` counts all inputs, so those that are tensors come first there."""
+def wants_gradient(ctx: torch.autograd.function.FunctionCtx, number: int) -> bool:
+    """Return whether the running backward pass wants the gradient of an input of an autograd function.
+
+    Args:
+        number: the input's number. The input came through `as_non_leaf` or from another node. In traced code all inputs
+        are counted, so that tensors have to come first.
+    """
     if torch.compiler.is_compiling():
         return ctx.needs_input_grad[number]
     node = ctx.next_functions[number][0]

@@ -34,7 +34,7 @@ CUDNN, CUDNN_OF_LATENTS = 90000, 91100
 
 def missing(kernel: str, query: int) -> str:
     """Return why a kernel with queries of this width cannot run here, as text; "" if it can."""
-    if device.kind_for("auto") != "cuda":
+    if device.kind_of_setting("auto") != "cuda":
         return "it runs on GPUs, and there is none"
     major = device.capability()[0]
     if major not in MAJORS[kernel]:
@@ -45,7 +45,7 @@ def missing(kernel: str, query: int) -> str:
         package = PACKAGES[kernel]
         if find_spec(package.partition(".")[0]) is None or find_spec(package) is None:
             return f"the package {package} is not installed"
-    if kernel == "cudnn" and not device.pretended():
+    if kernel == "cudnn" and not device.is_imitated():
         version, oldest = torch.backends.cudnn.version() or 0, CUDNN_OF_LATENTS if query > 128 else CUDNN
         if version < oldest:
             return f"it needs cuDNN {oldest}, and this is {version}"
@@ -63,7 +63,7 @@ def pick(setting: str, query: int, value: int, deterministic: bool) -> Kernel:
     """
     if setting != "auto":
         return setting  # type: ignore[return-value]
-    wanted = PREFERRED.get(device.capability()[0], ()) if device.kind_for("auto") == "cuda" else ()
+    wanted = PREFERRED.get(device.capability()[0], ()) if device.kind_of_setting("auto") == "cuda" else ()
     fit = (one for one in wanted if not kernel_refuses(one, query, value, deterministic) and not missing(one, query))
     return next(fit, "fa2")
 
@@ -76,5 +76,5 @@ def use(kernel: Kernel) -> None:
         return
     if attention.current_flash_attention_impl() not in (None, name):
         attention.restore_flash_attention_impl()
-    if name is not None and not device.pretended():
+    if name is not None and not device.is_imitated():
         attention.activate_flash_attention_impl(name)

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.comm.collectives import NO_GROUP, Group, all_to_all, gather, send_rows, wait
+from titanmoe.comm.collectives import NO_GROUP, Group, all_gather_autograd, all_to_all_autograd, launch_all_to_all, wait
 from titanmoe.config.schema import Parallelism
 from titanmoe.mask import BlockPair, Mask
 from titanmoe.models.attention import causal_attention
@@ -172,7 +172,7 @@ def _pass_on(x: Tensor, group: Group) -> Tensor:
     """Start sending x to the next rank of the ring. Return the previous rank's x, to be waited for before use."""
     send, receive = [0] * group.size, [0] * group.size
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
-    return send_rows(x, send, receive, group)
+    return launch_all_to_all(x, send, receive, group)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def allgather_attention(
     group: Group,
 ) -> Tensor:
     """Return attention of this rank's queries to the gathered keys and values. Collective over cp."""
-    k, v = (placement.to_sequence_order(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
+    k, v = (placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     q, k, v = heads_first(q_BSHh, k, v)
     return _Gathered.apply(q, k, v, sinks_H, placement, group.rank, mask, report_lse).transpose(1, 2)
 
@@ -296,7 +296,7 @@ def full_sequence_attention(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H=None, re
     """Return attention over a full sequence on one rank: by torch's kernel where that is good, else block by block."""
     inputs = (q_BLHh, k_BLGh, v_BLGh, mask, sinks_H)
     # torch's kernel for CPUs computes what a mask hides.
-    hides = mask.until_BL is not None and device.way(q_BLHh, False, cpu=True, compiled=True)
+    hides = mask.until_BL is not None and device.choose(q_BLHh, False, cpu=True, compiled=True)
     if hides or mask.window or sinks_H is not None or report_lse is not None:
         return blockwise_attention(*inputs, report_lse)
     return causal_attention(*inputs)
@@ -304,7 +304,7 @@ def full_sequence_attention(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H=None, re
 
 def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
     """Scatter dim `give` over the ranks and gather dim `take` from them, in rank order. Collective over the group."""
-    pieces = all_to_all(torch.cat(x.chunk(group.size, give)), group).chunk(group.size)
+    pieces = all_to_all_autograd(torch.cat(x.chunk(group.size, give)), group).chunk(group.size)
     return torch.cat(pieces, take)
 
 

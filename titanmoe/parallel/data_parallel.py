@@ -24,7 +24,7 @@ from titanmoe.models.tensors import expert_data_dim
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device
-from titanmoe.ops.cpu.fsdp import send_over_gloo
+from titanmoe.ops.cpu.fsdp import use_gloo_collectives
 from titanmoe.parallel.parallel_plan import put_on_mesh
 
 
@@ -59,7 +59,7 @@ def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism,
     reduce = getattr(torch, training.mixed_precision_reduce)
     # Inputs are not cast: they already have the dtype that the block computes in.
     wide = torch.promote_types(param, reduce)
-    over_gloo = device.way(meshes.dense_data.device_type, None, cpu=send_over_gloo)
+    over_gloo = device.choose(meshes.dense_data.device_type, None, cpu=use_gloo_collectives)
     policy = MixedPrecisionPolicy(param, wide, cast_forward_inputs=False)
     unsharded = experts_are_unsharded(parallelism, training, meshes.fold.edp)
     ignored = {parameter for moe in model.moe_layers().values() for parameter in moe.router.parameters()}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from titanmoe.comm.collectives import Group, gather
+from titanmoe.comm.collectives import Group, all_gather_autograd
 from titanmoe.mask import Mask, sees
 from titanmoe.models.layers import promote
 from titanmoe.ops import device as hardware
@@ -150,5 +150,5 @@ def flex_attention_over(
     flex=flex,
 ) -> Tensor:
     """Return attention of this rank's queries to the gathered keys and values. Collective over cp."""
-    k, v = (masks.placement.to_sequence_order(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
+    k, v = (masks.placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     return flex(q_BSHh, k, v, masks(k.shape[1], mask, q_BSHh.device), sinks_H, report_lse)

@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from titanmoe.comm.collectives import Group, all_reduce, send_rows, wait
+from titanmoe.comm.collectives import Group, all_reduce, launch_all_to_all, wait
 from titanmoe.models.matrices import ROUND, Matrix
 from titanmoe.parallel.matrix_shards import ShardedWeight, ShardGroup
 
@@ -101,7 +101,7 @@ class OwnerExchange:
             return out
 
         sent = (s.read(weight_shards[w.name]) for w, _, s in local if w.sharding.is_sender[rank] and s.rows)
-        received = wait(send_rows(joined(sent, sum(self.to_owners[0])), *self.to_owners, group), group)
+        received = wait(launch_all_to_all(joined(sent, sum(self.to_owners[0])), *self.to_owners, group), group)
         full, begin = [received.new_empty(weight.sharding.matrices[i].shape) for weight, i in self.owned], 0
         for r in ranks:
             for (weight, i), matrix in zip(self.owned, full, strict=True):
@@ -121,7 +121,7 @@ class OwnerExchange:
         )
         message = joined(results, sum(self.from_owners[0]))
         full.clear()
-        received, begin = wait(send_rows(message, *self.from_owners, group), group), 0
+        received, begin = wait(launch_all_to_all(message, *self.from_owners, group), group), 0
         for weight, matrix, shard in local:
             if shard.rows:
                 end, out = begin + prod(shard.shape), weight_shards[weight.name]

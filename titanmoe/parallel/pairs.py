@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from titanmoe.comm.turns import Turns
+from titanmoe.comm.interleave import InterleavedPair
 from titanmoe.observe import OTHERS_TURN, region
 
 Computation = torch_schedules._ComputationType
@@ -28,14 +28,14 @@ class Pairs:
     """The function that torch's runtime calls for a pair, in place of its own code (`register_custom_function`)."""
 
     def __init__(self, device: torch.device):
-        self.device, self.turns = device, Turns(partial(region, OTHERS_TURN))
+        self.device, self.turns = device, InterleavedPair(partial(region, OTHERS_TURN))
 
     def __call__(self, action: Action, context: torch_schedules._PipelineContext) -> None:
         """Run the forward and the backward of a pair in turns."""
-        # Each covers what the other sends only if forward is first (`turns.give_up_in_backward`).
+        # Each covers what the other sends only if forward is first (`interleave.yield_in_backward`).
         both = sorted(action.sub_actions, key=lambda one: one.computation_type != Computation.FORWARD)
         first, second = [self._ready(one, context) for one in both]
-        self.turns.take(first, self._for_other_thread(second))
+        self.turns.run(first, self._for_other_thread(second))
 
     def _ready(self, action: Action, context: torch_schedules._PipelineContext) -> Callable[[], None]:
         """Wait for the input of a forward or backward from other ranks, and return the function that runs it."""

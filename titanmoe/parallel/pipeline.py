@@ -28,7 +28,7 @@ from titanmoe.fold.pipeline_schedules import COST, SINGLE, Action, Cell, bubble,
 from titanmoe.fold.rank_groups import groups
 from titanmoe.models.transformer import Transformer
 from titanmoe.observe import region
-from titanmoe.ops.device import way
+from titanmoe.ops.device import choose
 from titanmoe.parallel import pairs
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.parallel.unsharded import UnshardedExperts
@@ -120,7 +120,7 @@ def message_groups(ranks: list[int], meshes: Meshes, device: torch.device) -> di
         device: the device that this rank computes on.
     """
     numbers = channels(ranks)
-    numbers = way(device, numbers, cpu=dict.fromkeys(numbers, 0))
+    numbers = choose(device, numbers, cpu=dict.fromkeys(numbers, 0))
     parts = groups(meshes.fold, "attention", "pp")
     made = {
         n: meshes.communicators.group(f"stages {n}" if n else "stages", parts) for n in sorted(set(numbers.values()))

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from titanmoe import observe
-from titanmoe.comm.recomputation import cached_tensor, contexts, outside, recomputing
+from titanmoe.comm.recomputation import cached_tensor, leave_checkpointed_region, recomputing, region_contexts
 from titanmoe.config.schema import ActivationCheckpoint
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.layer import MoE
@@ -65,7 +65,7 @@ def _checkpoint_feed(block: Block) -> None:
     def run(x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor] | None = None) -> Tensor:
         if attend is not None:  # attention of a second half is not recomputed here
             attend = partial(cached_tensor, attend)
-        return _checkpointed(plain, x_BsD, tokens, attend, context_fn=contexts)
+        return _checkpointed(plain, x_BsD, tokens, attend, context_fn=region_contexts)
 
     block.feed = run
 
@@ -76,8 +76,8 @@ def _checkpoint_products(moe: MoE) -> None:
     def run(*routed: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return _checkpointed(plain, *routed)
-        with outside():
-            return _checkpointed(plain, *routed, context_fn=contexts)
+        with leave_checkpointed_region():
+            return _checkpointed(plain, *routed, context_fn=region_contexts)
 
     moe.experts.products = run
 
@@ -89,7 +89,7 @@ def _dispatch_once(moe: MoE) -> None:
     def run(*inputs: Any) -> Any:
         if recomputing():
             return _NotDispatched()
-        with outside():
+        with leave_checkpointed_region():
             return plain(*inputs)
 
     moe.dispatcher.dispatch = run
@@ -122,7 +122,7 @@ def _end_at_products(moe: MoE) -> None:
 
 _RECOMPUTED_TOO_MUCH = (
     "backward would recompute a layer past its experts: what a dispatcher saves for backward has to be saved inside "
-    "titanmoe.comm.recomputation.saved()"
+    "titanmoe.comm.recomputation.save_tensors()"
 )
 
 

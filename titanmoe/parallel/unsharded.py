@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanmoe.comm.collectives import Group, local, start_sum, wait, with_layout_of
+from titanmoe.comm.collectives import Group, gradient_from_local, launch_all_reduce, to_local, wait
 from titanmoe.config.schema import Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
@@ -108,7 +108,7 @@ class UnshardedExperts:
     def _add_experts(self, experts: Experts, compute: torch.dtype) -> None:
         weights = {}
         for name, stored in experts.named_parameters():
-            part = local(stored.detach())
+            part = to_local(stored.detach())
             computed = nn.Parameter(part.to(compute), requires_grad=stored.requires_grad)
             weights[name] = Weight(experts, name, stored, part, computed)
         if multiplied_together(gate := weights["w1"], up := weights["w3"]):
@@ -202,7 +202,7 @@ class UnshardedExperts:
 
     def _send(self, weight: Weight) -> None:
         if self.replicas.size > 1 and weight.reducing is None and weight.grad is not None:
-            weight.reducing = start_sum(weight.grad, self.replicas)
+            weight.reducing = launch_all_reduce(weight.grad, self.replicas)
 
     def sum_over_replicas(self) -> None:
         """Start summing gradients over replicas, for weights of which it has not started."""
@@ -216,5 +216,5 @@ class UnshardedExperts:
                 wait(weight.reducing, self.replicas)
             if weight.grad is not None:
                 with region("reduce gradients"):
-                    grad = with_layout_of(weight.stored, weight.grad.to(weight.stored.dtype))
+                    grad = gradient_from_local(weight.stored, weight.grad.to(weight.stored.dtype))
                 weight.stored.grad = grad

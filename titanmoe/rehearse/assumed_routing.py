@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanmoe.comm.collectives import NO_GROUP, Group
-from titanmoe.comm.recomputation import outside
+from titanmoe.comm.recomputation import leave_checkpointed_region
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.rank_groups import group_of
@@ -235,7 +235,7 @@ class IntegerMessages:
         if key not in self._sent_cache:
             run = _DispatcherRun(n, lambda i: self.received_integers(rank, microbatch, layer, i))
             try:
-                with run, torch.no_grad(), outside():
+                with run, torch.no_grad(), leave_checkpointed_region():
                     for exchange in self._exchanges(rank, microbatch, layer):
                         exchange.relay()
             except _Stop:
@@ -247,7 +247,7 @@ class IntegerMessages:
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """Return group, rows sent and rows received of each all-to-all of a forward, to the experts and back."""
         run = _DispatcherRun(-1, lambda i: self.received_integers(rank, microbatch, layer, i))
-        with run, torch.no_grad(), outside():
+        with run, torch.no_grad(), leave_checkpointed_region():
             for exchange in self._exchanges(rank, microbatch, layer):
                 exchange.combine(exchange.receive_routed()[0])
         return run.all_to_alls

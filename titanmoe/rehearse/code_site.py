@@ -115,7 +115,7 @@ class CodeSites(Observer):
         finally:
             stack.pop()
 
-    def in_region(self, name: str) -> bool:
+    def in_checkpointed_region(self, name: str) -> bool:
         """Return whether this thread is in a region of that name."""
         return name in self._regions()
 

@@ -141,7 +141,7 @@ class FakeRecorder(Recorder):
         if func._overloadpacket.__name__ == "wait_tensor":
             if (value := known_integers.known_values(args[0])) is not None:
                 known_integers.set_known(out, value)
-        elif self.dispatching.exchange is not None and self.sites.in_region("dispatch"):
+        elif self.dispatching.exchange is not None and self.sites.in_checkpointed_region("dispatch"):
             with disable_modes():
                 current = self.dispatching
                 value = current.exchange.received_integers(

@@ -19,7 +19,7 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.meshes import Meshes
 from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
-from titanmoe.moe.dispatchers.symm_mem import Buffers, Symmetric, SymmetricBuffers, bins
+from titanmoe.moe.dispatchers.symm_mem import Buffers, Symmetric, SymmetricBuffers, aligned_counts
 from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.rehearse.assumed_routing import IntegerMessages
 from titanmoe.rehearse.fake_recorder import FakeRecorder
@@ -85,7 +85,7 @@ def _overflows(
     """
     layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
     return any(
-        bool((bins(count_GE.sum(0).view(memory.ranks.ep, -1)).sum(1) > memory.receive_slots).any())
+        bool((aligned_counts(count_GE.sum(0).view(memory.ranks.ep, -1)).sum(1) > memory.receive_slots).any())
         for rank in ranks
         for microbatch in range(exchange.routing.microbatches)
         for layer in layers

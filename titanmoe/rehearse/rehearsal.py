@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
-from titanmoe.comm.collectives import local
+from titanmoe.comm.collectives import to_local
 from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.schema import Config, Profile, Validation
@@ -33,7 +33,7 @@ from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Communicators
 from titanmoe.fold.rank_groups import axes_of
 from titanmoe.models.transformer import Transformer
-from titanmoe.ops.device import HARDWARE, Hardware, as_on
+from titanmoe.ops.device import HARDWARE, Hardware, imitate
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.apply import build
 from titanmoe.parallel.flex import flex
@@ -277,7 +277,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
             validation=Validation(),
         )
 
-    with as_on(HARDWARE[hardware]):
+    with imitate(HARDWARE[hardware]):
         return load(
             argv,
             COMPONENTS,
@@ -314,7 +314,7 @@ def rehearse(
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        stack.enter_context(as_on(hardware))
+        stack.enter_context(imitate(hardware))
         # torch caches shards' layouts by mesh, and equal meshes of two ranks differ in the rank's coordinates.
         stack.callback(_clear_sharding_prop_cache)
         stack.enter_context(fake_world(rank, world))
@@ -354,7 +354,7 @@ def rehearse(
             recorder.begin_step()
             with recorder.recording():
                 trainer.train_step()
-        weights = [local(p.detach()) for p in training.parameters.values()]
+        weights = [to_local(p.detach()) for p in training.parameters.values()]
         trained = training.optimizer.local_shards.values()
         return Rehearsal(
             config,

@@ -112,10 +112,10 @@ def grouped_product(
 
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
     """Return the count of choices of each expert in each block of the kernel."""
-    from titanmoe.ops.kernels import choice_rows
+    from titanmoe.ops.kernels import slot_kernels
 
-    blocks = choice_rows.blocks(len(chosen_N), experts)
-    block_N = torch.arange(len(chosen_N)) // choice_rows.tile(experts)["ROWS"]
+    blocks = slot_kernels.blocks(len(chosen_N), experts)
+    block_N = torch.arange(len(chosen_N)) // slot_kernels.tile(experts)["ROWS"]
     count = torch.bincount(chosen_N * blocks + block_N, minlength=(experts + 1) * blocks)
     return count.view(experts + 1, blocks)[:experts].to(torch.int32)
 

@@ -15,7 +15,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.unsharded_experts import experts_are_unsharded, has_compute_copies, reshards_after_forward
 from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
-from titanmoe.ops.device import kind_for
+from titanmoe.ops.device import kind_of_setting
 from titanmoe.train import host_resources
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 from titanmoe.train.runtime import world_size
@@ -67,7 +67,7 @@ def explain(error: BaseException, training: Training | None, rank: int, config: 
     where = f"step {step}, {_activity(error, 'a block')}" if step else _activity(error, "starting")
     lines = [f"rank {rank} is out of memory: {where}: {_torch_message(error)}"]
     if training is None:
-        device = torch.device(kind_for(config.training.device))
+        device = torch.device(kind_of_setting(config.training.device))
         held = {
             "weights": parameters(config.model).total * WIDTHS[config.training.dtype] // world_size(),
             OTHER_MEMORY: 0,

@@ -54,9 +54,9 @@ def _with_machine(config: Config) -> Config:
 
 
 def _has_gpu() -> bool:
-    from titanmoe.ops.device import kind_for  # imports torch
+    from titanmoe.ops.device import kind_of_setting  # imports torch
 
-    return kind_for("auto") == "cuda"
+    return kind_of_setting("auto") == "cuda"
 
 
 def machine_problems(config: Config, world: int) -> Iterator[str]:

@@ -175,7 +175,7 @@ def start(config: Config) -> Runtime:
     environment = read_environment()
     device = _choose_device(config.training.device, environment)
     if device.type == "cpu":
-        process.prepare(environment.local_world)
+        process.configure_process(environment.local_world)
     if config.training.deterministic:
         _use_deterministic_algorithms()
     _raise_open_file_limit()

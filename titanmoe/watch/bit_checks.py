@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanmoe.comm.collectives import all_gather, local
+from titanmoe.comm.collectives import all_gather, to_local
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.rank_groups import View, group_of, groups
 from titanmoe.parallel.grad_norm import local_grad
@@ -137,7 +137,7 @@ class ReplicaCheck:
         moments = training.optimizer.moments() if self.with_moments else {}
         for name, kind in self.kind_of.items():
             if kind is not None:
-                tensor = training.buffers[name] if name in training.buffers else local(training.parameters[name])
+                tensor = training.buffers[name] if name in training.buffers else to_local(training.parameters[name])
                 yield name, tensor, kind
                 yield from ((f"{moment} of {name}", x, kind) for moment, x in moments.get(name, {}).items())
 

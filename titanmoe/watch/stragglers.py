@@ -21,7 +21,7 @@ import torch
 
 from titanmoe import observe
 from titanmoe.comm.collectives import all_gather
-from titanmoe.comm.host import ToHost
+from titanmoe.comm.host_sync import HostCopy
 from titanmoe.parallel.batch_slice import to_device
 from titanmoe.watch import slow_links
 from titanmoe.watch.machines import Machines
@@ -148,7 +148,7 @@ class Stragglers:
         self.host_of = {
             rank: name for name, ranks in zip(machines.names, machines.ranks, strict=True) for rank in ranks
         }
-        self.pending: tuple[list[int], ToHost] | None = None
+        self.pending: tuple[list[int], HostCopy] | None = None
         """Steps, and their times that are being copied to the host. They are read after the next step, in which the
         host has waited for the device anyway."""
         self.latest: Slowest | None = None
@@ -180,7 +180,7 @@ class Stragglers:
             steps, rows = self.times.take()
             if steps:
                 own_times = to_device(torch.tensor(rows, dtype=torch.float32), self.training.device)
-                self.pending = steps, ToHost(all_gather(own_times, 0, self.training.meshes.world))
+                self.pending = steps, HostCopy(all_gather(own_times, 0, self.training.meshes.world))
 
     def evaluate_window(self, steps: list[int], times_NRK: np.ndarray) -> None:
         """Find and report stragglers in the times of all ranks. Collective over the world: it may probe links."""
@@ -245,7 +245,7 @@ class Stragglers:
             self.groups, list(training.meshes.communicators.groups.values()), training.device
         )
         row = to_device(torch.tensor([own_times + self.times.messages], dtype=torch.float32), training.device)
-        table = ToHost(all_gather(row, 0, training.meshes.world)).tensor().numpy()
+        table = HostCopy(all_gather(row, 0, training.meshes.world)).tensor().numpy()
         self.messages = dict(zip(self.times.axes, table[:, len(own_times) :].max(0).tolist(), strict=True))
         return slow_links.pair_times(table, self.groups)
 

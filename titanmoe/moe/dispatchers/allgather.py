@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.comm.collectives import all_gather, gather, scatter_sum
-from titanmoe.comm.host import ToHost
+from titanmoe.comm.collectives import all_gather, all_gather_autograd, reduce_scatter_autograd
+from titanmoe.comm.host_sync import HostCopy
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher
 from titanmoe.moe.permute import unpermute_tokens
 from titanmoe.moe.send_slots import Route, assign_slots, fill_slots, sort_by_expert
@@ -30,25 +30,25 @@ class AllGather(Dispatcher):
         slots_per_expert *= self.group.size
         chosen_NK, order, count_e, number = self.gather_and_sort_choices(chosen_TK, slots_per_expert)
         # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.
-        x_ND = gather(x_TD, 0, self.group)
-        weights_NK = gather(weights_TK, 0, self.group, small=True)
+        x_ND = all_gather_autograd(x_TD, 0, self.group)
+        weights_NK = all_gather_autograd(weights_TK, 0, self.group, small=True)
         rows = self.local_experts * slots_per_expert if number is None else number.read()  # the layer's only host sync
         choice_R, slot = assign_slots(chosen_NK, order, count_e, 1, 1, slots_per_expert, rows)
         x_RD, weights_R1, route = fill_slots(x_ND, weights_NK, choice_R, slot, self.kernels)
         count_e = torch.full_like(count_e, slots_per_expert) if slots_per_expert else count_e
-        return_sums = partial(scatter_sum, dim=0, group=self.group)
+        return_sums = partial(reduce_scatter_autograd, dim=0, group=self.group)
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
 
     def gather_and_sort_choices(
         self, chosen_TK: Tensor, slots_per_expert: int
-    ) -> tuple[Tensor, Tensor, Tensor, ToHost | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, HostCopy | None]:
         """The choices of all ranks, numbered from this rank's first expert, of which all other experts become "no
         expert"; their order; each expert's count; and the number of rows on its way to the host."""
         chosen_NK = all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts
         local = (chosen_NK >= 0) & (chosen_NK < self.local_experts)
         chosen_NK = chosen_NK.where(local, self.local_experts)
         order, count_e = sort_by_expert(chosen_NK, self.local_experts)
-        return chosen_NK, order, count_e, None if slots_per_expert else ToHost(count_e.sum())
+        return chosen_NK, order, count_e, None if slots_per_expert else HostCopy(count_e.sum())
 
 
 class SummedExchange(NamedTuple):

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.comm import turns
-from titanmoe.comm.collectives import InFlight, arrive, send_back, start
-from titanmoe.comm.counts import Counts
+from titanmoe.comm import interleave
+from titanmoe.comm.collectives import InFlight, finish_all_to_all, start_all_to_all, start_reverse_all_to_all
+from titanmoe.comm.host_sync import CountExchange
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher
 from titanmoe.moe.permute import can_pack, reorder, reorder_and_unpack, reorder_weighted, unpermute_tokens
 from titanmoe.moe.send_slots import (
@@ -41,7 +41,7 @@ class AllToAll(Dispatcher):
         the unused end is cut off. A graph would copy the gradients once more for that, so it reads the number first.
         """
         G, e = self.group.size, self.local_experts
-        host_waits = device.way(x_TD, True, cpu=False, compiled=True)
+        host_waits = device.choose(x_TD, True, cpu=False, compiled=True)
         if G == 1 and not slots_per_expert and self.allows_unused_slots and host_waits:
             return self.dispatch_locally(x_TD, weights_TK, chosen_TK)
         choice_R, slot, count_E, counts = self.assign(chosen_TK, slots_per_expert)
@@ -56,12 +56,12 @@ class AllToAll(Dispatcher):
             send = receive = None  # the same size to and from every rank
             count_Ge = count_E.new_full((G, e), slots_per_expert)
         elif not in_graph:
-            turns.give_up_in_backward(x_RD)
+            interleave.yield_in_backward(x_RD)
             count_Ge, send, receive = counts.read()  # the layer's only host sync
             x_RD, route = truncate_buffer(x_RD, sum(send)), truncate_route(route, sum(send))
             weights_R1 = None if packed else truncate_buffer(weights_R1, sum(send))
-        x_flight = start(x_RD, self.group, send, receive)
-        weights_flight = None if packed else start(weights_R1, self.group, send, receive, small=True)
+        x_flight = start_all_to_all(x_RD, self.group, send, receive)
+        weights_flight = None if packed else start_all_to_all(weights_R1, self.group, send, receive, small=True)
         arriving = G * e * slots_per_expert if counts is None else sum(receive)
         expert_order = order_by_expert(count_Ge, arriving, self.kernels) if G > 1 and e > 1 else None
         count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
@@ -77,7 +77,7 @@ class AllToAll(Dispatcher):
         x_flight, weights_flight = InFlight(x_RD, None), InFlight(weights_R1, None)
         return AllToAllExchange(x_flight, weights_flight, weights_TK.dtype, count_e, None, route, self.kernels)
 
-    def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, Tensor, Counts | None]:
+    def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, Tensor, CountExchange | None]:
         """Return the choice of each row and the rows of each choice; each expert's count; and the counts on their way,
         unless bins are padded."""
         if not slots_per_expert:
@@ -89,11 +89,11 @@ class AllToAll(Dispatcher):
         most = self.num_experts * slots_per_expert * self.etp
         return *assign_slots(chosen_TK, order, count_E, self.ep, self.etp, slots_per_expert, most), count_E, None
 
-    def send_counts(self, count_E: Tensor) -> Counts:
+    def send_counts(self, count_E: Tensor) -> CountExchange:
         """Send each rank of the group how many routed tokens its experts get from this one."""
         e = self.local_experts
         send_Ge = count_E.view(self.ep, 1, e).expand(-1, self.etp, -1).reshape(self.group.size, e)
-        return Counts(send_Ge, self.group, device.kind(count_E) == "cuda")
+        return CountExchange(send_Ge, self.group, device.kind(count_E) == "cuda")
 
 
 class AllToAllExchange(NamedTuple):
@@ -115,10 +115,10 @@ class AllToAllExchange(NamedTuple):
 
     @named("dispatch")
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        x_RD = arrive(self.x_RD)
+        x_RD = finish_all_to_all(self.x_RD)
         if self.weights_R1 is None:
             return *reorder_and_unpack(x_RD, *self.expert_order, self.weights_dtype), self.count_e
-        weights_R1 = arrive(self.weights_R1)
+        weights_R1 = finish_all_to_all(self.weights_R1)
         if self.expert_order is not None:
             x_RD, weights_R1 = reorder_weighted(x_RD, weights_R1, *self.expert_order, self.kernels)
         return x_RD, weights_R1, self.count_e
@@ -130,8 +130,8 @@ class AllToAllExchange(NamedTuple):
     def start_combine(self, y_RD: Tensor) -> InFlight:
         if self.expert_order is not None:
             y_RD = reorder(y_RD, *reversed(self.expert_order), self.kernels)
-        return send_back(y_RD, self.x_RD)
+        return start_reverse_all_to_all(y_RD, self.x_RD)
 
     @named("combine")
     def finish_combine(self, back: InFlight) -> Tensor:
-        return unpermute_tokens(arrive(back), self.route.source_R, self.route.slot_TJ, self.kernels)
+        return unpermute_tokens(finish_all_to_all(back), self.route.source_R, self.route.slot_TJ, self.kernels)

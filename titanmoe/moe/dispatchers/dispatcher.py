@@ -9,7 +9,7 @@ A dispatcher knows tokens and ranks, not what experts compute. The MoE layer cal
 
 Backward may recompute a layer, up to the experts' inputs (titanmoe.parallel.recompute). The recomputation repeats
 neither messages by titanmoe.comm that tell sizes and positions, nor those sent as `small`. What `combine` saves for
-backward has to be small, and saved inside `titanmoe.comm.recomputation.saved()`.
+backward has to be small, and saved inside `titanmoe.comm.recomputation.save_tensors()`.
 
 A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `spec`, a class with the methods of
 `Exchange`, and a line in `titanmoe/moe/dispatchers/dispatcher_spec.py`. `allgather.py` is the shortest.

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import turns
-from titanmoe.comm.collectives import InFlight, arrive, start
-from titanmoe.comm.counts import Counts
+from titanmoe.comm import interleave
+from titanmoe.comm.collectives import InFlight, finish_all_to_all, start_all_to_all
+from titanmoe.comm.host_sync import CountExchange
 from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllExchange
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks
 from titanmoe.moe.permute import permute_tokens, unpermute_tokens
@@ -49,16 +49,16 @@ class Hierarchical(Dispatcher):
         if counts is None:
             send = receive = [T] * N
         else:
-            turns.give_up_in_backward(x_RD)
+            interleave.yield_in_backward(x_RD)
             _, send, receive = counts.read()  # the first of two host syncs
             route = truncate_route(route, sum(send))
         x_VD, weights_VK, choices_VK = (
-            start(truncate_buffer(rows, sum(send)), across, send, receive, small)
+            start_all_to_all(truncate_buffer(rows, sum(send)), across, send, receive, small)
             for rows, small in ((x_RD, False), (weights_RK, True), (choices_RK.to(torch.int32), True))
         )
         return HierarchicalExchange(self, x_VD, weights_VK, choices_VK, slots_per_expert * N, route, send, receive)
 
-    def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, Counts | None]:
+    def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, CountExchange | None]:
         """The visit of each row and the row of each visit, numbered token * N + node; and the counts on their way."""
         T, N = chosen_TK.shape[0], self.ranks.across.size
         # A token visits each of its nodes once; "no expert" is on node N, which does not exist.
@@ -67,7 +67,7 @@ class Hierarchical(Dispatcher):
         node_TN = torch.arange(N, device=chosen_TK.device).where(visits_TN, N)
         order, count_N = sort_by_expert(node_TN, N)
         on_gpu = device.kind(chosen_TK) == "cuda"
-        counts = None if slots_per_expert else Counts(count_N.view(N, 1), self.ranks.across, on_gpu)
+        counts = None if slots_per_expert else CountExchange(count_N.view(N, 1), self.ranks.across, on_gpu)
         # A static size with padded bins, where a token may visit every node; otherwise the largest possible.
         most = T * N if slots_per_expert else T * min(N, chosen_TK.shape[1])
         return *assign_slots(node_TN, order, count_N, N, 1, T if slots_per_expert else 0, most), counts
@@ -91,8 +91,8 @@ class HierarchicalExchange:
     @named("dispatch")
     def relay(self) -> AllToAllExchange:
         """Wait for the tokens that cross to this rank, and dispatch them inside the node."""
-        x_VD, weights_VK = arrive(self.x_VD), arrive(self.weights_VK)
-        chosen_VK = self.local_choices(arrive(self.choices_VK))
+        x_VD, weights_VK = finish_all_to_all(self.x_VD), finish_all_to_all(self.weights_VK)
+        chosen_VK = self.local_choices(finish_all_to_all(self.choices_VK))
         self.node_exchange = self.dispatcher.inner.dispatch(x_VD, weights_VK, chosen_VK, self.slots_per_expert)
         return self.node_exchange
 
@@ -114,5 +114,5 @@ class HierarchicalExchange:
     @named("combine")
     def finish_combine(self, back: InFlight) -> Tensor:
         y_VD, across = self.node_exchange.finish_combine(back), self.dispatcher.ranks.across
-        y_RD = arrive(start(y_VD, across, self.arriving, self.leaving))
+        y_RD = finish_all_to_all(start_all_to_all(y_VD, across, self.arriving, self.leaving))
         return unpermute_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.dispatcher.kernels)

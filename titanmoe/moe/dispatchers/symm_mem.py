@@ -34,7 +34,7 @@ from torch._higher_order_ops.effects import _EffectType
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from titanmoe.comm.collectives import NO_GROUP, all_gather
-from titanmoe.comm.recomputation import saved
+from titanmoe.comm.recomputation import save_tensors
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
@@ -53,9 +53,9 @@ Arrived = TypeVar("Arrived")
 
 def missing(device: str) -> str:
     """Why this machine cannot send rows through symmetric memory; "" if it can. device: as in training.device."""
-    if devices.pretended() and devices.kind_for(device) == "cuda":
+    if devices.is_imitated() and devices.kind_of_setting(device) == "cuda":
         return ""  # we cannot know what that machine has
-    kind = devices.kind_for(device) if device == "auto" else device
+    kind = devices.kind_of_setting(device) if device == "auto" else device
     if kind == "cpu":
         return shared_memory.missing()
     if kind == "cuda" and not torch.cuda.is_available():
@@ -96,10 +96,10 @@ def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, rows: int, room: in
     rank = ranks.group.rank
     # By sender, receiver and local expert: all etp ranks of an expert get its rows.
     size_SRe = count_GE.view(len(count_GE), ranks.ep, -1).repeat_interleave(ranks.etp, 1)
-    need_R = bins(size_SRe.sum(0)).sum(1)
+    need_R = aligned_counts(size_SRe.sum(0)).sum(1)
     fits = (need_R <= room).all()
     size_SRe = size_SRe * fits
-    bin_Re = bins(size_SRe.sum(0))
+    bin_Re = aligned_counts(size_SRe.sum(0))
     first_SRe = (size_SRe.flatten(1).cumsum(1) - size_SRe.flatten(1)).view_as(size_SRe)  # in the send buffer
     place_SRe = bin_Re.cumsum(1) - bin_Re + size_SRe.cumsum(0) - size_SRe  # in the receive buffer
     begin_G1 = (torch.arange(len(count_GE), device=count_GE.device) * limit).unsqueeze(1)
@@ -120,7 +120,7 @@ def _by_row(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
     return (other[piece] + offset).where((offset >= 0) & (offset < size[piece]), -1)
 
 
-def bins(total: Tensor) -> Tensor:
+def aligned_counts(total: Tensor) -> Tensor:
     """Rows of each expert's bin: a multiple of ALIGN, at least one."""
     return ((total + ALIGN - 1) // ALIGN * ALIGN).clamp(min=ALIGN)
 
@@ -137,14 +137,14 @@ def plain_take(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
     return buffer_ND.where((from_N >= 0).unsqueeze(1), 0)
 
 
-def share(
+def allocate_shared(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
     """Return a buffer of this rank, and the handle to those of its group. Collective over the world."""
-    return devices.way(device, _share_gpu_memory, cpu=shared_memory.share)(shape, dtype, device, group)
+    return devices.choose(device, _allocate_on_gpus, cpu=shared_memory.allocate_shared)(shape, dtype, device, group)
 
 
-def _share_gpu_memory(
+def _allocate_on_gpus(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
     if symm_mem.get_backend(device) != "CUDA":
@@ -199,7 +199,7 @@ class SymmetricBuffers(SharedBuffers):
     def allocate(self, width: int, dtype: torch.dtype, device: torch.device) -> Buffers:
         shape = self.limit + 1, width
         try:
-            own, handle = share(shape, dtype, device, self.group.process_group)
+            own, handle = allocate_shared(shape, dtype, device, self.group.process_group)
         except RuntimeError as error:  # a container, for example, that forbids what sharing memory takes
             if "out of memory" in str(error):
                 raise
@@ -281,7 +281,7 @@ def exchange(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) 
     """
     if torch.compiler.is_compiling():
         return tuple(exchange_op(list(rows), to_N, from_M, memory))
-    with saved():
+    with save_tensors():
         return ExchangeRows.apply(memory, to_N, from_M, *rows)
 
 

@@ -1,1 +1,1 @@
-"""What serves CPUs alone. `titanmoe.ops.device.way` says where it is taken; the plain formulas are with the callers."""
+"""Code for CPUs alone. `titanmoe.ops.device.choose` says where it is used; the plain formulas are with its callers."""

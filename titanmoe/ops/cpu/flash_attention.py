@@ -1,4 +1,7 @@
-"""torch's flash attention for CPUs, with the log-sum-exp by which `titanmoe.parallel.context` merges blocks."""
+"""Flash attention for CPUs by torch's kernel, with log-sum-exp.
+
+`titanmoe.parallel.attention_block` calls it, and `titanmoe.parallel.context` merges blocks of keys by the log-sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ _aten = torch.ops.aten
 
 
 def _padded(width: int, *xs: Tensor) -> list[Tensor]:
-    """The kernels need queries, keys and values of one width: padding with zeros does not change a score."""
+    """Pad tensors with zeros to one width, which the kernels need; zeros do not change a score."""
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the attention of q over one block of keys and values, and the log-sum-exp of its scores."""
     scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         *_padded(width, q, k, v), 0.0, causal, attn_mask=bias, scale=scale
@@ -25,6 +29,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
 
 
 def block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of one `block`."""
     scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
     grad, *qkv, out = _padded(width, grad, q, k, v, out)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(

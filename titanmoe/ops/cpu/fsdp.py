@@ -1,4 +1,7 @@
-"""Collectives of FSDP2 on CPUs: pieces that go straight to their place, and waits that are announced and end."""
+"""Collectives of FSDP2 on CPUs, over gloo: without extra copies, and with waits that are announced and time out.
+
+`use_gloo_collectives` sets them on an FSDP unit. Observers (titanmoe.observe) are told of every wait.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanmoe import observe
 
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.13 renames it."""
+"""torch's reduce-scatter of one tensor, which torch 2.13 renames."""
 
 
 class _Exchange(dist.Work):
@@ -36,7 +39,11 @@ class _Exchange(dist.Work):
             self.works.append((dist.isend(outgoing[after], group=group, group_dst=after, tag=tag), "take", after))
 
     def wait(self, timeout: Any = None) -> bool:
-        """All together within the group's current time-out: by itself gloo uses that of the group's creation."""
+        """Wait for all messages within the group's current time-out; gloo by itself uses that of the group's creation.
+
+        Raises:
+            TimeoutError: names the rank that did not send or take its shard in time.
+        """
         observe.waits(self.group.group_name)
         bound = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         end = time.monotonic() + bound
@@ -57,19 +64,21 @@ class _Exchange(dist.Work):
         return True
 
 
-class StraightToPlace:
-    """All-gather for FSDP2 on CPUs: each rank's piece goes straight to its place in the whole, where FSDP has already
-    put ours.
+class DirectAllGather:
+    """FSDP2's all-gather on CPUs: each rank's shard is received at its place in the full weight.
 
-    gloo's own gathers into a second buffer and copies: twice the CPU time. FSDP waits when it needs the weights.
+    FSDP has put this rank's own shard there before. gloo's all-gather copies through a second buffer: twice the CPU
+    time. FSDP waits when it needs the weights.
     """
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new tensor for the gathered weights; FSDP2 calls it."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
+        """Start the all-gather, and return its handle."""
         ranks = group.size()
         return _Exchange(
             [input_tensor] * ranks, output_tensor.chunk(ranks), group, "FSDP's all-gather of weights", tag=0
@@ -77,17 +86,28 @@ class StraightToPlace:
 
 
 class ReduceScatter:
-    """For FSDP2, by gloo as FSDP2 itself would do it, but with its wait announced. So is the one that follows with
-    replicas: torch sums over them by itself, right after this, and then calls FSDP's all-reduce hook.
+    """FSDP2's reduce-scatter on CPUs, as gloo does it, with its wait announced to observers.
+
+    With replicas, torch sums over them by itself right after this and then calls FSDP's all-reduce hook: the wait for
+    them is announced here too, and ends in `announce_replicas_summed`.
     """
 
     def __init__(self, ranks: int, replicas: str = ""):
-        """replicas: the name of their group. The hook has to be `end_of_replicas`."""
+        """Set the groups.
+
+        Args:
+            ranks: the number of ranks that share the weights.
+            replicas: the name of the group of replicas; "" without any. FSDP's hook has to be
+                `announce_replicas_summed`.
+        """
         self.ranks, self.replicas = ranks, replicas
         self._message_numbers = 0
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Called alternately for what is sent and for the sum, which is smaller by the number of ranks."""
+        """Return a new tensor.
+
+        FSDP2 calls it alternately for what is sent and for the sum, smaller by the number of ranks.
+        """
         numbers = math.prod(size)
         is_sum = numbers * self.ranks == self._message_numbers
         self._message_numbers = 0 if is_sum else numbers
@@ -98,6 +118,7 @@ class ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        """Sum the gradients over the ranks and wait for this rank's shard of the sum."""
         observe.waits(group.group_name)
         REDUCE_SCATTER(output_tensor, input_tensor, op, group)
         observe.arrived()
@@ -108,17 +129,19 @@ class ReduceScatter:
             observe.waits(self.replicas)
 
 
-def end_of_replicas(summed: Tensor) -> None:
+def announce_replicas_summed(summed: Tensor) -> None:
+    """Announce to observers that the wait for the replicas has ended. An all-reduce hook of FSDP2."""
     observe.arrived()
 
 
-def send_over_gloo(unit: FSDPModule, mesh: DeviceMesh) -> None:
-    """Have an FSDP unit send as CPUs do.
+def use_gloo_collectives(unit: FSDPModule, mesh: DeviceMesh) -> None:
+    """Set these collectives on an FSDP unit.
 
-    mesh: the ranks that share its weights, after its replicas if there are any.
+    Args:
+        mesh: the ranks that share its weights, after its replicas if there are any.
     """
-    unit.set_custom_all_gather(StraightToPlace())
+    unit.set_custom_all_gather(DirectAllGather())
     replicas = mesh.get_group(0).group_name if mesh.ndim > 1 else ""
     unit.set_custom_reduce_scatter(ReduceScatter(mesh.size(mesh.ndim - 1), replicas))
     if replicas:
-        unit.set_all_reduce_hook(end_of_replicas)
+        unit.set_all_reduce_hook(announce_replicas_summed)

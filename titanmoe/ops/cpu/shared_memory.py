@@ -1,8 +1,8 @@
-"""Buffers that all ranks of a group on one machine map: what torch's symmetric memory is on GPUs.
+"""Buffers that all ranks of a group on one machine map: on CPUs, what torch's symmetric memory is on GPUs.
 
-It shows that dispatch over symmetric memory is right where there is no GPU; it is not meant to be fast. A rank's buffer
-is a file in /dev/shm that never has a name, which the others open through /proc. So nothing is left of it however the
-ranks end. A barrier is gloo's.
+They show that dispatch over symmetric memory is right where there is no GPU; they are not meant to be fast. A rank's
+buffer is a file in /dev/shm that never has a name; the other ranks open it through /proc. So nothing is left of it
+however the ranks end. A barrier is gloo's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 FOLDER = "/dev/shm"
+"""The folder in which buffers are made."""
 
 
 def missing() -> str:
@@ -26,12 +27,13 @@ def missing() -> str:
 
 
 class MappedBuffers:
-    """The buffers of a group's ranks, with the methods of torch's handle that dispatchers call."""
+    """The buffers of a group's ranks, with the methods of torch's symmetric memory handle that dispatchers call."""
 
     def __init__(self, buffers: list[Tensor], group: dist.ProcessGroup):
         self.buffers, self.group = buffers, group
 
     def get_remote_tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the buffer of that rank of the group."""
         return self.buffers[rank]
 
     def barrier(self) -> None:
@@ -39,12 +41,13 @@ class MappedBuffers:
         dist.barrier(self.group)
 
 
-def share(
+def allocate_shared(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, MappedBuffers]:
-    """Return this rank's buffer, and those of its group. Collective over the world, with equal sizes.
+    """Return this rank's buffer and those of its group. Collective over the world, with equal sizes.
 
-    Raises a RuntimeError on all ranks if those of a group are on several machines, or if the buffers do not fit.
+    Raises:
+        RuntimeError: on all ranks, if the ranks of a group are on several machines, or if the buffers do not fit.
     """
     size, peers = math.prod(shape) * dtype.itemsize, dist.get_process_group_ranks(group)
     _check_machines(size, peers)

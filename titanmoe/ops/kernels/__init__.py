@@ -1,14 +1,14 @@
 """Triton kernels, each with its plain reference elsewhere. Nothing here is imported without Triton.
 
-choice_rows      which row each choice gets       titanmoe.moe.send_slots
+slot_kernels      which row each choice gets       titanmoe.moe.send_slots
 rows             tokens to routed rows and back   titanmoe.moe.permute
 rotate           rotary positions                 titanmoe.models.layers
 rms_norm         norms of rows                    titanmoe.models.layers
 latent_heads     queries and keys of latents      titanmoe.models.latent_attention
 weighted_swiglu  the experts' activation          titanmoe.moe.expert_products.plain_swiglu
-score_spread     how evenly scores are spread     titanmoe.moe.layer_statistics.entropy_and_count
+router_entropy     how evenly scores are spread     titanmoe.moe.layer_statistics.entropy_and_count
 route            scores, choice, weights, counts  titanmoe.moe.router
-bfloat16_parts   float32 as bfloat16 parts        titanmoe.moe.router_product
+bfloat16_terms   float32 as bfloat16 parts        titanmoe.moe.router_product
 quantise         rows to 8 bits                   titanmoe.moe.fp8
 add_gradient     sums of the experts' gradients   titanmoe.moe.grouped_mm.plain_add_gradient
 loss             slices of the logits             titanmoe.models.vocabulary

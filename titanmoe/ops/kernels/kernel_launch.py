@@ -21,12 +21,12 @@ def tile(width: int, numbers: int) -> tuple[int, int]:
     return numbers // columns, columns
 
 
-def wide(dtype: torch.dtype) -> tl.dtype:
+def sum_dtype(dtype: torch.dtype) -> tl.dtype:
     """The dtype of sums."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def runs(x: Tensor) -> bool:
+def can_run(x: Tensor) -> bool:
     """Whether kernels can run on this tensor. A rehearsal's is usually on the CPU."""
     return x.is_cuda or interpreted()
 
@@ -51,4 +51,4 @@ def kernel(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..
 
 
 def _real(args: tuple) -> bool:
-    return all(type(x) is Tensor and runs(x) and not x.is_meta for x in args if isinstance(x, Tensor))
+    return all(type(x) is Tensor and can_run(x) and not x.is_meta for x in args if isinstance(x, Tensor))

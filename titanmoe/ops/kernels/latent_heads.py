@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, wide
-from titanmoe.ops.kernels.rotate import TILE, angles, rotate_heads, rows
+from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype
+from titanmoe.ops.kernels.rotate import TILE, adjacent_numbers, angles, rotate_heads
 
 
 @triton.jit
@@ -85,17 +85,17 @@ def _run_join(plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, out: Tens
         _join[(B * S,)](
             plain, turned, cos, sin, out, S, *plain.stride()[:3], *turned.stride()[:2],
             turned.stride(2) if turned.shape[2] > 1 else 0, cos.stride(0) if len(cos) > 1 else 0, H=H, N=n, HALF=half,
-            NP=NP, P=P, SIGN=sign, WIDE=wide(cos.dtype), N_ROWS=n_rows, ROWS=p_rows, num_warps=4,
+            NP=NP, P=P, SIGN=sign, WIDE=sum_dtype(cos.dtype), N_ROWS=n_rows, ROWS=p_rows, num_warps=4,
         )  # fmt: skip
 
 
-@kernel("titanmoe::turn_ends", mutates_args=("x_BSHp",))
-def turn_ends(x_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor) -> None:
+@kernel("titanmoe::rotate_ends", mutates_args=("x_BSHp",))
+def rotate_ends(x_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor) -> None:
     """In place."""
     _run_join(x_BSHp[..., :0], x_BSHp, cos_bS1p, sin_bS1p, x_BSHp, 1)
 
 
-@turn_ends.register_fake
+@rotate_ends.register_fake
 def _(x_BSHp, cos_bS1p, sin_bS1p):
     return None
 
@@ -103,7 +103,7 @@ def _(x_BSHp, cos_bS1p, sin_bS1p):
 @kernel("titanmoe::join_ends")
 def join_ends(plain_BSHn: Tensor, turned_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor, sign: int) -> Tensor:
     """Heads of a plain part and a turned one, of which there may be one for all."""
-    plain, turned = rows(plain_BSHn), rows(turned_BSHp)
+    plain, turned = adjacent_numbers(plain_BSHn), adjacent_numbers(turned_BSHp)
     out = plain.new_empty(*plain.shape[:3], plain.shape[3] + turned.shape[3])
     _run_join(plain, turned, cos_bS1p, sin_bS1p, out, sign)
     return out
@@ -117,7 +117,12 @@ def _(plain_BSHn, turned_BSHp, cos_bS1p, sin_bS1p, sign):
 @kernel("titanmoe::split_ends")
 def split_ends(dk_BSHh: Tensor, dv_BSHv: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of keys without positions and values, side by side, and of the turned key before it is turned."""
-    dk, dv, cos, sin = rows(dk_BSHh), rows(dv_BSHv), cos_bS1p.contiguous(), sin_bS1p.contiguous()
+    dk, dv, cos, sin = (
+        adjacent_numbers(dk_BSHh),
+        adjacent_numbers(dv_BSHv),
+        cos_bS1p.contiguous(),
+        sin_bS1p.contiguous(),
+    )
     (B, S, H, h), v, half = dk.shape, dv.shape[3], cos.shape[-1] // 2
     n = h - 2 * half
     dkv, dkey = dk.new_empty(B, S, H, n + v), dk.new_empty(B, S, 1, 2 * half)
@@ -125,7 +130,7 @@ def split_ends(dk_BSHh: Tensor, dv_BSHv: Tensor, cos_bS1p: Tensor, sin_bS1p: Ten
     if B * S:
         _split[(B * S,)](
             dk, dv, cos, sin, dkv, dkey, S, *dk.stride()[:3], *dv.stride()[:3], cos.stride(0) if len(cos) > 1 else 0,
-            H=H, N=n, V=v, HALF=half, NP=NP, VP=VP, P=P, WIDE=wide(cos.dtype), N_ROWS=n_rows, V_ROWS=v_rows,
+            H=H, N=n, V=v, HALF=half, NP=NP, VP=VP, P=P, WIDE=sum_dtype(cos.dtype), N_ROWS=n_rows, V_ROWS=v_rows,
             ROWS=p_rows, num_warps=4,
         )  # fmt: skip
     return dkv, dkey
@@ -145,7 +150,7 @@ class Queries(torch.autograd.Function):
         ctx.mark_dirty(q_BSX)
         ctx.save_for_backward(cos, sin)
         ctx.heads = heads
-        turn_ends(q_BSX.unflatten(-1, (heads, -1))[..., -cos.shape[-1] :], cos, sin)
+        rotate_ends(q_BSX.unflatten(-1, (heads, -1))[..., -cos.shape[-1] :], cos, sin)
         return q_BSX
 
     @staticmethod

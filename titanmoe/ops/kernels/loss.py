@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, wide
+from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype
 
 TILE = 4096
 
@@ -58,7 +58,7 @@ def _launch(kernel, logits_Tv: Tensor, *rest) -> None:
     T, V = logits_Tv.shape
     if T:
         columns = min(triton.next_power_of_2(V), TILE)
-        kernel[(T,)](logits_Tv, *rest, V=V, WIDE=wide(logits_Tv.dtype), COLUMNS=columns, num_warps=8)
+        kernel[(T,)](logits_Tv, *rest, V=V, WIDE=sum_dtype(logits_Tv.dtype), COLUMNS=columns, num_warps=8)
 
 
 @kernel("titanmoe::loss_slice", mutates_args=("top_T", "total_T", "label_logit_T"))

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanmoe.ops.kernels.kernel_launch import tile
-from titanmoe.ops.kernels.rows import TILE
+from titanmoe.ops.kernels.permute_rows import TILE
 
 
 @triton.jit(do_not_specialize=["N", "LIMIT"])

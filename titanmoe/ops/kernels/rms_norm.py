@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, wide
-from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype
+from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
 NUMBERS = 16
 """Numbers of a block of rows that each thread holds. Backward has four such blocks in some 100 registers."""
@@ -71,7 +71,7 @@ def _block(width: int, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
     columns, of_thread = triton.next_power_of_2(width), NUMBERS // 2 if dtype == torch.float64 else NUMBERS
     warps = min(max(columns // (32 * of_thread), 4), 32)
     rows = max(warps * 32 * of_thread // columns, 1)
-    return dict(D=width, WIDE=wide(dtype), ROWS=rows, COLUMNS=columns, num_warps=warps), rows
+    return dict(D=width, WIDE=sum_dtype(dtype), ROWS=rows, COLUMNS=columns, num_warps=warps), rows
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -137,11 +137,11 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight_D = ctx.saved_tensors
-        wanted = gradient_wanted(ctx, 1)
+        wanted = wants_gradient(ctx, 1)
         grad_x, sums_PD = rms_norm_backward(grad, x, weight_D, ctx.eps, wanted)
         return grad_x, sums_PD.sum(0).to(weight_D.dtype) if wanted else None, None
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype, with gradients of x and the weight."""
-    return _RMSNorm.apply(x, with_own_node(weight_D), eps)
+    return _RMSNorm.apply(x, as_non_leaf(weight_D), eps)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, wide
+from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype
 
 TILE = 2048
 """Pairs per step of a program."""
@@ -57,14 +57,14 @@ def _rotate(q, k, cos, sin, q_out, k_out, S, of_q, of_k, q_token, k_token, q_hea
     rotate_heads(k + sample * of_k + position * k_token, k_out + t * (G * WIDTH), c, s, G, k_head, WIDTH, HALF, P, ROWS)
 
 
-def rows(x: Tensor) -> Tensor:
+def adjacent_numbers(x: Tensor) -> Tensor:
     """With numbers of a head next to each other; anything else may be strided."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @kernel("titanmoe::rotate")
 def rotate(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, sign: int) -> tuple[Tensor, Tensor]:
-    q, k, cos, sin = rows(q_BSHh), rows(k_BSGh), cos_bS1h.contiguous(), sin_bS1h.contiguous()
+    q, k, cos, sin = adjacent_numbers(q_BSHh), adjacent_numbers(k_BSGh), cos_bS1h.contiguous(), sin_bS1h.contiguous()
     (B, S, H, h), G = q.shape, k.shape[2]
     out = q.new_empty(q.shape), k.new_empty(k.shape)
     half = h // 2
@@ -72,7 +72,7 @@ def rotate(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, s
     if B * S:
         _rotate[(B * S,)](
             q, k, cos, sin, *out, S, q.stride(0), k.stride(0), q.stride(1), k.stride(1), q.stride(2), k.stride(2),
-            cos.stride(0) if len(cos) > 1 else 0, H=H, G=G, HALF=half, P=padded, SIGN=sign, WIDE=wide(cos.dtype),
+            cos.stride(0) if len(cos) > 1 else 0, H=H, G=G, HALF=half, P=padded, SIGN=sign, WIDE=sum_dtype(cos.dtype),
             ROWS=min(max(TILE // padded, 1), triton.next_power_of_2(max(H, G))), num_warps=4,
         )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, tile, wide
+from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype, tile
 
 TILE = 2048
 
@@ -96,7 +96,7 @@ def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: 
     if R:
         _swiglu_forward[(triton.cdiv(R, rows),)](
             gate_RF, up_RF, weight_R1, out, R,
-            F=F, OF_GATE=gate_RF.stride(0), OF_UP=up_RF.stride(0), WIDE=wide(gate_RF.dtype), CLAMPED=clamped,
+            F=F, OF_GATE=gate_RF.stride(0), OF_UP=up_RF.stride(0), WIDE=sum_dtype(gate_RF.dtype), CLAMPED=clamped,
             ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return out
@@ -119,7 +119,7 @@ def weighted_swiglu_backward(
     if R:
         _swiglu_backward[(triton.cdiv(R, rows),)](
             grad_RF, gate_RF, up_RF, weight_R1, *outputs, R,
-            F=F, OF_GATE=gate_RF.stride(0), OF_UP=up_RF.stride(0), WIDE=wide(gate_RF.dtype), CLAMPED=clamped,
+            F=F, OF_GATE=gate_RF.stride(0), OF_UP=up_RF.stride(0), WIDE=sum_dtype(gate_RF.dtype), CLAMPED=clamped,
             ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return outputs

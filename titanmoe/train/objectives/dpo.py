@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm.collectives import sum_over
+from titanmoe.comm.collectives import all_reduce_autograd
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, Batch
 from titanmoe.fold.meshes import Meshes
@@ -47,7 +47,7 @@ class DPO(Objective):
         length += length % 2
         place_BS = completion_BS + length * torch.arange(samples, device=completion_BS.device).unsqueeze(1)
         gain_BL = gain_BS.new_zeros(samples * length).index_add(0, place_BS.flatten(), gain_BS.flatten())
-        reward_BP2 = self.beta * sum_over(gain_BL, cp).view(samples, -1, 2)
+        reward_BP2 = self.beta * all_reduce_autograd(gain_BL, cp).view(samples, -1, 2)
         chosen_BP, rejected_BP = reward_BP2.unbind(2)
         margin_BP = chosen_BP - rejected_BP
         # Without a pair the margin is 0, and so is the excess.

@@ -5,7 +5,7 @@ the last pipeline stage have a sum, and all ranks of a tp group have the same; e
 labels.
 
 If the loss of a sample is not a sum over its labels, as in DPO, `sum` first adds up each sample's labels over the cp
-ranks (`sum_over` in titanmoe.comm.collectives, differentiable), and then returns the loss divided by meshes.cp.size.
+ranks (titanmoe.comm.collectives.all_reduce_autograd), and then returns the loss divided by meshes.cp.size.
 
 Shapes: N numbers of the head for each label, B samples, S positions of the attention slice.
 """

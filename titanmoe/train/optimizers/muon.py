@@ -20,7 +20,7 @@ from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.matrices import Matrix, matrices_of, matrix_parameters
-from titanmoe.ops.newton_schulz import coefficients, factor, orthogonalize
+from titanmoe.ops.newton_schulz import orthogonalize, orthogonalizing_factor, step_coefficients
 from titanmoe.parallel.data_parallel import shard_experts_on_model_dim
 from titanmoe.parallel.full_matrices import plan_rounds, sum_grams
 from titanmoe.parallel.grad_norm import local_grad
@@ -72,7 +72,7 @@ class Muon(Optimizer):
         """
         super().__init__(parameters, options)
         self.options, names = options, {weight.name for weight in weights}
-        self.steps = coefficients(options.ns_coefficients, options.ns_steps)
+        self.steps = step_coefficients(options.ns_coefficients, options.ns_steps)
         others = {name: p for name, p in parameters.items() if name not in names}
         self.groups, rate = groups or {}, options.adamw_lr
         self.rounding = rounding or Rounding(parameters)
@@ -211,6 +211,6 @@ class Muon(Optimizer):
             part, matrix = sharding.shards[i][sharding.shard_group.group.rank], sharding.matrices[i]
             if not part.rows:
                 continue
-            left, x = factor(gram, self.steps, eps_norm), part.read(shard).to(gram.dtype)
+            left, x = orthogonalizing_factor(gram, self.steps, eps_norm), part.read(shard).to(gram.dtype)
             out = left @ x if matrix.shape[0] == gram.shape[0] else x @ left.mT
             part.write(shard, out.to(shard.dtype) * self.scale(matrix))

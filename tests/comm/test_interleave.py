@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.fake_gpu import FakeGPU
-from titanmoe.comm import turns
-from titanmoe.comm.turns import Turns
+from titanmoe.comm import interleave
+from titanmoe.comm.interleave import InterleavedPair
 from titanmoe.parallel.pairs import Pairs
 
 
@@ -28,10 +28,10 @@ def script(name: str, segments: int, log: list[str], lands: int = 1) -> Callable
         for i in range(segments):
             if i:
                 for _ in range(lands):
-                    turns.hand_over()
+                    interleave.yield_if_sent()
             log.append(f"{name}{i}")
             if i < segments - 1:
-                turns.mark_sent()
+                interleave.mark_sent()
 
     return run
 
@@ -49,10 +49,10 @@ def alternation(a: int, b: int) -> list[str]:
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 3))
 def test_sides_alternate_until_one_is_done_and_the_other_runs_on(a: int, b: int, lands: int) -> None:
     log: list[str] = []
-    both = Turns()
+    both = InterleavedPair()
     for _ in range(2):  # a pair leaves nothing behind for the next
         log.clear()
-        both.take(script("a", a, log, lands), script("b", b, log, lands))
+        both.run(script("a", a, log, lands), script("b", b, log, lands))
         assert log == alternation(a, b)
 
 
@@ -60,21 +60,21 @@ def test_nobody_hands_over_what_is_not_under_way() -> None:
     log = []
 
     def first() -> None:
-        turns.hand_over()
+        interleave.yield_if_sent()
         log.append("a0")
-        turns.mark_sent()
-        turns.mark_sent()
-        turns.hand_over()
-        turns.hand_over()  # the second of the two that were sent: it was in flight all along
+        interleave.mark_sent()
+        interleave.mark_sent()
+        interleave.yield_if_sent()
+        interleave.yield_if_sent()  # the second of the two that were sent: it was in flight all along
         log.append("a1")
 
     def second() -> None:
-        turns.hand_over()
+        interleave.yield_if_sent()
         log.append("b0")
-        turns.hand_over()
+        interleave.yield_if_sent()
         log.append("b1")
 
-    Turns().take(first, second)
+    InterleavedPair().run(first, second)
     assert log == ["a0", "b0", "b1", "a1"]
 
 
@@ -85,15 +85,15 @@ def test_a_turn_is_given_up_with_nothing_sent_but_not_before_both_have_begun() -
         def run() -> None:
             for i in range(3):
                 log.append(f"{name}{i}")
-                turns.give_up()
+                interleave.yield_to_other()
 
         return run
 
-    Turns().take(side("a"), side("b"))
+    InterleavedPair().run(side("a"), side("b"))
     assert log == ["a0", "a1", "a2", "b0", "b1", "b2"]  # nobody sent anything in the only turn of a
 
     log.clear()
-    Turns().take(script("a", 4, log), side("b"))
+    InterleavedPair().run(script("a", 4, log), side("b"))
     assert log == ["a0", "b0", "a1", "b1", "a2", "b2", "a3"]
 
 
@@ -101,15 +101,15 @@ def test_backward_gives_a_turn_up_after_the_operation_that_is_named() -> None:
     log = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    turns.give_up_in_backward(y)
-    turns.give_up_in_backward(torch.ones(2))  # has no backward
+    interleave.yield_in_backward(y)
+    interleave.yield_in_backward(torch.ones(2))  # has no backward
     x.register_hook(lambda grad: log.append(f"gradient {grad[0]:g}"))
 
     def backward() -> None:
         y.sum().backward()
         log.append("over")
 
-    Turns().take(script("a", 3, log), backward)
+    InterleavedPair().run(script("a", 3, log), backward)
     assert log == ["a0", "a1", "gradient 2", "over", "a2"]
 
 
@@ -121,17 +121,17 @@ def uncovered(layers: int, also_in_backward: bool) -> list[str]:
 
     def send(name: str) -> None:
         sent_at[name] = len(computed)
-        turns.mark_sent()
+        interleave.mark_sent()
 
     def land(name: str) -> None:
-        turns.hand_over()
+        interleave.yield_if_sent()
         if len(computed) == sent_at[name]:
             bare.append(name)
 
     def forward() -> None:
         for i in range(layers):
             computed.append("attention")
-            turns.give_up()  # the host waits for counts
+            interleave.yield_to_other()  # the host waits for counts
             send(f"rows {i}")
             land(f"rows {i}")
             computed.append("experts")
@@ -147,10 +147,10 @@ def uncovered(layers: int, also_in_backward: bool) -> list[str]:
             send(f"gradients back {i}")
             land(f"gradients back {i}")
             if also_in_backward:
-                turns.give_up()
+                interleave.yield_to_other()
             computed.append("attention")
 
-    Turns().take(forward, backward)
+    InterleavedPair().run(forward, backward)
     return bare
 
 
@@ -163,12 +163,12 @@ def test_what_each_half_sends_travels_while_the_other_computes(layers: int) -> N
 
 
 def test_without_a_pair_nothing_happens() -> None:
-    turns.give_up()
-    turns.mark_sent()
-    turns.hand_over()
-    Turns().take(lambda: None, lambda: None)
-    turns.mark_sent()
-    turns.hand_over()
+    interleave.yield_to_other()
+    interleave.mark_sent()
+    interleave.yield_if_sent()
+    InterleavedPair().run(lambda: None, lambda: None)
+    interleave.mark_sent()
+    interleave.yield_if_sent()
 
 
 class _Fly(torch.autograd.Function):
@@ -192,8 +192,8 @@ class _Fly(torch.autograd.Function):
         if x.is_cuda:
             _Fly.streams.add(torch.cuda.current_stream())
         log.append(f"{name} sends")
-        turns.mark_sent()
-        turns.hand_over()
+        interleave.mark_sent()
+        interleave.yield_if_sent()
         log.append(f"{name} lands")
         return x * 2
 
@@ -227,7 +227,7 @@ def both_ways(device: str, in_thread: Callable[..., Any] = lambda work: work) ->
         assert torch.is_grad_enabled() and z.requires_grad
 
     pairs = Pairs(torch.device(device))
-    pairs.turns.take(first, pairs._for_other_thread(in_thread(made.sum().backward)))
+    pairs.turns.run(first, pairs._for_other_thread(in_thread(made.sum().backward)))
     assert torch.equal(y.grad.cpu(), torch.full((2,), 2.0))
     assert streams == ({torch.cuda.current_stream()} if device == "cuda" else set())
     return log
@@ -243,9 +243,9 @@ def test_a_mode_sees_the_operations_of_both_sides() -> None:
 
     x, pairs = torch.ones(2), Pairs(torch.device("cpu"))
     with Sees():
-        pairs.turns.take(x.neg, pairs._for_other_thread(x.abs))
-    assert seen == [(torch.ops.aten.neg.default, "MainThread"), (torch.ops.aten.abs.default, "turns")]
-    pairs.turns.take(x.neg, pairs._for_other_thread(x.abs))  # and in the thread it ends with its pair
+        pairs.turns.run(x.neg, pairs._for_other_thread(x.abs))
+    assert seen == [(torch.ops.aten.neg.default, "MainThread"), (torch.ops.aten.abs.default, "interleave")]
+    pairs.turns.run(x.neg, pairs._for_other_thread(x.abs))  # and in the thread it ends with its pair
     assert len(seen) == 2
 
 
@@ -264,14 +264,14 @@ def test_an_error_ends_both_and_is_raised_once(side: int, at: int) -> None:
 
     works: list[Any] = [script("a", 4, log), script("a", 4, log)]
     works[side] = breaks
-    both = Turns()
+    both = InterleavedPair()
     with pytest.raises(Broken, match="as it was") as caught:
-        both.take(*works)
+        both.run(*works)
     assert "breaks" in [entry.name for entry in caught.traceback]
     # The other had as many turns as the failed one, or one fewer, and none after it.
     assert sum(entry.startswith("a") for entry in log) == at + side
     log.clear()
-    both.take(script("a", 2, log), script("b", 2, log))
+    both.run(script("a", 2, log), script("b", 2, log))
     assert log == ["a0", "b0", "a1", "b1"]
 
 
@@ -280,8 +280,8 @@ def test_the_side_that_is_left_unwinds_where_it_waits() -> None:
 
     def waits() -> None:
         try:
-            turns.mark_sent()
-            turns.hand_over()
+            interleave.mark_sent()
+            interleave.yield_if_sent()
         except Exception as error:
             cleaned.append(type(error))
             raise RuntimeError("torch wraps what a stage raises") from error
@@ -290,19 +290,19 @@ def test_the_side_that_is_left_unwinds_where_it_waits() -> None:
         raise Broken
 
     with pytest.raises(Broken):
-        Turns().take(waits, breaks)
-    assert cleaned == [turns.Abandoned]
+        InterleavedPair().run(waits, breaks)
+    assert cleaned == [interleave.OtherSideFailed]
 
 
 def test_an_interrupt_of_the_one_that_waits_ends_the_other_at_its_next_turn() -> None:
     """Ctrl-C only reaches the main thread, wherever it is."""
-    both, log = Turns(), []
+    both, log = InterleavedPair(), []
     wait = both.wait_for_turn
 
     def interrupted(me: int) -> None:
         if me == 1:
             return wait(me)
-        both._give(me)
+        both._switch(me)
         begun.wait(60)
         raise KeyboardInterrupt
 
@@ -313,7 +313,7 @@ def test_an_interrupt_of_the_one_that_waits_ends_the_other_at_its_next_turn() ->
     begun = threading.Event()
     both.wait_for_turn = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        both.take(script("a", 3, log), second)
+        both.run(script("a", 3, log), second)
     assert log == ["a0", "b0"]
 
 
@@ -322,14 +322,14 @@ def test_the_second_side_sees_what_the_caller_set() -> None:
     option = contextvars.ContextVar("option", default="unset")
     option.set("set")
     seen = []
-    Turns().take(lambda: None, lambda: seen.append((option.get(), torch.is_grad_enabled())))
+    InterleavedPair().run(lambda: None, lambda: seen.append((option.get(), torch.is_grad_enabled())))
     assert seen == [("set", True)]
 
 
 def test_one_thread_serves_every_pair_and_ends_with_its_turns() -> None:
-    both, seen = Turns(), set()
+    both, seen = InterleavedPair(), set()
     for _ in range(3):
-        both.take(lambda: None, lambda: seen.add(threading.current_thread()))
+        both.run(lambda: None, lambda: seen.add(threading.current_thread()))
     (thread,) = seen
     assert thread is not threading.current_thread() and thread.is_alive()
     del both

@@ -1,6 +1,6 @@
 """Numbers as bfloat16 parts that add up to them exactly, in one launch.
 
-Reference: `titanmoe.moe.router_product.plain_parts`, which says how they lie.
+Reference: `titanmoe.moe.router_product.plain_bfloat16_terms`, which says how they lie.
 
 Shapes: R rows, C numbers of a row.
 """
@@ -19,7 +19,7 @@ TILE = 1024
 
 
 @triton.jit(do_not_specialize=["N"])
-def _router_parts(x, out, N, C, BACKWARDS: tl.constexpr, TILE: tl.constexpr):
+def _bfloat16_terms(x, out, N, C, BACKWARDS: tl.constexpr, TILE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = i < N
     value = tl.load(x + i, mask=inside, other=0.0)
@@ -36,17 +36,17 @@ def _router_parts(x, out, N, C, BACKWARDS: tl.constexpr, TILE: tl.constexpr):
     tl.store(place + 3 * on, third, mask=inside)
 
 
-@kernel("titanmoe::bfloat16_parts")
-def bfloat16_parts(x_RC: Tensor, backwards: bool) -> Tensor:
+@kernel("titanmoe::bfloat16_terms")
+def bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
     """Of contiguous float32 rows."""
     (R, C), N = x_RC.shape, x_RC.numel()
     out = x_RC.new_empty(R, 4, C, dtype=torch.bfloat16)
     if N:
-        _router_parts[(triton.cdiv(N, TILE),)](x_RC, out, N, C, BACKWARDS=backwards, TILE=TILE, num_warps=4)
+        _bfloat16_terms[(triton.cdiv(N, TILE),)](x_RC, out, N, C, BACKWARDS=backwards, TILE=TILE, num_warps=4)
     return out
 
 
-@bfloat16_parts.register_fake
+@bfloat16_terms.register_fake
 def _(x_RC, backwards):
     R, C = x_RC.shape
     return x_RC.new_empty(R, 4, C, dtype=torch.bfloat16)

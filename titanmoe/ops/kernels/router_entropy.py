@@ -20,7 +20,7 @@ TILE = 4096
 
 
 @triton.jit(do_not_specialize=["T"])
-def _score_spread(scores, valid, out, T, E: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr):
+def _router_entropy(scores, valid, out, T, E: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr):
     t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, P)[None, :]
     there = t < T
     s = tl.load(scores + t[:, None] * E + e, mask=there[:, None] & (e < E), other=0.0)
@@ -47,7 +47,7 @@ def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
     programs = triton.cdiv(T, shape["ROWS"])
     out = torch.empty(programs, 2, dtype=torch.float64, device=scores_TE.device)
     if T:
-        _score_spread[(programs,)](
+        _router_entropy[(programs,)](
             scores_TE.contiguous(), valid_T.contiguous(), out, T, **shape, NORM=norm, num_warps=4
         )  # fmt: skip
     return out

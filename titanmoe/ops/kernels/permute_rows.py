@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, tile, wide
+from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype, tile
 
 TILE = 4096
 """Numbers per program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""
@@ -91,7 +91,7 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
     if T:
         _sum_rows[(triton.cdiv(T, rows),)](
             y, slot, out, weight_grad, weight_out, T, R, D=D, J=J, K=K,
-            OF_Y=y.stride(0), OF_WEIGHT=weight_grad.stride(0), WIDE=wide(y.dtype),
+            OF_Y=y.stride(0), OF_WEIGHT=weight_grad.stride(0), WIDE=sum_dtype(y.dtype),
             ROWS=rows, COLUMNS=columns, WEIGHTED=weighted, num_warps=8,
         )  # fmt: skip
     return out, weight_out
@@ -145,11 +145,11 @@ def _(y_RD, weight_R1, slot_TJ, K):
     return y_RD.new_empty(slot_TJ.shape[0], y_RD.shape[1]), weight_R1.new_empty(slot_TJ.shape[0], K)
 
 
-def apart(packed_RP: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Views of the rows and of their weights, of dtype `wide`."""
+def apart(packed_RP: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Views of the rows and of their weights, of dtype `weight_dtype`."""
     size, D = packed_RP.element_size(), packed_RP.shape[1] - SPACE // packed_RP.element_size()
-    first = D * size // wide.itemsize
-    return packed_RP[:, :D], packed_RP.view(wide)[:, first : first + 1]
+    first = D * size // weight_dtype.itemsize
+    return packed_RP[:, :D], packed_RP.view(weight_dtype)[:, first : first + 1]
 
 
 @kernel("titanmoe::fetch_packed_rows")
@@ -167,28 +167,28 @@ def _(x_TD, weights_TK, choice_R):
 
 
 @kernel("titanmoe::fetch_unpacked_rows")
-def fetch_unpacked_rows(packed_NP: Tensor, index_R: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def fetch_unpacked_rows(packed_NP: Tensor, index_R: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(R, D) and (R, 1): packed rows index_R[r], unpacked."""
-    x_ND, weight_N1 = apart(packed_NP.contiguous(), wide)
+    x_ND, weight_N1 = apart(packed_NP.contiguous(), weight_dtype)
     out = x_ND.new_empty(index_R.numel(), x_ND.shape[1]), weight_N1.new_empty(index_R.numel(), 1)
     _launch_fetch(x_ND, index_R, weight_N1, 1, *out)
     return out
 
 
 @fetch_unpacked_rows.register_fake
-def _(packed_NP, index_R, wide):
+def _(packed_NP, index_R, weight_dtype):
     R, D = index_R.shape[0], packed_NP.shape[1] - SPACE // packed_NP.element_size()
-    return packed_NP.new_empty(R, D), packed_NP.new_empty(R, 1, dtype=wide)
+    return packed_NP.new_empty(R, D), packed_NP.new_empty(R, 1, dtype=weight_dtype)
 
 
 @kernel("titanmoe::sum_packed_rows")
-def sum_packed_rows(packed_RP: Tensor, slot_TJ: Tensor, K: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def sum_packed_rows(packed_RP: Tensor, slot_TJ: Tensor, K: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`sum_weighted_rows` of packed rows."""
-    y_RD, weight_R1 = apart(packed_RP.contiguous(), wide)
+    y_RD, weight_R1 = apart(packed_RP.contiguous(), weight_dtype)
     return _launch_sum(y_RD, slot_TJ, weight_R1, K)
 
 
 @sum_packed_rows.register_fake
-def _(packed_RP, slot_TJ, K, wide):
+def _(packed_RP, slot_TJ, K, weight_dtype):
     T, D = slot_TJ.shape[0], packed_RP.shape[1] - SPACE // packed_RP.element_size()
-    return packed_RP.new_empty(T, D), packed_RP.new_empty(T, K, dtype=wide)
+    return packed_RP.new_empty(T, D), packed_RP.new_empty(T, K, dtype=weight_dtype)

@@ -1,0 +1,96 @@
+"""Numbers that the host waits for, such as how many routed tokens go where.
+
+They are read once, also where backward recomputes a region (titanmoe.comm.recomputation). A dispatcher's ranks send
+each other their counts, and the host needs these to split messages and buffers. Tokens can be copied into their slots
+before the counts arrive, because that takes only this rank's own choices:
+
+    counts = CountExchange(send_Ge, group, on_gpu)          starts to send the counts
+    ...                                                     tokens are copied into the send buffer
+    receive_Ge, send, receive = counts.read()               the host waits
+
+Shapes: G ranks of the group, e experts of a rank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm import interleave
+from titanmoe.comm.collectives import Group, launch_all_to_all, wait
+from titanmoe.comm.recomputation import cached
+
+
+class HostCopy:
+    """Numbers that are being copied from the device to the host.
+
+    What is launched between its creation and `read` runs while the host waits.
+    """
+
+    def __init__(self, x: Tensor):
+        self.numbers, self.event = cached(partial(_copy, x))
+
+    def tensor(self) -> Tensor:
+        """Wait for the numbers, and return them as a tensor on the host."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.numbers
+
+    def read(self) -> Any:
+        """Wait for the numbers, and return them as Python numbers or lists."""
+        return cached(lambda: self.tensor().tolist())
+
+
+def read_numbers(x: Tensor) -> Any:
+    """Wait for the numbers of x, and return them as Python numbers or lists."""
+    return cached(x.tolist)
+
+
+def _copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    if (
+        torch.compiler.is_compiling()
+    ):  # one copy: `tolist` of a tensor on the GPU would be traced as one for each number
+        return x.to("cpu"), None
+    numbers, event = x.to("cpu", non_blocking=True), None
+    if x.is_cuda:
+        event = torch.cuda.Event()
+        event.record()
+    return numbers, event
+
+
+class CountExchange:
+    """The counts that the ranks of a dispatch group send each other: how many routed tokens go where."""
+
+    def __init__(self, send_Ge: Tensor, group: Group, on_gpu: bool):
+        """Start to send the counts. Collective over the group.
+
+        Args:
+            send_Ge: the number of routed tokens that this rank sends to each expert of each rank.
+            group: the dispatcher's group.
+            on_gpu: whether waiting for a message only holds up the stream.
+        """
+        self.send_Ge, self.group, self.on_gpu = send_Ge, group, on_gpu
+        each = [1] * group.size
+        self.in_flight = cached(lambda: launch_all_to_all(send_Ge, each, each, group)) if group.size > 1 else None
+
+    def read(self) -> tuple[Tensor, list[int], list[int]]:
+        """Wait for the counts of the other ranks.
+
+        Returns:
+            The counts that arrive (G, e), and the numbers of routed tokens to each rank and from each rank.
+        """
+        return cached(self._wait)
+
+    def _wait(self) -> tuple[Tensor, list[int], list[int]]:
+        # In a pair the other side has a turn first. On a GPU the copy to the host is launched even before that: behind
+        # the other side's kernels the host would wait for these too.
+        if not self.on_gpu:
+            interleave.yield_to_other()
+        receive_Ge = self.send_Ge if self.in_flight is None else wait(self.in_flight, self.group)
+        numbers = HostCopy(torch.stack((self.send_Ge, receive_Ge)).sum(2))
+        if self.on_gpu:
+            interleave.yield_to_other()
+        return receive_Ge, *numbers.read()
