@@ -91,7 +91,7 @@ def test_what_names_them_asks_their_specs() -> None:
         ([f"{EVEN} -0.1"], f"the coefficient of {EVEN} is -0.1: it must be at least 0"),
         ([f"{EVEN} nan"], f"the coefficient of {EVEN} is nan: it must be at least 0"),
         (["z_loss 0.1"], "z_loss has a key of its own: write moe.z_loss = 0.1"),
-        ([f"{EVEN} 0.1", f"{EVEN} 0.2"], f"{EVEN} is there twice: keep one"),
+        ([f"{EVEN} 0.1", f"{EVEN} 0.2"], f"{EVEN} is listed twice: remove one"),
         ([f"{EVEN} 0.1", f"{LOGITS} 0.2"], f"{EVEN} and {LOGITS} are both reported as unevenness: use one"),
         ([f"{__name__}:NoForward 0.1"], f'"{__name__}:NoForward" cannot be used: {__name__}:NoForward lacks forward'),
         ([f"{__name__}:Model 0.1"], f"{__name__}:Model has no `spec`, an instance of BalanceSpec"),

@@ -70,7 +70,7 @@ def chunked(
     beta: Tensor | None = None,
     **documents: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    return make_segment(q, k, v, decay, beta, **documents).run(state)
+    return make_segment(q, k, v, decay, beta, **documents).forward(state)
 
 
 def documents(S: int, places: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,8 +120,8 @@ def test_maps_of_runs_compose(form: str, places: list[list[int]]) -> None:
             runs[run] = make_segment(*(y if y is None else y[:, here] for y in (*tokens, document)), before)
     outputs, whole = [], (torch.eye(K, dtype=state.dtype), torch.zeros_like(state))
     for run in range(4):
-        out, after = runs[run].run(state)
-        M, S = runs[run].map()
+        out, after = runs[run].forward(state)
+        M, S = runs[run].state_map()
         state, whole = M @ state + S, (M @ whole[0], M @ whole[1] + S)
         tolerances.close(state, after, terms=400, roundings=400)
         outputs.append(out)
@@ -132,7 +132,7 @@ def test_maps_of_runs_compose(form: str, places: list[list[int]]) -> None:
 def test_a_map_has_nothing_of_what_was_before_a_document(form: str) -> None:
     x = random_inputs(form, 21)
     _, numbers = documents(21, [[4], []])
-    M, _ = make_segment(*(x.get(name) for name in ("q", "k", "v", "decay", "beta")), **numbers).map()
+    M, _ = make_segment(*(x.get(name) for name in ("q", "k", "v", "decay", "beta")), **numbers).state_map()
     assert (M[0] == 0).all() and (M[1] != 0).any()
 
 
@@ -198,14 +198,14 @@ def fake_delta(q, k, v, g, beta, initial_state, output_final_state, use_qk_l2nor
     assert output_final_state and use_qk_l2norm_in_kernel and g.dtype == torch.float32
     assert q.shape == k.shape and v.shape[2] % q.shape[2] == 0 and g.shape == beta.shape == v.shape[:3]
     assert initial_state is None or initial_state.dtype == torch.float32
-    return make_segment(q, k, v, g, beta).run(initial_state)
+    return make_segment(q, k, v, g, beta).forward(initial_state)
 
 
 def fake_gla(q, k, v, g, initial_state, output_final_state):
     assert output_final_state and g.dtype == torch.float32
     assert q.shape == k.shape == g.shape and v.shape[:3] == q.shape[:3]
     assert initial_state is None or initial_state.dtype == torch.float32
-    return make_segment(q, k, v, g, None).run(initial_state)
+    return make_segment(q, k, v, g, None).forward(initial_state)
 
 
 @forms
@@ -229,7 +229,7 @@ def test_kernels_get_what_they_ask_for(
     results = []
     for kernels in ("auto", "torch"):
         run = make_segment(*tokens, **numbers, kernels=kernels)
-        results.append((*run.run(state), *run.run(), *run.map()))
+        results.append((*run.forward(state), *run.forward(), *run.state_map()))
     same(*results, x, roundings=400**2)  # 4 documents in a chunk: a sum of decays is -400
 
 

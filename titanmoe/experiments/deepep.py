@@ -1,8 +1,8 @@
-"""Sends tokens to their experts by the kernels of DeepEP (github.com/deepseek-ai/DeepEP, package `deep_ep`).
+"""The dispatcher `deepep`: sends tokens by the kernels of DeepEP (github.com/deepseek-ai/DeepEP, package `deep_ep`).
 
-A token goes once to every rank that has any of its experts, along with the numbers and weights of its choices there.
+A token goes once to every rank that has any of its experts, along with the experts and weights of its choices there.
 Each rank sends back one row, summed over its experts, and the kernel adds the rows of all ranks. The kernel of
-`combine` is also the backward of `dispatch`, and vice versa.
+`combine` is also the backward of `dispatch`, and vice versa. Not run on GPUs yet; tests emulate the package.
 
 Shapes as in titanmoe.moe.dispatchers.dispatcher, and: J = K * etp choices of a token, N tokens that arrive here, each
 once.
@@ -28,10 +28,11 @@ from titanmoe.ops import device as devices
 NEEDS = "cuda"
 """The device type that its kernels run on."""
 INSTALL = "build it as https://github.com/deepseek-ai/DeepEP says"
+"""The advice of error messages."""
 
 
 class DeepEPBuffers(SharedBuffers):
-    """DeepEP's buffer, which all layers of a rank share. Collective over the group."""
+    """DeepEP's buffer, which all layers of a rank share. Making it is collective over the group."""
 
     def __init__(self, dim: int, group: Group, device: torch.device):
         super().__init__(device)
@@ -76,6 +77,10 @@ class DeepEP(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
+        """Send each token to the ranks of its experts, and fill the slots of this rank's experts.
+
+        The host waits for counts.
+        """
         if self.memory is None:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
         weights_TJ = weights_TK.repeat_interleave(self.etp, 1)
@@ -91,7 +96,7 @@ class DeepEP(Dispatcher):
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
 
     def expand_over_etp(self, chosen_TK: Tensor) -> Tensor:
-        """Each choice once for every etp rank of its expert, as if each rank's slice were an expert of its own."""
+        """Return each choice once for every etp rank of its expert (T, J), as if each rank's shard were an expert."""
         rank_TK1, place_TK1 = (
             x.unsqueeze(2) for x in (chosen_TK // self.local_experts, chosen_TK % self.local_experts)
         )
@@ -101,8 +106,11 @@ class DeepEP(Dispatcher):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Returns the tokens that arrive (N, D); their weights and choices here (N, J), a choice elsewhere being -1; how
-    many chose each local expert; and the handle for sending them back."""
+    """Sends tokens by DeepEP.
+
+    Its outputs: the tokens that arrive (N, D); their weights and choices here (N, J), a choice elsewhere being -1; the
+    number of each local expert's; and the handle for sending them back.
+    """
 
     @staticmethod
     def forward(ctx, x_TD, weights_TJ, chosen_TJ, buffer, experts):
@@ -127,6 +135,8 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
+    """Sends sums back by DeepEP, and adds the sums of all ranks for each token."""
+
     @staticmethod
     def forward(ctx, buffer, handle, y_ND):
         ctx.buffer, ctx.handle = buffer, handle

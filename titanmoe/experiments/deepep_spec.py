@@ -1,4 +1,4 @@
-"""What is known of the dispatcher `deepep` without torch: what it refuses and costs. `deepep` beside it is its code."""
+"""The spec of the dispatcher `deepep`, without torch: what it refuses and costs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from titanmoe.moe.dispatchers.dispatcher_spec import DispatcherSpec, ExchangeCos
 
 
 class DeepEPSpec(DispatcherSpec):
+    """The facts about DeepEP 1.2, and what contradicts it."""
+
     help = (
         "deepep (experimental, not run on GPUs) sends a token once to each rank that has experts of it, by the kernels "
         "of DeepEP: for bfloat16 on GPUs with NVLink in a node and RDMA between nodes, with its package deep_ep."
@@ -28,6 +30,7 @@ class DeepEPSpec(DispatcherSpec):
     dim_of, most_dim = 16, 8176
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Yield options that its kernels do not support: another dtype than bfloat16, or an indivisible width."""
         yield from super().contradictions(config)
         param, router, dim = config.training.mixed_precision_param, config.moe.router_dtype, config.model.dim
         if self.param and param != self.param:
@@ -50,6 +53,7 @@ class DeepEPSpec(DispatcherSpec):
             )
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
+        """Yield groups that its kernels do not support: too many copies, other sizes, or nodes of another size."""
         ranks, top_k = ep * etp, config.model.top_k
         if top_k * etp > 32:
             yield (
@@ -69,6 +73,7 @@ class DeepEPSpec(DispatcherSpec):
             )
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
+        """Return the time to send each token once to each rank that has experts of it, and back."""
         domains = costs.domains(ep, etp)
         across = tokens * costs.routed_token_bytes * costs.visits(domains) * (domains - 1) / domains
         within = tokens * costs.routed_token_bytes * costs.visits(ep) * etp

@@ -70,6 +70,6 @@ class CachedState(Cache):
         q_BnKk, k_BnKk, v_BnHv = self.mixer.convolve(qkv, before, None)
         inputs = q_BnKk, k_BnKk, v_BnHv, decay, beta_BnH
         if decay.shape[1] > 1:
-            return gated_delta_rule.make_segment(*inputs, kernels=self.mixer.kernels).run(state_BHkv)
+            return gated_delta_rule.make_segment(*inputs, kernels=self.mixer.kernels).forward(state_BHkv)
         out_BHv, state_BHkv = gated_delta_rule.step_token(state_BHkv, *(None if x is None else x[:, 0] for x in inputs))
         return out_BHv.unsqueeze(1), state_BHkv

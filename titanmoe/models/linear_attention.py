@@ -164,8 +164,8 @@ class GatedDelta(nn.Module):
         length = q_RcKk.shape[1]
         documents = (None, None) if until is None else (until[:, -length:], until[:, -length - 1])
         chunks = gated_delta_rule.make_segment(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents, self.kernels)
-        before = self.segments.states_before(*chunks.map()) if len(self.segments.order) > 1 else None
-        return chunks.run(before)[0]
+        before = self.segments.states_before(*chunks.state_map()) if len(self.segments.order) > 1 else None
+        return chunks.forward(before)[0]
 
     def down(self, out_RcHv: Tensor, z_RcX: Tensor) -> Tensor:
         """Return the last projection of the normed output times SiLU(z)."""

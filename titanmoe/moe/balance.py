@@ -1,4 +1,4 @@
-"""Keeps the experts evenly busy: applies the balance losses and moves the selection biases.
+"""Keeps the experts evenly busy: applies the balance losses and moves the routers' expert_bias.
 
 With p_te a token's normalised score, count_e the choices (before dropping) and f_e = E * count_e / (K * tokens):
 
@@ -7,10 +7,10 @@ With p_te a token's normalised score, count_e the choices (before dropping) and 
     aux_loss_global    the same with f_e over all data ranks and the step's microbatches so far
     z_loss             mean over the step's tokens of logsumexp(logits)^2
 
-Every valid token has K choices, so f_e is E times the share of choices. f is a constant, so each rank sums p over its
-own tokens only, and the sum over ranks is the whole. Each of the first three is 1 under uniform routing.
+Every valid token has K choices, so f_e is E times the fraction of choices. f is a constant, so each rank sums p over
+its own tokens only, and the sum over ranks is the full term. Each of the first three is 1 under uniform routing.
 
-Shapes: B samples of a microbatch, T owned tokens, E experts, K top-k.
+Shapes: B samples of a microbatch, T owned tokens, E experts, K top-k, X balance losses that are on.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class _Attach(torch.autograd.Function):
 
 
 class Balance(nn.Module):
+    """The balance losses of one layer, and the counts that it reports of a step."""
+
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
         super().__init__()
         self.model, self.kernels = model, options.kernels
@@ -66,6 +68,7 @@ class Balance(nn.Module):
         buffer("step_samples")
 
     def begin_step(self, tokens: Tensor, samples: Tensor | int) -> None:
+        """Reset the counts, and set the step's numbers of tokens and samples, on all ranks."""
         self.counts.begin_step()
         self.step_tokens.copy_(tokens).clamp_(min=1)
         self.step_samples.fill_(samples).clamp_(min=1)
@@ -76,7 +79,7 @@ class Balance(nn.Module):
     def forward(
         self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, count_BE: Tensor, tokens: Tokens
     ) -> Tensor:
-        """Returns the routing weights with the gradient of the balance losses attached."""
+        """Return the routing weights with the gradients of the balance losses attached, and record the counts."""
         routed = RouterOutput(
             logits_TE=logits_TE,
             scores_TE=scores_TE,
@@ -97,16 +100,16 @@ class Balance(nn.Module):
         return _Attach.apply(weights_TK, self.coefficients_X, *terms) if terms else weights_TK
 
     def record_dropped(self, entries: Tensor, microbatch: Tensor) -> None:
-        """Record how many of this rank's choices were over capacity."""
+        """Record how many of this rank's choices in a microbatch were over capacity."""
         self.counts.record(microbatch, ("dropped",), entries)
 
 
 @torch.no_grad()
 def update_expert_bias(routers: Mapping[int, Router], loads: Mapping[int, Tensor], rate: float) -> None:
-    """Move each selection bias by `rate` towards even loads.
+    """Move each router's expert_bias by `rate` towards even loads, in place. Frozen routers are left out.
 
     Args:
-        routers: those of this rank's layers, by block.
+        routers: the routers of this rank's layers, by block.
         loads: the (E,) loads of the step on all ranks, by block.
     """
     for number, router in routers.items() if rate else ():

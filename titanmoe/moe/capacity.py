@@ -1,9 +1,9 @@
-"""Dropping: an expert takes at most C tokens per scope, C = ceil(capacity_factor * K * L / E).
+"""Capacity: an expert takes at most C tokens per scope, C = ceil(capacity_factor * K * L / E); the others are dropped.
 
 L counts the scope's token positions, including padding, so C is static. The scope is the tokens that one rank owns in
-one microbatch (sub_sequence), or a sample (full_sequence), which needs the choices of every rank that has part of it.
+one microbatch (sub_sequence), or a sample (full_sequence), which needs the choices of every rank that has some of it.
 
-Shapes: T tokens this rank owns, N tokens of all ranks that have parts of its samples, K top-k, E experts.
+Shapes: T tokens this rank owns, N tokens of all ranks that have some of its samples, K top-k, E experts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from titanmoe.tokens import Tokens
 
 
 class Capacity(nn.Module):
+    """Drops the choices of one layer that are over capacity."""
+
     def __init__(self, model: Model, options: MoEOptions):
         super().__init__()
         self.model, self.options = model, options
@@ -27,18 +29,21 @@ class Capacity(nn.Module):
         self.full = options.capacity_scope == "full_sequence"
 
     def limit(self, positions: int) -> int:
-        """C for a scope of this many token positions."""
+        """Return C, the capacity of an expert, for a scope of this many token positions."""
         return math.ceil(self.options.capacity_factor * self.model.top_k * positions / self.model.num_experts)
 
     def slots_per_expert(self, samples: int, own_tokens: int) -> int:
-        """The most rows that this rank can send to one expert: the size of a padded bin."""
+        """Return the most tokens that this rank can send to one expert: the size of a padded expert buffer."""
         if not self.full:
             return self.limit(own_tokens)
         positions = own_tokens // samples
         return samples * min(self.limit(positions * self.sequence.size), positions)
 
     def forward(self, chosen_TK: Tensor, weights_TK: Tensor, tokens: Tokens, samples: int) -> Tensor:
-        """Returns chosen_TK with every choice over capacity set to E (no expert)."""
+        """Return chosen_TK with every choice over capacity set to E, which is no expert.
+
+        Collective over cp x tp if the scope is full_sequence.
+        """
         own_tokens = chosen_TK.shape[0]
         scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)
         group = self.sequence if self.full else NO_GROUP
@@ -53,7 +58,7 @@ class Capacity(nn.Module):
 
 
 def sortable(weights: Tensor) -> Tensor:
-    """Non-negative bfloat16 weights as integers that sort the same way.
+    """Return non-negative weights in bfloat16 as integers that sort in the same order.
 
     The weights of equal tokens differ by rounding, in a different way under each mapping. In 8 significant bits they
     are equal, so positions decide. They are integers because a compiler may remove a rounding that is undone later.
@@ -64,8 +69,12 @@ def sortable(weights: Tensor) -> Tensor:
 def over_capacity(
     chosen_NK: Tensor, weights_NK: Tensor | None, order_N: Tensor, scope_N: Tensor, num_experts: int, capacity: int
 ) -> Tensor:
-    """Marks the choices beyond the first `capacity` of each expert in each scope. They count in order of falling
-    weight, if weights are given, then of `order_N`.
+    """Return a mask (N, K) of the choices beyond the first `capacity` of each expert in each scope.
+
+    Args:
+        weights_NK: if given, choices count in order of falling weight, then of order_N; else in the order of order_N.
+        order_N: the global positions of the tokens.
+        scope_N: the scope of each token.
     """
     bucket = (scope_N.unsqueeze(1) * (num_experts + 1) + chosen_NK).flatten()
     rank = order_N.argsort(stable=True)

@@ -1,9 +1,9 @@
-"""The products of a rank's experts: of one call's routed tokens with the matrices for gate, up and down.
+"""The matrix products of a rank's experts: of the routed tokens of one call with the weights for gate, up and down.
 
-Experts make one object for each call, which says how the call multiplies:
+`Experts` makes one object for each call, which says how the call multiplies:
 
     ExpertProducts      in the tokens' dtype, with a backward of its own that saves little
-    TracedProducts     the same, where torch.compile traces the call (titanmoe.moe.traced_products)
+    TracedProducts      the same, where torch.compile traces the call (titanmoe.moe.traced_products)
     EightBitProducts    with factors in 8 bits (titanmoe.moe.fp8)
 
 Biases are added by the experts themselves (titanmoe.moe.experts).
@@ -36,30 +36,34 @@ from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
 Kind = Literal["grouped", "even", "loop"]
-"""How rows are multiplied: by torch's grouped product, by a batched one if all experts have as many rows, or one expert
-after the other, for which the host has to know their rows."""
+"""How tokens are multiplied by their experts' weights.
+
+"grouped" is torch's grouped product; "even" a batched product, if all experts have as many tokens; "loop" one expert
+after the other, for which the host has to know the numbers of their tokens.
+"""
 PRODUCTS = {"grouped": grouped_product, "even": even_product, "loop": loop_product}
 GRADIENTS = {"grouped": grouped_gradient, "even": even_gradient, "loop": loop_gradient}
 
 
 @dataclass(eq=False, kw_only=True)
 class ExpertProducts:
-    """How one call of the experts multiplies its routed tokens, sorted by expert, by the experts' matrices."""
+    """How one call of the experts multiplies its routed tokens, sorted by expert, by the experts' weights."""
 
     groups: Groups
     kind: Kind
     clamped: bool = False
-    """Whether the activation is gpt-oss's."""
+    """Whether the activation is gpt-oss's clamped SwiGLU."""
     kernels: str = "auto"
 
     @property
     def grouped(self) -> bool:
+        """Whether torch's grouped product multiplies."""
         return self.kind == "grouped"
 
     # ---- differentiable
 
     def up(self, x_RD: Tensor, *weights: Tensor, sums: Sequence[AddGradient | None] = ()) -> tuple[Tensor, ...]:
-        """Return the product of the tokens with each of the weights, (e, F, D).
+        """Return the products of the tokens with each of the weights (e, F, D): (R, F) each. Differentiable.
 
         Args:
             sums: for the first of the weights, what adds the gradient to a sum, if autograd does not get it.
@@ -69,7 +73,9 @@ class ExpertProducts:
     def down(
         self, hidden: tuple[Tensor, ...], weight_R1: Tensor, *weights: Tensor, add: AddGradient | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the product of each of the weights, (e, D, F), with the activation times the routing weight.
+        """Return the products of the activation times the routing weight with each of the weights (e, D, F).
+
+        Differentiable.
 
         Args:
             add: adds the gradient of the first of the weights to a sum, if autograd does not get it.
@@ -79,14 +85,19 @@ class ExpertProducts:
     # ---- not differentiable: the factors of a product, the product, and the gradient of a weight
 
     def token_factor(self, x_RD: Tensor) -> Any:
-        """Return the rows as a factor of any number of products."""
+        """Return the tokens in the form that `product` takes."""
         return x_RD
 
     def weight_factor(self, name: str, w_eFD: Tensor) -> Any:
-        """Return a weight as a factor. `name` identifies it, along this width, within the layer."""
+        """Return a weight in the form that `product` takes.
+
+        Args:
+            name: identifies the weight, and the width along which it is multiplied, within the layer.
+        """
         return w_eFD
 
     def product(self, x_RD: Any, w_eFD: Any) -> Tensor:
+        """Return the product of each token with its expert's transposed weight. Not differentiable."""
         return PRODUCTS[self.kind](x_RD, w_eFD, self.groups)
 
     def weight_gradient(self, grad_RD: Tensor, h_RF: Tensor, add: AddGradient | None) -> Tensor | None:
@@ -101,7 +112,7 @@ AddGradient = Callable[[Tensor, Tensor, ExpertProducts], None]
 
 
 class _Up(torch.autograd.Function):
-    """Products of the same rows with several weights, for which the rows become a factor once."""
+    """Products of the same tokens with several weights, for which the tokens become a factor once."""
 
     @staticmethod
     def forward(ctx, x_RD, how, sums, *weights):
@@ -118,10 +129,10 @@ class _Up(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """The down projection that saves only its inputs: 2F numbers per row instead of the formula's 5F. Backward
-    recomputes the activation.
+    """The down projection, which saves only its inputs: 2F numbers per token instead of the formula's 5F.
 
-    While backward recomputes it, nothing uses the first product, the experts' output: its memory is not written.
+    Backward recomputes the activation. While backward recomputes the layer, nothing uses the first product, the
+    experts' output: its memory is not written.
     """
 
     @staticmethod
@@ -152,12 +163,16 @@ class _Down(torch.autograd.Function):
 
 
 def multiply(how: ExpertProducts, name: str, x_RD: Tensor, weights: Sequence[Tensor], first: int = 0) -> list[Tensor]:
-    """Return the product of the rows with each of the weights, which are numbered from `first`."""
+    """Return the product of the tokens with each of the weights, which are numbered from `first`.
+
+    Not differentiable.
+    """
     rows = how.token_factor(x_RD)
     return [how.product(rows, how.weight_factor(f"{name} {i}", w)) for i, w in enumerate(weights, first)]
 
 
 def activate(how: ExpertProducts, hidden: Sequence[Tensor], weight_R1: Tensor) -> Tensor:
+    """Return the input of the down projection: act(gate) * up * routing weight. Not differentiable."""
     gate_RF, up_RF = gate_and_up(hidden)
     make, _ = activation(gate_RF, how.clamped, how.kernels)
     return make(gate_RF, up_RF, weight_R1)
@@ -171,7 +186,11 @@ def up_backward(
     wanted: Sequence[bool],
     sums: Sequence[AddGradient | None] = (),
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return the gradients of the rows and of each weight, if they are wanted."""
+    """Return the gradients of the tokens and of each weight; None for those that `wanted` leaves out.
+
+    Args:
+        wanted: whether each is wanted, of the tokens first, then of each weight.
+    """
     grads = [grad if grad.stride(1) == 1 and grad.stride(0) else grad.contiguous() for grad in grads]
     grad_x = _through(how, "up", grads, weights) if wanted[0] else None
     adders = [*sums, *[None] * (len(weights) - len(sums))]
@@ -188,8 +207,11 @@ def down_backward(
     wanted: Sequence[bool],
     add: AddGradient | None = None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """Return the gradients of gate and up, side by side, and of the routing weights, if these are wanted; and of each
-    weight that is."""
+    """Return the gradients of gate and up, side by side, of the routing weights, and of each weight.
+
+    Args:
+        wanted: whether they are wanted, the first two together, then of each weight. Others are None.
+    """
     arguments = *gate_and_up(hidden), weight_R1
     grads = [grad.contiguous() for grad in grads]
     make, differentiate = activation(arguments[0], how.clamped, how.kernels)
@@ -203,13 +225,13 @@ def down_backward(
 
 
 def _through(how: ExpertProducts, name: str, grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of the rows that were multiplied by all of the weights."""
+    """Return the gradient of the tokens that were multiplied by all of the weights."""
     across = [how.weight_factor(f"{name} {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
     return _total(how.product(how.token_factor(g), w) for g, w in zip(grads, across, strict=True))
 
 
 def _total(summands: Iterator[Tensor]) -> Tensor:
-    """Return their sum. Two of them exist at a time."""
+    """Return the sum of tensors. Two of them exist at a time."""
     out = next(summands)
     for summand in summands:
         out += summand
@@ -230,8 +252,10 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
-    """Return the down projection's input. The routing weight is applied here, so that backward needs no expert's
-    output."""
+    """Return the down projection's input, act(gate) * up * weight, by plain operations: the kernel's reference.
+
+    The routing weight is applied here, so that backward needs no expert's output.
+    """
     gate, up = gate_RF.to(weight_R1.dtype), up_RF.to(weight_R1.dtype)
     h_RF = clamped_swiglu(gate, up) if clamped else F.silu(gate) * up
     return (h_RF * weight_R1).to(gate_RF.dtype)
@@ -240,7 +264,7 @@ def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: boo
 def plain_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the value of `plain_swiglu`; the gradients of gate and up, side by side; and that of the weight."""
+    """Return the value of `plain_swiglu`, the gradients of gate and up side by side, and that of the routing weight."""
     gate, up, grad = (x.to(weight_R1.dtype) for x in (gate_RF, up_RF, grad_RF))
     grad_h = grad * weight_R1
     if clamped:
@@ -263,8 +287,7 @@ def gate_and_up(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
-    """Return the functions for the down projection's input and for gradients: a kernel on GPUs, else the plain
-    formula."""
+    """Return the functions for the down projection's input and its gradients: kernels on GPUs, else plain formulas."""
     if fused(kernels, x):
         from titanmoe.ops.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 

@@ -1,6 +1,6 @@
-"""The experts of this rank: a grouped SwiGLU, with biases where the family has them.
+"""The experts of one rank: a SwiGLU of each routed token by its expert's weights, with biases in some families.
 
-Shapes: R routed rows sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
+Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from titanmoe.observe import named
 
 
 class Experts(nn.Module):
+    """The weights of one layer's experts: w1 gate, w3 up, w2 down.
+
+    `w1_bias`, `w3_bias` and `w2_bias` are the linear biases of these projections; a router's `expert_bias` is another
+    thing.
+    """
+
     def __init__(self, model: Model, options: MoEOptions, dtype: torch.dtype):
         super().__init__()
         shape = (model.num_experts, model.expert_hidden, model.dim)
@@ -32,8 +38,9 @@ class Experts(nn.Module):
         """(e, 2F, D): a copy in which both lie side by side, while a step computes with one
         (titanmoe.parallel.unsharded)."""
         self.accumulates = options.accumulate_weight_gradients
+        """Whether gradients of weights are added to sums over microbatches (`[moe] accumulate_weight_gradients`)."""
         self.sums: dict[str, AddGradient] = {}
-        """Where the gradients of these weights go in a step, if it accumulates them, and not to autograd."""
+        """The functions that add a weight's gradient to a sum during a step, by its name; autograd does not get it."""
         self.has_unused_slots = DISPATCHERS.look_up(options.dispatcher).has_unused_slots
         self.even_rows = options.pad_to_capacity
         self.w1_bias = self.w3_bias = self.w2_bias = None
@@ -46,28 +53,29 @@ class Experts(nn.Module):
         self.set_etp_rank(0)
 
     def set_etp_rank(self, etp_rank: int) -> None:
-        """Chooses the columns to which this rank adds the last bias. Called when the model is placed on the meshes."""
+        """Choose the columns to which this rank adds the last bias. Called when the model is laid on the meshes."""
         self.etp_rank = etp_rank
 
     @named("experts")
     def forward(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        """Return the output of each routed token's expert, times its routing weight."""
+        """Return the output of each routed token's expert, times its routing weight: (R, D)."""
         y_RD = self.products(x_RD, weight_R1, count_e)
         observe.products(self, (x_RD, weight_R1), y_RD)
         return y_RD
 
     def hidden_weights(self) -> dict[str, Tensor]:
-        """By name, those whose products are gate and up; one if they lie side by side."""
+        """Return the weights for gate and up by name; a single one if they lie side by side."""
         if self.w1_and_w3 is not None:
             return {"w1_and_w3": self.w1_and_w3}
         return {"w1": to_local(self.w1), "w3": to_local(self.w3)}
 
     def uses_grouped_mm(self, x_RD: Tensor, w1_eFD: Tensor) -> bool:
-        """Whether these rows go through torch's grouped product."""
+        """Return whether these tokens are multiplied by torch's grouped product."""
         return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
 
     # A method so that compilation and recomputation can wrap it.
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
+        """Return what `forward` does, without announcing it to observers."""
         products = self.choose_products(x_RD, count_e)
         hidden = self.gate_and_up(products, x_RD)
         if self.w1_bias is None:
@@ -77,7 +85,7 @@ class Experts(nn.Module):
         return self.add_down_bias(self.down(products, hidden, weight_R1), member_Re * weight_R1)
 
     def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | TracedProducts:
-        """Return how this call multiplies."""
+        """Return the object that says how this call multiplies."""
         kind: Kind = "grouped" if self.uses_grouped_mm(x_RD, to_local(self.w1)) else "loop"
         if kind == "loop" and self.even_rows:
             kind = "even"
@@ -91,15 +99,17 @@ class Experts(nn.Module):
         return EightBitProducts(kind=kind, emulated=emulated, rounded=self.rounded, **common)
 
     def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
-        """Return both, (R, F) each, or side by side, (R, 2F)."""
+        """Return gate and up, (R, F) each, or side by side in one tensor (R, 2F)."""
         weights = self.hidden_weights()
         return products.up(x_RD, *weights.values(), sums=[self.sums.get(name) for name in weights])
 
     def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
+        """Return the down projection of the activation times the routing weights, without bias."""
         (y_RD,) = products.down(hidden, weight_R1, to_local(self.w2), add=self.sums.get("w2"))
         return y_RD
 
     def add_up_bias(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:
+        """Return gate and up with their biases. Unused slots become 0."""
         w1_eF, w3_eF = to_local(self.w1_bias), to_local(self.w3_bias)
         biases = (w1_eF, w3_eF) if len(hidden) == 2 else (torch.cat((w1_eF, w3_eF), 1),)
         hidden = tuple(torch.addmm(x, member_Re, bias) for x, bias in zip(hidden, biases, strict=True))
@@ -109,7 +119,11 @@ class Experts(nn.Module):
         return tuple(x.where(used_R1, 0) for x in hidden)  # 0 * NaN is NaN: mask, do not multiply
 
     def add_down_bias(self, y_RD: Tensor, weight_Re: Tensor) -> Tensor:
-        """Add the bias of the last product, times each row's routing weight: (R, e), 0 where it is not its expert's."""
+        """Return y_RD plus the bias of the down projection times each token's routing weight.
+
+        Args:
+            weight_Re: the routing weight in the column of the token's expert, 0 elsewhere.
+        """
         # The etp ranks of an expert return summands: each adds the bias to its own columns only.
         bias_ed = to_local(self.w2_bias)
         before = self.etp_rank * bias_ed.shape[1]
@@ -118,8 +132,9 @@ class Experts(nn.Module):
 
 
 def expert_one_hot(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """(R, e): 1 where a row belongs to an expert. Multiplied by the biases, it gives each row its expert's; its
-    transpose sums their gradients.
+    """Return a mask (R, e): 1 where a token belongs to an expert.
+
+    Multiplied by the biases, it gives each token its expert's; its transpose sums their gradients.
     """
     row_R1, end_e = torch.arange(rows, device=count_e.device).unsqueeze(1), count_e.cumsum(0)
     return ((row_R1 >= end_e - count_e) & (row_R1 < end_e)).to(dtype)

@@ -1,8 +1,9 @@
-"""Formulas of the product of each expert's rows with its own matrix, for all experts of a rank, and of its gradients.
+"""Formulas of the product of each expert's tokens with its own weight, for all experts of a rank, and of its gradients.
 
-`titanmoe.moe.expert_products` chooses among them.
+Three of each, for the same numbers: by torch's grouped product, by a loop over experts, and by one batched product if
+all experts have the same number of tokens. `titanmoe.moe.expert_products` chooses among them.
 
-Shapes: R routed rows sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
+Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from titanmoe.ops.kernels import fused
 
 
 class Groups:
-    """How many rows each expert has, in the two forms that products take. Each form is made once per layer, for the
-    products of forward and backward.
+    """The number of each expert's tokens, in the two forms that products take.
+
+    Each form is made once per layer, for the products of forward and backward.
     """
 
     def __init__(self, count_e: Tensor):
@@ -27,22 +29,25 @@ class Groups:
 
     @cached_property
     def ends_e(self) -> Tensor:
+        """The number of the token after each expert's last, int32, on the device."""
         return self.count_e.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def sizes(self) -> list[int]:
+        """The number of each expert's tokens, on the host. On GPUs the host waits for it."""
         return host_sync.read_numbers(self.count_e)  # on GPUs the host waits
 
 
 def as_groups(count: Tensor | Groups) -> Groups:
+    """Return the counts as Groups."""
     return count if isinstance(count, Groups) else Groups(count)
 
 
 def loop_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
-    """Multiplies the rows of expert i by its matrix, one product per expert. An expert without rows gets a gradient of
-    exact zeros.
+    """Multiply the tokens of each expert by its transposed weight, one product per expert: (R, F).
 
-    Rows after the last expert's, which only a static buffer has, are zero here, and undefined in `grouped_product`.
+    An expert without tokens gets a gradient of exact zeros. Rows after the last expert's, which only a padded buffer
+    has, are zero here, and undefined in `grouped_product`.
     """
     sizes = as_groups(count).sizes
     *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
@@ -51,12 +56,15 @@ def loop_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
-    """The same in one call to torch's grouped matrix product."""
+    """Multiply the tokens of each expert by its transposed weight in torch's grouped product: (R, F)."""
     return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=as_groups(count).ends_e)
 
 
 def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
-    """The same if all experts have the same number of rows, in one batched product without knowing it on the host."""
+    """Multiply the tokens of each expert by its transposed weight in one batched product: (R, F).
+
+    All experts must have the same number of tokens, which the host need not know.
+    """
     out_RF = x_RD.new_empty(x_RD.shape[0], w_eFD.shape[1])  # no view, so that it can be changed in place
     e = len(w_eFD)
     torch.bmm(x_RD.unflatten(0, (e, -1)), w_eFD.transpose(1, 2), out=out_RF.unflatten(0, (e, -1)))
@@ -64,19 +72,20 @@ def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 
 def even_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """Return `loop_gradient` if all experts have the same number of rows."""
+    """Return the gradient of the weights (e, D, F) in one batched product, if all experts have as many tokens."""
     e = len(as_groups(count).count_e)
     return torch.bmm(grad_RD.unflatten(0, (e, -1)).transpose(1, 2), h_RF.unflatten(0, (e, -1)))
 
 
 def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """The gradient of the weights, (e, D, F): the sum of outer products over each expert's rows."""
+    """Return the gradient of the weights (e, D, F): for each expert, the sum of outer products over its tokens."""
     sizes = as_groups(count).sizes
     pieces = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
     return torch.stack([g.t() @ h for g, h in pieces])
 
 
 def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
+    """Return the gradient of the weights (e, D, F) by torch's grouped product."""
     groups = as_groups(count)
     grad_eDF = torch._grouped_mm(grad_RD.t(), h_RF, offs=groups.ends_e)
     if forgets_empty_groups(grad_RD):
@@ -85,7 +94,11 @@ def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> T
 
 
 def plain_add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, sizes: list[int], add: bool) -> None:
-    """Adds the gradients of H weights side by side, (N = H * F), to their sums, or begins these with them."""
+    """Add the gradients of H weights side by side (N = H * F) to their sums in place: the kernel's reference.
+
+    Args:
+        add: False to overwrite the sums.
+    """
     wide, width = torch.promote_types(total_HeFD.dtype, torch.float32), total_HeFD.shape[3]
     used = sum(sizes)
     pieces = zip(grad_RN[:used].split(sizes), x_RD[:used].split(sizes), total_HeFD.unbind(1), strict=True)
@@ -97,11 +110,11 @@ def plain_add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, sizes:
 def add_gradient(
     total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, groups: Groups, *, grouped: bool, kernels: str, add: bool
 ) -> None:
-    """Add the gradients of H weights side by side to their sums, or begin these with them.
+    """Add the gradients of H weights side by side to their sums in place, by a kernel on GPUs.
 
     Args:
         grouped: whether a kernel may compute them, as where products are grouped; else the plain formula does.
-        add: False to begin the sums.
+        add: False to overwrite the sums.
     """
     if grouped and fused(kernels, grad_RN):
         from titanmoe.ops.kernels.add_gradient import add_gradient as by_kernel
@@ -115,11 +128,12 @@ def add_gradient(
 
 
 def can_group(x: Tensor, *widths: int) -> bool:
-    """Whether torch's grouped product pays. It needs rows of whole 16-byte units, and no float64.
+    """Return whether torch's grouped product pays on this device.
 
-    On GPUs it is one kernel in bfloat16 on Hopper and B200 (majors 9 and 10). In float32, and on other GPUs, torch 2.11
-    copies the counts to the host in each product and loops over experts: our loop does the same, with one copy per
-    layer. (Later versions have the kernel on majors 11 and 12 too: github.com/pytorch/pytorch/pull/184334.)
+    It needs rows of whole 16-byte units, and no float64. On GPUs it is one kernel in bfloat16 on Hopper and B200
+    (majors 9 and 10). In float32, and on other GPUs, torch 2.11 copies the counts to the host in each product and loops
+    over experts: our loop does the same, with one copy per layer. (Later versions have the kernel on majors 11 and 12
+    too: github.com/pytorch/pytorch/pull/184334.)
     """
     if x.dtype == torch.float64 or any(width * x.element_size() % 16 for width in widths):
         return False
@@ -129,7 +143,8 @@ def can_group(x: Tensor, *widths: int) -> bool:
 
 
 def forgets_empty_groups(x: Tensor) -> bool:
-    """Whether the grouped product may leave the weight gradient of an expert without rows unwritten: on Blackwell, by
-    github.com/pytorch/pytorch/issues/172439. It is still open, so every version is assumed to have it.
+    """Return whether the grouped product may leave the weight gradient of an expert without tokens unwritten.
+
+    It does on Blackwell: github.com/pytorch/pytorch/issues/172439, still open, so every version is assumed to.
     """
     return device.kind(x) == "cuda" and device.capability(x.device) >= (10, 0)

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 
 
 def accept_exchanges(experts: Experts) -> None:
-    """Let a call of the experts take the exchanges of both halves, and return what each sends back: one call, so that
-    the hooks around it, such as FSDP's that gather weights, run once. Of a microbatch that is not halved it still takes
-    rows, weights and counts."""
+    """Let a call of the experts take the exchanges of both halves, and return the outputs that each is sending back.
+
+    It is one call, so that the hooks around it, such as FSDP's that gather weights, run once. With a microbatch that is
+    not halved, the experts still take routed tokens, weights and counts.
+    """
     plain = experts.forward
 
     def forward(*routed: Any) -> Any:
@@ -45,14 +47,14 @@ def accept_exchanges(experts: Experts) -> None:
 def forward_in_halves(
     moe: MoE, norm: Callable[[Tensor], Tensor], first_hsD: Tensor, attend: Callable[[], Tensor], tokens: Tokens
 ) -> Tensor:
-    """Return a block's output (B, s, D) from what attention gave for the first half.
+    """Return a block's output (B, s, D), from what attention gave for the first half and a function for the second.
 
     Args:
         moe: the block's layer, without capacity.
-        norm: the block's, before the layer.
+        norm: the block's norm before the layer.
         first_hsD: the hidden states of the first half, after attention.
-        attend: gives those of the second.
-        tokens: of both halves.
+        attend: returns those of the second half.
+        tokens: the tokens of both halves.
     """
     first, second = tokens.halves()
     with region("MoE layer"):

@@ -1,9 +1,10 @@
 """The MoE layer: route, dispatch, experts, combine.
 
-It gets the tokens that this rank alone owns, and does not know how attention was parallelised.
+It gets the tokens that this rank alone owns, and does not know how attention was laid on the ranks. A transformer block
+calls it (titanmoe.models.transformer).
 
 Shapes: B samples, s owned positions, T = B * s owned tokens, D model, E experts, e local experts, K top-k, R routed
-tokens that this rank's experts work on.
+tokens of this rank's experts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from titanmoe.tokens import Tokens
 
 
 class MoE(nn.Module):
+    """A mixture-of-experts feed-forward layer, with an optional shared expert."""
+
     def __init__(
         self,
         model: Model,
@@ -48,13 +51,18 @@ class MoE(nn.Module):
         self.pad = options.pad_to_capacity
 
     def begin_step(self, step: int, tokens: Tensor, samples: Tensor | int) -> None:
-        """tokens, samples: how many the whole step has, on all ranks, without padding."""
+        """Reset what the layer counts and caches during a step.
+
+        Args:
+            tokens: the number in the whole step, on all ranks, without padding.
+            samples: the number in the whole step, on all ranks.
+        """
         self.router.begin_step(step)
         self.balance.begin_step(tokens, samples)
         self.experts.rounded.begin_step()
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
-        """Return each token's sum over its experts (B, s, D), with the shared expert's output."""
+        """Return each token's sum over its experts (B, s, D), plus the shared expert's output."""
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, slots_per_expert = self.route(x_TD, tokens)
         exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
@@ -64,8 +72,13 @@ class MoE(nn.Module):
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
     def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
-        """Return the routing weights (T, K), the chosen experts (T, K), and the rows of a padded bin (0: bins are not
-        padded)."""
+        """Choose each token's experts, drop choices over capacity, and attach the gradients of the balance losses.
+
+        Returns:
+            The routing weights (T, K); the chosen experts (T, K), E for a dropped choice; and the slots per expert if
+            expert
+            buffers are padded, else 0.
+        """
         logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
         weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
         if self.capacity is None:
@@ -76,6 +89,7 @@ class MoE(nn.Module):
         return weights_TK, within_TK, self.capacity.slots_per_expert(samples, x_TD.shape[0]) if self.pad else 0
 
     def run_shared(self, x_BsD: Tensor) -> Tensor | None:
+        """Return the shared expert's output; None without one."""
         if self.shared is None:
             return None
         with region("shared expert"):

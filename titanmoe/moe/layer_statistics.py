@@ -1,8 +1,8 @@
-"""What MoE layers count: their experts' loads, the balance losses' terms, and STATISTICS.
+"""The statistics of MoE layers: their experts' loads, the balance losses' terms, and STATISTICS.
 
-A layer writes the counts of a microbatch at its index, so that a recomputed forward writes the same values again. Once
-a step the counts of all layers are summed over microbatches and ranks, in one message (`sum_statistics`), for the
-selection biases and the metrics.
+A layer writes the counts of a microbatch in that microbatch's row, so that a recomputed forward writes the same values.
+Once a step the counts of all layers are summed over microbatches and ranks, in one message (`sum_statistics`), for the
+expert_bias updates and the metrics.
 
 A new statistic is an entry in STATISTICS: how it is measured in a microbatch, and what is reported of its sum.
 
@@ -27,17 +27,17 @@ from titanmoe.ops.kernels import fused
 
 @dataclass
 class LayerStatistics:
-    """A layer's counts of one step: tensors, or numbers once they are on the host."""
+    """One layer's counts of one step: tensors, or numbers once they are on the host."""
 
     load: Any
-    """(E,): how often each expert was chosen, before dropping."""
+    """The number of times each expert was chosen, before dropping: (E,)."""
     losses: dict[str, Any]
-    """The terms of the balance losses that are on, with their coefficients, by metric."""
+    """The terms of the balance losses that are on, times their coefficients, by metric."""
     counts: dict[str, Any]
-    """What STATISTICS names."""
+    """The counts that STATISTICS names, by name."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return what is reported of the layer, from numbers on the host."""
+        """Return the layer's metrics by name. The counts must be numbers on the host."""
         mean = sum(self.load) / len(self.load)
         values = {**self.losses, "tokens_min": min(self.load), "tokens_mean": mean, "tokens_max": max(self.load)}
         values["imbalance"] = max(self.load) / mean if mean else 1.0
@@ -47,17 +47,23 @@ class LayerStatistics:
 
 
 class Statistic(NamedTuple):
+    """A reported number of MoE layers besides loads and balance losses."""
+
     metric: str
     report: Callable[[LayerStatistics], float]
-    """Returns a layer's metric. The step's is the mean over layers."""
+    """Returns a layer's metric. The step's metric is the mean over layers."""
     counts: tuple[str, ...]
-    """Names of the numbers that it adds to LayerStatistics.counts."""
+    """The names of the numbers that it adds to LayerStatistics.counts."""
     measure: Callable[[RouterOutput], Tensor] | None = None
     """Returns these numbers for this rank's tokens of a microbatch, in one tensor. None: the layer records them."""
 
 
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
-    """Return the summed entropy of the tokens that are not padding, and how many there are, as (2,) in float64."""
+    """Return the summed entropy of the scores of tokens that are not padding, and their number, as (2,) in float64.
+
+    Args:
+        normalise: whether each token's scores have to be scaled to sum to 1.
+    """
     if fused(kernels, scores_TE) and not torch.compiler.is_compiling():
         from titanmoe.ops.kernels.router_entropy import entropy_and_count as sums
 
@@ -85,7 +91,7 @@ STATISTICS = [
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where each number stands in the row of a layer: the loads, the balance losses, and what STATISTICS counts."""
+    """The columns of a layer's row of counts: the loads, the balance losses, and what STATISTICS counts."""
 
     num_experts: int
     losses: tuple[str, ...]
@@ -99,10 +105,11 @@ class RowLayout:
 
     @property
     def width(self) -> int:
+        """The number of columns of a row."""
         return self.num_experts + len(self.losses) + len(self.counts)
 
     def columns(self, names: tuple[str, ...]) -> slice:
-        """Return where these numbers stand, which follow each other in a row."""
+        """Return the columns of these numbers, which are adjacent in a row."""
         first = self.num_experts + (*self.losses, *self.counts).index(names[0])
         return slice(first, first + len(names))
 
@@ -114,7 +121,7 @@ class RowLayout:
 
 
 class StepCounts(nn.Module):
-    """This rank's counts of one layer in a step: a row for each microbatch."""
+    """One layer's counts on this rank in a step: a row for each microbatch."""
 
     def __init__(self, layout: RowLayout, microbatches: int):
         super().__init__()
@@ -123,9 +130,11 @@ class StepCounts(nn.Module):
         self.register_buffer("counts_MX", counts_MX, persistent=False)
 
     def begin_step(self) -> None:
+        """Set all counts to 0."""
         self.counts_MX.zero_()
 
     def record_load(self, microbatch: Tensor, count_BE: Tensor) -> None:
+        """Write how often each expert was chosen in a microbatch."""
         count_1E = count_BE.sum(0, keepdim=True, dtype=torch.float64)
         self.counts_MX[:, : self.layout.num_experts].index_copy_(0, microbatch.view(1), count_1E)
 
@@ -135,7 +144,7 @@ class StepCounts(nn.Module):
         self.counts_MX[:, columns].index_copy_(0, microbatch.view(1), row_1X)
 
     def record_routed(self, routed: RouterOutput) -> None:
-        """Write the load and what STATISTICS measure in a microbatch."""
+        """Write the load of a microbatch, and what STATISTICS measure in it."""
         microbatch = routed.tokens.microbatch
         self.record_load(microbatch, routed.count_BE)
         for statistic in STATISTICS:
@@ -147,11 +156,11 @@ class StepCounts(nn.Module):
 def sum_statistics(
     counts: Mapping[int, StepCounts], blocks: Sequence[int], layout: RowLayout, world: Group, device: torch.device
 ) -> Tensor:
-    """Sum the counts of a step over microbatches and all ranks of the world, in one message: (L, X).
+    """Sum the counts of a step over microbatches and all ranks: (L, X). One message; collective over the world.
 
     Args:
-        counts: those of this rank's layers, by block.
-        blocks: all MoE layers of the model, in the order of the rows.
+        counts: the counts of this rank's layers, by block.
+        blocks: the blocks of all MoE layers of the model, in the order of the rows.
     """
     table_LX = torch.zeros(len(blocks), layout.width, dtype=torch.float64, device=device)
     for row, number in enumerate(blocks):
@@ -161,7 +170,7 @@ def sum_statistics(
 
 
 def step_metrics(layers: Mapping[int, LayerStatistics]) -> dict[str, Any]:
-    """Return what is reported of a step's MoE layers: of all together, then of each. From numbers on the host."""
+    """Return the metrics of a step's MoE layers, of all together, then of each. Their counts must be on the host."""
     if not layers:
         return {}
     of_layers = {number: layer.metrics() for number, layer in layers.items()}

@@ -1,4 +1,7 @@
-"""Which experts a token visits, and with what weight.
+"""The router: which experts a token visits, and with what weight.
+
+logits = x W^T (+ bias), scores = score function of the logits, the top-k of scores + expert_bias are chosen, and the
+weights are the chosen scores, normalised and scaled as the model says.
 
 Shapes: T tokens this rank owns, D model, E experts, K top-k, B samples. Expert number E stands for "no expert".
 """
@@ -21,6 +24,12 @@ from titanmoe.tokens import Tokens
 
 
 class Router(nn.Module):
+    """The router of one layer.
+
+    `bias` is a trained parameter of the logits, which gpt-oss has. `expert_bias` only shifts the choice of experts, as
+    in DeepSeek-V3: `titanmoe.moe.balance.update_expert_bias` moves it, and no gradient does.
+    """
+
     def __init__(self, model: Model, options: MoEOptions, seed: int, layer: int, dtype: torch.dtype):
         super().__init__()
         self.model, self.options, self.seed, self.layer = model, options, seed, layer
@@ -34,12 +43,18 @@ class Router(nn.Module):
         self.register_buffer("jitter_key", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def begin_step(self, step: int) -> None:
+        """Set the key of the step's jitter."""
         self.jitter_key.fill_(counter_rng.key("jitter", self.seed, step, self.layer))
 
     @named("router")
     def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns logits (T, E), scores (T, E), the chosen experts' weights (T, K) and numbers (T, K), counts (B,
-        E)."""
+        """Route this rank's tokens.
+
+        Returns:
+            Logits (T, E), scores (T, E), routing weights (T, K), chosen experts (T, K), E where a token is padding, and
+            counts
+            of choices (B, E).
+        """
         logits_TE = self._logits(x_TD, tokens.index_T)
         in_kernel = self.score_function.kernel_mode and fused(self.options.kernels, logits_TE)
         return logits_TE, *(self._fused if in_kernel else self._plain)(logits_TE, tokens)
@@ -58,6 +73,7 @@ class Router(nn.Module):
         return F.linear(x_TD, weight_ED, bias_E)
 
     def _plain(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return scores, weights, chosen experts and counts by plain operations of torch: the kernel's reference."""
         model = self.model
         scores_TE = self.score_function.scores(logits_TE)
         chosen_TK = self._choose(scores_TE.detach(), tokens.index_T)
@@ -69,6 +85,7 @@ class Router(nn.Module):
         return scores_TE, weights_TK * model.route_scale, chosen_TK, count_BE
 
     def _fused(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what `_plain` does, by one kernel."""
         from titanmoe.ops.kernels.route import MODES, RouteFunction
 
         model, of = self.model, (tokens.index_T, tokens.sample_T, tokens.valid_T, len(tokens.position_BS))
@@ -79,6 +96,7 @@ class Router(nn.Module):
         )
 
     def _choose(self, scores_TE: Tensor, index_T: Tensor) -> Tensor:
+        """Return the top-k experts by score plus expert_bias, or round-robin ones if balance is forced: (T, K)."""
         model = self.model
         if self.options.force_balance:
             choice_TK = index_T.unsqueeze(1) * model.top_k + torch.arange(model.top_k, device=index_T.device)
@@ -90,7 +108,7 @@ class Router(nn.Module):
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_k]
 
     def _best_groups(self, scores_TE: Tensor) -> Tensor:
-        """Set scores outside a token's best groups to -inf."""
+        """Return the scores with -inf outside of each token's best groups."""
         model = self.model
         scores_TGe = scores_TE.unflatten(1, (model.num_groups, -1))
         best = min(self.score_function.scores_per_group, scores_TGe.shape[-1])
@@ -100,13 +118,14 @@ class Router(nn.Module):
         return scores_TGe.masked_fill(outside_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
     def _jitter(self, index_T: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return factors (T, D) around 1, a function of seed, step, layer and the token's global index."""
         dim = torch.arange(self.model.dim, device=index_T.device)
         noise_TD = counter_rng.uniform(self.jitter_key, index_T.unsqueeze(1) * self.model.dim + dim, dtype)
         return 1 + self.options.jitter * (2 * noise_TD - 1)
 
 
 def count_choices(chosen_TK: Tensor, sample_T: Tensor, samples: int, num_experts: int) -> Tensor:
-    """(B, E): how often the tokens of each sample chose each expert."""
+    """Return how often the tokens of each sample chose each expert: (B, E)."""
     bucket = (sample_T.unsqueeze(1) * (num_experts + 1) + chosen_TK).flatten()
     count = bucket.new_zeros(samples * (num_experts + 1)).scatter_add_(0, bucket, torch.ones_like(bucket))
     return count.view(samples, -1)[:, :num_experts]

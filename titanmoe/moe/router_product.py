@@ -1,7 +1,7 @@
-"""The router's float32 product on GPUs, by products of bfloat16 parts.
+"""The router's float32 product on GPUs, as products of bfloat16 terms.
 
 A GPU multiplies bfloat16 far faster than float32 (an H100 15 times, without TF32), and x is bfloat16 before it is made
-wide. A float32 number is the sum of three bfloat16 ones, a product of two of those is exact in float32, and so
+wide. A float32 number is the sum of three bfloat16 terms, a product of two of those is exact in float32, and so
 
     logits = x w1 + x w2 + x w3               w1 = bfloat16(w), w2 = bfloat16(w - w1), w3 = w - w1 - w2
     dw     = x g1 + x g2 + x g3
@@ -9,9 +9,9 @@ wide. A float32 number is the sum of three bfloat16 ones, a product of two of th
 
 Logits and dw differ from the exact product by roundings of sums alone, at most (n + 2) 2^-23 sum |x| |w| of n terms,
 also if sums round towards zero: twice the bound of a float32 product. dx, before it is rounded, also leaves out at most
-2^-14 sum |g| |w|. Each line is one product, of parts side by side.
+2^-14 sum |g| |w|. Each line is one product, with the terms side by side.
 
-Shapes: T tokens, D model, E experts.
+Shapes: T tokens, D model, E experts, X four terms side by side.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
 
 def uses_terms(setting: str, x_TD: Tensor, wide: torch.dtype) -> bool:
-    """Return whether the product goes by parts: `[moe] router_product`."""
+    """Return whether the product is computed by terms, as `[moe] router_product` and the dtypes and device say."""
     fits = x_TD.dtype == torch.bfloat16 and wide == torch.float32
     return setting == "auto" and fits and device.kind(x_TD) == "cuda"
 
 
 def plain_bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
-    """(R, 4, C): the first part of each row twice, the second, the third; or in the opposite order. Both uses of them
-    are then neighbours."""
+    """Return the bfloat16 terms of each row: (R, 4, C), the first term twice, the second, the third; or in reverse.
+
+    The two factors of each product then find the terms that they multiply side by side.
+    """
     first = x_RC.bfloat16()
     rest = x_RC - first
     second = rest.bfloat16()
@@ -59,7 +61,7 @@ def _plain_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """float32 of bfloat16."""
+    """Return the float32 product of bfloat16 matrices."""
     return device.choose(a, _product_on_gpu, cpu=_plain_product)(a, b)
 
 
@@ -85,5 +87,5 @@ class _ProductByTerms(torch.autograd.Function):
 
 
 def product_by_terms(x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
-    """x w^T in float32, of x in bfloat16 and w in float32."""
+    """Return x w^T in float32, of x in bfloat16 and w in float32. Differentiable."""
     return _ProductByTerms.apply(as_non_leaf(x_TD), as_non_leaf(w_ED), kernels)

@@ -1,4 +1,4 @@
-"""The router's score functions: how logits become scores, and the scores of the chosen experts routing weights.
+"""The router's score functions: how logits become scores, and the chosen experts' scores become routing weights.
 
 A new one is a subclass of `ScoreFunction` and an entry in SCORE_FUNCTIONS. Outside the package it is an instance, which
 a recipe names "module:NAME". The formulas only call methods of tensors, so that a recipe is checked without torch.
@@ -24,16 +24,18 @@ FIELD = "model.score_function"
 
 
 class ScoreFunction(Spec):
+    """The formulas of a score function, and facts about it with their usual values."""
+
     kernel_mode = ""
-    """The key of titanmoe.ops.kernels.route.MODES that computes it; "" if only the plain formulas do."""
+    """The key of titanmoe.ops.kernels.route.MODES whose kernel computes it; "" if only the plain formulas do."""
     scores_sum_to_one = True
     """Whether a token's scores add up to 1. Balance losses and the entropy normalise them if not."""
     weights_sum_to_one = False
     """Whether a token's routing weights add up to 1 without norm_topk."""
     scores_per_group = 1
-    """How many of its best scores rate a group of experts."""
+    """The number of a group's best scores whose sum rates it, where experts are chosen by groups."""
     equivalent: dict[str, Any] = {}
-    """Fields of [model] by which another score function gives the same weights."""
+    """The fields of [model] by which another score function gives the same weights."""
 
     @abstractmethod
     def scores(self, logits_TE: Tensor) -> Tensor:
@@ -45,6 +47,7 @@ class ScoreFunction(Spec):
         return scores_TE.gather(1, chosen_TK)
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Yield that the router has no gradient, if every routing weight is 1."""
         model = config.model
         if not moe_layers(model) or model.top_k > 1 or not (model.norm_topk or self.weights_sum_to_one):
             return
@@ -60,6 +63,8 @@ class ScoreFunction(Spec):
 
 
 class Softmax(ScoreFunction):
+    """The softmax over all experts."""
+
     help = "softmax takes the softmax over all experts, before the choice."
     kernel_mode = "softmax"
 
@@ -68,6 +73,8 @@ class Softmax(ScoreFunction):
 
 
 class SoftmaxAfterTopK(Softmax):
+    """The softmax over the chosen experts (gpt-oss)."""
+
     help = "softmax_after_topk takes it over the chosen experts only."
     kernel_mode = "softmax_after_topk"
     weights_sum_to_one = True
@@ -79,6 +86,8 @@ class SoftmaxAfterTopK(Softmax):
 
 
 class Sigmoid(ScoreFunction):
+    """The sigmoid of each logit (DeepSeek-V3, arXiv 2412.19437)."""
+
     help = "sigmoid scores each expert by itself (DeepSeek-V3)."
     kernel_mode = "sigmoid"
     scores_sum_to_one = False

@@ -1,8 +1,8 @@
-"""The products of a rank's experts as operations of a graph of torch.compile, which does not look into them.
+"""The products of a rank's experts as operations of a torch.compile graph, which does not look into them.
 
 torch's grouped product can be traced in bfloat16 only, a loop over experts not at all, and inductor's backward fails
-for a rank without a row. As operations (torch.library), both steps run the formulas of titanmoe.moe.expert_products in
-every dtype, for any number of rows. Sums of weight gradients and products in 8 bits are for calls that are not traced.
+for a rank without a token. As operations (torch.library), both steps run the formulas of titanmoe.moe.expert_products
+in every dtype, for any number of tokens. Sums of weight gradients and products in 8 bits are for untraced calls.
 
 Shapes as in titanmoe.moe.grouped_mm; `hidden` as in titanmoe.moe.expert_products.
 """
@@ -21,17 +21,20 @@ from titanmoe.moe.grouped_mm import Groups
 
 @dataclass(eq=False, kw_only=True)
 class TracedProducts:
-    """The same two steps where torch.compile traces the call: each is one operation of the graph."""
+    """How a call of the experts multiplies where torch.compile traces it: up and down are one operation each."""
 
     groups: list[Tensor]
-    """The rows of each expert; and, made once for all operations of a layer, what `kind` takes of them: where they end,
-    or their numbers on the host."""
+    """The number of each expert's tokens, and what `kind` needs of it, made once for all operations of a layer.
+
+    For "grouped" the numbers where experts end, for "loop" a copy on the host.
+    """
     kind: Kind
     clamped: bool
     kernels: str
 
     @staticmethod
     def of(count_e: Tensor, kind: Kind, clamped: bool, kernels: str) -> TracedProducts:
+        """Return the object for these counts. For "loop" on GPUs the host waits."""
         groups = [count_e]
         if kind == "grouped":
             groups.append(count_e.cumsum(0, dtype=torch.int32))
@@ -44,11 +47,16 @@ class TracedProducts:
         return self.kind == "grouped"
 
     def up(self, x_RD: Tensor, *weights: Tensor, sums: Sequence[None] = ()) -> tuple[Tensor, ...]:
+        """Return the products of the tokens with each of the weights (e, F, D). Differentiable."""
         return tuple(experts_up(x_RD, weights, self.groups, self.kind, self.clamped, self.kernels))
 
     def down(
         self, hidden: tuple[Tensor, ...], weight_R1: Tensor, *weights: Tensor, add: None = None
     ) -> tuple[Tensor, ...]:
+        """Return the products of the activation times the routing weight with each of the weights (e, D, F).
+
+        Differentiable.
+        """
         how = self.groups, self.kind, self.clamped, self.kernels
         return tuple(experts_down(hidden, weight_R1, weights, *how))
 
@@ -71,7 +79,7 @@ def experts_up(
     clamped: bool,
     kernels: str,
 ) -> list[Tensor]:
-    """`ExpertProducts.up`."""
+    """Return the products of the tokens with each of the weights, as an operation: `ExpertProducts.up`."""
     return multiply(_products(groups, kind, clamped, kernels), "up", x_RD, weights)
 
 
@@ -91,7 +99,7 @@ def experts_up_backward(
     clamped: bool,
     kernels: str,
 ) -> list[Tensor]:
-    """Return the wanted gradients, of the rows and of each weight."""
+    """Return the wanted gradients, of the tokens and of each weight."""
     how = _products(groups, kind, clamped, kernels)
     grad_x, grad_weights = up_backward(how, grads, x_RD, weights, wanted)
     return [grad for grad in (grad_x, *grad_weights) if grad is not None]
@@ -113,7 +121,7 @@ def experts_down(
     clamped: bool,
     kernels: str,
 ) -> list[Tensor]:
-    """`ExpertProducts.down`."""
+    """Return the products of the activation with each of the weights, as an operation: `ExpertProducts.down`."""
     how = _products(groups, kind, clamped, kernels)
     return multiply(how, "down", activate(how, hidden, weight_R1), weights)
 

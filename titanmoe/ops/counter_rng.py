@@ -1,7 +1,7 @@
 """Counted randomness: every random number is a pure function of a key and an index, never of what was drawn before.
 
-So a number is the same on any rank, under any mapping, in a recomputed forward and after a resume. The generator is
-the splitmix64 finaliser applied to (index * golden gamma + key); its integer part is bit-equal on every device.
+So a number is the same on any rank, under any mapping, in a recomputed forward and after a resume. The generator is the
+splitmix64 finaliser applied to (index * golden gamma + key); its integers are bit-equal on every device.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _CHUNK = 1 << 18  # elements per pass, so that the temporaries stay in cache
 
 
 def key(*parts: int | str) -> int:
-    """A 63-bit key from anything that names the number: ("weight", seed, "layers.0.moe.router.weight")."""
+    """Return a 63-bit key from what names the numbers, such as ("weight", seed, "layers.0.moe.router.weight")."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _shift(x: Tensor, n: int) -> Tensor:
-    """Logical right shift: torch's is arithmetic."""
+    """Return the logical right shift; torch's is arithmetic."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
 def bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """64 random bits (as int64) for each index."""
+    """Return 64 random bits, as int64, for each index."""
     x = index.to(torch.int64) * _GAMMA + key
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2
@@ -37,12 +37,15 @@ def bits(key: int | Tensor, index: Tensor) -> Tensor:
 
 
 def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform in [0, 1), from the top 24 bits (exact in float32)."""
+    """Return uniform numbers in [0, 1) for each index, from the top 24 bits (exact in float32)."""
     return _shift(bits(key, index), 40).to(dtype) * 2.0**-24
 
 
 def normal(key: int, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal by Box-Muller from two 32-bit halves, truncated at 3 standard deviations by its radius."""
+    """Return standard normal numbers for each index, truncated at 3 standard deviations.
+
+    Box-Muller from two 32-bit halves of the bits, with a bounded radius.
+    """
     out = torch.empty(index.shape, dtype=dtype, device=index.device)
     flat_index, flat_out = index.reshape(-1), out.view(-1)
     for start in range(0, flat_index.numel(), _CHUNK):

@@ -13,11 +13,9 @@ What a chunk of tokens does to the state, and what its outputs take from it, is 
     S_after = carry S + gain        out = read S + own
 
 All chunks compute these four at once; only S goes from chunk to chunk. The same is true of a segment of tokens: its
-`map` is what a rank of context parallelism has to send of it.
-
-Exponents are sums of decays from a token to a later one. None is positive, so nothing overflows.
-
-Autograd keeps the inputs, in their own dtypes, and nothing else: backward computes the chunks again.
+`state_map` is what a rank of context parallelism has to send of it. Exponents are sums of decays from a token to a
+later one. None is positive, so nothing overflows. Autograd saves the inputs, in their own dtypes, and nothing else:
+backward recomputes the chunks.
 
 Shapes: B samples, S tokens of a segment, H value heads, of which each of R key heads serves G consecutive ones, k and v
 their widths; N chunks of C tokens; Z is B times H.
@@ -40,23 +38,25 @@ from torch.utils.checkpoint import checkpoint
 from titanmoe.ops import device
 
 CHUNK = 64
-"""Tokens, a power of 2."""
+"""The tokens of a chunk, a power of 2."""
 FLA = find_spec("fla") is not None
 """Whether fla-core is installed."""
 
 
 class ChunkedSegment(NamedTuple):
+    """The inputs of the rule for one segment of consecutive tokens. Without beta it is gated linear attention."""
+
     q_BSRk: Tensor
     k_BSRk: Tensor
     v_BSHv: Tensor
     decay: Tensor
     beta_BSH: Tensor | None
     begins_BS: Tensor | None
-    """Whether a document begins; None: nowhere."""
+    """Whether a document begins at each token; None: at none."""
     kernels: str
 
-    def map(self) -> tuple[Tensor, Tensor]:
-        """M (B, H, k, k) and S (B, H, k, v) of the whole run: state_out = M state_in + S."""
+    def state_map(self) -> tuple[Tensor, Tensor]:
+        """Return M (B, H, k, k) and S (B, H, k, v) of the segment as a linear map: state_out = M state_in + S."""
         *tokens, kernels = self
         (B, _, H, v), k = self.v_BSHv.shape, self.k_BSRk.shape[-1]
         # A state that is wider, of which values write to the end.
@@ -64,13 +64,17 @@ class ChunkedSegment(NamedTuple):
         identity = identity.expand(B, H, -1, -1)
         if uses_fla(kernels, self.v_BSHv):
             q, key, v_BSHv, *others = self
-            after = ChunkedSegment(q, key, F.pad(v_BSHv, (k, 0)), *others).run(identity)[1]
+            after = ChunkedSegment(q, key, F.pad(v_BSHv, (k, 0)), *others).forward(identity)[1]
         else:
             after = _recompute_in_backward(_state_after, identity, *tokens)
         return after[..., :k], after[..., k:]
 
-    def run(self, state_BHkv: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The outputs (B, S, H, v), in v's dtype, and the state after the run, in float32 or wider."""
+    def forward(self, state_BHkv: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the outputs (B, S, H, v), in v's dtype, and the state after the segment, in float32 or wider.
+
+        Args:
+            state_BHkv: the state before the segment; None for zeros.
+        """
         *tokens, kernels = self
         if uses_fla(kernels, self.v_BSHv):
             return _run_fla(state_BHkv, *tokens)
@@ -87,9 +91,15 @@ def make_segment(
     before_B: Tensor | None = None,
     kernels: str = "torch",
 ) -> ChunkedSegment:
-    """q and k as projected, neither repeated for each value head nor scaled. decay: (B, S, H); for GLA (B, S, R, k) or
-    (B, S, H, k), and no beta. document_BS: numbers that change where a document begins; None: nowhere. before_B: that
-    of the token before the run; None: the run goes on with the document of the incoming state.
+    """Return a segment of tokens, with documents' begins found from their numbers.
+
+    Args:
+        q_BSRk: queries as projected, neither repeated for each value head nor scaled; k_BSRk likewise.
+        decay: (B, S, H); for GLA (B, S, R, k) or (B, S, H, k).
+        beta_BSH: None for GLA.
+        document_BS: numbers that change where a document begins; None: nowhere.
+        before_B: the number of the token before the segment; None: the segment goes on with the incoming state's
+            document.
     """
     begins = None
     if document_BS is not None:
@@ -99,14 +109,16 @@ def make_segment(
 
 
 def uses_fla(kernels: str, x: Tensor) -> bool:
-    """Return whether fla-core's kernels compute it: those for float32 round to TF32 on the way."""
+    """Return whether fla-core's kernels compute it. Those for float32 are left out: they round to TF32 on the way."""
     return FLA and kernels != "torch" and x.is_cuda and x.element_size() == 2 and not is_miscompiled(x.device)
 
 
 @cache
 def is_miscompiled(gpu: torch.device) -> bool:
-    """Return whether this Triton computes wrong gradients of fla-core's kernels on this GPU: 3.4 to 3.7.0 do on Hopper
-    (fla-org/flash-linear-attention, issue 640), where fla-core raises an error in backward.
+    """Return whether this Triton computes wrong gradients of fla-core's kernels on this GPU.
+
+    Triton 3.4 to 3.7.0 does on Hopper (fla-org/flash-linear-attention, issue 640), where fla-core raises an error in
+    backward.
     """
     triton = tuple(map(int, re.findall(r"\d+", version("triton"))[:3]))
     return device.capability(gpu)[0] == 9 and (3, 4) <= triton < (3, 7, 1)
@@ -115,7 +127,7 @@ def is_miscompiled(gpu: torch.device) -> bool:
 def step_token(
     state_BHkv: Tensor, q_BRk: Tensor, k_BRk: Tensor, v_BHv: Tensor, decay: Tensor, beta_BH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One token: its output (B, H, v), and the state after it. Arguments as those of `make_segment`, without S."""
+    """Return one token's output (B, H, v), and the state after it. Arguments as those of `make_segment`, without S."""
     R, wide = q_BRk.shape[1], state_BHkv.dtype
     q, k, state, v, decay = (x.to(wide).unflatten(1, (R, -1)) for x in (q_BRk, k_BRk, state_BHkv, v_BHv, decay))
     q, k = _scaled(q, k, beta_BH)
@@ -128,6 +140,7 @@ def step_token(
 
 
 def l2_normalize(x: Tensor) -> Tensor:
+    """Return x scaled to length 1 over the last dim."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
@@ -162,7 +175,11 @@ def _run(state_BHkv: Tensor | None, *tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _states(carry: Tensor, gain_ZNkv: Tensor, state_Zkv: Tensor) -> list[Tensor]:
-    """Before each chunk, and after the last one. carry: (Z, N, k, k), or (Z, N, k, 1) if it is diagonal."""
+    """Return the states before each chunk, and after the last one.
+
+    Args:
+        carry: (Z, N, k, k), or (Z, N, k, 1) if it is diagonal.
+    """
     states, after = [state_Zkv], torch.addcmul if carry.shape[-1] == 1 else torch.baddbmm
     for carry_, gain in zip(carry.unbind(1), gain_ZNkv.unbind(1), strict=True):
         states.append(after(gain, carry_, states[-1]))
@@ -172,18 +189,18 @@ def _states(carry: Tensor, gain_ZNkv: Tensor, state_Zkv: Tensor) -> list[Tensor]
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, begins: Tensor | None
 ) -> tuple[Tensor, Tensor, Callable[[], tuple[Tensor, Tensor]]]:
-    """carry; gain; and what computes read and own."""
+    """Return carry, gain, and a function that computes read and own."""
     B, S, R = q.shape[:3]
     G, wide = v.shape[2] // R, _wide(v, decay)
     C = min(CHUNK, 1 << (S - 1).bit_length())
 
     def chunks(x_BSHx: Tensor) -> Tensor:
-        """(B, R, G, N, C, x), filled up with tokens that change nothing."""
+        """Return x as (B, R, G, N, C, x), padded with tokens that change nothing."""
         x = F.pad(x_BSHx.to(wide), (0, 0, 0, 0, 0, -S % C))
         return x.unflatten(1, (-1, C)).movedim(3, 1).unflatten(1, (R, -1))
 
     def heads(x: Tensor) -> Tensor:
-        """(Z, N, ...)."""
+        """Return x as (Z, N, ...)."""
         return x.expand(B, R, G, *x.shape[3:]).flatten(0, 2)
 
     if begins is None:
@@ -199,20 +216,20 @@ def _chunks(
 
 
 class _Decays(NamedTuple):
-    """Within chunks; x is 1, or k for GLA."""
+    """The decays within chunks. The width x is 1, or k for GLA."""
 
     since: Tensor
-    """(..., C, x): logarithms, from the chunk's begin to each token."""
+    """The logarithms from the chunk's begin to each token: (..., C, x)."""
     from_begin: Tensor
     to_end: Tensor
     through: Tensor
-    """(..., 1, x)."""
+    """The decay of the full chunk: (..., 1, x)."""
     seen: Tensor
-    """(..., C, C): whether a token is in the same document and not later."""
+    """Whether a token is in the same document and not later: (..., C, C)."""
 
 
 def _running_sums(x_Cx: Tensor) -> Tensor:
-    """Over C: torch.cumsum of floats is not deterministic on GPUs."""
+    """Return running sums over C. (torch.cumsum of floats is not deterministic on GPUs.)"""
     length, distance = x_Cx.shape[-2], 1
     while distance < length:
         x_Cx = x_Cx + F.pad(x_Cx[..., :-distance, :], (0, 0, distance, 0))
@@ -258,10 +275,10 @@ def _gla(q: Tensor, k: Tensor, v: Tensor, decays: _Decays) -> tuple[Tensor, Tens
 
 
 def _gla_weights(q: Tensor, k: Tensor, since: Tensor) -> Tensor:
-    """Of a token and an earlier one of its chunk: the sum over k of q k e^(decays between them); of others 0.
+    """Return for each token and each earlier one of its chunk the sum over k of q k e^(decays between them).
 
     First of each token with itself, then of chunks twice as long each time: from the first half to the second, decays
-    add up to the first half's end and from there on.
+    add up to the first half's end and from there on. Other pairs get 0.
     """
     weights = (q * k).sum(-1, keepdim=True).unsqueeze(-1).expand(*since.shape[:-1], 1, 1)
     while (half := weights.shape[-1]) < since.shape[-2]:
@@ -288,12 +305,12 @@ def _run_fla(
     beta_BSH: Tensor | None,
     begins_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `ChunkedSegment.run` does, by the kernels of fla-core 0.6 (github.com/fla-org).
+    """Return what `ChunkedSegment.forward` does, by the kernels of fla-core 0.6 (github.com/fla-org).
 
-    **Not run yet**: no GPU was at hand. Tests put stand-ins with the same arguments in their place. The kernels keep
+    **Not run yet**: no GPU was at hand. Tests put stand-ins with the same arguments in their place. The kernels save
     what they get, with q and k of length 1 instead, and 64 numbers of 16 bits per token and value head. Decays and
-    states are in float32. A document is begun by a decay: the kernels' own way, places in a packed sequence, makes the
-    host wait.
+    states are in float32. A document is begun by a decay: the kernels' own interface, positions in a packed sequence,
+    makes the host wait.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.gla import chunk_gla

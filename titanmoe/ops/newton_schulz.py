@@ -1,8 +1,11 @@
 """The nearest matrix with orthonormal rows or columns, by Newton-Schulz steps: X <- a X + b (X X') X + c (X X')^2 X.
 
-classic: Keller Jordan's coefficients, alike in every step; singular values end between 0.68 and 1.13, if they began
-above 0.01 of the norm. polar_express: those of arXiv 2505.16932, each step's the best for what the one before leaves,
-with its divisors against rounding. `largest_gain` says how much rounding the steps amplify at most.
+Muon calls it (titanmoe.train.optimizers.muon). Two kinds of coefficients (a, b, c):
+
+    classic          Keller Jordan's, alike in every step; singular values end between 0.68 and 1.13, if they began
+                     above 0.01 of the norm
+    polar_express    those of arXiv 2505.16932, each step's the best for what the one before leaves, with its divisors
+                     against rounding
 """
 
 from __future__ import annotations
@@ -22,20 +25,22 @@ POLAR_EXPRESS = (
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
-LAST = (1.875, -1.25, 0.375)
-"""Of every later step."""
+LATER = (1.875, -1.25, 0.375)
+"""The coefficients of every step after those of POLAR_EXPRESS."""
 SAFETY = 1.01
+"""The divisor of singular values against rounding, as in arXiv 2505.16932."""
 
 
 def step_coefficients(kind: str, steps: int) -> Coefficients:
+    """Return the coefficients of each of so many steps."""
     if kind == "classic":
         return (CLASSIC,) * steps
     safe = tuple((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS)
-    return (safe + (LAST,) * steps)[:steps]
+    return (safe + (LATER,) * steps)[:steps]
 
 
 def largest_gain(steps: Coefficients) -> float:
-    """By how much a tiny singular value grows: how much rounding may."""
+    """Return the factor by which a tiny singular value grows over all steps, and by which rounding may grow at most."""
     out = 1.0
     for a, _, _ in steps:
         out *= a
@@ -43,14 +48,14 @@ def largest_gain(steps: Coefficients) -> float:
 
 
 def normalize(x: Tensor, eps_norm: Tensor | float) -> Tensor:
-    """x / (|x| + eps_norm), 0 for 0 / 0, of each matrix of a stack."""
+    """Return x / (|x| + eps_norm) for each matrix of a stack, with 0 for 0 / 0."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     norm = norm + eps_norm
     return (x / norm.where(norm > 0, 1)).to(x.dtype)
 
 
 def orthogonalize(x: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> Tensor:
-    """Of each matrix of a stack, in its dtype."""
+    """Return the nearest matrix with orthonormal rows or columns to each matrix of a stack, in its dtype."""
     upright = x.shape[-2] > x.shape[-1]
     x = normalize(x.mT if upright else x, eps_norm)
     for a, b, c in steps:
@@ -63,8 +68,10 @@ def orthogonalize(x: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> T
 
 
 def orthogonalizing_factor(gram: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> Tensor:
-    """What to multiply wide matrices by from the left, given each one's X X': the same numbers as `orthogonalize`, but
-    the gram matrix has the square of its condition, so in float32 at least."""
+    """Return what to multiply each wide matrix X by from the left, given its X X', to orthogonalize it.
+
+    The numbers are those of `orthogonalize`. The gram matrix has the square of X's condition, so use float32 at least.
+    """
     norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt()[..., None, None] + eps_norm
     norm = norm.where(norm > 0, 1)
     gram = gram / norm / norm

@@ -1,1 +1,1 @@
-"""Losses that act on the router; `balance_loss` is what they have in common."""
+"""Losses that act on the router; `balance_loss` is their interface."""

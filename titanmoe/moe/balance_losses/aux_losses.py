@@ -37,7 +37,7 @@ class AuxLoss(BalanceLoss):
 class AuxLossGlobal(BalanceLoss):
     """Even loads over all data ranks and the step's microbatches so far (arXiv 2501.11873).
 
-    M: microbatches of a step.
+    Shapes: M microbatches of a step.
     """
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):

@@ -1,4 +1,4 @@
-"""What is known of each balance loss without torch, the table of their names, and which of them a recipe switches on.
+"""The specs of balance losses, without torch; the table of their names; and which of them a recipe switches on.
 
 A new balance loss is a file that has its spec too, and a line in BALANCE_LOSSES.
 """
@@ -20,6 +20,7 @@ KEYS = frozenset(field.name for field in fields(MoE))
 """The keys of [moe]. A balance loss of the table that is named like one of them has its coefficient there."""
 
 OTHER_METRICS = {"step", "loss", "mtp_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu"}
+"""The names of reported numbers, and of the counts behind them, that no balance loss may have."""
 OTHER_METRICS |= {"memory_gib", "imbalance", "overflow_reruns", "skipped_steps", "dropped_fraction", "router_entropy"}
 OTHER_METRICS |= {"data_wait_s", "val_loss", "val_perplexity", "val_best", "val_s", "checkpoint_blocked_s", "nonfinite"}
 OTHER_METRICS |= {"quiz", "quiz_s", "flops"}
@@ -31,11 +32,11 @@ class BalanceSpec(Spec):
     """The facts about a balance loss, with their usual values."""
 
     evens_loads = True
-    """Whether it keeps experts evenly busy. A run in which nothing does is told so in its header."""
+    """Whether the loss keeps experts evenly busy. A run in which nothing does is told so in its header."""
     by_microbatch = False
-    """Whether it depends on which samples form a microbatch."""
+    """Whether the loss depends on which samples form a microbatch."""
     metric = ""
-    """Its name in reports; "" for the name of the loss, without a module."""
+    """The loss's name in reports; "" for the name of the loss, without a module."""
 
 
 class SequenceSpec(BalanceSpec):
@@ -62,13 +63,15 @@ class ZSpec(BalanceSpec):
 
 
 class Entry(NamedTuple):
+    """A line of `[moe] balance_losses`: the name of a loss and its coefficient."""
+
     name: str
     coefficient: float
 
 
-def entries(lines: list[str]) -> list[Entry]:
-    """What moe.balance_losses says; raises a ComponentError with everything that is wrong with it."""
-    found: list[Entry] = []
+def parse_entries(lines: list[str]) -> list[Entry]:
+    """Return the entries of `[moe] balance_losses`; raises a ComponentError with everything that is wrong with them."""
+    parsed: list[Entry] = []
     problems = []
     for line in lines:
         name, _, number = line.strip().partition(" ")
@@ -81,17 +84,17 @@ def entries(lines: list[str]) -> list[Entry]:
             problems.append(f"{name} has a key of its own: write moe.{name} = {number.strip()}")
         elif not (entry.coefficient >= 0 and math.isfinite(entry.coefficient)):
             problems.append(f"the coefficient of {name} is {number.strip()}: it must be at least 0")
-        elif any(name == other.name for other in found):
-            problems.append(f"{name} is there twice: keep one")
-        found.append(entry)
+        elif any(name == other.name for other in parsed):
+            problems.append(f"{name} is listed twice: remove one")
+        parsed.append(entry)
     if problems:
         raise ComponentError((FIELD,), f"{FIELD} cannot be used: {'; '.join(problems)}")
-    return found
+    return parsed
 
 
 def entry_names(lines: list[str]) -> list[str]:
     """Return the names of the losses that the lines of `[moe] balance_losses` list."""
-    return [entry.name for entry in entries(lines)]
+    return [entry.name for entry in parse_entries(lines)]
 
 
 BALANCE_LOSSES = ComponentKind(
@@ -117,20 +120,22 @@ class Term(NamedTuple):
 
     @property
     def metric(self) -> str:
+        """The loss's name in reports."""
         return self.spec.metric or self.name.rpartition(":")[2]
 
 
 def active_losses(moe: MoE) -> list[Term]:
+    """Return the balance losses with a coefficient that is not 0, in the order in which they are reported."""
     keys = [Entry(name, getattr(moe, name)) for name in BALANCE_LOSSES.table if name in KEYS]
     return [
         Term(*entry, cast(BalanceSpec, BALANCE_LOSSES.look_up(entry.name)))
-        for entry in [*keys, *entries(moe.balance_losses)]
+        for entry in [*keys, *parse_entries(moe.balance_losses)]
         if entry.coefficient
     ]
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Balance losses whose metric would overwrite another."""
+    """Yield the balance losses whose metric would overwrite another number."""
     names: dict[str, list[str]] = {}
     for term in active_losses(config.moe):
         names.setdefault(term.metric, []).append(term.name)

@@ -1,4 +1,4 @@
-"""Small logits (ST-MoE, arXiv 2202.08906): the mean over tokens of logsumexp(logits)^2."""
+"""The z loss, which keeps logits small (ST-MoE, arXiv 2202.08906): the mean over tokens of logsumexp(logits)^2."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Dispatchers, a file each; `dispatcher` is what they have in common."""
+"""Dispatchers, a file each; `dispatcher` is their interface."""

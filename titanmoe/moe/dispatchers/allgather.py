@@ -1,8 +1,7 @@
-"""Every rank of ep x etp gets all tokens of the group and takes those of its experts; a reduce-scatter brings sums
-back.
+"""The dispatcher `allgather`: every rank of ep x etp gets all tokens of the group and takes those of its experts.
 
-Per rank and direction: T * (G - 1) rows of D elements for any top_k, as many for each rank. Useful for a group of
-about two, or if top_k is near ep.
+A reduce-scatter brings sums back. Per rank and direction: T * (G - 1) rows of D elements for any top_k, as many for
+each rank. Useful for a group of about two, or if top_k is near ep.
 
 Shapes as in titanmoe.moe.dispatchers.dispatcher, and: N = T * G tokens of the group.
 """
@@ -25,8 +24,11 @@ from titanmoe.observe import named
 
 
 class AllGather(Dispatcher):
+    """Gathers all tokens of the group on every rank."""
+
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> SummedExchange:
+        """Gather the tokens, and fill the slots of this rank's experts. Waits for them."""
         slots_per_expert *= self.group.size
         chosen_NK, order, count_e, number = self.gather_and_sort_choices(chosen_TK, slots_per_expert)
         # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.
@@ -42,8 +44,13 @@ class AllGather(Dispatcher):
     def gather_and_sort_choices(
         self, chosen_TK: Tensor, slots_per_expert: int
     ) -> tuple[Tensor, Tensor, Tensor, HostCopy | None]:
-        """The choices of all ranks, numbered from this rank's first expert, of which all other experts become "no
-        expert"; their order; each expert's count; and the number of rows on its way to the host."""
+        """Gather the choices of all ranks, and sort those of this rank's experts.
+
+        Returns:
+            The local experts that all tokens chose (N, K), e for an expert elsewhere; the choices sorted by expert;
+            each
+            expert's count (e,); and their sum on its way to the host, None if expert buffers are padded.
+        """
         chosen_NK = all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts
         local = (chosen_NK >= 0) & (chosen_NK < self.local_experts)
         chosen_NK = chosen_NK.where(local, self.local_experts)
@@ -52,20 +59,21 @@ class AllGather(Dispatcher):
 
 
 class SummedExchange(NamedTuple):
-    """Routed tokens of tokens that arrived once for all experts of this rank, whose outputs it sums for each."""
+    """The exchange of dispatchers that bring a token once for all experts of this rank, and sum their outputs here."""
 
     x_RD: Tensor
     weights_R1: Tensor
     count_e: Tensor
     route: Route
     return_sums: Callable[[Tensor], Tensor]
-    """Sends the sum of each token that arrived (N, D) to the token's rank; returns the sums of its own tokens over all
-    ranks (T, D)."""
+    """Sends the sum of each token that arrived (N, D) to its rank; returns this rank's tokens' sums over ranks."""
     kernels: str
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the routed tokens (R, D), routing weights (R, 1) and experts' counts (e,), which have arrived."""
         return self.x_RD, self.weights_R1, self.count_e
 
     @named("combine")
     def combine(self, y_RD: Tensor) -> Tensor:
+        """Sum the outputs of this rank's experts by token, and sum these over ranks: (T, D)."""
         return self.return_sums(unpermute_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels))

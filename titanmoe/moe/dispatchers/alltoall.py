@@ -1,4 +1,12 @@
-"""Each token travels only to the ranks of its experts: one all-to-all there, one back.
+"""The dispatcher `alltoall`: each token goes only to the ranks of its experts, by one all-to-all there and one back.
+
+`AllToAll.dispatch` has three cases:
+
+    one rank has all experts     nothing is sent, and the host does not wait (`dispatch_locally`)
+    padded expert buffers        equal splits, known without a message: no host sync
+    dropless                     ranks first send each other their counts, which the host reads to split the message;
+                                 eager code fills the largest buffer possible before it reads them and drops its unused
+                                 end, a compiled graph reads them first
 
 Shapes as in titanmoe.moe.dispatchers.dispatcher.
 """
@@ -30,15 +38,21 @@ from titanmoe.ops import device
 
 
 class AllToAll(Dispatcher):
-    """A row goes to all etp ranks of its expert in the same all-to-all. Each returns its summand of the down
-    projection, and the sum over top-k on the token's own rank adds these too: expert tensor parallelism costs no extra
-    collective. Per rank and direction: T*K*etp rows of D elements, less the rows that stay.
+    """Sends each routed token to all etp ranks of its expert in one all-to-all.
+
+    Each of them returns its summand of the down projection, and the sum over top-k on the token's rank adds these too.
+    So expert tensor parallelism costs no extra collective. Per rank and direction: T * K * etp rows of D elements, less
+    those that stay.
     """
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> AllToAllExchange:
-        """If bins are not padded, rows fill a buffer of the largest possible size before their number is known; then
-        the unused end is cut off. A graph would copy the gradients once more for that, so it reads the number first.
+        """Start to send routed tokens to their experts' ranks.
+
+        The host waits for counts, unless expert buffers are padded.
+
+        Without padding, tokens fill a buffer of the largest possible size before its used size is known; then the
+        unused end is dropped. A graph would copy the gradients once more for that, so it reads the size first.
         """
         G, e = self.group.size, self.local_experts
         host_waits = device.choose(x_TD, True, cpu=False, compiled=True)
@@ -68,9 +82,10 @@ class AllToAll(Dispatcher):
         return AllToAllExchange(x_flight, weights_flight, weights_TK.dtype, count_e, expert_order, route, self.kernels)
 
     def dispatch_locally(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> AllToAllExchange:
-        """Lay out the routed tokens of a rank that has all experts, without a host sync: nothing is sent, so the host
-        need not know their number. What experts make of unused rows, which come last, is undefined and reaches no
-        token.
+        """Lay out the routed tokens of a rank that has all experts, without a host sync.
+
+        Nothing is sent, so the host need not know their number. Unused slots come last; what experts compute of them is
+        undefined and reaches no token.
         """
         choice_R, slot, count_e = assign_unpadded_slots(chosen_TK, self.num_experts, 1, 1, self.kernels)
         x_RD, weights_R1, route = fill_slots(x_TD, weights_TK, choice_R, slot, self.kernels)
@@ -78,8 +93,13 @@ class AllToAll(Dispatcher):
         return AllToAllExchange(x_flight, weights_flight, weights_TK.dtype, count_e, None, route, self.kernels)
 
     def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, Tensor, CountExchange | None]:
-        """Return the choice of each row and the rows of each choice; each expert's count; and the counts on their way,
-        unless bins are padded."""
+        """Assign a slot of the send buffer to each choice.
+
+        Returns:
+            The choice in each slot; the slots of each choice; each expert's count (E,); and the exchange of counts,
+            None if
+            expert buffers are padded.
+        """
         if not slots_per_expert:
             choice_R, slot, count_E = assign_unpadded_slots(
                 chosen_TK, self.num_experts, self.ep, self.etp, self.kernels
@@ -90,14 +110,14 @@ class AllToAll(Dispatcher):
         return *assign_slots(chosen_TK, order, count_E, self.ep, self.etp, slots_per_expert, most), count_E, None
 
     def send_counts(self, count_E: Tensor) -> CountExchange:
-        """Send each rank of the group how many routed tokens its experts get from this one."""
+        """Start to send each rank of the group how many routed tokens its experts get from this one."""
         e = self.local_experts
         send_Ge = count_E.view(self.ep, 1, e).expand(-1, self.etp, -1).reshape(self.group.size, e)
         return CountExchange(send_Ge, self.group, device.kind(count_E) == "cuda")
 
 
 class AllToAllExchange(NamedTuple):
-    """Routed tokens and their routing weights on their way to this rank's experts, and back."""
+    """Routed tokens and their routing weights in flight to this rank's experts; then their outputs in flight back."""
 
     x_RD: InFlight
     weights_R1: InFlight | None
@@ -105,16 +125,21 @@ class AllToAllExchange(NamedTuple):
     weights_dtype: torch.dtype
     count_e: Tensor
     expert_order: tuple[Tensor, Tensor] | None
-    """The order (and its inverse) from by-sender to by-expert."""
+    """The order from by-sender to by-expert, and its inverse; None if what arrives is by expert already."""
     route: Route
     kernels: str
 
     def relay(self) -> AllToAllExchange:
-        """Return itself: what it sends arrives at its goal."""
+        """Return this exchange: no rank in between forwards its messages."""
         return self
 
     @named("dispatch")
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Wait for the routed tokens, and return them sorted by expert.
+
+        Returns:
+            Routed tokens (R, D), their routing weights (R, 1) and each expert's count (e,).
+        """
         x_RD = finish_all_to_all(self.x_RD)
         if self.weights_R1 is None:
             return *reorder_and_unpack(x_RD, *self.expert_order, self.weights_dtype), self.count_e
@@ -124,14 +149,17 @@ class AllToAllExchange(NamedTuple):
         return x_RD, weights_R1, self.count_e
 
     def combine(self, y_RD: Tensor) -> Tensor:
+        """Send the experts' outputs back, wait, and return each token's sum of them (T, D)."""
         return self.finish_combine(self.start_combine(y_RD))
 
     @named("combine")
     def start_combine(self, y_RD: Tensor) -> InFlight:
+        """Start to send the experts' outputs back, in the order in which their tokens came."""
         if self.expert_order is not None:
             y_RD = reorder(y_RD, *reversed(self.expert_order), self.kernels)
         return start_reverse_all_to_all(y_RD, self.x_RD)
 
     @named("combine")
     def finish_combine(self, back: InFlight) -> Tensor:
+        """Wait for the outputs in flight, and return each token's sum of them (T, D)."""
         return unpermute_tokens(finish_all_to_all(back), self.route.source_R, self.route.slot_TJ, self.kernels)

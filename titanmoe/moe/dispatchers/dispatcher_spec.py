@@ -1,4 +1,4 @@
-"""What is known of each dispatcher without torch, and the table of their names.
+"""The specs of dispatchers, without torch, and the table of their names.
 
 A new dispatcher is a file that has its spec too, and a line in DISPATCHERS.
 """
@@ -16,59 +16,72 @@ from titanmoe.fold.degrees import nodes_of_a_group
 
 
 class Network(Protocol):
-    """Seconds that messages of a group of ranks take, by their bytes."""
+    """The seconds that messages of a group of ranks take, by their bytes."""
 
-    def gather(self, group: Any, whole: float) -> float: ...
-    def exchange(self, group: Any, size: float) -> float: ...
-    def relay(self, group: Any, across: float, inside: float) -> float: ...
+    def gather(self, group: Any, whole: float) -> float:
+        """Return the seconds of an all-gather to `whole` bytes on each rank."""
+
+    def exchange(self, group: Any, size: float) -> float:
+        """Return the seconds of an all-to-all of `size` bytes per rank."""
+
+    def relay(self, group: Any, across: float, inside: float) -> float:
+        """Return the seconds to send `across` bytes out of a domain and `inside` within it."""
 
 
 class ExchangeCosts(Protocol):
-    """What a dispatcher may ask about a model on a network; whoever plans a run answers."""
+    """A model on a network, as the planner presents it to dispatchers."""
 
     model: Model
     links: Network
     routed_token_bytes: int
-    """Of a routed token."""
+    """The bytes of a routed token."""
 
     def expert_group(self, ep: int, etp: int) -> Any:
         """Return the ranks that a dispatcher's messages go to."""
 
     def domains(self, ep: int, etp: int) -> int:
-        """Return how many NVLink domains these ranks are in."""
+        """Return the number of NVLink domains that these ranks are in."""
 
     def groups_by_domain(self, ep: int, etp: int) -> tuple[Any, Any]:
         """Return the ranks within a domain, and one rank of each domain."""
 
     def visits(self, parts: int) -> float:
-        """Return in how many of so many equal parts of the experts a token has any, on average."""
+        """Return in how many of `parts` equal parts of the experts a token has any, on average."""
 
 
 class DispatcherSpec(Spec):
     """The facts about a dispatcher, with their usual values."""
 
     host_syncs = 1
-    """How often the host waits in a layer's forward to learn how many rows go where. With padded bins it never does."""
+    """The number of times that the host waits in a layer's forward, to learn sizes.
+
+    With padded expert buffers it is 0.
+    """
     cannot_overlap = ""
-    """Why nothing else is computed between sending routed tokens and waiting for them, as the end of "moe.overlap =
-    "halves" computes between the two, and this dispatcher ..."; "" if its exchanges are `SplitExchange`s."""
+    """Why nothing is computed between sending routed tokens and waiting; "" if exchanges are `SplitExchange`s.
+
+    It is the end of the message "moe.overlap = "halves" computes between the two, and this dispatcher ...".
+    """
     works_by_node = False
-    """Whether it needs to know which ranks of its group share a node."""
+    """Whether the dispatcher needs to know which ranks of its group share a node."""
     has_unused_slots = False
-    """Whether experts get unused rows after the last one that is theirs, for which they may compute NaN."""
+    """Whether experts get unused slots after their last routed token, for which they may compute NaN."""
     traceable = False
-    """Whether torch.compile can trace its exchanges, as part of a MoE layer in one graph."""
+    """Whether torch.compile can trace the exchanges, as part of a MoE layer in one graph."""
     asks_machine = False
-    """Whether it needs more than torch.distributed; then its `missing` says what this machine lacks."""
+    """Whether the dispatcher needs more than torch.distributed; then its `missing` says what this machine lacks."""
     cannot_pad = ""
-    """Why pad_to_capacity is refused, as the end of "moe.pad_to_capacity = true makes every size static, ..."; "" if it
-    is not."""
+    """Why pad_to_capacity is refused; "" if it is not.
+
+    It is the end of the message "moe.pad_to_capacity = true makes every size static, ...".
+    """
     own_buffers = False
-    """Whether it has buffers that the planner does not count."""
+    """Whether the dispatcher has buffers that the planner does not count."""
     search_tries = False
-    """Whether the planner's search may replace it, and may choose it to replace another that says so too."""
+    """Whether the planner's search may replace the dispatcher, or choose it in place of another that says so too."""
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Yield what in the recipe contradicts the dispatcher, whatever the mapping."""
         moe = config.moe
         if moe.overlap == "halves":
             yield from halves_violations(config, self)
@@ -79,6 +92,7 @@ class DispatcherSpec(Spec):
             )
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
+        """Yield what contradicts the dispatcher under these degrees."""
         if config.moe.overlap == "pairs" and self.cannot_overlap and degrees.get("pp", 1) > 1:
             yield (
                 'moe.overlap = "pairs" computes where the host would wait for routed tokens, and moe.dispatcher = '
@@ -92,11 +106,11 @@ class DispatcherSpec(Spec):
             yield from self.limits(config, ep, etp)
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
-        """What does not fit this dispatcher on a group of more than one rank."""
+        """Yield what does not fit this dispatcher on a group of more than one rank."""
         yield from ()
 
     def _nodes(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        """What a dispatcher that works node by node requires of their size."""
+        """Yield what a dispatcher that works node by node requires of their size."""
         node, stage, ep, etp = config.parallelism.node, degrees["stage"], degrees["ep"], degrees["etp"]
         world, size = degrees["pp"] * stage, ep * etp
         if node < 1 or stage % size or nodes_of_a_group(world, ep, etp, node) is not None:
@@ -110,12 +124,16 @@ class DispatcherSpec(Spec):
         )
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """For the planner: the time to send rows there and back in one forward, by default that of an all-to-all."""
+        """Return the planner's time of one forward's messages, there and back; by default that of two all-to-alls.
+
+        Args:
+            tokens: the number that a rank owns.
+        """
         row, K = costs.routed_token_bytes, costs.model.top_k
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
     def seconds_in_one_piece(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Of `seconds`, what nothing hides where the rest travels while something else is computed."""
+        """Return the part of `seconds` that nothing hides where the other messages overlap with computation."""
         return 0.0
 
 
@@ -149,7 +167,7 @@ class HierarchicalSpec(DispatcherSpec):
     search_tries = True
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Each token once to each NVLink domain, then copies of what arrived for the experts there."""
+        """Return the time of each token once to each NVLink domain, then of copies for the experts there."""
         if costs.domains(ep, etp) == 1:
             return super().seconds(costs, tokens, ep, etp)
         within, _ = costs.groups_by_domain(ep, etp)
@@ -157,7 +175,7 @@ class HierarchicalSpec(DispatcherSpec):
         return self.seconds_in_one_piece(costs, tokens, ep, etp) + 2 * inside
 
     def seconds_in_one_piece(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """The hop across nodes."""
+        """Return the time of the hop across nodes, which nothing hides."""
         if (domains := costs.domains(ep, etp)) == 1:
             return 0.0
         _, across = costs.groups_by_domain(ep, etp)
@@ -183,7 +201,7 @@ class SymmetricMemorySpec(DispatcherSpec):
     )
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
-        """Ranks map each other's memory, which they can within a node."""
+        """Yield that ranks map each other's memory, which they can within a node only."""
         ranks, node = ep * etp, config.parallelism.node  # 1 also where no launcher says
         if node > 1 and node % ranks:
             yield (
@@ -193,7 +211,7 @@ class SymmetricMemorySpec(DispatcherSpec):
 
 
 def halves_violations(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:
-    """Yield why a half of a microbatch's samples cannot be computed while routed tokens of the other are in flight."""
+    """Yield why one half's samples cannot be computed while routed tokens of the other half are in flight."""
     moe, samples = config.moe, config.training.local_batch_size
     halves, off = 'moe.overlap = "halves"', 'or overlap = "none"'
     if moe_layers(config.model) == 0:
@@ -241,5 +259,5 @@ def overlapping() -> list[str]:
 
 
 def overlapping_quoted() -> str:
-    """Return these names as a message suggests them."""
+    """Return the names of `overlapping` as a message suggests them."""
     return " or ".join(f'"{name}"' for name in overlapping())

@@ -1,4 +1,4 @@
-"""Each token crosses once to every node that has experts of it, and goes to all of them inside the node.
+"""The dispatcher `hierarchical`: each token crosses once to every node that has experts of it, and is copied there.
 
 It goes first to the rank with this rank's position on that node, then by an all-to-all inside the node, which makes the
 copies for several experts and for etp. On the way back the node sums what its experts return, and one row crosses. Per
@@ -29,6 +29,8 @@ from titanmoe.ops import device
 
 
 class Hierarchical(Dispatcher):
+    """An all-to-all across nodes, then one inside the node."""
+
     def place(self, ranks: ExpertRanks) -> None:
         super().place(ranks)
         nodes = ranks.across.size
@@ -38,6 +40,10 @@ class Hierarchical(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
+        """Start to send tokens to the nodes of their experts.
+
+        The host waits for counts, unless expert buffers are padded.
+        """
         across = self.ranks.across
         T, N = x_TD.shape[0], across.size
         if N == 1:
@@ -59,7 +65,13 @@ class Hierarchical(Dispatcher):
         return HierarchicalExchange(self, x_VD, weights_VK, choices_VK, slots_per_expert * N, route, send, receive)
 
     def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, CountExchange | None]:
-        """The visit of each row and the row of each visit, numbered token * N + node; and the counts on their way."""
+        """Assign a slot of the send buffer to each visit of a token to a node.
+
+        Returns:
+            The visit in each slot, numbered token * N + node; the slot of each visit; and the exchange of counts, None
+            if
+            expert buffers are padded.
+        """
         T, N = chosen_TK.shape[0], self.ranks.across.size
         # A token visits each of its nodes once; "no expert" is on node N, which does not exist.
         visits_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=chosen_TK.device)
@@ -75,7 +87,7 @@ class Hierarchical(Dispatcher):
 
 @dataclass
 class HierarchicalExchange:
-    """Routed tokens on their way to the nodes of their experts, and then to the experts."""
+    """Routed tokens in flight to the nodes of their experts, and then to the experts."""
 
     dispatcher: Hierarchical
     x_VD: InFlight
@@ -84,35 +96,39 @@ class HierarchicalExchange:
     slots_per_expert: int
     route: Route
     leaving: list[int]
-    """Tokens to each node."""
+    """The number of tokens to each node."""
     arriving: list[int]
-    """Tokens from each node."""
+    """The number of tokens from each node."""
 
     @named("dispatch")
     def relay(self) -> AllToAllExchange:
-        """Wait for the tokens that cross to this rank, and dispatch them inside the node."""
+        """Wait for the tokens that cross to this rank, dispatch them inside the node, and return that exchange."""
         x_VD, weights_VK = finish_all_to_all(self.x_VD), finish_all_to_all(self.weights_VK)
         chosen_VK = self.local_choices(finish_all_to_all(self.choices_VK))
         self.node_exchange = self.dispatcher.inner.dispatch(x_VD, weights_VK, chosen_VK, self.slots_per_expert)
         return self.node_exchange
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Wait for both hops; return routed tokens (R, D), their weights (R, 1) and each expert's count (e,)."""
         return self.relay().receive_routed()
 
     def local_choices(self, chosen_VK: Tensor) -> Tensor:
-        """Numbered from this node's first expert; others become "no expert"."""
+        """Return the experts chosen on this node, numbered from its first; others become "no expert"."""
         node_experts = self.dispatcher.node_experts
         chosen_VK = chosen_VK.long() - self.dispatcher.ranks.across.rank * node_experts
         return chosen_VK.where((chosen_VK >= 0) & (chosen_VK < node_experts), node_experts)
 
     def combine(self, y_RD: Tensor) -> Tensor:
+        """Send the experts' outputs back over both hops, wait, and return each token's sum of them (T, D)."""
         return self.finish_combine(self.start_combine(y_RD))
 
     def start_combine(self, y_RD: Tensor) -> InFlight:
+        """Start to send the experts' outputs back inside the node."""
         return self.node_exchange.start_combine(y_RD)
 
     @named("combine")
     def finish_combine(self, back: InFlight) -> Tensor:
+        """Wait for the outputs inside the node, send their sums across nodes, and return each token's sum (T, D)."""
         y_VD, across = self.node_exchange.finish_combine(back), self.dispatcher.ranks.across
         y_RD = finish_all_to_all(start_all_to_all(y_VD, across, self.arriving, self.leaving))
         return unpermute_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.dispatcher.kernels)

@@ -1,20 +1,21 @@
-"""Puts rows into the memory of their experts' ranks, over NVLink. Sizes stay on the device, so the host never waits.
+"""The dispatcher `symm_mem`: writes routed tokens into the memory of their experts' ranks, over NVLink.
 
-Every rank of a group maps the others' receive buffers (torch's symmetric memory). All ranks first gather how many rows
-each has for each expert. From these counts a rank knows where in its expert's rank's buffer each row belongs, and where
-each row that arrives comes from. So a rank writes its rows to their places, by expert and then by sender, and the
-experts' outputs go back to the rows of the sender that they came from; each is the other's backward.
+Sizes stay on the device, so the host never waits. Every rank of a group maps the others' receive buffers (torch's
+symmetric memory). All ranks first gather how many routed tokens each has for each expert. From these counts a rank
+knows where in the expert's rank's buffer each of its routed tokens belongs, and where each that arrives comes from. So
+it writes its routed tokens to their places, by expert and then by sender, and the experts' outputs go back to the slots
+of the sender that they came from; each is the other's backward.
 
 An over-subscription factor sets the size of the receive buffer. If any rank of the group would receive more than fits,
 no rank sends anything and a flag is set: the step is then repeated without the buffers, which is exact
 (`Gradients.sums`).
 
 A rank alone has no group and allocates nothing. A group of one that has a name, such as the world's in a single
-process, sends its rows to itself through its own buffer: so the whole path can be tested on one GPU.
+process, sends its routed tokens to itself through its own buffer: so all of this can be tested on one GPU.
 
-Shapes as in titanmoe.moe.dispatchers.dispatcher, and: H rows of the send buffer, T * K * etp, the unused ones last; A
-rows that a rank has room for: every expert's bin is a multiple of ALIGN rows, those after its own rows and after all
-bins unused. N rows that leave and M that arrive, either way. A place is rank * limit + row, and -1 is nowhere.
+Shapes as in titanmoe.moe.dispatchers.dispatcher, and: H slots of the send buffer, T * K * etp, the unused ones last; A
+slots of the receive buffer: every expert has a multiple of ALIGN, those after its routed tokens and after all experts'
+unused. N rows that leave and M that arrive, either way. A place is rank * limit + slot, and -1 is nowhere.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ Arrived = TypeVar("Arrived")
 
 
 def missing(device: str) -> str:
-    """Why this machine cannot send rows through symmetric memory; "" if it can. device: as in training.device."""
+    """Return why this machine cannot send through symmetric memory; "" if it can.
+
+    Args:
+        device: the value of training.device.
+    """
     if devices.is_imitated() and devices.kind_of_setting(device) == "cuda":
         return ""  # we cannot know what that machine has
     kind = devices.kind_of_setting(device) if device == "auto" else device
@@ -66,11 +71,14 @@ def missing(device: str) -> str:
 
 
 def exchange_steps(barrier: Callable[[], None], put: Callable[[], None], take: Callable[[], Arrived]) -> Arrived:
-    """What every rank of a group does in an exchange, in the order of its stream. The same buffer takes what arrives in
-    every exchange, of any layer, microbatch and direction.
+    """Run what every rank of a group does in an exchange, in the order of its stream; return what `take` returns.
 
-    barrier: returns once all ranks have entered it; what they did before is done, and visible after it. put: writes
-    this rank's rows to the others' buffers. take: copies what arrived out of this rank's buffer.
+    The same buffer receives in every exchange, of any layer, microbatch and direction.
+
+    Args:
+        barrier: returns once all ranks have entered it; what they did before is done, and visible after it.
+        put: writes this rank's rows to the others' buffers.
+        take: copies what arrived out of this rank's buffer.
     """
     barrier()  # all ranks have taken what arrived in the exchange before
     put()
@@ -79,39 +87,53 @@ def exchange_steps(barrier: Callable[[], None], put: Callable[[], None], take: C
 
 
 class Places(NamedTuple):
+    """The places of routed tokens in the buffers of a group, as one rank sees them."""
+
     to_H: Tensor
-    """Where each row of the send buffer goes."""
+    """The place that each slot of the send buffer goes to."""
     from_A: Tensor
-    """Where each row of the receive buffer comes from."""
-    bin_e: Tensor
-    """Rows of each expert's bin on this rank."""
+    """The place that each slot of the receive buffer comes from."""
+    slots_e: Tensor
+    """The slots of each expert's buffer on this rank."""
     fits: Tensor
-    """Whether the rows of every rank fit. If not, no row goes anywhere."""
+    """Whether the routed tokens of every rank fit. If not, nothing is sent."""
     overflows: Tensor
-    """Whether this rank's do not."""
+    """Whether this rank's own do not fit."""
 
 
 def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, rows: int, room: int) -> Places:
-    """count_GE: each sender's rows for each expert. limit: rows of a buffer. rows, room: H and A."""
+    """Return the places of routed tokens, from the counts of the group.
+
+    Args:
+        count_GE: the number of routed tokens from each sender for each expert.
+        limit: the slots of a buffer.
+        rows: H, the slots of the send buffer.
+        room: A, the slots of the receive buffer.
+    """
     rank = ranks.group.rank
     # By sender, receiver and local expert: all etp ranks of an expert get its rows.
     size_SRe = count_GE.view(len(count_GE), ranks.ep, -1).repeat_interleave(ranks.etp, 1)
     need_R = aligned_counts(size_SRe.sum(0)).sum(1)
     fits = (need_R <= room).all()
     size_SRe = size_SRe * fits
-    bin_Re = aligned_counts(size_SRe.sum(0))
+    slots_Re = aligned_counts(size_SRe.sum(0))
     first_SRe = (size_SRe.flatten(1).cumsum(1) - size_SRe.flatten(1)).view_as(size_SRe)  # in the send buffer
-    place_SRe = bin_Re.cumsum(1) - bin_Re + size_SRe.cumsum(0) - size_SRe  # in the receive buffer
+    place_SRe = slots_Re.cumsum(1) - slots_Re + size_SRe.cumsum(0) - size_SRe  # in the receive buffer
     begin_G1 = (torch.arange(len(count_GE), device=count_GE.device) * limit).unsqueeze(1)
     to_H = _by_row(size_SRe[rank], first_SRe[rank], place_SRe[rank] + begin_G1, rows)
     size_eS, first_eS, place_eS = (x[:, rank].t() for x in (size_SRe, first_SRe, place_SRe))
     from_A = _by_row(size_eS, place_eS, first_eS + begin_G1.t(), room)
-    return Places(to_H, from_A, bin_Re[rank], fits, need_R[rank] > room)
+    return Places(to_H, from_A, slots_Re[rank], fits, need_R[rank] > room)
 
 
 def _by_row(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
-    """For pieces of consecutive rows, in order: where each row's counterpart is, if that of a piece's first row is
-    `other`; -1 for rows of no piece."""
+    """Return the place of each row's counterpart, for ranges of consecutive rows in order; -1 for a row in no range.
+
+    Args:
+        size: the number of rows of each range.
+        begin: the first row of each range.
+        other: the place of the counterpart of that first row.
+    """
     size, begin, other = (x.flatten() for x in (size, begin, other))
     row = torch.arange(rows, device=size.device)
     # The piece that ends behind the row; inductor searches no view, which `begin` may be.
@@ -121,12 +143,12 @@ def _by_row(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
 
 
 def aligned_counts(total: Tensor) -> Tensor:
-    """Rows of each expert's bin: a multiple of ALIGN, at least one."""
+    """Return the slots of each expert's buffer: its count rounded up to a multiple of ALIGN, at least ALIGN."""
     return ((total + ALIGN - 1) // ALIGN * ALIGN).clamp(min=ALIGN)
 
 
 def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
-    """The last row of each buffer takes what does not belong there."""
+    """Write each row to its place; the last row of each buffer takes what goes elsewhere. The kernel's reference."""
     limit = len(buffers[0]) - 1
     for rank, buffer in enumerate(buffers):
         row_N = to_N - rank * limit
@@ -134,6 +156,7 @@ def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
 
 
 def plain_take(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
+    """Return a copy of a buffer's rows, with zeros in unused slots: the kernel's reference."""
     return buffer_ND.where((from_N >= 0).unsqueeze(1), 0)
 
 
@@ -154,20 +177,23 @@ def _allocate_on_gpus(
 
 
 class Buffers(NamedTuple):
-    """Receive buffers, (limit + 1, .), of all ranks of a group."""
+    """The receive buffers, (limit + 1, width) each, of all ranks of a group."""
 
     of_ranks: list[Tensor]
     addresses_G: Tensor
 
 
 class SymmetricBuffers(SharedBuffers):
-    """The buffers of all layers of a rank. Allocating them is collective: all ranks of the world do it together, with
-    equal sizes.
+    """The buffers that all layers of a rank share.
+
+    Making them is collective: all ranks of the world do it together, with equal sizes.
     """
 
     by_name: WeakValueDictionary[str, SymmetricBuffers] = WeakValueDictionary()
-    """All of this process. An operation takes tensors and plain values alone, so it is told a name, as it is of a
-    process group."""
+    """All buffers of this process by name.
+
+    An operation takes tensors and plain values alone, so it is told a name, as it is of a process group.
+    """
     numbers = itertools.count()
 
     def __init__(
@@ -197,6 +223,11 @@ class SymmetricBuffers(SharedBuffers):
         self.check_first_exchange(model.num_experts)
 
     def allocate(self, width: int, dtype: torch.dtype, device: torch.device) -> Buffers:
+        """Return the receive buffers of one width and dtype. Collective over the world.
+
+        Raises:
+            ConfigError: if these ranks cannot share memory.
+        """
         shape = self.limit + 1, width
         try:
             own, handle = allocate_shared(shape, dtype, device, self.group.process_group)
@@ -215,17 +246,24 @@ class SymmetricBuffers(SharedBuffers):
         return Buffers(of_ranks, torch.tensor([buffer.data_ptr() for buffer in of_ranks], device=device))
 
     def metrics(self) -> dict[str, float]:
+        """Return the number of repeated steps."""
         return {"overflow_reruns": self.repeats}
 
     def barrier(self) -> None:
+        """Return once all ranks of the group have called it; on GPUs it waits on the stream."""
         self.handles[0][1].barrier()
 
     def exchange(self, rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor) -> tuple[Tensor, ...]:
-        """rows: of dim, and perhaps routing weights. Returns what arrives, with zeros in unused rows."""
+        """Send rows to their places; return what arrives, with zeros in unused slots. Collective over the group.
+
+        Args:
+            rows: rows of model width, and perhaps routing weights of width 1, which go to the same places.
+        """
         kinds = (self.rows, self.weights)[: len(rows)]
         return exchange_steps(self.barrier, partial(self.put, rows, kinds, to_N), partial(self.take, kinds, from_M))
 
     def put(self, rows: Sequence[Tensor], kinds: Sequence[Buffers], to_N: Tensor) -> None:
+        """Write this rank's rows to the buffers of the others."""
         for x_ND, (of_ranks, addresses_G) in zip(rows, kinds, strict=True):
             if fused(self.kernels, x_ND):
                 from titanmoe.ops.kernels import put
@@ -235,6 +273,7 @@ class SymmetricBuffers(SharedBuffers):
                 plain_put(x_ND, to_N, of_ranks)
 
     def take(self, kinds: Sequence[Buffers], from_M: Tensor) -> tuple[Tensor, ...]:
+        """Return a copy of what arrived in this rank's buffers."""
         arrived = [of_ranks[self.group.rank][: len(from_M)] for of_ranks, _ in kinds]
         if fused(self.kernels, arrived[0]):
             from titanmoe.ops.kernels.put import take_rows as take
@@ -243,8 +282,10 @@ class SymmetricBuffers(SharedBuffers):
         return tuple(take(x_MD, from_M) for x_MD in arrived)
 
     def check_first_exchange(self, num_experts: int) -> None:
-        """Sends rows that name where they come from there and back, if they fit, and checks what arrives: every other
-        expert gets one from a rank, the first of its experts or the second."""
+        """Send rows that name their origin there and back, and raise a ConfigError if any arrives wrong. Collective.
+
+        Every other expert gets a row from a rank, the first of its experts or the second, if they fit.
+        """
         group, device, dtype = self.group, self.rows.of_ranks[0].device, self.rows.of_ranks[0].dtype
         width, rows = self.rows.of_ranks[0].shape[1], min(self.send_slots, num_experts * self.ranks.etp)
 
@@ -286,7 +327,7 @@ def exchange(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) 
 
 
 class ExchangeRows(torch.autograd.Function):
-    """The operation without torch's dispatcher, which takes longer than this does."""
+    """The operation `titanmoe::exchange` without torch's dispatcher, which takes longer than the launch."""
 
     @staticmethod
     def forward(ctx: Any, memory: str, to_N: Tensor, from_M: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -301,7 +342,7 @@ class ExchangeRows(torch.autograd.Function):
 
 
 def send(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> list[Tensor]:
-    """Send rows through the buffers of that name: an operation for modes that watch messages. Not differentiable."""
+    """Send rows through the buffers of that name, as an operation for modes that watch messages. Not differentiable."""
     return (exchange_op if is_in_torch_dispatch_mode() else _exchange)(list(rows), to_N, from_M, memory)
 
 
@@ -354,19 +395,24 @@ class Symmetric(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
-        """Unused rows are zero in what experts get, and may be anything in their output."""
+        """Write routed tokens to their experts' ranks, without a host sync.
+
+        Unused slots are zero in what experts get, and may be anything in their output. If the routed tokens of a rank
+        do not fit, nothing is sent and `needs_repeat` is set.
+        """
         memory = self.memory
         if memory is None or self.group == NO_GROUP:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
         rows = chosen_TK.numel() * self.etp
         choice_H, slot, count_E = assign_unpadded_slots(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
-        to_H, from_A, bin_e, fits, _ = self.places_of(count_E, memory, rows)
+        to_H, from_A, slots_e, fits, _ = self.places_of(count_E, memory, rows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_HD, weights_H1, route = fill_slots(x_TD, weights_TK, choice_H, slot.where(fits, rows), self.kernels)
         x_AD, weights_A1 = exchange((x_HD, weights_H1), to_H, from_A, memory.name)
-        return SymmetricExchange(x_AD, weights_A1, bin_e, memory.name, to_H, from_A, route, self.kernels)
+        return SymmetricExchange(x_AD, weights_A1, slots_e, memory.name, to_H, from_A, route, self.kernels)
 
     def places_of(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
+        """Gather the counts of the group, and return the places. Sets `needs_repeat` if this rank's do not fit."""
         count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
         out = places(count_GE, self.ranks, memory.limit, rows, memory.receive_slots)
         memory.needs_repeat.logical_or_(out.overflows)
@@ -374,11 +420,11 @@ class Symmetric(Dispatcher):
 
 
 class SymmetricExchange(NamedTuple):
-    """The routed tokens of this rank's experts, and the way back."""
+    """The routed tokens of this rank's experts, and where their outputs go."""
 
     x_AD: Tensor
     weights_A1: Tensor
-    bin_e: Tensor
+    slots_e: Tensor
     memory: str
     to_H: Tensor
     from_A: Tensor
@@ -386,9 +432,11 @@ class SymmetricExchange(NamedTuple):
     kernels: str
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.x_AD, self.weights_A1, self.bin_e
+        """Return the slots of the receive buffer (A, D), their routing weights (A, 1), and each expert's slots (e,)."""
+        return self.x_AD, self.weights_A1, self.slots_e
 
     @named("combine")
     def combine(self, y_AD: Tensor) -> Tensor:
+        """Write the experts' outputs back to their senders, and return each token's sum of them (T, D)."""
         (y_HD,) = exchange((y_AD,), self.from_A, self.to_H, self.memory)
         return unpermute_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)

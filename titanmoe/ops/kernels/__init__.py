@@ -26,7 +26,7 @@ from titanmoe.ops import device
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets kernels on CPUs. It decides at import, so this needs a process of its own."""
+    """Return whether Triton interprets kernels on CPUs. It decides at import, so this needs a process of its own."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -34,16 +34,17 @@ _INSTALLED = importlib.util.find_spec("triton") is not None  # looked up here, b
 
 
 def installed() -> bool:
+    """Return whether Triton is installed."""
     return _INSTALLED
 
 
 def fused(kernels: str, x: Tensor) -> bool:
-    """Whether this tensor goes through the kernels: `[moe] kernels`."""
+    """Return whether this tensor goes through the kernels, as the option `[moe] kernels` and the device say."""
     return kernels == "triton" or (kernels == "auto" and device.kind(x) == "cuda" and installed())
 
 
 def missing(on_gpu: bool) -> str:
-    """Why the kernels cannot run; empty if they can."""
+    """Return why the kernels cannot run; "" if they can."""
     if not installed():
         return "Triton is not installed"
     if not on_gpu and not interpreted():

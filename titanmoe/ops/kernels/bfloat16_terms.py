@@ -1,6 +1,6 @@
-"""Numbers as bfloat16 parts that add up to them exactly, in one launch.
+"""A kernel that splits float32 numbers into three bfloat16 terms that add up to them exactly.
 
-Reference: `titanmoe.moe.router_product.plain_bfloat16_terms`, which says how they lie.
+Reference: `titanmoe.moe.router_product.plain_bfloat16_terms`, which says how they are laid out.
 
 Shapes: R rows, C numbers of a row.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from titanmoe.ops.kernels.kernel_launch import kernel
 
 TILE = 1024
-"""Numbers of a program."""
+"""The numbers of a program."""
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -38,7 +38,7 @@ def _bfloat16_terms(x, out, N, C, BACKWARDS: tl.constexpr, TILE: tl.constexpr):
 
 @kernel("titanmoe::bfloat16_terms")
 def bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
-    """Of contiguous float32 rows."""
+    """Return the bfloat16 terms (R, 4, C) of contiguous float32 rows; see `plain_bfloat16_terms`."""
     (R, C), N = x_RC.shape, x_RC.numel()
     out = x_RC.new_empty(R, 4, C, dtype=torch.bfloat16)
     if N:

@@ -1,4 +1,4 @@
-"""What all kernels' launches share."""
+"""Helpers that all kernels' launches share; `kernel` makes a launching function an operation of torch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from titanmoe.ops.kernels import interpreted
 
 
 def tile(width: int, numbers: int) -> tuple[int, int]:
-    """Rows and columns of a program that holds that many numbers at a time, for rows of that width."""
+    """Return the rows and columns of a program that holds so many numbers at a time, for rows of this width."""
     columns = min(triton.next_power_of_2(width), numbers)
     return numbers // columns, columns
 
 
 def sum_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The dtype of sums."""
+    """Return the dtype of sums: float64 for float64, else float32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def can_run(x: Tensor) -> bool:
-    """Whether kernels can run on this tensor. A rehearsal's is usually on the CPU."""
+    """Return whether kernels can run on this tensor. A rehearsal's is usually on the CPU."""
     return x.is_cuda or interpreted()
 
 
 def kernel(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: a function that launches kernels becomes torch's operation of that name, for compilers and for modes
-    that watch or count. Without either it is called directly: torch's dispatcher would take longer than the launch.
+    """Return a decorator that makes a function that launches kernels an operation of torch, of this name.
+
+    Compilers, and modes that watch or count, see the operation. Without either the function is called directly: torch's
+    dispatcher would take longer than the launch.
     """
 
     def decorate(launch: Callable[..., Any]) -> Any:

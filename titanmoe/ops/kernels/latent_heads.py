@@ -1,11 +1,11 @@
-"""Queries and keys of latent attention, of which RoPE turns the end of each head, in one pass each.
+"""Kernels for queries and keys of latent attention, of which RoPE rotates the end of each head, in one pass each.
 
-Reference: `titanmoe.models.latent_attention`. A query's end is turned where the product has left it, which touches
-nothing else. A key is written from its own part and from the turned key that all heads share; backward sums that one's
+Reference: `titanmoe.models.latent_attention`. A query's end is rotated where the product has left it, which touches
+nothing else. A key is written from its own part and from the rotated key that all heads share; backward sums that one's
 gradient over the heads, in float32 at least, and writes the gradients of keys and values where the product's backward
 reads them. Rotations are those of `titanmoe.ops.kernels.rotate`.
 
-Shapes: B samples, S positions, H heads, h head, n its part without positions, p its turned part, v value, m = n + v.
+Shapes: B samples, S positions, H heads, h head, n its part without positions, p its rotated part, v value, m = n + v.
 """
 
 from __future__ import annotations
@@ -72,13 +72,18 @@ def _split(dk, dv, cos, sin, dkv, dkey, S, of_k, k_token, k_head, of_v, v_token,
 
 
 def _tile(heads: int, width: int) -> tuple[int, int]:
-    """Columns of a program's tile, and heads."""
+    """Return the columns and the heads of a program's tile."""
     columns = triton.next_power_of_2(width)
     return columns, min(max(TILE // columns, 1), triton.next_power_of_2(heads))
 
 
 def _run_join(plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
-    """plain: of width 0 to turn in place. turned: of every head, or one for all."""
+    """Launch the kernel that joins each head's plain part with its rotated part.
+
+    Args:
+        plain: of width 0 to rotate in place.
+        turned: the part to rotate, of every head, or one for all.
+    """
     (B, S, H, n), half, cos, sin = plain.shape, turned.shape[3] // 2, cos.contiguous(), sin.contiguous()
     (NP, n_rows), (P, p_rows) = _tile(H, max(n, 1)), _tile(H, half)
     if B * S:
@@ -91,7 +96,7 @@ def _run_join(plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, out: Tens
 
 @kernel("titanmoe::rotate_ends", mutates_args=("x_BSHp",))
 def rotate_ends(x_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor) -> None:
-    """In place."""
+    """Rotate the end of each head by RoPE, in place."""
     _run_join(x_BSHp[..., :0], x_BSHp, cos_bS1p, sin_bS1p, x_BSHp, 1)
 
 
@@ -102,7 +107,7 @@ def _(x_BSHp, cos_bS1p, sin_bS1p):
 
 @kernel("titanmoe::join_ends")
 def join_ends(plain_BSHn: Tensor, turned_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor, sign: int) -> Tensor:
-    """Heads of a plain part and a turned one, of which there may be one for all."""
+    """Return heads of a plain part and a rotated one. The latter may be one for all heads."""
     plain, turned = adjacent_numbers(plain_BSHn), adjacent_numbers(turned_BSHp)
     out = plain.new_empty(*plain.shape[:3], plain.shape[3] + turned.shape[3])
     _run_join(plain, turned, cos_bS1p, sin_bS1p, out, sign)
@@ -116,7 +121,7 @@ def _(plain_BSHn, turned_BSHp, cos_bS1p, sin_bS1p, sign):
 
 @kernel("titanmoe::split_ends")
 def split_ends(dk_BSHh: Tensor, dv_BSHv: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of keys without positions and values, side by side, and of the turned key before it is turned."""
+    """Return the gradients of keys without positions and values, side by side, and of the shared unrotated key."""
     dk, dv, cos, sin = (
         adjacent_numbers(dk_BSHh),
         adjacent_numbers(dv_BSHv),
@@ -143,7 +148,7 @@ def _(dk_BSHh, dv_BSHv, cos_bS1p, sin_bS1p):
 
 
 class Queries(torch.autograd.Function):
-    """Turns the end of each of H heads in place."""
+    """Rotates the end of each of H heads in place."""
 
     @staticmethod
     def forward(ctx: Any, q_BSX: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -162,7 +167,7 @@ class Queries(torch.autograd.Function):
 
 
 class KeysAndValues(torch.autograd.Function):
-    """From keys without positions and values, side by side, and the key to turn."""
+    """Makes keys and values from keys without positions and values, side by side, and the shared key to rotate."""
 
     @staticmethod
     def forward(

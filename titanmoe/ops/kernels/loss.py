@@ -1,4 +1,4 @@
-"""The loss over slices of the logits: each is read once in forward, and read and overwritten in backward.
+"""Kernels for the loss over slices of the logits, which are read once in forward, and read and overwritten in backward.
 
 Reference: `titanmoe.models.vocabulary`. With m the largest logit so far, s the sum of exp(l - m):
 
@@ -65,7 +65,11 @@ def _launch(kernel, logits_Tv: Tensor, *rest) -> None:
 def loss_slice(
     logits_Tv: Tensor, label_T: Tensor, begin: int, top_T: Tensor, total_T: Tensor, label_logit_T: Tensor
 ) -> None:
-    """Adds a slice, whose first column is number `begin`, to the three running numbers of each token."""
+    """Add a slice of the logits to the three running numbers of each token, in place.
+
+    Args:
+        begin: the id of the slice's first column.
+    """
     _launch(_loss_forward, logits_Tv, label_T, top_T, total_T, label_logit_T, begin)
 
 
@@ -76,7 +80,7 @@ def _(logits_Tv, label_T, begin, top_T, total_T, label_logit_T):
 
 @kernel("titanmoe::loss_slice_backward", mutates_args=("logits_Tv",))
 def loss_slice_backward(logits_Tv: Tensor, label_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> None:
-    """A slice's logits become their gradients."""
+    """Overwrite a slice's logits with their gradients."""
     _launch(_loss_backward, logits_Tv, label_T, log_total_T, scale_T, begin)
 
 

@@ -1,9 +1,9 @@
-"""Rows by index: fetched, and summed back, with their routing weights. References: `titanmoe.moe.permute`.
+"""Kernels that fetch rows by index and sum them back, with their routing weights. References: `titanmoe.moe.permute`.
 
-Both read whole rows by an index and write each output once, so no sum depends on the order of execution. Sums are
-taken in at least float32 and rounded once. An index past the last row stands for a row of zeros.
+Both read full rows by an index and write each output once, so no sum depends on the order of execution. Sums are taken
+in at least float32 and rounded once. An index past the last row stands for a row of zeros.
 
-A packed row is a row and, in the 16 bytes after it, the bits of its routing weight, so that both travel in one message.
+A packed row is a row and, in the 16 bytes after it, the bits of its routing weight, so that one message has both.
 
 Shapes: N rows that are read, R rows that are written, T tokens, D width, P width of a packed row, K weights per token,
 J rows per token.
@@ -19,9 +19,9 @@ from torch import Tensor
 from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype, tile
 
 TILE = 4096
-"""Numbers per program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""
+"""The numbers per program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""
 SPACE = 16
-"""Bytes after a packed row, so that the next one begins where 16 bytes can be read at once."""
+"""The bytes after a packed row, so that the next one begins where 16 bytes can be read at once."""
 
 
 @triton.jit(do_not_specialize=["R", "N"])
@@ -68,7 +68,7 @@ def _sum_rows(y, slot, out, weight_grad, weight_out, T, R, D: tl.constexpr, J: t
 
 
 def _launch_fetch(x: Tensor, index_R: Tensor, weight: Tensor, K: int, out: Tensor, weight_out: Tensor) -> None:
-    """Without weights, `weight_out` is `out`."""
+    """Launch the kernel that fetches rows. Without weights, `weight_out` is `out`."""
     index_R, weighted = index_R.contiguous(), weight_out is not out
     R, (N, D) = index_R.numel(), x.shape
     rows, columns = tile(D, TILE)
@@ -81,6 +81,7 @@ def _launch_fetch(x: Tensor, index_R: Tensor, weight: Tensor, K: int, out: Tenso
 
 
 def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
+    """Launch the kernel that sums rows; return the sums and those of the weights, of which there are K per token."""
     slot = slot.contiguous()
     (T, J), (R, D) = slot.shape, y.shape
     out = y.new_empty(T, D)
@@ -99,7 +100,7 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
 
 @kernel("titanmoe::fetch_rows")
 def fetch_rows(x_ND: Tensor, index_R: Tensor) -> Tensor:
-    """(R, D): row index_R[r] of x, zeros where that is N."""
+    """Return row index_R[r] of x for each r, zeros where the index is N: (R, D)."""
     x_ND, out = x_ND.contiguous(), x_ND.new_empty(index_R.numel(), x_ND.shape[1])
     _launch_fetch(x_ND, index_R, out, 1, out, out)
     return out
@@ -112,7 +113,7 @@ def _(x_ND, index_R):
 
 @kernel("titanmoe::fetch_weighted_rows")
 def fetch_weighted_rows(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(R, D) and (R, 1): token entry // K of x and weight `entry`; zeros where entry is T * K."""
+    """Return token c // K of x (R, D) and weight c of weights_TK (R, 1) for each choice c; zeros where c is T * K."""
     out = x_TD.new_empty(choice_R.numel(), x_TD.shape[1]), weights_TK.new_empty(choice_R.numel(), 1)
     _launch_fetch(x_TD.contiguous(), choice_R, weights_TK.contiguous(), weights_TK.shape[1], *out)
     return out
@@ -125,7 +126,7 @@ def _(x_TD, weights_TK, choice_R):
 
 @kernel("titanmoe::sum_rows")
 def sum_rows(y_RD: Tensor, slot_TJ: Tensor) -> Tensor:
-    """(T, D): the sum of the rows slot_TJ[t], those numbered R left out."""
+    """Return the sum of the rows slot_TJ[t] for each token t (T, D); those numbered R are left out."""
     return _launch_sum(y_RD.contiguous(), slot_TJ, None, 1)[0]
 
 
@@ -136,7 +137,10 @@ def _(y_RD, slot_TJ):
 
 @kernel("titanmoe::sum_weighted_rows")
 def sum_weighted_rows(y_RD: Tensor, weight_R1: Tensor, slot_TJ: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """(T, D) and (T, K): the transpose of fetch_weighted_rows; J / K rows share a weight."""
+    """Return each token's sums of rows (T, D) and of weights (T, K): the transpose of `fetch_weighted_rows`.
+
+    J / K rows share a weight.
+    """
     return _launch_sum(y_RD.contiguous(), slot_TJ, weight_R1.contiguous(), K)
 
 
@@ -146,7 +150,7 @@ def _(y_RD, weight_R1, slot_TJ, K):
 
 
 def apart(packed_RP: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Views of the rows and of their weights, of dtype `weight_dtype`."""
+    """Return views of the rows in packed rows, and of their weights."""
     size, D = packed_RP.element_size(), packed_RP.shape[1] - SPACE // packed_RP.element_size()
     first = D * size // weight_dtype.itemsize
     return packed_RP[:, :D], packed_RP.view(weight_dtype)[:, first : first + 1]
@@ -154,7 +158,7 @@ def apart(packed_RP: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 @kernel("titanmoe::fetch_packed_rows")
 def fetch_packed_rows(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor) -> Tensor:
-    """`fetch_weighted_rows`, packed."""
+    """Return what `fetch_weighted_rows` does, as packed rows (R, P)."""
     packed_RP = x_TD.new_empty(choice_R.numel(), x_TD.shape[1] + SPACE // x_TD.element_size())
     out = apart(packed_RP, weights_TK.dtype)
     _launch_fetch(x_TD.contiguous(), choice_R, weights_TK.contiguous(), weights_TK.shape[1], *out)
@@ -168,7 +172,7 @@ def _(x_TD, weights_TK, choice_R):
 
 @kernel("titanmoe::fetch_unpacked_rows")
 def fetch_unpacked_rows(packed_NP: Tensor, index_R: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(R, D) and (R, 1): packed rows index_R[r], unpacked."""
+    """Return the packed rows index_R[r], as rows (R, D) and their weights (R, 1)."""
     x_ND, weight_N1 = apart(packed_NP.contiguous(), weight_dtype)
     out = x_ND.new_empty(index_R.numel(), x_ND.shape[1]), weight_N1.new_empty(index_R.numel(), 1)
     _launch_fetch(x_ND, index_R, weight_N1, 1, *out)
@@ -183,7 +187,7 @@ def _(packed_NP, index_R, weight_dtype):
 
 @kernel("titanmoe::sum_packed_rows")
 def sum_packed_rows(packed_RP: Tensor, slot_TJ: Tensor, K: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`sum_weighted_rows` of packed rows."""
+    """Return what `sum_weighted_rows` does, of packed rows."""
     y_RD, weight_R1 = apart(packed_RP.contiguous(), weight_dtype)
     return _launch_sum(y_RD, slot_TJ, weight_R1, K)
 

@@ -1,4 +1,4 @@
-"""Write rows to the memory of other GPUs, and copy what arrived out of it.
+"""Kernels that write rows to the memory of other GPUs, and copy what arrived out of it.
 
 References: `titanmoe.moe.dispatchers.symm_mem.plain_put` and `plain_take`. Each row is read once and written once, by
 one program, and nothing is waited for: who may write when is up to the caller. A place is rank * LIMIT + row of that
@@ -33,7 +33,13 @@ def _put(x, to, addresses, N, LIMIT, D: tl.constexpr, ROWS: tl.constexpr, COLUMN
 
 
 def put_rows(x_ND: Tensor, to_N: Tensor, addresses_G: Tensor, limit: int) -> None:
-    """addresses_G: of the ranks' buffers, int64. limit: rows that each has room for."""
+    """Write each row to its place in the buffers of the ranks.
+
+    Args:
+        to_N: the place of each row.
+        addresses_G: the addresses of the ranks' buffers, int64.
+        limit: the number of rows that each buffer has room for.
+    """
     (N, D), (rows, columns) = x_ND.shape, tile(x_ND.shape[1], TILE)
     if N:
         _put[(triton.cdiv(N, rows),)](

@@ -1,8 +1,8 @@
-"""Rows to e4m3 with a scale each, in one launch. A transposed weight is read in place, without a copy.
+"""A kernel that quantises rows to e4m3 with a scale each. A transposed weight is read in place, without a copy.
 
-Reference: `titanmoe.moe.fp8.plain_quantise`. A program reads its rows twice: to find the largest number, and to
-divide by it. Numbers are rounded to e4m3 in float32, by adding and subtracting a number whose last bit is e4m3's, so
-that the conversion is exact: Triton's interpreter does not round correctly in it.
+Reference: `titanmoe.moe.fp8.plain_quantise`. A program reads its rows twice: to find the largest number, and to divide
+by it. Numbers are rounded to e4m3 in float32, by adding and subtracting a number whose last bit is e4m3's, so that the
+conversion is exact: Triton's interpreter does not round correctly in it.
 
 Shapes: R rows, W width of a row.
 """
@@ -18,13 +18,13 @@ from titanmoe.ops.kernels.kernel_launch import kernel, tile
 
 TILE = 4096
 ACROSS = 64
-"""Rows of a program, and columns at a time, where neighbours in memory are of different rows."""
+"""The rows of a program, and its columns at a time, where neighbours in memory are of different rows."""
 LARGEST = tl.constexpr(448.0)
 
 
 @triton.jit
 def _to_e4m3(v):
-    """Of at most 448, to nearest, ties to even."""
+    """Round numbers of at most 448 to e4m3's, to nearest, ties to even."""
     exponent = (v.to(tl.int32, bitcast=True) >> 23) & 255
     exponent = tl.maximum(exponent, 127 - 6)  # smaller numbers are as far apart as those of the smallest exponent
     big = (((exponent + 20) << 23) | (1 << 22)).to(tl.float32, bitcast=True)
@@ -55,13 +55,14 @@ def _quantise(x, q, scale, R, INNER, of_outer, of_inner, of_column, W: tl.conste
 
 
 def shape(x: Tensor) -> dict[str, int]:
+    """Return the launch constants for a tensor of these strides."""
     rows, columns = tile(x.shape[-1], TILE) if x.stride(-1) == 1 else (ACROSS, ACROSS)
     return {"W": x.shape[-1], "ROWS": rows, "COLUMNS": columns}
 
 
 @kernel("titanmoe::quantise")
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of (R, W), or of (e, R, W) with any strides: e4m3 numbers and scales, both contiguous."""
+    """Return e4m3 numbers and scales, both contiguous, of (R, W), or of (e, R, W) with any strides."""
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     outer = x if x.dim() == 3 else x.unsqueeze(0)

@@ -1,12 +1,12 @@
-"""RMSNorm of rows in one pass, forward and backward.
+"""Kernels for the RMSNorm of rows in one pass, forward and backward.
 
 Reference: `titanmoe.models.layers.plain_norm`. With r = 1 / sqrt(mean(x^2) + eps), all means over a row's D numbers:
 
     y = x r w        dx = r (dy w - x r^2 mean(dy w x))        dw = sum of dy x r over rows
 
-Backward computes r again from x, which it reads anyway: that moves fewer bytes than a saved r. Each of its programs
-sums dw over its rows and writes that sum once; the sums of all programs are then added in a fixed order, so no result
-depends on the order of execution. Everything is float32 (or float64) until a single rounding at the end.
+Backward recomputes r from x, which it reads anyway: that moves fewer bytes than a saved r. Each of its programs sums dw
+over its rows and writes that sum once; the sums of all programs are then added in a fixed order, so no result depends
+on the order of execution. Everything is float32 (or float64) until a single rounding at the end.
 
 Narrow rows, such as those of queries and keys, share a program. Rows may be farther apart than they are long.
 
@@ -26,10 +26,13 @@ from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
 NUMBERS = 16
-"""Numbers of a block of rows that each thread holds. Backward has four such blocks in some 100 registers."""
+"""The numbers of a block of rows that each thread holds. Backward has four such blocks in some 100 registers."""
 WARPS = 132 * 20
-"""Warps of backward's programs, whatever the device, so that dw is the same on all: 20 on each multiprocessor of an
-H100 or H200, of those that scripts/gpu/norms.py tries the one that is within 5 % of the fastest at both widths."""
+"""The warps of backward's programs, whatever the device, so that dw is the same on all.
+
+20 on each multiprocessor of an H100 or H200: of those that scripts/gpu/norms.py tries, the number that is within 5 % of
+the fastest at both widths.
+"""
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -82,6 +85,7 @@ def _rows(x: Tensor) -> Tensor:
 
 @kernel("titanmoe::rms_norm_forward")
 def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim. Not differentiable."""
     x_RD, out = _rows(x), x.new_empty(x.shape)
     options, rows = _block(x.shape[-1], x.dtype)
     if R := len(x_RD):
@@ -97,12 +101,13 @@ def _(x, weight_D, eps):
 
 
 def _programs(x: Tensor) -> int:
-    """Return how many programs backward has."""
+    """Return the number of programs of backward."""
     options, rows = _block(x.shape[-1], x.dtype)
     return min(triton.cdiv(x.numel() // x.shape[-1], rows), max(WARPS // options["num_warps"], 1))
 
 
 def _sums(x: Tensor, wanted: bool) -> Tensor:
+    """Return an empty tensor for the sums of the weight's gradient: (P, D), P = 0 if it is not wanted."""
     return x.new_empty(_programs(x) if wanted else 0, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions of queries and keys in one pass.
+"""A kernel that rotates queries and keys by their positions (RoPE) in one pass.
 
 Reference: `titanmoe.models.layers.plain_rotate`. A program has a token and all its heads, so the token's cos and sin
 are read once. Both halves of a head rotate by the same angles, so only half of those are read:
@@ -20,11 +20,12 @@ from torch import Tensor
 from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype
 
 TILE = 2048
-"""Pairs per step of a program."""
+"""The pairs of numbers per step of a program."""
 
 
 @triton.jit
 def angles(cos, sin, at, SIGN: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr):
+    """Load cos and sin of a token, the sin times SIGN."""
     i = tl.arange(0, P)
     c = tl.load(cos + at + i, mask=i < HALF, other=0.0).to(WIDE)[None, :]
     return c, tl.load(sin + at + i, mask=i < HALF, other=0.0).to(WIDE)[None, :] * SIGN
@@ -33,7 +34,7 @@ def angles(cos, sin, at, SIGN: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr
 @triton.jit
 def rotate_heads(x, out, c, s, HEADS: tl.constexpr, per_head, out_head, HALF: tl.constexpr, P: tl.constexpr,
                  ROWS: tl.constexpr):  # fmt: skip
-    """Of a token. out may be x."""
+    """Rotate the heads of a token. `out` may be x."""
     i = tl.arange(0, P)[None, :]
     for first in range(0, HEADS, ROWS):
         head = first + tl.arange(0, ROWS)[:, None]
@@ -58,12 +59,13 @@ def _rotate(q, k, cos, sin, q_out, k_out, S, of_q, of_k, q_token, k_token, q_hea
 
 
 def adjacent_numbers(x: Tensor) -> Tensor:
-    """With numbers of a head next to each other; anything else may be strided."""
+    """Return x, copied if the numbers of a head are not adjacent in memory; other dims may be strided."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @kernel("titanmoe::rotate")
 def rotate(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, sign: int) -> tuple[Tensor, Tensor]:
+    """Return queries and keys rotated by their positions; by the opposite angles if sign is -1. Not differentiable."""
     q, k, cos, sin = adjacent_numbers(q_BSHh), adjacent_numbers(k_BSGh), cos_bS1h.contiguous(), sin_bS1h.contiguous()
     (B, S, H, h), G = q.shape, k.shape[2]
     out = q.new_empty(q.shape), k.new_empty(k.shape)

@@ -1,8 +1,8 @@
-"""From logits to routing in one pass: scores, choice, weights, and how often each expert of a sample was chosen.
+"""A kernel from logits to routing in one pass: scores, choice, weights, and counts of choices by sample and expert.
 
-Reference: `titanmoe.moe.router.Router._plain`. A program has a few tokens and all their experts. It picks the
-largest key top_k times, the lower number among equals; a key is score plus selection bias, and -inf outside a token's
-best groups. Counts are sums of integers, so their order does not matter.
+Reference: `titanmoe.moe.router.Router._plain`. A program has a few tokens and all their experts. It picks the largest
+key top_k times, the lower number among equals; a key is score plus expert_bias, and -inf outside a token's best groups.
+Counts are sums of integers, so their order does not matter.
 
 Backward, with m the chosen experts, r a weight before normalisation (the score, or the softmax over the chosen), g its
 gradient, S the sum of r over the chosen:
@@ -24,15 +24,15 @@ from torch import Tensor
 from titanmoe.ops.kernels.kernel_launch import kernel
 
 TILE = 512
-"""Scores per program. It is one warp, so that no sum or choice over the experts has to wait for another warp."""
+"""The scores per program. It is one warp, so that no sum or choice over the experts has to wait for another warp."""
 MODES = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
-"""The formulas that it has, which score functions name (`ScoreFunction.kernel_mode`)."""
+"""The formulas that the kernel has, which score functions name (`ScoreFunction.kernel_mode`)."""
 _SIGMOID, _AFTER = tl.constexpr(MODES["sigmoid"]), tl.constexpr(MODES["softmax_after_topk"])
 
 
 @triton.jit
 def _softmax(x):
-    """Of rows in which -inf marks what is left out; zeros if everything is."""
+    """Return the softmax of rows in which -inf marks what is left out; zeros if everything is."""
     top = tl.max(x, 1)[:, None]
     e = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(e, 1)[:, None]
@@ -41,13 +41,13 @@ def _softmax(x):
 
 @triton.jit
 def _largest(key, at):
-    """(tokens, 1): where each row's largest is, the first among equals."""
+    """Return where each row's largest number is, the first among equals: (tokens, 1)."""
     return tl.min(tl.where(key == tl.max(key, 1)[:, None], at, key.shape[1]), 1)[:, None]
 
 
 @triton.jit
 def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr):
-    """Where a token's best groups are; a group is rated by its two best keys, or its best one."""
+    """Return a mask of the experts in a token's best groups; a group is rated by its two best keys, or its best one."""
     SIZE: tl.constexpr = E // G
     group = tl.arange(0, GP)[None, :]
     value = tl.full([key.shape[0], GP], float("-inf"), key.dtype)
@@ -67,7 +67,7 @@ def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP
 
 @triton.jit
 def _unnormalised(logits, scores, chosen, MODE: tl.constexpr):
-    """The unnormalised weights of the chosen experts, 0 elsewhere."""
+    """Return the unnormalised weights of the chosen experts, 0 elsewhere."""
     return _softmax(tl.where(chosen, logits, float("-inf"))) if MODE == _AFTER else tl.where(chosen, scores, 0.0)
 
 
@@ -188,7 +188,7 @@ def route(
     scale: float,
     forced: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores (T, E), weights (T, K), chosen (T, K) with E where there is no token; counts (B, E) are added to."""
+    """Return scores (T, E), weights (T, K) and chosen experts (T, K), E for padding; add to count_BE in place."""
     inputs = [x.contiguous() for x in (logits_TE, bias_E, index_T, sample_T, valid_T)]
     T, E = logits_TE.shape
     scores_TE = torch.empty_like(inputs[0])
@@ -221,6 +221,7 @@ def route_backward(
     norm: bool,
     scale: float,
 ) -> Tensor:
+    """Return the gradient of the logits (T, E), from those of scores and weights; None counts as zeros."""
     logits_TE = logits_TE.contiguous()
     T, K = chosen_TK.shape
     out, shape = torch.empty_like(scores_TE), _tile(scores_TE.shape[1])

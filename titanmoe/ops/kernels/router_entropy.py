@@ -1,4 +1,4 @@
-"""How evenly a router's scores are spread, in one pass over them.
+"""A kernel that sums the entropy of a router's scores, in one pass over them.
 
 Reference: `titanmoe.moe.layer_statistics.entropy_and_count`. A program has a few tokens and all their experts, and
 writes its own two sums, which are added up afterwards, so no sum depends on the order of execution.
@@ -16,7 +16,7 @@ from torch import Tensor
 from titanmoe.ops.kernels.kernel_launch import kernel
 
 TILE = 4096
-"""Scores per program."""
+"""The scores per program."""
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -35,13 +35,18 @@ def _router_entropy(scores, valid, out, T, E: tl.constexpr, P: tl.constexpr, NOR
 
 
 def tile(experts: int) -> dict[str, int]:
+    """Return the launch constants for this number of experts."""
     padded = triton.next_power_of_2(experts)
     return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
 
 
 @kernel("titanmoe::entropy_and_count")
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
-    """(N, 2), float64: the entropy of tokens that are not padding, and their number. norm: scores do not sum to 1."""
+    """Return each program's summed entropy of the tokens that are not padding, and their number: (N, 2), float64.
+
+    Args:
+        norm: whether scores do not sum to 1 and have to be scaled.
+    """
     T, E = scores_TE.shape
     shape = tile(E)
     programs = triton.cdiv(T, shape["ROWS"])

@@ -1,4 +1,4 @@
-"""The input of the experts' down projection in one pass: activation, product and routing weight; and its gradients.
+"""Kernels for the input of the experts' down projection in one pass: activation, product and routing weight; gradients.
 
 Reference: `titanmoe.moe.expert_products.plain_swiglu`, which rounds after each operation; here all is float32 (or
 float64) until a single rounding at the end. With a = act(gate), u = up (clamped: min(gate, 7), up within 7, + 1) and
@@ -6,11 +6,10 @@ weight w:
 
     h = a * u * w     dw = sum_F dh * a * u     dup = dh * w * a     dgate = dh * w * u * act'(gate)
 
-A program has whole rows, so dw is summed without atomics, in a fixed order.
+A program has full rows, so dw is summed without atomics, in a fixed order. Gate and up may lie side by side in one
+tensor: their rows may be farther apart than they are long. Their gradients lie side by side.
 
-Gate and up may be halves of one tensor: their rows may be farther apart than they are long. Their gradients are halves.
-
-Shapes: R rows, F hidden width.
+Shapes: R routed tokens, F hidden width.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ TILE = 2048
 
 @triton.jit
 def _activate(gate, up, CLAMPED: tl.constexpr):
-    """act(gate), its derivative, the factor u, and where up's gradient passes."""
+    """Return act(gate), its derivative, the factor u, and a mask of where up's gradient passes."""
     if CLAMPED:
         clamped_gate = tl.minimum(gate, 7.0)
         share = 1 / (1 + tl.exp(-1.702 * clamped_gate))
@@ -84,12 +83,13 @@ def _swiglu_backward(grad, gate, up, weight, out, grad_both, grad_weight, R, F: 
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With the numbers of a row next to each other."""
+    """Return x, copied if the numbers of a row are not adjacent in memory."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 @kernel("titanmoe::weighted_swiglu")
 def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
+    """Return act(gate) * up * weight (R, F). Not differentiable."""
     gate_RF, up_RF, weight_R1 = _rows(gate_RF), _rows(up_RF), weight_R1.contiguous()
     (R, F), out = gate_RF.shape, gate_RF.new_empty(gate_RF.shape)
     rows, columns = tile(F, TILE)
@@ -111,7 +111,7 @@ def _(gate_RF, up_RF, weight_R1, clamped):
 def weighted_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h again; the gradients of gate and up, side by side, (R, 2F); and that of weight."""
+    """Return `weighted_swiglu`; the gradients of gate and up, side by side (R, 2F); and the gradient of the weight."""
     grad_RF, gate_RF, up_RF, weight_R1 = grad_RF.contiguous(), _rows(gate_RF), _rows(up_RF), weight_R1.contiguous()
     R, F = gate_RF.shape
     outputs = gate_RF.new_empty(R, F), gate_RF.new_empty(R, 2 * F), torch.empty_like(weight_R1)
