@@ -192,11 +192,11 @@ def gathers_of_the_head(chunks: int) -> int:
         totals = trainer.training.slicer.count(batches)
         for moe in trainer.training.moe_layers.values():
             moe.begin_step(1, totals.tokens, 1)
-        piece = take_slice(
+        batch_slice = take_slice(
             batches[0], 0, trainer.training.meshes, trainer.training.slicer.placement, trainer.training.device
         )
         gradients = trainer.training.gradients
-        gradients.engine.run([piece], gradients.objective, totals.count)
+        gradients.engine.run([batch_slice], gradients.objective, totals.count)
     finally:
         DirectAllGather.__call__ = gather
     model = parity.read(changes, trainer.training.runtime.world).model

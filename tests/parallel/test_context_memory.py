@@ -24,12 +24,12 @@ def activation_bytes(changes: dict[str, Any]) -> int:
     totals = trainer.training.slicer.count(batches)
     for moe in trainer.training.moe_layers.values():
         moe.begin_step(1, totals.tokens, 1)
-    piece = take_slice(
+    batch_slice = take_slice(
         batches[0], 0, trainer.training.meshes, trainer.training.slicer.placement, trainer.training.device
     )
     with Live() as live:
         gradients = trainer.training.gradients
-        gradients.engine.run([piece], gradients.objective, totals.count)
+        gradients.engine.run([batch_slice], gradients.objective, totals.count)
     return live.peak
 
 

@@ -100,9 +100,9 @@ def rope_offset_wrong() -> Callable[[], None]:
 
     def shifted(take_slice: Any) -> Any:
         def run(*args: Any) -> Any:
-            piece = take_slice(*args)
-            position = torch.arange(piece.tokens.position_BS.shape[1]).expand_as(piece.tokens.position_BS)
-            return piece._replace(tokens=piece.tokens._replace(position_BS=position))
+            batch_slice = take_slice(*args)
+            position = torch.arange(batch_slice.tokens.position_BS.shape[1]).expand_as(batch_slice.tokens.position_BS)
+            return batch_slice._replace(tokens=batch_slice.tokens._replace(position_BS=position))
 
         return run
 
@@ -115,10 +115,10 @@ def label_shifted_across_shard_edge() -> Callable[[], None]:
 
     def shifted(take_slice: Any) -> Any:
         def run(*args: Any) -> Any:
-            piece = take_slice(*args)
-            labels = piece.labels_BS.clone()
-            labels[:, -1] = piece.ids_BS[:, 0]
-            return piece._replace(labels_BS=labels.where(piece.labels_BS != -100, -100))
+            batch_slice = take_slice(*args)
+            labels = batch_slice.labels_BS.clone()
+            labels[:, -1] = batch_slice.ids_BS[:, 0]
+            return batch_slice._replace(labels_BS=labels.where(batch_slice.labels_BS != -100, -100))
 
         return run
 
@@ -131,8 +131,8 @@ def next_token_within_a_shard() -> Callable[[], None]:
 
     def rolled(take_slice: Any) -> Any:
         def run(*args: Any) -> Any:
-            piece = take_slice(*args)
-            return piece._replace(tokens=piece.tokens._replace(next_BS=piece.ids_BS.roll(-1, 1)))
+            batch_slice = take_slice(*args)
+            return batch_slice._replace(tokens=batch_slice.tokens._replace(next_BS=batch_slice.ids_BS.roll(-1, 1)))
 
         return run
 

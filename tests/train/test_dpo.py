@@ -51,8 +51,8 @@ def pieces(pairs: int, seed: int = 0) -> tuple[torch.Tensor, Any]:
     labels = torch.where((torch.arange(length) % 5 < 2) | (torch.arange(length) >= 10 * pairs), IGNORE, 7)
     loss, said = (5 * torch.rand(2, 1, length, dtype=torch.float64, generator=draw)).where(labels != IGNORE, 0)
     extra_fields = {COMPLETION: answer.unsqueeze(0), PAIRS: torch.tensor([pairs]), REFERENCE: -said}
-    piece = SimpleNamespace(labels_BS=labels.unsqueeze(0), extra_fields=extra_fields)
-    return loss.requires_grad_(), piece
+    batch_slice = SimpleNamespace(labels_BS=labels.unsqueeze(0), extra_fields=extra_fields)
+    return loss.requires_grad_(), batch_slice
 
 
 def objective(kind: Any, *more: Any) -> Any:
@@ -61,32 +61,32 @@ def objective(kind: Any, *more: Any) -> Any:
 
 def test_the_gradient_is_that_of_weighted_cross_entropy() -> None:
     """With the weights -beta sigmoid(-D) of the rejected answer's labels, and beta sigmoid(-D) of the chosen one's."""
-    loss, piece = pieces(3)
+    loss, batch_slice = pieces(3)
     dpo = objective(DPO, BETA)
-    (grad,) = torch.autograd.grad(dpo.sum(Scores(loss), piece), loss)
+    (grad,) = torch.autograd.grad(dpo.sum(Scores(loss), batch_slice), loss)
 
-    gain = (-loss.detach() - piece.extra_fields[REFERENCE]).where(piece.labels_BS != IGNORE, 0)
+    gain = (-loss.detach() - batch_slice.extra_fields[REFERENCE]).where(batch_slice.labels_BS != IGNORE, 0)
     weight, excess = torch.zeros_like(gain), 0.0
     for pair in range(3):
-        of = [piece.extra_fields[COMPLETION] == 2 * pair + side for side in (0, 1)]
+        of = [batch_slice.extra_fields[COMPLETION] == 2 * pair + side for side in (0, 1)]
         d = BETA * float(gain[of[0]].sum() - gain[of[1]].sum())
         excess += math.log1p(math.exp(-d))
         for mask, sign in zip(of, (1, -1), strict=True):
-            weight[mask & (piece.labels_BS != IGNORE)] = sign * BETA / (1 + math.exp(d))
-    weighted = SimpleNamespace(labels_BS=piece.labels_BS, extra_fields=MappingProxyType({WEIGHT: weight}))
+            weight[mask & (batch_slice.labels_BS != IGNORE)] = sign * BETA / (1 + math.exp(d))
+    weighted = SimpleNamespace(labels_BS=batch_slice.labels_BS, extra_fields=MappingProxyType({WEIGHT: weight}))
     (want,) = torch.autograd.grad(objective(WeightedCrossEntropy).sum(Scores(loss), weighted), loss)
     torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-15)
-    assert dpo.sum(Scores(loss), piece).item() / 3 + dpo.constant == pytest.approx(excess / 3, rel=1e-12)
+    assert dpo.sum(Scores(loss), batch_slice).item() / 3 + dpo.constant == pytest.approx(excess / 3, rel=1e-12)
 
 
 def test_its_metrics_are_of_each_pair() -> None:
-    loss, piece = pieces(2, seed=1)
+    loss, batch_slice = pieces(2, seed=1)
     dpo = objective(DPO, BETA)
     for _ in range(2):  # of one microbatch only the last pass counts
-        dpo.sum(Scores(loss), piece)
+        dpo.sum(Scores(loss), batch_slice)
     accuracy, chosen, rejected, kl = (dpo.take_metrics(torch.zeros(())) / 2).tolist()
-    gain = (-loss.detach() - piece.extra_fields[REFERENCE]).where(piece.labels_BS != IGNORE, 0)
-    answers = [float(gain[piece.extra_fields[COMPLETION] == n].sum()) for n in range(4)]
+    gain = (-loss.detach() - batch_slice.extra_fields[REFERENCE]).where(batch_slice.labels_BS != IGNORE, 0)
+    answers = [float(gain[batch_slice.extra_fields[COMPLETION] == n].sum()) for n in range(4)]
     assert chosen == pytest.approx(BETA * (answers[0] + answers[2]) / 2, rel=1e-6)
     assert rejected == pytest.approx(BETA * (answers[1] + answers[3]) / 2, rel=1e-6)
     assert accuracy == sum(answers[n] > answers[n + 1] for n in (0, 2)) / 2

@@ -24,7 +24,7 @@ from titanmoe.parallel.context import Placement
 from titanmoe.tokens import IGNORE, Tokens
 
 
-class Slice(NamedTuple):
+class BatchSlice(NamedTuple):
     """One rank's slice of a microbatch: ids and labels of its attention slice, and facts about its tokens."""
 
     ids_BS: Tensor
@@ -71,7 +71,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 def take_slice(
     batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool = False
-) -> Slice:
+) -> BatchSlice:
     """Return this rank's slice of a microbatch, on its device. No communication.
 
     Args:
@@ -111,7 +111,7 @@ def take_slice(
     )
     extra_fields = {name: to_device(x, device) for name, x in batch.extra_fields.items()}
     extra_fields = {name: over_cp(x) if x.dim() > 1 else x for name, x in extra_fields.items()}
-    return Slice(over_cp(ids), tokens, over_cp(labels), extra_fields)
+    return BatchSlice(over_cp(ids), tokens, over_cp(labels), extra_fields)
 
 
 def check_alike(batches: list[Batch], meshes: Meshes, device: torch.device) -> None:

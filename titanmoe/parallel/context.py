@@ -64,22 +64,22 @@ class Placement(NamedTuple):
         """Return a rank's slice of a tensor whose dim 1 is the sequence, chunk after chunk."""
         if self.size == 1:
             return x_BL
-        pieces = x_BL.chunk(self.chunks, 1)
-        return torch.cat([pieces[chunk] for chunk in self.chunks_of(rank)], 1)
+        chunks = x_BL.chunk(self.chunks, 1)
+        return torch.cat([chunks[chunk] for chunk in self.chunks_of(rank)], 1)
 
     def to_sequence_order(self, x: Tensor, dim: int) -> Tensor:
         """Return the concatenated slices of all ranks in the order of the sequence."""
         if not self.zigzag:
             return x
-        pieces = dict(zip(self.order(), x.chunk(self.chunks, dim), strict=True))
-        return torch.cat([pieces[chunk] for chunk in range(self.chunks)], dim)
+        chunks = dict(zip(self.order(), x.chunk(self.chunks, dim), strict=True))
+        return torch.cat([chunks[chunk] for chunk in range(self.chunks)], dim)
 
     def to_rank_order(self, x: Tensor, dim: int) -> Tensor:
         """Return a full sequence in the order of the ranks: the inverse of `to_sequence_order`."""
         if not self.zigzag:
             return x
-        pieces = x.chunk(self.chunks, dim)
-        return torch.cat([pieces[chunk] for chunk in self.order()], dim)
+        chunks = x.chunk(self.chunks, dim)
+        return torch.cat([chunks[chunk] for chunk in self.order()], dim)
 
     def pairs(self, mask: Mask, q: Tensor, rank: int, key_chunks: Sequence[int]) -> list[BlockPair]:
         """Return the pairs of blocks in which queries of a rank, (B, H, S, h), see keys of these chunks."""
@@ -304,8 +304,8 @@ def full_sequence_attention(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H=None, re
 
 def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
     """Scatter dim `give` over the ranks and gather dim `take` from them, in rank order. Collective over the group."""
-    pieces = all_to_all_autograd(torch.cat(x.chunk(group.size, give)), group).chunk(group.size)
-    return torch.cat(pieces, take)
+    chunks = all_to_all_autograd(torch.cat(x.chunk(group.size, give)), group).chunk(group.size)
+    return torch.cat(chunks, take)
 
 
 OVER_CP = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}

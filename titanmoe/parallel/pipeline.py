@@ -30,7 +30,7 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.observe import region
 from titanmoe.ops.device import choose
 from titanmoe.parallel import pairs
-from titanmoe.parallel.batch_slice import Slice
+from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.parallel.unsharded import UnshardedExperts
 from titanmoe.parallel.warm_up import warm_up
 
@@ -71,7 +71,7 @@ def gather_each_stage_once(row: list[torch_schedules._Action]) -> list[torch_sch
 
 # ---- running
 
-LossSum = Callable[[Tensor, Slice], Tensor]
+LossSum = Callable[[Tensor, BatchSlice], Tensor]
 """Function that returns this rank's sum of the loss over a microbatch, from the head's scores (N, B, S) of its labels.
 
 An objective of titanmoe.train.objectives has it.
@@ -253,7 +253,7 @@ class WithoutPipeline:
     def __init__(self, models: list[Transformer], unsharded_experts: list[UnshardedExperts], reduce_once: bool):
         (self.model,), (self.unsharded_experts,), self.reduce_once = models, unsharded_experts, reduce_once
 
-    def run(self, slices: list[Slice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
+    def run(self, slices: list[BatchSlice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
         """Run all microbatches of a step and return the sum of their losses, divided by the divisor, in float64.
 
         Args:
@@ -264,14 +264,16 @@ class WithoutPipeline:
         """
         total = torch.zeros((), dtype=torch.float64, device=divisor.device)
         with torch.set_grad_enabled(backward), self.unsharded_experts.use_computed_weights(accumulate=backward):
-            for m, piece in enumerate(slices):
+            for m, batch_slice in enumerate(slices):
                 self.unsharded_experts.is_last = m == len(slices) - 1
                 if self.reduce_once:
                     self.model.set_requires_gradient_sync(m == len(slices) - 1)
                 observe.active.microbatch(0, m, False)
-                scores_NBS = self.model(piece.ids_BS, piece.tokens, piece.labels_BS, piece.candidates_BSK)
+                scores_NBS = self.model(
+                    batch_slice.ids_BS, batch_slice.tokens, batch_slice.labels_BS, batch_slice.candidates_BSK
+                )
                 with region("head and loss"):
-                    loss = loss_sum(scores_NBS, piece) / divisor
+                    loss = loss_sum(scores_NBS, batch_slice) / divisor
                 if backward:
                     observe.active.microbatch(0, m, True)
                     loss.backward()
@@ -355,9 +357,9 @@ class Pipeline:
         order = self.schedule.pipeline_order
         self.bubble = bubble([[_cell(action) for action in order[rank]] for rank in range(pp.size)], len(ranks))
 
-    def _scaled(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
+    def _scaled(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
         with region("head and loss"):
-            return self.loss_sum(scores_NBS, piece) / self.divisor
+            return self.loss_sum(scores_NBS, batch_slice) / self.divisor
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
@@ -376,7 +378,7 @@ class Pipeline:
         finally:
             self.schedule.pipeline_order_with_comms = table
 
-    def run(self, slices: list[Slice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
+    def run(self, slices: list[BatchSlice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
         """Run all microbatches of a step and return the sum of their losses, divided by the divisor, in float64.
 
         The sum is 0 on ranks without the last stage. Collective over the pipeline's ranks.

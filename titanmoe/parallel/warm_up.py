@@ -16,11 +16,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanmoe import observe
 from titanmoe.models.transformer import Transformer
-from titanmoe.parallel.batch_slice import Slice
+from titanmoe.parallel.batch_slice import BatchSlice
 
 
 def warm_up(
-    model: Transformer, hidden: Tensor, piece: Slice, device: torch.device, loss: Callable[[Tensor, Slice], Tensor]
+    model: Transformer,
+    hidden: Tensor,
+    batch_slice: BatchSlice,
+    device: torch.device,
+    loss: Callable[[Tensor, BatchSlice], Tensor],
 ) -> None:
     """Run forward and backward of a stage on a real microbatch, and restore buffers and gradients.
 
@@ -29,7 +33,7 @@ def warm_up(
     Args:
         model: a stage.
         hidden: a meta tensor with the shape and dtype of a microbatch's hidden states.
-        piece: this rank's slice of a microbatch.
+        batch_slice: this rank's slice of a microbatch.
         device: the device that this rank computes on.
         loss: returns the loss from the last stage's output.
     """
@@ -39,13 +43,15 @@ def warm_up(
     grads = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in grads:
         parameter.grad = None
-    x = piece.ids_BS
+    x = batch_slice.ids_BS
     if model.embed is None:  # random, so that tokens go to different experts
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype, device=device).requires_grad_()
     with observe.unheard(), torch.enable_grad():
-        y = model(x, tokens=piece.tokens, labels_BS=piece.labels_BS, candidates_BSK=piece.candidates_BSK)
-        y, seed = (y, y.detach()) if model.head is None else (loss(y, piece), None)
+        y = model(
+            x, tokens=batch_slice.tokens, labels_BS=batch_slice.labels_BS, candidates_BSK=batch_slice.candidates_BSK
+        )
+        y, seed = (y, y.detach()) if model.head is None else (loss(y, batch_slice), None)
         if y.requires_grad:  # not in a frozen model's first stage, nor in a teacher
             y.backward(seed)
     for module in model.modules():

@@ -94,8 +94,8 @@ class AdapterCheckpoints(Checkpoints):
 
         adapters = raise_on_all_ranks(self.group, lambda: read_first_adapters(Path(folder), self.model, self.lora))
         compared = self._compare_base(adapters)
-        for name, (_, piece) in self._targets(with_moments=False).items():
-            fill_in_blocks(piece.tensor, piece.offset, adapters.tensors[name.removeprefix("model.")].read)
+        for name, (_, shard) in self._targets(with_moments=False).items():
+            fill_in_blocks(shard.tensor, shard.offset, adapters.tensors[name.removeprefix("model.")].read)
         origin = f"adapters of {folder}"
         if adapters.dropout:
             origin += f", trained there with lora_dropout = {adapters.dropout:g}; there is no dropout here"

@@ -154,8 +154,8 @@ class Checkpoints:
 
         folder = self._find_hf_folder(self.options.initial_hf)
         source = open_first_weights(folder, self.model)
-        for name, (_, piece) in self._hf_targets().items():
-            fill_in_blocks(piece.tensor, piece.offset, partial(source.read, name.removeprefix("model.")))
+        for name, (_, shard) in self._hf_targets().items():
+            fill_in_blocks(shard.tensor, shard.offset, partial(source.read, name.removeprefix("model.")))
         if self.saver:
             self._copy_files(lambda: config_and_tokenizer_files(folder))
         return {"begins from": "\n".join([f"weights of {self.options.initial_hf}", *source.notes])}

@@ -25,7 +25,7 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.moe.layer import MoE
 from titanmoe.moe.layer_statistics import LayerStatistics, RowLayout, sum_statistics
 from titanmoe.observe import named
-from titanmoe.parallel.batch_slice import Slice, mask_of, take_slice, to_device
+from titanmoe.parallel.batch_slice import BatchSlice, mask_of, take_slice, to_device
 from titanmoe.parallel.context import Placement
 from titanmoe.parallel.grad_norm import grad_norm
 from titanmoe.parallel.largest_logits import LargestLogits
@@ -55,7 +55,7 @@ class StepWork:
     """Inputs of a rank's forward and backward in one step."""
 
     batches: list[Batch]
-    slices: list[Slice]
+    slices: list[BatchSlice]
     totals: Totals
 
 
@@ -180,7 +180,7 @@ class Slicer:
         counts = {width: mask._replace(window=width).count(length, samples) for width in self.work.per_pair}
         return sum(cost * counts[width] for width, cost in self.work.per_pair.items())
 
-    def slices(self, batches: list[Batch]) -> list[Slice]:
+    def slices(self, batches: list[Batch]) -> list[BatchSlice]:
         """Return this rank's slice of each microbatch, on its device."""
         where = (self.meshes, self.placement, self.device)
         return [take_slice(batch, m, *where, self.with_mtp) for m, batch in enumerate(batches)]
@@ -272,7 +272,7 @@ class Gradients:
     @named("forward backward")
     def forward_backward(
         self,
-        slices: list[Slice],
+        slices: list[BatchSlice],
         totals: Totals,
         first_pass: FirstPass | None = None,
         wants_to_stop: Callable[[], bool] = lambda: False,

@@ -39,7 +39,7 @@ from titanmoe.data.token_shards import ShardDocuments
 from titanmoe.models.lora import without_adapters
 from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.tensors import stored_name
-from titanmoe.parallel.batch_slice import Slice
+from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.parallel.context import placement
 from titanmoe.train.checkpoints import REFERENCE
 from titanmoe.train.gradients import Slicer
@@ -296,12 +296,12 @@ def _forward(slicer: Slicer, training: Training, step: ScoringStep, top_k: TopK 
     out_GLR = torch.zeros(len(step.samples), length, numbers, dtype=torch.float64, device=device)
     place_S = slicer.placement.rank_slice(torch.arange(length, device=device).unsqueeze(0), meshes.cp.rank).squeeze(0)
     number_MB = torch.from_numpy(step.number_N).to(device).view(len(slices), -1)
-    number_B = {id(piece): number_MB[m] for m, piece in enumerate(slices)}
+    number_B = {id(batch_slice): number_MB[m] for m, batch_slice in enumerate(slices)}
 
-    def store(scores_NBS: Tensor, piece: Slice) -> Tensor:
+    def store(scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
         if meshes.tp.rank == 0:  # all ranks of a tp group have the same
             numbers_RBS = scores_NBS if top_k else -scores_NBS[:1]
-            out_GLR[number_B[id(piece)].unsqueeze(1), place_S] = numbers_RBS.double().movedim(0, -1)
+            out_GLR[number_B[id(batch_slice)].unsqueeze(1), place_S] = numbers_RBS.double().movedim(0, -1)
         return scores_NBS.new_zeros(())
 
     gradients.begin_step(slicer.count(step.batches))

@@ -27,7 +27,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.apply import make_engine
-from titanmoe.parallel.batch_slice import Slice
+from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.train.find_teacher import check_tokenizer, find_teacher, teacher_config
 from titanmoe.train.gradients import Slicer
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
@@ -51,16 +51,19 @@ class TeacherOutputs(CrossEntropy):
         super().__init__(meshes)
         self.top, self.of_slice = top, {}
 
-    def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
+    def __call__(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
         ids_KBS, log_p_CBS = scores_NBS.split((self.top, self.top + 1))
         fields = {TEACHER_IDS: ids_KBS.long(), TEACHER_LOG_P: log_p_CBS}
-        self.of_slice[id(piece)] = {name: x.movedim(0, -1).contiguous() for name, x in fields.items()}
+        self.of_slice[id(batch_slice)] = {name: x.movedim(0, -1).contiguous() for name, x in fields.items()}
         return scores_NBS.new_zeros(())
 
-    def add_to(self, slices: list[Slice]) -> list[Slice]:
+    def add_to(self, slices: list[BatchSlice]) -> list[BatchSlice]:
         """Return the slices with the stored ids and log-probabilities among their extra fields, and forget these."""
         of_slice, self.of_slice = self.of_slice, {}
-        return [piece._replace(extra_fields={**piece.extra_fields, **of_slice.get(id(piece), {})}) for piece in slices]
+        return [
+            batch_slice._replace(extra_fields={**batch_slice.extra_fields, **of_slice.get(id(batch_slice), {})})
+            for batch_slice in slices
+        ]
 
 
 class SlicerWithTeacher(Slicer):
@@ -111,7 +114,7 @@ class SlicerWithTeacher(Slicer):
         except CheckpointError as error:
             raise ConfigError([f"distillation.teacher: {error}"]) from None
 
-    def slices(self, batches: list[Batch]) -> list[Slice]:
+    def slices(self, batches: list[Batch]) -> list[BatchSlice]:
         """Run the teacher on the microbatches and return this rank's slices of them. Collective over the world."""
         slices = super().slices(batches)
         for moe in (moe for stage in self.stages for moe in stage.moe_layers().values()):

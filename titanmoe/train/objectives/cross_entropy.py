@@ -6,7 +6,7 @@ from torch import Tensor
 
 from titanmoe.data.batch import WEIGHT, Batch
 from titanmoe.models.vocabulary import Scores
-from titanmoe.parallel.batch_slice import Slice
+from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.objective import Objective
 
@@ -14,7 +14,7 @@ from titanmoe.train.objectives.objective import Objective
 class CrossEntropy(Objective):
     """Mean cross-entropy over all labels."""
 
-    def sum(self, scores: Scores, piece: Slice) -> Tensor:
+    def sum(self, scores: Scores, batch_slice: BatchSlice) -> Tensor:
         return scores.loss_BS.sum()
 
     def count(self, batch: Batch) -> Tensor:
@@ -24,8 +24,8 @@ class CrossEntropy(Objective):
 class WeightedCrossEntropy(Objective):
     """Mean cross-entropy over all labels, weighted by the data's label weights."""
 
-    def sum(self, scores: Scores, piece: Slice) -> Tensor:
-        return (scores.loss_BS * piece.extra_fields[WEIGHT]).sum()
+    def sum(self, scores: Scores, batch_slice: BatchSlice) -> Tensor:
+        return (scores.loss_BS * batch_slice.extra_fields[WEIGHT]).sum()
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.extra_fields[WEIGHT].double() * (batch.labels_BS != IGNORE)).sum()

@@ -21,7 +21,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.vocabulary import Scores
-from titanmoe.parallel.batch_slice import Slice
+from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.objective import Objective
 
@@ -40,9 +40,11 @@ class DPO(Objective):
     def build(cls, config: Config, meshes: Meshes) -> DPO:
         return cls(meshes, config.dpo.beta)
 
-    def sum(self, scores: Scores, piece: Slice) -> Tensor:
-        completion_BS, cp = piece.extra_fields[COMPLETION], self.meshes.cp
-        gain_BS = (-scores.loss_BS - piece.extra_fields[REFERENCE]).double().where(piece.labels_BS != IGNORE, 0)
+    def sum(self, scores: Scores, batch_slice: BatchSlice) -> Tensor:
+        completion_BS, cp = batch_slice.extra_fields[COMPLETION], self.meshes.cp
+        gain_BS = (
+            (-scores.loss_BS - batch_slice.extra_fields[REFERENCE]).double().where(batch_slice.labels_BS != IGNORE, 0)
+        )
         samples, length = completion_BS.shape[0], completion_BS.shape[1] * cp.size
         length += length % 2
         place_BS = completion_BS + length * torch.arange(samples, device=completion_BS.device).unsqueeze(1)
@@ -55,7 +57,7 @@ class DPO(Objective):
         sums = (margin_BP > 0).sum(), chosen_BP.sum(), rejected_BP.sum()
         # KL(reference | model) of a completion, by the second-order estimate that is never negative.
         kl = gain_BS.square().sum() / 4
-        self.report(piece, *(total / cp.size for total in sums), kl)
+        self.report(batch_slice, *(total / cp.size for total in sums), kl)
         return excess_BP.sum() / cp.size
 
     def count(self, batch: Batch) -> Tensor:

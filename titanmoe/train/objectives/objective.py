@@ -21,7 +21,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.vocabulary import Scores
-from titanmoe.parallel.batch_slice import Slice
+from titanmoe.parallel.batch_slice import BatchSlice
 
 
 class Objective:
@@ -40,15 +40,15 @@ class Objective:
         """Make the objective of a run; a subclass with options reads them from the config here."""
         return cls(meshes)
 
-    def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
-        return self.sum(Scores.of(scores_NBS), piece)
+    def __call__(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+        return self.sum(Scores.of(scores_NBS), batch_slice)
 
-    def report(self, piece: Slice, *sums: Tensor) -> None:
+    def report(self, batch_slice: BatchSlice, *sums: Tensor) -> None:
         """Record this rank's sums of a microbatch, one for each of `metrics`; `sum` calls it.
 
         They replace those of an earlier pass over the same microbatch.
         """
-        self._sums[id(piece)] = torch.stack(sums).detach().double()
+        self._sums[id(batch_slice)] = torch.stack(sums).detach().double()
 
     def take_metrics(self, like: Tensor) -> Tensor:
         """Return the sums of `metrics` since the last call, zeros on ranks without the head, of the dtype of `like`."""
@@ -56,12 +56,12 @@ class Objective:
         return sums
 
     @abstractmethod
-    def sum(self, scores: Scores, piece: Slice) -> Tensor:
+    def sum(self, scores: Scores, batch_slice: BatchSlice) -> Tensor:
         """Return this rank's sum over the labels of a microbatch, with gradients.
 
         Args:
             scores: what the head has computed of each label: cross-entropy, and entropy or classes if asked for.
-            piece: ids, labels, positions and further inputs of the same positions.
+            batch_slice: ids, labels, positions and further inputs of the same positions.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `sum`")
 
