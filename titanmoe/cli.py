@@ -253,7 +253,7 @@ def _plan(config: Config, fold: Fold) -> list[str]:
         block, module = re.fullmatch(r"(layers\.[^.]+|mtp\.0\.block|)\.?(.+)", path).groups()
         dims = ", ".join(f"{name} {'-' if dim is None else dim}" for name, dim in style.dims.items())
         cells = ("  " * bool(block) + module, type(style).__name__, meshes[style.mesh], dims)
-        rows.setdefault(block, []).append((*cells, f"up to tp {style.up_to}" if style.up_to else ""))
+        rows.setdefault(block, []).append((*cells, f"up to tp {style.max_tp}" if style.max_tp else ""))
     body = iter(columns([cells for group in rows.values() for cells in group], ()))
     lines = ["Each module, its style, its mesh, and the dim of each parameter that is sharded (-: replicated)"]
     for block, group in rows.items():

@@ -49,7 +49,7 @@ def block_splits(model: Model, mixer: MixerSpec, experts: bool, tp: int = 1) -> 
         tensors |= {"moe.shared.gate.weight": ((1, model.dim), None)} if model.shared_gate else {}
     for pattern, dim in family_of(model.family).plan.items():
         tensors |= {name: (shape, dim) for name, (shape, _) in tensors.items() if matches(name, (pattern,))}
-    replicated = tuple(f"attention.{module}.*" for module, ranks in mixer.up_to(model).items() if tp > ranks)
+    replicated = tuple(f"attention.{module}.*" for module, ranks in mixer.max_tp(model).items() if tp > ranks)
     return {name: (shape, None if matches(name, replicated) else dim) for name, (shape, dim) in tensors.items()}
 
 

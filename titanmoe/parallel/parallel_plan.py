@@ -60,13 +60,13 @@ class Sharded(ParallelStyle):
 
     dims: dict[str, int | None]
     """Dim of each parameter that the mesh's last axis shards; None to replicate the parameter."""
-    up_to: int | None = None
+    max_tp: int | None = None
     """Largest number of ranks that shard. With more all parameters are replicated, as keys are beyond the key heads."""
     mesh: ClassVar[Literal["tp", "ep x etp", "stage"]] = "tp"
     other_axes: ClassVar[Placement] = Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        replicated = self.up_to is not None and device_mesh.size() > self.up_to
+        replicated = self.max_tp is not None and device_mesh.size() > self.max_tp
         for name, dim in self.dims.items():
             last = Replicate() if dim is None or replicated else Shard(dim)
             put_on_mesh(module, name, device_mesh, [self.other_axes] * (device_mesh.ndim - 1) + [last])
@@ -118,12 +118,12 @@ def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: b
         first: whether it begins with the embedding.
         last: whether it ends with the head, and multi-token prediction before that.
     """
-    model, tuning, up_to = config.model, Tuning.of(config), {}
+    model, tuning, max_tp = config.model, Tuning.of(config), {}
     splits, of_blocks = tensors.edge_splits(model, first, last), mixers(model)
     for layer in [*layers, *range(model.num_layers, len(of_blocks) if last else 0)]:
         block, mixer = tensors.block_name(model, layer), of_blocks[layer]
         splits |= tensors.under(block, tensors.layer_splits(model, layer, mixer, tuning))
-        up_to |= {f"{block}.attention.{module}": ranks for module, ranks in mixer.up_to(model).items()}
+        max_tp |= {f"{block}.attention.{module}": ranks for module, ranks in mixer.max_tp(model).items()}
     owners = {name: match[1] for name in splits if (match := GATHERING.fullmatch(name))}
     gathering = {owner for name, owner in owners.items() if splits[name][1] is not None}
     rows: dict[str, dict[str, int | None]] = {}
@@ -140,7 +140,7 @@ def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: b
         if path.endswith(".experts"):
             return ExpertParallel(dims)
         if any(dim is not None for dim in dims.values()):
-            return Sharded(dims, up_to.get(path))
+            return Sharded(dims, max_tp.get(path))
         return (StageReplicated if path.endswith(".router") else Replicated)(dims)
 
     return with_patterns({path: style(path) for path in rows})

@@ -37,7 +37,7 @@ class QKClip:
         self.targets = [
             Target(layer, rows, parameters[name])
             for layer, mixer in enumerate(mixers(model))
-            for leaf, rows in mixer.clipped(model).items()
+            for leaf, rows in mixer.qk_clip_rows(model).items()
             if (name := f"{tensors.block_name(model, layer)}.attention.{leaf}") in parameters
         ]
 

@@ -61,7 +61,7 @@ class GroupedQuery(MixerSpec):
             splits |= {"q_norm.weight": ((query,), 0), "k_norm.weight": ((key,), 0)}
         return splits
 
-    def up_to(self, model: Model) -> dict[str, int]:
+    def max_tp(self, model: Model) -> dict[str, int]:
         """Return the number of key heads, for modules of keys and values: more ranks of tp replicate these."""
         return dict.fromkeys(("wk", "wv", *["k_norm"] * (model.qk_norm == "full")), model.num_kv_heads)
 
@@ -69,7 +69,7 @@ class GroupedQuery(MixerSpec):
         heads = ("wq", "wk", "wv", *["wg"] * model.attention_gate)
         return {f"{w}.weight": MatrixRows((model.head_dim,)) for w in heads} | {"wo.weight": MatrixRows(())}
 
-    def clipped(self, model: Model) -> dict[str, ClippedRows]:
+    def qk_clip_rows(self, model: Model) -> dict[str, ClippedRows]:
         if model.qk_norm != "none":
             return {}
         heads, keys, root = model.num_heads, model.num_kv_heads, ((model.head_dim, 0.5),)

@@ -52,7 +52,7 @@ class Latent(MixerSpec):
         rows |= {"wkv_b": MatrixRows((model.qk_nope_head_dim, model.v_head_dim)), "wo": full}
         return {f"{name}.weight": value for name, value in rows.items()}
 
-    def clipped(self, model: Model) -> dict[str, ClippedRows]:
+    def qk_clip_rows(self, model: Model) -> dict[str, ClippedRows]:
         heads, nope = model.num_heads, (model.qk_nope_head_dim, 0.5)
         query = ClippedRows(heads, heads, (nope, (model.qk_rope_head_dim, 1.0)))
         key = ClippedRows(heads, heads, (nope, (model.v_head_dim, 0.0)))

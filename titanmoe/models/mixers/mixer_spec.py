@@ -117,7 +117,7 @@ class MixerSpec(Spec, ABC):
         (titanmoe.parallel.parallel_plan).
         """
 
-    def up_to(self, model: Model) -> dict[str, int]:
+    def max_tp(self, model: Model) -> dict[str, int]:
         """Return the largest tp that shards a module, for modules that a larger tp replicates.
 
         Such as the number of key heads: with more ranks each has the full parameters and uses a part of them, and their
@@ -140,7 +140,7 @@ class MixerSpec(Spec, ABC):
         """
         return {}
 
-    def clipped(self, model: Model) -> dict[str, ClippedRows]:
+    def qk_clip_rows(self, model: Model) -> dict[str, ClippedRows]:
         """Return the rows that QK-Clip scales, by parameter; empty if it has no effect, and is refused."""
         return {}
 

@@ -116,7 +116,7 @@ def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
                 f'"{model.family}" has none: leave it out',
             )
             return
-        if limit and not mixer.clipped(model):
+        if limit and not mixer.qk_clip_rows(model):
             yield Violation(
                 (field, "model.qk_norm"),
                 f'{field} = {value} has no effect with model.qk_norm = "{model.qk_norm}", which undoes what it scales '
@@ -153,7 +153,7 @@ def _frozen_clip_contradictions(config: Config, field: str) -> Iterator[Violatio
     """Yield a violation if QK-Clip would scale a weight that is not trained."""
     tuning = Tuning.of(config)
     for layer, mixer in enumerate(mixers(config.model)):
-        for leaf in mixer.clipped(config.model):
+        for leaf in mixer.qk_clip_rows(config.model):
             name = f"{tensors.block_name(config.model, layer)}.attention.{leaf}"
             if tuning.freezes(name):
                 yield Violation(
