@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests import reference
 from titanmoe.data.batch import Batch
-from titanmoe.models.vocabulary import Scores
+from titanmoe.models.vocabulary import HeadScores
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.objective import Objective
@@ -24,7 +24,7 @@ class EntropySpec(ObjectiveSpec):
 class EntropyBonus(Objective):
     spec = EntropySpec()
 
-    def sum(self, scores: Scores, batch_slice: BatchSlice) -> Tensor:
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
         return (scores.loss_BS - BONUS * scores.entropy_BS).sum()
 
     def count(self, batch: Batch) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests import reference
 from titanmoe.comm.collectives import all_reduce_autograd
 from titanmoe.data.batch import Batch
-from titanmoe.models.vocabulary import Scores
+from titanmoe.models.vocabulary import HeadScores
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.train.objectives.objective import Objective
 from titanmoe.train.objectives.objective_spec import ObjectiveSpec
@@ -21,7 +21,7 @@ BETA = 0.1
 class Pairs(Objective):
     spec = ObjectiveSpec()
 
-    def sum(self, scores: Scores, batch_slice: BatchSlice) -> Tensor:
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
         first, second = all_reduce_autograd(scores.loss_BS.sum(1), self.meshes.cp).view(-1, 2).unbind(1)
         return F.softplus(BETA * (first - second)).sum() / self.meshes.cp.size
 

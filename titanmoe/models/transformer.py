@@ -200,13 +200,13 @@ class Transformer(nn.Module):
     def forward(
         self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None, candidates_BSK: Tensor | None = None
     ) -> Tensor:
-        """Return the stage's output: hidden states (B, s, D), the labels' Scores (N, B, S), or logits without labels.
+        """Return the stage's output: hidden states (B, s, D), HeadScores (N, B, S), or logits without labels.
 
         Args:
             x: ids (B, S) on the first stage, else the previous stage's hidden states (B, s, D).
             tokens: what this rank knows of its tokens.
             labels_BS: ids to predict, IGNORE where there is none.
-            candidates_BSK: ids whose log-probabilities the Scores have.
+            candidates_BSK: ids whose log-probabilities the HeadScores have.
         """
         with_mtp = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
         if self.embed is not None and with_mtp:  # in one call, because each call gathers the weights

@@ -213,7 +213,7 @@ def chunked_cross_entropy(
     return _ChunkedCrossEntropy.apply(x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy)
 
 
-class Scores(NamedTuple):
+class HeadScores(NamedTuple):
     """The head's output for each position's label, in float32 at least, differentiable; 0 where there is no label."""
 
     loss_BS: Tensor
@@ -227,8 +227,8 @@ class Scores(NamedTuple):
     """
 
     @classmethod
-    def of(cls, numbers_NBS: Tensor) -> Scores:
-        """Return the Scores in the head's output: the loss alone, with the entropy, or with two classes or more."""
+    def of(cls, numbers_NBS: Tensor) -> HeadScores:
+        """Return the HeadScores in the head's output: the loss alone, with the entropy, or with two classes or more."""
         return cls(*numbers_NBS) if len(numbers_NBS) < 3 else cls(numbers_NBS[0], classes_CBS=numbers_NBS[1:])
 
 
@@ -253,7 +253,7 @@ LOSS_ONLY = HeadOutput()
 class Head(nn.Module):
     """The final norm, the projection to the vocabulary, and the loss.
 
-    With labels it returns each label's Scores as one tensor (N, B, S), which pipelines can send; without labels it
+    With labels it returns each label's HeadScores as one tensor (N, B, S), which pipelines can send; without labels it
     returns logits. `HeadOutput` chooses the scores: besides the cross-entropy the entropy, or the log-probabilities of
     candidate ids; or instead of it the top-k ids and their log-probabilities (teacher mode).
     """
@@ -279,7 +279,7 @@ class Head(nn.Module):
 
     @property
     def num_values(self) -> int:
-        """Values that the head returns for each label: N of the Scores (N, B, S)."""
+        """Values that the head returns for each label: N of the HeadScores (N, B, S)."""
         if self.top_k:
             return 2 * self.top_k + 1
         return 1 + self.with_entropy + (self.candidates + 1 if self.candidates else 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from titanmoe.data.batch import WEIGHT, Batch
-from titanmoe.models.vocabulary import Scores
+from titanmoe.models.vocabulary import HeadScores
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.objective import Objective
@@ -14,7 +14,7 @@ from titanmoe.train.objectives.objective import Objective
 class CrossEntropy(Objective):
     """Mean cross-entropy over all labels."""
 
-    def sum(self, scores: Scores, batch_slice: BatchSlice) -> Tensor:
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
         return scores.loss_BS.sum()
 
     def count(self, batch: Batch) -> Tensor:
@@ -24,7 +24,7 @@ class CrossEntropy(Objective):
 class WeightedCrossEntropy(Objective):
     """Mean cross-entropy over all labels, weighted by the data's label weights."""
 
-    def sum(self, scores: Scores, batch_slice: BatchSlice) -> Tensor:
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
         return (scores.loss_BS * batch_slice.extra_fields[WEIGHT]).sum()
 
     def count(self, batch: Batch) -> Tensor:

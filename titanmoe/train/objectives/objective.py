@@ -20,7 +20,7 @@ from torch import Tensor
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
-from titanmoe.models.vocabulary import Scores
+from titanmoe.models.vocabulary import HeadScores
 from titanmoe.parallel.batch_slice import BatchSlice
 
 
@@ -41,7 +41,7 @@ class Objective:
         return cls(meshes)
 
     def __call__(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
-        return self.sum(Scores.of(scores_NBS), batch_slice)
+        return self.sum(HeadScores.of(scores_NBS), batch_slice)
 
     def report(self, batch_slice: BatchSlice, *sums: Tensor) -> None:
         """Record this rank's sums of a microbatch, one for each of `metrics`; `sum` calls it.
@@ -56,7 +56,7 @@ class Objective:
         return sums
 
     @abstractmethod
-    def sum(self, scores: Scores, batch_slice: BatchSlice) -> Tensor:
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
         """Return this rank's sum over the labels of a microbatch, with gradients.
 
         Args:
