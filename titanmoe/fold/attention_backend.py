@@ -1,7 +1,7 @@
 """Choice of the attention implementation: torch's where it supports the run, else ours.
 
-`titanmoe.parallel.attend` chooses with `pick_backend`; the laws refuse settings that cannot be followed. The table of
-choices is in docs/parallelism.md. Imports no torch.
+`titanmoe.parallel.choose_attention` chooses with `pick_backend`; the laws refuse settings that cannot be followed. The
+table of choices is in docs/parallelism.md. Imports no torch.
 """
 
 from __future__ import annotations
