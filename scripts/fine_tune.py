@@ -70,14 +70,14 @@ def compare(option: str, run: str, right_answer: str) -> None:
     """
     exported = f"exported/{Path(run).name}"
     titanmoe("convert", "--to-hf", run, exported)
-    here, there = ask_titanmoe(option, run), ask_transformers(exported)
+    ours, theirs = ask_titanmoe(option, run), ask_transformers(exported)
     right = 0
-    for ours, theirs, capital in zip(here, there, CAPITALS.values(), strict=True):
-        if any(ours[key] != value for key, value in theirs.items()):
-            raise SystemExit(f"{ours['prompt']} titanmoe: {ours['text']!r}, transformers: {theirs['text']!r}")
-        right += ours["text"] == right_answer.format(capital)
-        print(f"{ours['prompt']} {ours['text']}")
-    print(f"{run}: {len(here)} answers, {right} of them right, the same in transformers with {exported}", flush=True)
+    for one, reference, capital in zip(ours, theirs, CAPITALS.values(), strict=True):
+        if any(one[key] != value for key, value in reference.items()):
+            raise SystemExit(f"{one['prompt']} titanmoe: {one['text']!r}, transformers: {reference['text']!r}")
+        right += one["text"] == right_answer.format(capital)
+        print(f"{one['prompt']} {one['text']}")
+    print(f"{run}: {len(ours)} answers, {right} of them right, the same in transformers with {exported}", flush=True)
 
 
 def main() -> int:

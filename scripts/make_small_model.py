@@ -37,13 +37,13 @@ VOCABULARY = 400
 
 def conversations() -> list[list[dict[str, str]]]:
     """Return the chats, each a list of messages."""
-    said = [
+    texts = [
         [("user", question.format(country)), ("assistant", f"{capital}.")]
         for country, capital in CAPITALS.items()
         for question in QUESTIONS
     ]
     pairs = zip(CAPITALS.items(), [*CAPITALS.items()][1:], strict=False)
-    said += [
+    texts += [
         [
             ("user", QUESTIONS[0].format(country)),
             ("assistant", f"{capital}."),
@@ -52,7 +52,7 @@ def conversations() -> list[list[dict[str, str]]]:
         ]
         for (country, capital), (other, other_capital) in pairs
     ]
-    return [[{"role": role, "content": text} for role, text in messages] for messages in said]
+    return [[{"role": role, "content": text} for role, text in messages] for messages in texts]
 
 
 def preferences() -> list[dict[str, list[dict[str, str]]]]:

@@ -62,20 +62,20 @@ def events(rows: list[list[Cell]], ranks: list[int]) -> list[list[Event]]:
         kind.RECV_B: (False, 1, 0),
     }
 
-    def action(part: Action) -> torch_schedules._Action:
-        return torch_schedules._Action(part.stage, kind(part.does), part.microbatch)
+    def action(one: Action) -> torch_schedules._Action:
+        return torch_schedules._Action(one.stage, kind(one.does), one.microbatch)
 
-    def whole(cell: Cell) -> torch_schedules._Action:
-        parts = tuple(map(action, cell))
-        return parts[0] if len(parts) == 1 else torch_schedules._Action(-1, kind.OVERLAP_F_B, None, parts)
+    def combine(cell: Cell) -> torch_schedules._Action:
+        actions = tuple(map(action, cell))
+        return actions[0] if len(actions) == 1 else torch_schedules._Action(-1, kind.OVERLAP_F_B, None, actions)
 
-    actions = {rank: [whole(cell) for cell in row if cell] for rank, row in enumerate(rows)}
+    actions = {rank: [combine(cell) for cell in row if cell] for rank, row in enumerate(rows)}
     table = torch_schedules._add_send_recv(actions, lambda stage: ranks[stage], len(ranks))
 
     def event(one: torch_schedules._Action) -> Event:
         if one.computation_type not in of:
-            parts = one.sub_actions or (one,)
-            return Event(tuple(Action(p.stage_index, p.computation_type.value, p.microbatch_index) for p in parts))
+            actions = one.sub_actions or (one,)
+            return Event(tuple(Action(p.stage_index, p.computation_type.value, p.microbatch_index) for p in actions))
         forward, source, target = of[one.computation_type]
         ends = one.stage_index + source, one.stage_index + target
         return Event((), Message(forward, ends[0], one.microbatch_index, *(ranks[stage] for stage in ends)))
@@ -96,13 +96,13 @@ def step_time(
 
     def needs(cell: Cell, rank: int) -> list[Message]:
         """Return the messages from other ranks that the cell waits for."""
-        own = []
+        needed = []
         for stage, does, m in cell:
             if does == "F" and stage and ranks[stage - 1] != rank:
-                own.append(Message(True, stage - 1, m, ranks[stage - 1], rank))
+                needed.append(Message(True, stage - 1, m, ranks[stage - 1], rank))
             if does in "BI" and stage < len(ranks) - 1 and ranks[stage + 1] != rank:
-                own.append(Message(False, stage + 1, m, ranks[stage + 1], rank))
-        return own
+                needed.append(Message(False, stage + 1, m, ranks[stage + 1], rank))
+        return needed
 
     progressed = True
     while progressed:

@@ -76,8 +76,11 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
     ]
     print(f"mapping   {' '.join(mapping) if mapping else 'as in the recipe'}")
     # A new run each time, and none that `titanmoe train debug` would go on with.
-    own = {"job.name": "quickstart", "checkpoint.load": "none"}
-    added = [*mapping, *(word for key, value in own.items() if key not in chosen for word in (f"--{key}", value))]
+    added_options = {"job.name": "quickstart", "checkpoint.load": "none"}
+    added = [
+        *mapping,
+        *(word for key, value in added_options.items() if key not in chosen for word in (f"--{key}", value)),
+    ]
     return ranks, added, load(["--config", RECIPE, *added, *extra], COMPONENTS, lambda config: refusals(config, ranks))
 
 

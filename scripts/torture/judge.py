@@ -47,14 +47,14 @@ def table(outcomes: list[Outcome]) -> str:
         some = [each for each in outcomes if kind in (each.kind, "all")]
         cells = [kind, str(len(some)), str(sum(not each.failure for each in some))]
         for name in names:
-            found = [each.figures[name] for each in some if name in each.figures]
-            cells.append(f"{statistics.median(found):.3g}, at most {max(found):.3g}" if found else "")
+            values = [each.figures[name] for each in some if name in each.figures]
+            cells.append(f"{statistics.median(values):.3g}, at most {max(values):.3g}" if values else "")
         rows.append(tuple(cells))
     failures = [f'* "{each.kind}" --first {each.seed} --trials 1: {each.failure}' for each in outcomes if each.failure]
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", f"{len(failures)} failures", *failures]) + "\n"
 
 
-# ---- what the run said
+# ---- what the run logged
 
 
 def expect_event(run: Run, kind: str, *words: str) -> None:
@@ -87,11 +87,11 @@ def expect_report(run: Run, restarted: bool | None = None) -> None:
     took = run.figures["seconds until all had ended"] = time.monotonic() - run.struck_at
     if not restarted:
         run.wait_for_end()
-    said = run.read_log()
-    last = [line for line in said.splitlines() if line.startswith("error: ")][-1:]
+    log = run.read_log()
+    last = [line for line in log.splitlines() if line.startswith("error: ")][-1:]
     if not last or not re.search(rf"\brank {run.rank} (on \S+ (is late|cannot be reached), |is still )", last[0]):
         raise Wrong(f"rank {run.rank} was struck, and the last report is: {last}")
-    if "Traceback" in said.partition(last[0])[0]:
+    if "Traceback" in log.partition(last[0])[0]:
         raise Wrong("a rank printed a traceback before the report")
     if took > TIMEOUT_S + 10:
         raise Wrong(f"all had ended only after {took:.1f} s")
@@ -106,8 +106,8 @@ def expect_straggler(run: Run, slow: Callable[[], tuple[list[int], str]]) -> Non
     named = partial(run.events, "straggler")
     run.wait(lambda: run.step() >= CALM_STEPS, "calm")
     begin = run.figures["calm steps before"] = run.step()
-    if found := named():
-        raise Wrong(f"named without a fault: {found[0]['text']}")
+    if early := named():
+        raise Wrong(f"named without a fault: {early[0]['text']}")
     expected = slow()
     run.wait(named, f"a name ({expected})", Wrong)
     first = named()[0]
@@ -119,7 +119,7 @@ def expect_straggler(run: Run, slow: Callable[[], tuple[list[int], str]]) -> Non
         raise Wrong(f"named too: {more[0]['text']}")
 
 
-# ---- how it went on
+# ---- how it continued
 
 
 def expect_resume(run: Run) -> None:

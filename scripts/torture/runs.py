@@ -88,11 +88,11 @@ class Run:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         words = [f"--{name}={value}" for name, value in (self.options | {"job.dump_folder": self.folder}).items()]
-        own = ["train", f"--ranks={RANKS}", f"--logs={self.folder}/logs", f"--max-restarts={restarts}"]
+        arguments = ["train", f"--ranks={RANKS}", f"--logs={self.folder}/logs", f"--max-restarts={restarts}"]
         if self.launcher == "torchrun":
-            own = ["--standalone", f"--local-addr={network.AGENT if self.network else '127.0.0.1'}"]
-            own += [f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}", "train.py"]
-        self.agent = Forked.begin(launch, [*own, *words], self.log, faults, self.network)
+            arguments = ["--standalone", f"--local-addr={network.AGENT if self.network else '127.0.0.1'}"]
+            arguments += [f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}", "train.py"]
+        self.agent = Forked.begin(launch, [*arguments, *words], self.log, faults, self.network)
 
     def ranks(self) -> list[int]:
         """Return the process ids of the ranks, in order; empty if the launcher has ended."""

@@ -402,8 +402,8 @@ def trial(kind: str, seed: int, folder: Path, launcher: str = "") -> judge.Outco
         run.options |= group.options
         try:
             with network(RANKS) if group.network else contextlib.nullcontext("") as run.network, closing(run):
-                for part in (group.kinds[kind], *group.then):
-                    part(run)
+                for phase in (group.kinds[kind], *group.then):
+                    phase(run)
         except Wrong as wrong:
             failure = str(wrong)
             print(run.output[-3000:])

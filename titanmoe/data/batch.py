@@ -56,4 +56,4 @@ class Batch(NamedTuple):
 
         fields = zip(*map(split, self[:-1]), strict=True)
         extra_fields = {name: split(x) for name, x in self.extra_fields.items()}
-        return [Batch(*row, {name: x[m] for name, x in extra_fields.items()}) for m, row in enumerate(fields)]
+        return [Batch(*values, {name: x[m] for name, x in extra_fields.items()}) for m, values in enumerate(fields)]

@@ -221,16 +221,16 @@ class ChatEncoder:
 
     def _render_with_marks(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered text, and the character range of each {% generation %} block."""
-        parts, spans, length, span_start = [], [], 0, -1
-        for char in _split_at_marks(self._render(messages)):
-            if char == OPEN:
+        texts, spans, length, span_start = [], [], 0, -1
+        for text in _split_at_marks(self._render(messages)):
+            if text == OPEN:
                 span_start = length
-            elif char == CLOSE:
+            elif text == CLOSE:
                 spans.append((span_start, length))
             else:
-                parts.append(char)
-                length += len(char)
-        return "".join(parts), spans
+                texts.append(text)
+                length += len(text)
+        return "".join(texts), spans
 
     def _render_by_prefixes(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered text, and the character range that each assistant message adds to the turns before it.
@@ -241,7 +241,7 @@ class ChatEncoder:
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         through_answers = [(messages[: n + 1], False) for n in answers]
         before_answers = [(messages[:n], True) for n in answers if n]
-        whole, *texts = self._render_all([(messages, False), *through_answers, *before_answers])
+        full_text, *texts = self._render_all([(messages, False), *through_answers, *before_answers])
         prompts = [*([] if answers[0] else [self._prompt_after([])]), *texts[len(answers) :]]
         spans = []
         for n, prompt, answer_text in zip(answers, prompts, texts, strict=False):
@@ -251,7 +251,11 @@ class ChatEncoder:
                     answer_text,
                     f"message {n + 1}, the assistant's, is rendered differently up to where it begins",
                 ),
-                (answer_text, whole, f"the first {n + 1} of {len(messages)} messages are rendered differently alone"),
+                (
+                    answer_text,
+                    full_text,
+                    f"the first {n + 1} of {len(messages)} messages are rendered differently alone",
+                ),
             ):
                 if not longer.startswith(shorter):
                     at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
@@ -263,7 +267,7 @@ class ChatEncoder:
                         ]
                     )
             spans.append((len(prompt), len(answer_text)))
-        return whole, spans
+        return full_text, spans
 
     def _prompt_after(self, before: list[Any]) -> str:
         """Return the messages rendered with the generation prompt."""
@@ -283,10 +287,10 @@ class ChatEncoder:
         It quotes what the template writes around an assistant message, as far as that can be seen.
         """
         rendered_before, prompt = self._render(before), self._prompt_after(before)
-        turn, content = self._render([*before, answer]).removeprefix(rendered_before), answer.get("content")
+        rendered, content = self._render([*before, answer]).removeprefix(rendered_before), answer.get("content")
         head, tail = prompt.removeprefix(rendered_before), ""
-        if isinstance(content, str) and content and content in turn:
-            before_content, _, tail = turn.rpartition(content)
+        if isinstance(content, str) and content and content in rendered:
+            before_content, _, tail = rendered.rpartition(content)
             head = head or before_content
         lines = self.template.splitlines()
         first_line = next((n for n, line in enumerate(lines, 1) if re.search(r"""["']assistant["']""", line)), 0)
@@ -345,14 +349,14 @@ def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
     folder = getattr(tokenizer, "file", None)
     if folder is None:
         raise ConfigError([f"the byte tokenizer has no chat template of its own: {NAME_ONE}"])
-    own, settings = folder.parent / CHAT_TEMPLATE, folder.parent / SETTINGS
-    if own.is_file():
-        return ChatEncoder(_read_template(own), str(own), tokenizer)
+    template_file, settings = folder.parent / CHAT_TEMPLATE, folder.parent / SETTINGS
+    if template_file.is_file():
+        return ChatEncoder(_read_template(template_file), str(template_file), tokenizer)
     template_text = parse_json(settings.read_bytes()).get("chat_template") if settings.is_file() else None
     if isinstance(template_text, list):  # several, by name
         template_text = next((entry["template"] for entry in template_text if entry.get("name") == "default"), None)
     if not template_text:
-        lacks = f"{folder.parent} has no chat template ({own.name}, or in {SETTINGS})"
+        lacks = f"{folder.parent} has no chat template ({template_file.name}, or in {SETTINGS})"
         raise ConfigError([f"{lacks}: copy one there, or {NAME_ONE}"])
     return ChatEncoder(template_text, str(settings), tokenizer)
 
@@ -398,4 +402,4 @@ def _check_messages(messages: Any) -> None:
 
 def _split_at_marks(text: str) -> list[str]:
     """Split a text into the marks OPEN and CLOSE and what is between them."""
-    return [part for part in re.split(f"([{OPEN}{CLOSE}])", text) if part]
+    return [token for token in re.split(f"([{OPEN}{CLOSE}])", text) if token]

@@ -219,7 +219,7 @@ def serve() -> None:
         _send(sys.stdout.buffer, json.dumps(response).encode())
 
 
-class _Objects(dict):
+class _GuardedDict(dict):
     """A dict in a message that templates may index or write as JSON, but not write as text."""
 
     where = ""
@@ -230,7 +230,7 @@ class _Objects(dict):
     __repr__ = __str__
 
 
-class _Parts(list):
+class _GuardedList(list):
     """A list in a message that templates may index or write as JSON, but not write as text."""
 
     where = ""
@@ -249,10 +249,10 @@ def _guard(value: Any, where: str) -> Any:
     """
     if isinstance(value, dict):
         joint = "." if "'s " in where else "'s "
-        guarded = _Objects((key, _guard(item, f"{where}{joint}{key}")) for key, item in value.items())
+        guarded = _GuardedDict((key, _guard(item, f"{where}{joint}{key}")) for key, item in value.items())
         guarded.where = f"{where}, an object,"
     elif isinstance(value, list):
-        guarded = _Parts(_guard(item, f"{where}[{n}]") for n, item in enumerate(value))
+        guarded = _GuardedList(_guard(item, f"{where}[{n}]") for n, item in enumerate(value))
         guarded.where = f"{where}, a list,"
     else:
         return value
@@ -283,8 +283,8 @@ def _compile(text: str, opening: str, closing: str) -> tuple[Any, bool]:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             parser.environment.has_generation_tags = True
-            mark = [jinja2.nodes.Output([jinja2.nodes.TemplateData(x)], lineno=line) for x in (opening, closing)]
-            return [mark[0], *body, mark[1]]
+            begin, end = [jinja2.nodes.Output([jinja2.nodes.TemplateData(x)], lineno=line) for x in (opening, closing)]
+            return [begin, *body, end]
 
     def refuse(text: str) -> None:
         raise jinja2.TemplateError(text)

@@ -26,10 +26,10 @@ def split_held_out(documents: Documents, every: int, least: int) -> tuple[Docume
     """
     total, size = int(documents.starts[len(documents)]), documents.completions_per_prompt
     if size == 1 and len(documents) < every and total // every >= least:
-        cut = DocumentsWithSplit(documents, total - total // every)
-        first, border, end = np.array([[0], [cut.document], [len(cut)]])
+        source = DocumentsWithSplit(documents, total - total // every)
+        first, border, end = np.array([[0], [source.document], [len(source)]])
         which = f"the last {every}th of the tokens"
-        return DocumentSubset(cut, first, border, f"without {which}"), DocumentSubset(cut, border, end, which)
+        return DocumentSubset(source, first, border, f"without {which}"), DocumentSubset(source, border, end, which)
     held_out = np.arange(every - 1, len(documents) // size, every) * size
     first, end = np.append(0, held_out + size), np.append(held_out, len(documents))
     nonempty = end > first
@@ -99,8 +99,8 @@ class DocumentSubset:
         return _Starts(self)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        parts = [self.parent.read(a, b) for a, b in self._parent_ranges(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        arrays = [self.parent.read(a, b) for a, b in self._parent_ranges(start, stop)]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
         return self._concatenate(self.parent.label_mask, start, stop)
@@ -119,8 +119,8 @@ class DocumentSubset:
 
     def _concatenate(self, read: Callable[[int, int], np.ndarray | None], start: int, stop: int) -> np.ndarray | None:
         """Read each of the parent's ranges and concatenate them; None if the parent returns None."""
-        parts = [read(a, b) for a, b in self._parent_ranges(start, stop)]
-        return None if parts[0] is None else np.concatenate(parts)
+        arrays = [read(a, b) for a, b in self._parent_ranges(start, stop)]
+        return None if arrays[0] is None else np.concatenate(arrays)
 
     def _parent_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the token ranges of the parent that tokens [start, stop) of this subset consist of."""

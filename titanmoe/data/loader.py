@@ -171,8 +171,8 @@ class Loader:
         number_N = self.layout.round_robin_N
         if batches[0].number_B is not None:
             number_N = torch.cat([batch.number_B for batch in batches]).numpy()
-        rows = [row for batch in batches for row in batch.tokens_BS.numpy()]
-        digests = [hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in rows]
+        samples = [tokens_S for batch in batches for tokens_S in batch.tokens_BS.numpy()]
+        digests = [hashlib.blake2b(tokens_S.tobytes(), digest_size=8).hexdigest() for tokens_S in samples]
         return {self.first + number: digest for number, digest in zip(number_N.tolist(), digests, strict=True)}
 
     def report(self) -> dict[str, float]:
@@ -303,8 +303,8 @@ class ValidationSet:
     def __iter__(self) -> Iterator[list[Batch]]:
         layout = self.layout
         for step, samples in enumerate(self.planned_steps(), 1):
-            own_samples = [samples[j] for j in layout.round_robin_N.tolist()]
-            yield layout.read(self.mix, own_samples).chunk(layout.microbatches)
+            samples_of_rank = [samples[j] for j in layout.round_robin_N.tolist()]
+            yield layout.read(self.mix, samples_of_rank).chunk(layout.microbatches)
             if step == self.steps:
                 return
 

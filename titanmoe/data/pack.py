@@ -347,16 +347,16 @@ def pack_best_fit(sizes: list[int], room: int) -> list[list[int]]:
     Returns:
         The indices of the items of each bin.
     """
-    bins: list[list[int]] = []
-    bins_with_room: list[tuple[int, int]] = []  # room and index of each bin that is not full
+    packed: list[list[int]] = []
+    with_room: list[tuple[int, int]] = []  # room and index of each bin that is not full
     for i, size in enumerate(sizes):
-        at = bisect_left(bins_with_room, (size, -1))
-        if at < len(bins_with_room):
-            free, bin = bins_with_room.pop(at)
-            bins[bin].append(i)
+        at = bisect_left(with_room, (size, -1))
+        if at < len(with_room):
+            free, number = with_room.pop(at)
+            packed[number].append(i)
         else:
-            free, bin = room, len(bins)
-            bins.append([i])
+            free, number = room, len(packed)
+            packed.append([i])
         if free > size:
-            insort(bins_with_room, (free - size, bin))
-    return bins
+            insort(with_room, (free - size, number))
+    return packed

@@ -48,10 +48,10 @@ class ChatPacker(BestFitPacker):
         if not (long := len(self.long_L)):
             return ""
         out, lost = int((self.keep_L == 0).sum()), self.num_lost_positions / self.all_pairs
-        parts = [f"{out:,} left out"] * (out > 0) + [f"{long - out:,} truncated after an answer"] * (long > out)
+        changes = [f"{out:,} left out"] * (out > 0) + [f"{long - out:,} truncated after an answer"] * (long > out)
         return (
             f"{self.documents.name}: {long:,} of {len(self.documents):,} chats are longer than seq_len = "
-            f"{self.seq_len:,}: {', '.join(parts)} (data.long_chats), {lost:.1%} of all tokens are lost; "
+            f"{self.seq_len:,}: {', '.join(changes)} (data.long_chats), {lost:.1%} of all tokens are lost; "
             f"the longest needs seq_len = {int(self.length_L.max()):,}"
         )
 

@@ -47,12 +47,14 @@ class PreferencePacker(BestFitPacker):
     @property
     def note(self) -> str:
         """Line of the run's header about pairs that were truncated or left out; "" if there are none."""
-        parts = [f"{self.num_left_out:,} left out, whose prompt leaves no room for a completion"] * (
+        changes = [f"{self.num_left_out:,} left out, whose prompt leaves no room for a completion"] * (
             self.num_left_out > 0
         )
-        parts += [f"{self.num_truncated:,} with a truncated completion"] * (self.num_truncated > 0)
+        changes += [f"{self.num_truncated:,} with a truncated completion"] * (self.num_truncated > 0)
         return (
-            f"{self.documents.name}: of {self.prompts:,}, {', '.join(parts)} (seq_len {self.seq_len})" if parts else ""
+            f"{self.documents.name}: of {self.prompts:,}, {', '.join(changes)} (seq_len {self.seq_len})"
+            if changes
+            else ""
         )
 
     def _positions(self, prompt: np.ndarray | slice) -> np.ndarray:

@@ -87,7 +87,7 @@ def find_remote_files(url: str) -> list[RemoteFile]:
 
 
 def _hidden(path: str, folder: str) -> bool:
-    return any(part.startswith(".") for part in PurePosixPath(path.removeprefix(folder)).parts)
+    return any(name.startswith(".") for name in PurePosixPath(path.removeprefix(folder)).parts)
 
 
 def _remote_file(system: Any, path: str, info: dict[str, Any], matched: bool) -> RemoteFile:

@@ -31,6 +31,6 @@ def _feistel(key: int, x_N: torch.Tensor, half: int) -> torch.Tensor:
     """Apply the Feistel network once: a permutation of 0 ... 4^half - 1."""
     mask = (1 << half) - 1
     high_N, low_N = x_N >> half, x_N & mask
-    for turn in range(ROUNDS):
-        high_N, low_N = low_N, high_N ^ (bits(key, low_N * ROUNDS + turn) & mask)
+    for round_ in range(ROUNDS):
+        high_N, low_N = low_N, high_N ^ (bits(key, low_N * ROUNDS + round_) & mask)
     return high_N << half | low_N

@@ -104,12 +104,12 @@ class StoredScores:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the scores of tokens [start, stop) of all shards; a ConfigError if a checksum differs."""
-        parts = []
+        arrays = []
         for shard, begin, end in split_by_shard(self.first_token, start, stop):
             data = self._map(shard)
             self._check_blocks(shard, begin * self.dtype.itemsize, end * self.dtype.itemsize)
-            parts.append(data[begin:end])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            arrays.append(data[begin:end])
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _check_blocks(self, shard: int, begin: int, end: int) -> None:
         """Compare the blocks that bytes [begin, end) of a shard's file touch with their checksums, each once."""

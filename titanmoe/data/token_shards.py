@@ -228,21 +228,21 @@ class ShardDocuments:
         return [(start, stop)]
 
     def _read(self, extension: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
-        parts = []
+        arrays = []
         for shard, begin, end in split_by_shard(self.first_token, start, stop):
-            part = self._read_items(shard, extension, dtype, slice(begin, end))
-            if extension == "tokens" and int(part.max()) >= self.vocab_size:
-                at = begin + int(part.argmax())
+            array = self._read_items(shard, extension, dtype, slice(begin, end))
+            if extension == "tokens" and int(array.max()) >= self.vocab_size:
+                at = begin + int(array.argmax())
                 raise ConfigError(
                     [
-                        f"{self._file(shard, extension)} has token {part.max()} at position {at:,}, beyond the "
+                        f"{self._file(shard, extension)} has token {array.max()} at position {at:,}, beyond the "
                         f"vocabulary of {self.vocab_size} in {self.folder / MANIFEST}: make the shards again"
                     ]
                 )
-            parts.append(part)
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, dtype)
+            arrays.append(array)
+        if len(arrays) == 1:
+            return arrays[0]
+        return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
     def _read_items(self, shard: int, extension: str, dtype: np.dtype, where: slice | np.ndarray) -> np.ndarray:
         """Return items of a shard's file, after checking each block of them that is read for the first time."""
@@ -335,14 +335,14 @@ class Starts:
 
     def _slice(self, begin: int, end: int) -> np.ndarray:
         """Return starts [begin, end) as an array."""
-        parts = [np.empty(0, np.int64)]
+        arrays = [np.empty(0, np.int64)]
         for shard, low, high in split_by_shard(self._first, begin, min(end, len(self) - 1)):
-            parts.append(
+            arrays.append(
                 self._read_starts(shard, slice(low, high)).astype(np.int64) + self._documents.first_token[shard]
             )
         if begin < end == len(self):
-            parts.append(self._documents.first_token[-1:])
-        return np.concatenate(parts)
+            arrays.append(self._documents.first_token[-1:])
+        return np.concatenate(arrays)
 
     def _read_starts(self, shard: int, where: slice | np.ndarray) -> np.ndarray:
         """Return starts of one shard, counted from its first token."""

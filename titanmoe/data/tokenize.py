@@ -186,7 +186,7 @@ def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
     """Raise a ConfigError if the output would be found as input when the same command resumes."""
     for path in paths:
         folder, target = Path(path).expanduser().resolve(), out.resolve()
-        if target.is_relative_to(folder) and not any(part.startswith(".") for part in target.relative_to(folder).parts):
+        if target.is_relative_to(folder) and not any(name.startswith(".") for name in target.relative_to(folder).parts):
             raise ConfigError([f"{out} is inside {path}, all of which is read: write the shards elsewhere"])
 
 

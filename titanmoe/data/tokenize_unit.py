@@ -134,12 +134,12 @@ class UnitTokenizer:
         """
         for batch, size in self._batches(spans):
             tokens, encoded = 0, self._encode_batch(batch)
-            for entry, own_documents in encoded:
-                if self.job.bad_lines == "error" and _is_bad(entry, own_documents):
+            for entry, new_documents in encoded:
+                if self.job.bad_lines == "error" and _is_bad(entry, new_documents):
                     raise _refusal(
-                        [entry, *(entry for entry, own_documents in encoded if _is_bad(entry, own_documents))]
+                        [entry, *(entry for entry, new_documents in encoded if _is_bad(entry, new_documents))]
                     )
-                tokens += self._add_entry(entry, own_documents)
+                tokens += self._add_entry(entry, new_documents)
             progress(size, tokens)
         self._close(last=True)
 
@@ -151,7 +151,7 @@ class UnitTokenizer:
         _, entries = self._open_span(span)
         first = list(islice(entries, count))
         if self.job.has_label_mask:
-            bad = [entry for entry, own_documents in self._encode_batch(first) if _is_bad(entry, own_documents)]
+            bad = [entry for entry, new_documents in self._encode_batch(first) if _is_bad(entry, new_documents)]
         else:
             bad = [entry for entry in first if isinstance(entry, BadRecord)]
         if bad:
@@ -187,12 +187,12 @@ class UnitTokenizer:
         """Yield each record with its documents; no documents if it is malformed or empty."""
         masked = self.job.has_label_mask
         texts = [] if masked else [entry.value for entry in batch if _is_text(entry)]
-        rows = iter(self.tokenizer.encode_all(texts) if texts else [])
+        tokens_of_texts = iter(self.tokenizer.encode_all(texts) if texts else [])
         for entry in batch:
             if isinstance(entry, BadRecord) or (not masked and not _is_text(entry)):
                 yield entry, []
             elif not masked:
-                yield entry, [(np.concatenate([self.bos_N, next(rows), self.eos_N]), None)]
+                yield entry, [(np.concatenate([self.bos_N, next(tokens_of_texts), self.eos_N]), None)]
             else:
                 try:
                     yield entry, self._encode_conversation(entry)
@@ -226,19 +226,19 @@ class UnitTokenizer:
             tokens_T, weight_T = np.concatenate([tokens_T, self.eos_N]), np.append(weight_T, np.float32(0))
         return tokens_T, weight_T
 
-    def _add_entry(self, entry: Record | BadRecord, own_documents: list[Document]) -> int:
+    def _add_entry(self, entry: Record | BadRecord, new_documents: list[Document]) -> int:
         """Write a record's documents, beginning a new shard if they do not fit; return their number of tokens."""
-        tokens = sum(len(tokens_T) for tokens_T, _ in own_documents)
-        if own_documents:
+        tokens = sum(len(tokens_T) for tokens_T, _ in new_documents)
+        if new_documents:
             if self.writer is not None and self.writer.tokens + tokens > self.job.shard_tokens:
                 self._close(last=False)
             if self.writer is None:
                 name, dtype = record_name(self.number, self.shard), DTYPES[dtype_name(self.tokenizer)]
                 masked = self.job.has_label_mask
                 self.writer = ShardWriter(Path(self.job.out), name, dtype, masked, masked and self.job.label_weights)
-            for tokens_T, weight_T in own_documents:
+            for tokens_T, weight_T in new_documents:
                 self.writer.add(tokens_T, weight_T)
-        elif not _is_bad(entry, own_documents):
+        elif not _is_bad(entry, new_documents):
             self.progress.empty += 1
         else:
             self.progress.skipped += 1
@@ -256,9 +256,9 @@ class UnitTokenizer:
         self.shard += 1
 
 
-def _is_bad(entry: Record | BadRecord, own_documents: list[Document]) -> bool:
+def _is_bad(entry: Record | BadRecord, new_documents: list[Document]) -> bool:
     """Return whether a record gave no documents for another reason than being an empty text."""
-    return not own_documents and not (isinstance(entry, Record) and entry.value == "")
+    return not new_documents and not (isinstance(entry, Record) and entry.value == "")
 
 
 def _refusal(bad: list[BadRecord]) -> ConfigError:
@@ -290,11 +290,11 @@ def texts_only(entries: Iterable[Record | BadRecord], field: str) -> Iterator[Re
 def serve() -> None:
     """Tokenize the units that the parent sends on stdin. Main function of the process."""
     # The parent reads stdout: anything else that is printed goes to stderr.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
-    def answer(**what: Any) -> None:
-        print(json.dumps(what), file=answers, flush=True)
+    def respond(**what: Any) -> None:
+        print(json.dumps(what), file=responses, flush=True)
 
     try:
         job = TokenizeJob(**json.loads(sys.stdin.readline()))
@@ -303,12 +303,12 @@ def serve() -> None:
         for line in sys.stdin:
             request = json.loads(line)
             unit = UnitTokenizer(job, tokenizer, chat, request["unit"], request["shard"], request["items"])
-            unit.run([Span(*span) for span in request["spans"]], lambda size, tokens: answer(at=[size, tokens]))
-            answer(done=request["unit"])
+            unit.run([Span(*span) for span in request["spans"]], lambda size, tokens: respond(at=[size, tokens]))
+            respond(done=request["unit"])
     except ConfigError as error:
-        answer(problems=error.problems)
+        respond(problems=error.problems)
     except OSError as error:
-        answer(problems=[f"{error.filename or job.out}: {error.strerror}"])
+        respond(problems=[f"{error.filename or job.out}: {error.strerror}"])
 
 
 if __name__ == "__main__":

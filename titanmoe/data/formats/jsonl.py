@@ -75,10 +75,10 @@ def _count_values(line: bytes) -> int:
     """Return about how many values a line has, by its commas and brackets; stops counting above MAX_VALUES."""
     plain, values, inside = line.replace(b"\\\\", b"").replace(b'\\"', b""), 0, False
     for start in range(0, len(plain), MIB):
-        parts = plain[start : start + MIB].split(b'"')
-        for part in parts[inside::2]:
-            values += 1 + part.count(b",") + part.count(b"[") + part.count(b"{")
-        inside ^= len(parts) % 2 == 0
+        sections = plain[start : start + MIB].split(b'"')
+        for section in sections[inside::2]:
+            values += 1 + section.count(b",") + section.count(b"[") + section.count(b"{")
+        inside ^= len(sections) % 2 == 0
         if values > MAX_VALUES:
             break
     return values

@@ -73,10 +73,10 @@ def _rows_at_once(reader: RecordReader, file: Any, group: int, columns: list[str
     They fit in memory even if each were as long as the whole row group: with a dictionary one value can fill many rows.
     """
     row_group = file.metadata.row_group(group)
-    parts = [row_group.column(n) for n in range(row_group.num_columns)]
-    parts = [part for part in parts if part.path_in_schema.split(".")[0] in columns]
-    uncompressed = sum(part.total_uncompressed_size for part in parts)
-    compressed = sum(part.total_compressed_size for part in parts)
+    chunks = [row_group.column(n) for n in range(row_group.num_columns)]
+    chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
+    uncompressed = sum(chunk.total_uncompressed_size for chunk in chunks)
+    compressed = sum(chunk.total_compressed_size for chunk in chunks)
     if uncompressed > reader.max_bytes and uncompressed > MAX_RATIO * compressed:
         raise reader.too_long(
             f"{reader.span.file}: row group {group + 1}",
