@@ -242,7 +242,7 @@ def agree(folder: str, differ: bool) -> Path:
     before = os.getcwd()
     os.chdir(Path(folder) / (str(dist.get_rank()) if differ else "0"))
     try:
-        return Checkpoints._same_folder(SimpleNamespace(group=dist.group.WORLD), "model")
+        return Checkpoints._find_hf_folder(SimpleNamespace(group=dist.group.WORLD), "model")
     finally:
         os.chdir(before)
 

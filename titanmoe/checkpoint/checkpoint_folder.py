@@ -135,9 +135,9 @@ class StoredTensors:
         """Return a tensor in its stored dtype on the CPU, or the block of it with this offset and shape."""
         if name not in self.stored:
             raise CheckpointError(f"{self.path} has no tensor {name}")
-        whole, dtype = self.tensors[name]
-        out = empty(whole if shape is None else shape, dtype)
-        self.fill({name: (name, TensorShard(out, (0,) * len(whole) if offset is None else offset, whole))})
+        full_shape, dtype = self.tensors[name]
+        out = empty(full_shape if shape is None else shape, dtype)
+        self.fill({name: (name, TensorShard(out, (0,) * len(full_shape) if offset is None else offset, full_shape))})
         return out
 
     def fill(self, targets: Mapping[str, tuple[str, TensorShard]]) -> None:

@@ -69,25 +69,25 @@ def find_full_model(path: Path) -> FullModel:
     return FullModel(path, config, record.get("step", 0), record.get("loader", {}).get("tokenizer"))
 
 
-def fill_shards(targets: Targets, whole: FullModel, model: Model) -> None:
+def fill_shards(targets: Targets, source_model: FullModel, model: Model) -> None:
     """Fill this rank's shards in place from a model's files. Not collective.
 
     Args:
         targets: the shards to fill (state.shards_to_load).
-        whole: the model.
+        source_model: the model to read.
         model: [model] of what is filled, which may lack multi-token prediction.
     """
-    if whole.step is not None:
+    if source_model.step is not None:
         from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 
-        Checkpoint(whole.path).fill(targets)
+        Checkpoint(source_model.path).fill(targets)
         return
     from titanmoe.checkpoint.hf.huggingface_source import open_hf
     from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 
-    source = open_hf(whole.path, model)
+    source = open_hf(source_model.path, model)
     if source.has_mtp:
-        source = open_hf(whole.path, model, drop=("mtp",))
+        source = open_hf(source_model.path, model, drop=("mtp",))
     source.check()
     for name, (_, shard) in targets.items():
         fill_in_blocks(shard.tensor, shard.offset, partial(source.read, name.removeprefix("model.")))

@@ -89,13 +89,15 @@ def _tensor(name: str, entry: dict[str, Any], files: Mapping[str, Checksum]) -> 
     return StoredTensor(dtype, shape, blocks)
 
 
-def _block(name: str, entry: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Checksum]) -> StoredBlock:
+def _block(
+    name: str, entry: list[Any], full_shape: Sizes, dtype: torch.dtype, files: Mapping[str, Checksum]
+) -> StoredBlock:
     offset, shape, file, start, length = entry
     block = StoredBlock(_sizes(offset), _sizes(shape), file, *_sizes([start, length]))
-    if not len(block.offset) == len(block.shape) == len(whole) or any(
-        first + n > all_ for first, n, all_ in zip(block.offset, block.shape, whole, strict=True)
+    if not len(block.offset) == len(block.shape) == len(full_shape) or any(
+        first + n > all_ for first, n, all_ in zip(block.offset, block.shape, full_shape, strict=True)
     ):
-        raise ValueError(f"a block of {name} at {block.offset} with shape {block.shape} is not within {whole}")
+        raise ValueError(f"a block of {name} at {block.offset} with shape {block.shape} is not within {full_shape}")
     if block.file not in files or block.start + block.bytes > files[block.file].bytes:
         raise ValueError(f"{name} is in {block.file!r} up to byte {start + length}, which that file does not have")
     if prod(block.shape) * dtype.itemsize > block.bytes:
@@ -207,19 +209,19 @@ def intersection(block: StoredBlock, offset: Sizes, sizes: Sizes) -> tuple[Sizes
     return tuple(starts), tuple(common)
 
 
-def blocks_covering(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[StoredBlock]:
+def blocks_covering(stored: StoredTensor | None, full_shape: Sizes, offset: Sizes, sizes: Sizes) -> list[StoredBlock]:
     """Return the stored blocks that a shard is made from; ValueError if they do not cover it.
 
     Args:
         stored: the stored tensor; None if the checkpoint has none of the name.
-        whole: shape of the full tensor that the shard belongs to.
+        full_shape: shape of the full tensor that the shard belongs to.
         offset: where the shard begins in it.
         sizes: the shard's shape.
     """
     if stored is None:
         raise ValueError("is not in it")
-    if stored.shape != whole:
-        raise ValueError(f"has shape {stored.shape}, and {whole} is needed")
+    if stored.shape != full_shape:
+        raise ValueError(f"has shape {stored.shape}, and {full_shape} is needed")
     common = {block: part for block in stored.blocks if (part := intersection(block, offset, sizes)) is not None}
     if sum(prod(part_sizes) for _, part_sizes in common.values()) != prod(sizes):
         raise ValueError("is not covered by its blocks, some of which overlap")

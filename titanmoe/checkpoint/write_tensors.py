@@ -201,7 +201,7 @@ class CheckpointWriter(StorageWriter):
                 if stream is None or stream.bytes >= FILE_BYTES:
                     stream = self._next_file(stream, plan.storage_data)
                 start = stream.tell()
-                # cpu() if it is on a GPU; clone() if it is part of a larger storage, which torch.save would save whole
+                # cpu() if it is on a GPU; clone() if it is part of a larger storage, all of which torch.save writes
                 tensor = planner.resolve_data(item).detach().cpu().contiguous()
                 torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, stream)
                 del tensor

@@ -271,7 +271,7 @@ def _data(mesh: DeviceMesh) -> Group:
     return Group.of(mesh.get_group(mesh.ndim - 1))
 
 
-# ---- the whole
+# ---- all checks
 
 
 def versions(runtime: Runtime) -> list[str]:

@@ -212,7 +212,7 @@ def known_keys(hf: HuggingFace) -> set[str]:
 
 
 def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str, Any]:
-    """Return a multimodal model's config for its text model: the keys of text_config and those of the whole model.
+    """Return a multimodal model's config for its text model: text_config and the keys shared with it.
 
     Other models' configs are returned unchanged. A key of the text model that stands only beside text_config is left
     out: transformers does not look for it there.

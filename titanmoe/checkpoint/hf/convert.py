@@ -76,7 +76,7 @@ def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, 
     """
     raise_on_all_ranks(group, lambda: check_output_folder(out, overwrite, (layout.MANIFEST,)))
     own = assign_by_bytes({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
-    pieces = {
+    tensors = {
         MODEL + name: LazyTensor(shape, dtype, partial(weights.read, name))
         for name, (shape, dtype) in weights.tensors.items()
         if name in own
@@ -88,7 +88,7 @@ def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, 
         "made": f"{provenance} {origin.absolute()}",
         "versions": {"titanmoe": titanmoe.__version__, "torch": torch.__version__},
     }
-    write_checkpoint(out, pieces, record, overwrite, config_and_tokenizer_files(origin), group)
+    write_checkpoint(out, tensors, record, overwrite, config_and_tokenizer_files(origin), group)
     return sum(nbytes(*size) for size in weights.tensors.values())
 
 

@@ -35,8 +35,8 @@ GENERATION = "generation_config.json"
 class Export:
     """Our weights, seen as the tensors of a Hugging Face model."""
 
-    def __init__(self, whole: ExportSource, path: Path, dtype: torch.dtype | None = None):
-        self.weights, self.carried, self.seq_len = whole
+    def __init__(self, source: ExportSource, path: Path, dtype: torch.dtype | None = None):
+        self.weights, self.carried, self.seq_len = source
         self.model, self.stored, self.dtype = self.weights.model, self.weights.tensors, dtype
         self.map = TensorMap(self.model, configs.hf_format_of(self.model.family))
         self._check(path)

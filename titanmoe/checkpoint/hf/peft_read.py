@@ -136,13 +136,13 @@ class _Reader:
         fixed = {name.removesuffix(".weight") for name in self.map.hf_shapes} & modules
         if not fixed or len(fixed) < len(modules):
             return
-        kept = {key.rpartition(".lora_")[0].rpartition(".")[2] for key in self.used if f".{STACKED}." not in key}
+        adapted = {key.rpartition(".lora_")[0].rpartition(".")[2] for key in self.used if f".{STACKED}." not in key}
         stacks = [GATE_UP, DOWN] if any(f".{STACKED}." in key for key in self.used) else None
         also = f" and target_parameters={json.dumps(stacks)}" if stacks else ""
         others = ", ".join(sorted({name.rpartition(".")[2] for name in fixed}))
         self.problems.append(
             f'{others}: routers and gates are not adapted here, and "all-linear" adapts them: train with '
-            f"target_modules={json.dumps(sorted(kept))}{also} instead"
+            f"target_modules={json.dumps(sorted(adapted))}{also} instead"
         )
 
     # ---- tensors
@@ -178,7 +178,7 @@ class _Reader:
         place = self.map.places[group[0]][0]
         if not (keys := self._keys(group[0], self.map.hf_shapes[place.hf_name][0])):
             return
-        both = [self._whole(keys[leaf][0]) for leaf in "AB"]
+        both = [self._read_full(keys[leaf][0]) for leaf in "AB"]
         for name, pair in split_parts(*both, {name: rows_in_fused(self.map, name) for name in group}).items():
             for adapter, tensor in zip(adapter_names(name), pair, strict=True):
                 self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, slice_of_full(lambda x=tensor: x))
@@ -202,9 +202,9 @@ class _Reader:
             return torch.stack([self.files.read(key, offset[1:], shape[1:]) for key in chosen])
         if leaf == "A" or home.rotated is None:
             return self.files.read(keys[0], offset, shape)
-        return self._whole(keys[0])[self.map.rows(home, offset[0], shape[0])][:, block_slices(offset, shape)[1]]
+        return self._read_full(keys[0])[self.map.rows(home, offset[0], shape[0])][:, block_slices(offset, shape)[1]]
 
-    def _whole(self, key: str) -> Tensor:
+    def _read_full(self, key: str) -> Tensor:
         shape = self.files.tensors[key].shape
         return self.files.read(key, (0,) * len(shape), shape)
 
@@ -290,7 +290,7 @@ class _Reader:
         return pair.widened(rank)[which]
 
     def _pair(self, keys: tuple[str, str], experts: int) -> AdapterPair:
-        return from_peft(*map(self._whole, keys), experts)
+        return from_peft(*map(self._read_full, keys), experts)
 
     # ---- [lora]
 

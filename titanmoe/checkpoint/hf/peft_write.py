@@ -95,13 +95,13 @@ def plan_peft_folder(
     matrices = [name for name in adapters.matrices if not ("mtp" in drop and name.startswith("mtp."))]
     if problems := _problems(map_, matrices):
         raise ConfigError(problems, str(adapters.path))
-    whole = lru_cache(maxsize=2)(lambda name: adapters.tensors[name].get())
+    read_full = lru_cache(maxsize=2)(lambda name: adapters.tensors[name].get())
     tensors: dict[str, LazyTensor] = {}
     for name in matrices:
         if map_.places[name][0].home.part is not None:
-            tensors |= _together(adapters, map_, [n for n in fused_matrices(map_, name) if n in matrices], whole)
+            tensors |= _together(adapters, map_, [n for n in fused_matrices(map_, name) if n in matrices], read_full)
         else:
-            tensors |= (_stacked if is_stacked(map_, name) else _apart)(adapters, map_, name, whole)
+            tensors |= (_stacked if is_stacked(map_, name) else _apart)(adapters, map_, name, read_full)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -201,11 +201,11 @@ def _ranks(adapters: Adapters, map_: TensorMap, matrices: list[str]) -> dict[str
 # ---- tensors
 
 
-def _apart(adapters: Adapters, map_: TensorMap, name: str, whole: ReadAdapter) -> dict[str, LazyTensor]:
+def _apart(adapters: Adapters, map_: TensorMap, name: str, read_full: ReadAdapter) -> dict[str, LazyTensor]:
     """Return PEFT's tensors for a weight that is a module of its own, or one for each expert."""
 
     def tensor(part: HfPlace, adapter: str) -> Tensor:
-        ours = whole(adapter)
+        ours = read_full(adapter)
         if part.expert is not None:
             return ours[part.expert]
         if part.home.rotated is None or adapter.endswith("A"):
@@ -224,14 +224,14 @@ def _apart(adapters: Adapters, map_: TensorMap, name: str, whole: ReadAdapter) -
     return out
 
 
-def _together(adapters: Adapters, map_: TensorMap, group: list[str], whole: ReadAdapter) -> dict[str, LazyTensor]:
+def _together(adapters: Adapters, map_: TensorMap, group: list[str], read_full: ReadAdapter) -> dict[str, LazyTensor]:
     """Return PEFT's tensors for our weights that transformers fuses in one matrix."""
     place = map_.places[group[0]][0]
     outputs, inputs = map_.hf_shapes[place.hf_name]
     rank, dtype = sum(map(adapters.rank, group)), adapters.tensors[adapter_names(group[0])[0]].dtype
 
     def both() -> tuple[Tensor, Tensor]:
-        pairs = ([whole(adapter) for adapter in adapter_names(name)] for name in group)
+        pairs = ([read_full(adapter) for adapter in adapter_names(name)] for name in group)
         return join_parts(pairs, (rows_in_fused(map_, name) for name in group), outputs)
 
     path = f"{PREFIX}{module_of(place)}"
@@ -241,7 +241,7 @@ def _together(adapters: Adapters, map_: TensorMap, group: list[str], whole: Read
     }
 
 
-def _stacked(adapters: Adapters, map_: TensorMap, name: str, whole: ReadAdapter) -> dict[str, LazyTensor]:
+def _stacked(adapters: Adapters, map_: TensorMap, name: str, read_full: ReadAdapter) -> dict[str, LazyTensor]:
     """Return PEFT's tensors for stacked experts; {} for w3, which is fused with w1.
 
     If both parameters are adapted, PEFT nests the module of gate and up (.base_layer) in that of down.
@@ -253,10 +253,10 @@ def _stacked(adapters: Adapters, map_: TensorMap, name: str, whole: ReadAdapter)
     path += ".base_layer" if leaf == "w1" and f"{block}.w2" in adapters.matrices else ""
 
     def pair() -> AdapterPair:
-        gate_or_down = AdapterPair(*map(whole, adapter_names(name)))
+        gate_or_down = AdapterPair(*map(read_full, adapter_names(name)))
         if leaf == "w2":
             return gate_or_down.to_peft()
-        up = AdapterPair(*map(whole, adapter_names(f"{block}.w3")))
+        up = AdapterPair(*map(read_full, adapter_names(f"{block}.w3")))
         return fuse_gate_up(gate_or_down, up, map_.places[name][0].home.stride > 1).to_peft()
 
     down, up = (adapters.tensors[adapter] for adapter in adapter_names(name))

@@ -115,10 +115,10 @@ class SafetensorsFolder:
         return self.renamed.get(begin, "") + name.removeprefix(begin)
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        file, whole, dtype, start = self.tensors[name]
+        file, full_shape, dtype, start = self.tensors[name]
         if not prod(shape):
             return torch.empty(shape, dtype=dtype)
-        strides = tuple(prod(whole[dim + 1 :]) for dim in range(len(whole)))
+        strides = tuple(prod(full_shape[dim + 1 :]) for dim in range(len(full_shape)))
         try:
             with open(file, "rb") as stream:
                 return StridedData(start, strides, dtype).read(stream, offset, shape)

@@ -40,9 +40,9 @@ class HfPlace(NamedTuple):
 def our_shapes(model: Model) -> dict[str, Shape]:
     """Return the shapes of a model's parameters and expert biases by our names; a tied embedding appears once."""
     with torch.device("meta"):
-        whole = Transformer(Config(model=model), 1, torch.float32)
-    shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
-    return shapes | {name: tuple(b.shape) for name, b in whole.named_buffers() if name.endswith(EXPERT_BIAS)}
+        model_on_meta = Transformer(Config(model=model), 1, torch.float32)
+    shapes = {name: tuple(p.shape) for name, p in model_on_meta.named_parameters()}
+    return shapes | {name: tuple(b.shape) for name, b in model_on_meta.named_buffers() if name.endswith(EXPERT_BIAS)}
 
 
 def _layer(name: str) -> str:

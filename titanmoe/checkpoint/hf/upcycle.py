@@ -92,8 +92,10 @@ class UpcycledWeights:
         copy = torch.arange(offset[0], offset[0] + shape[0]) // self.granularity
         first, last = int(copy[0]), int(copy[-1])
         rows = torch.empty(last - first + 1, shape[1])
-        whole = torch.Size((self.model.num_experts // self.granularity, self.model.dim))
-        fill_normal(rows, (first, offset[1]), whole, counter_rng.key("weight", self.seed, name), self.model.init_std)
+        full_shape = torch.Size((self.model.num_experts // self.granularity, self.model.dim))
+        fill_normal(
+            rows, (first, offset[1]), full_shape, counter_rng.key("weight", self.seed, name), self.model.init_std
+        )
         return rows[copy - first]
 
 
