@@ -27,7 +27,7 @@ def alone(ranks: int) -> list[float]:
     from tests.parity import runtime_here
 
     with mock.patch.dict(check_cluster.BASE, SMALL):
-        config = check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1, COMPONENTS)
+        config = check_cluster.read_config(check_cluster.command_line(ranks, {}, "cpu"), 1, COMPONENTS)
     return check_cluster.run_steps(config, runtime_here())[0]
 
 
@@ -35,7 +35,7 @@ def checked(expected: list[float], only: list[str], fault: str) -> dict[str, Any
     from tests.parity import runtime_here
 
     undo = planted_faults.FAULTS[fault]() if fault else lambda: None
-    known = mock.patch.object(check_cluster, "numbers_of_one_rank", lambda world, device: expected)
+    known = mock.patch.object(check_cluster, "run_steps_on_one_rank", lambda world, device: expected)
     try:
         with known, mock.patch.dict(check_cluster.BASE, SMALL):
             return check_cluster.check(runtime_here(), only, "")

@@ -12,7 +12,7 @@ from titanmoe.cli import main
     ("words", "code", "says"),
     [
         (["--version"], 0, f"titanmoe {titanmoe.__version__}\n"),
-        (["--help"], 0, "ls, inspect, verify or diff: a run's checkpoints"),
+        (["--help"], 0, "inspect, verify or compare a run"),
         (["--help"], 0, "verify token shards"),
         (["convert", "--to-hf", "a", "b", "--bogus"], 2, "usage: titanmoe convert [-h]"),
         (["convert", "--to-hf", "a", "b", "--bogus"], 2, "titanmoe convert: error: unrecognized arguments: --bogus"),

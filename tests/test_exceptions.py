@@ -13,7 +13,7 @@ ROOT = Path(titanmoe.__file__).parent
 PROBLEMS = (["no such file: a b", "ranks = 3"], "a.toml")
 ARGUMENTS = {
     "ConfigError": PROBLEMS,
-    "Misfit": PROBLEMS,
+    "MappingMisfit": PROBLEMS,
     "FoldError": PROBLEMS[:1],
     "ComponentError": (("a.b",), "no component"),
 }
@@ -39,7 +39,7 @@ def exceptions() -> list[type[BaseException]]:
 
 def test_they_survive_a_round_trip() -> None:
     found = exceptions()
-    assert {"ConfigError", "FoldError", "Misfit", "CheckpointError", "NumericalFault"} <= {
+    assert {"ConfigError", "FoldError", "MappingMisfit", "CheckpointError", "NumericalFault"} <= {
         kind.__name__ for kind in found
     }
     for kind in found:

@@ -137,7 +137,7 @@ def run(changes: dict[str, Any], on_gpu: bool, plant: str = "") -> tuple[list[fl
     runtime, losses = parity.runtime_here(), []
     runtime = dataclasses.replace(runtime, device=GPU) if on_gpu else runtime
     config = parity.read(changes, runtime.world)
-    write, here = Saver._write_in_thread, Pairs._here
+    write, here = Saver._write_in_thread, Pairs._for_other_thread
 
     def writing(saver: Saver, step: int, pieces: Any, *rest: Any) -> None:
         for piece in pieces.values():
@@ -151,7 +151,7 @@ def run(changes: dict[str, Any], on_gpu: bool, plant: str = "") -> tuple[list[fl
         gpu: Any = put(FakeGPU(runtime.world)) if on_gpu else None
         if on_gpu:
             put(mock.patch.object(Saver, "_write_in_thread", writing))
-            put(mock.patch.object(Pairs, "_here", lambda pairs, work: here(pairs, gpu.asking(work))))
+            put(mock.patch.object(Pairs, "_for_other_thread", lambda pairs, work: here(pairs, gpu.asking(work))))
         trainer = parity.build_trainer(config, runtime, garbage=parity.no_collection, checks=checks)
         put(PLANTS[plant]())
         step = trainer.train_step
