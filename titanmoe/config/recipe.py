@@ -50,14 +50,14 @@ class Recipe:
     def lines(self) -> dict[str, int]:
         """The line on which the statement of each key begins, by path. Statements are parsed one by one to find it."""
         lines: dict[str, int] = {}
-        begin, header, statement, again = 1, "", "", 0
+        begin, header, statement, parsed = 1, "", "", 0
         for number, line in enumerate(self.text.split("\n"), 1):
             if statement and not _CLOSES.search(line):  # so that a long array is not parsed once per line
                 statement += line + "\n"
                 continue
             statement += line + "\n"
-            again += len(header) + len(statement)
-            if again > MAX_REPARSED:
+            parsed += len(header) + len(statement)
+            if parsed > MAX_REPARSED:
                 break
             try:
                 data = parse_toml(header + statement)

@@ -134,17 +134,17 @@ def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
     """Return the rows of GPipe or 1F1B. torch has none for GPipe, and those it has for 1F1B are shifted."""
     rows = []
     for rank in range(pp):
-        ahead = microbatches if schedule == "GPipe" else min(microbatches, pp - rank)
+        warmup = microbatches if schedule == "GPipe" else min(microbatches, pp - rank)
         forward = [(Action(rank, "F", m),) for m in range(microbatches)]
         backward = [(Action(rank, "B", m),) for m in range(microbatches)]
-        rows.append(alternate(forward, backward, ahead))
+        rows.append(alternate(forward, backward, warmup))
     return rows
 
 
-def alternate(forward: list[Cell], backward: list[Cell], ahead: int) -> list[Cell]:
-    """Return a row of `ahead` forwards, then alternating backwards and forwards, then the remaining backwards."""
-    steady = [cell for pair in zip(backward, forward[ahead:], strict=False) for cell in pair]
-    return forward[:ahead] + steady + backward[len(forward) - ahead :]
+def alternate(forward: list[Cell], backward: list[Cell], warmup: int) -> list[Cell]:
+    """Return a row of `warmup` forwards, then alternating backwards and forwards, then the remaining backwards."""
+    steady = [cell for pair in zip(backward, forward[warmup:], strict=False) for cell in pair]
+    return forward[:warmup] + steady + backward[len(forward) - warmup :]
 
 
 def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:

@@ -28,7 +28,7 @@ class Conversation:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, text: str) -> list[int]:
-        """The tokens up to where the answer begins."""
+        """Return the tokens of the conversation up to where the answer to `text` begins."""
         self.messages.append({"role": "user", "content": text})
         try:
             return self.chat.encode_prompt(self.messages).tolist()
@@ -39,8 +39,8 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
 
-def said() -> Iterator[str | None]:
-    """The lines of standard input that are not empty; None every few seconds without one."""
+def read_lines() -> Iterator[str | None]:
+    """Yield the lines of standard input that are not empty, and None every few seconds without one."""
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
@@ -75,7 +75,7 @@ def turns(
 
     begin: the begin mark, if a sequence has one. first: whether this is rank 0. share: gives what rank 0 has to all.
     """
-    lines, number = said() if first else iter(()), 0
+    lines, number = read_lines() if first else iter(()), 0
     while True:
         message: Any = "end"
         if first and (text := next(lines, "")) is None:

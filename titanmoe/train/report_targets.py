@@ -67,7 +67,7 @@ class RetriedWriter(Generic[P]):
         self.name, self.make, self.warn = name, make, warn
         self.opened: P | None = None
         self.lost = 0
-        self._pause, self._again = 0.0, 0.0  # no pause: it works
+        self._pause, self._retry_at = 0.0, 0.0  # no pause: it works
 
     def open(self) -> None:
         """Open the file or service at the start of a run; only an OSError is tolerated then."""
@@ -78,7 +78,7 @@ class RetriedWriter(Generic[P]):
 
     def put(self, write: Callable[[P], None]) -> None:
         """Call `write` with the opened file or service; count a lost line if that fails or it is paused."""
-        if self._pause and time.monotonic() < self._again:
+        if self._pause and time.monotonic() < self._retry_at:
             self.lost += 1
             return
         try:
@@ -96,7 +96,7 @@ class RetriedWriter(Generic[P]):
     def _failed(self, error: Exception) -> None:
         self.close()
         first, self._pause = not self._pause, min(2 * self._pause, LONGEST_S) or PAUSE_S
-        self._again = time.monotonic() + self._pause
+        self._retry_at = time.monotonic() + self._pause
         if first:
             why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
             self.warn(
