@@ -167,7 +167,7 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
         out[f"{block}.moe.experts.w1"] = (model.num_experts, model.expert_hidden, dim)
         out[f"{block}.moe.experts.w2"] = (model.num_experts, dim, model.expert_hidden)
         out[f"{block}.moe.experts.w3"] = (model.num_experts, model.expert_hidden, dim)
-        if model.expert_biases:
+        if model.expert_linear_bias:
             for w, width in (("w1", model.expert_hidden), ("w2", dim), ("w3", model.expert_hidden)):
                 out[f"{block}.moe.experts.{w}_bias"] = (model.num_experts, width)
         if model.shared_hidden:
@@ -436,7 +436,7 @@ def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 def expert(model: Model, weights: dict[str, Tensor], name: str, e: int, x: Tensor) -> Tensor:
     def project(w: str, x: Tensor) -> Tensor:
         out = x @ weights[f"{name}.{w}"][e].T
-        return out + weights[f"{name}.{w}_bias"][e] if model.expert_biases else out
+        return out + weights[f"{name}.{w}_bias"][e] if model.expert_linear_bias else out
 
     gate, up = project("w1", x), project("w3", x)
     if model.expert_activation == "swiglu":

@@ -204,7 +204,7 @@ def test_the_halves_of_a_pair_race_with_nobody(tmp_path: Path) -> None:
 def test_a_wait_left_out_is_found(plant: str, places: tuple[str, str], tmp_path: Path) -> None:
     changes = RUN | {"parallelism.experts.ep": 1, "training.steps": 2, "job.dump_folder": str(tmp_path)}
     if plant == "counts":  # which a rank with all experts reads for biases alone
-        changes |= {"model.expert_biases": True}
+        changes |= {"model.expert_linear_bias": True}
     ((_, seen),) = world.run(1, run, changes, True, plant)
     assert between(seen["races"], *places), seen["races"]
 

@@ -405,7 +405,7 @@ def test_crowded_and_deserted_experts(dispatcher: str, crowd: str) -> None:
         "model.top_k": 1 if crowd == "all to one expert" else 2,
         "model.norm_topk": crowd != "all to one expert",
         "model.router_bias": True,
-        "model.expert_biases": True,
+        "model.expert_linear_bias": True,
     }
     bias = [1e6] + [0.0] * 7 if crowd == "all to one expert" else [0.0] * 4 + [-1e6] * 4
     errors = parity.check_biased(4, in_few(4, case), bias)

@@ -40,7 +40,7 @@ EVERYTHING = replace(
     sliding_window=3,
     full_attention_every=2,
     router_bias=True,
-    expert_biases=True,
+    expert_linear_bias=True,
     expert_activation="clamped_swiglu",
 )
 

@@ -113,7 +113,7 @@ def test_expert_weights_are_sharded_evenly_over_edp():
 
 
 def test_expert_biases_are_split_by_etp_and_sharded_in_slices():
-    biased = dict(expert_biases=True, expert_hidden=126)
+    biased = dict(expert_linear_bias=True, expert_hidden=126)
     assert broken(8, Parallelism(experts=Experts(etp=4)), dim=66, **biased | {"expert_hidden": 128}) == [
         "parallelism.experts.etp = 4 does not divide model.dim = 66 (66 % 4 = 2): use etp in 1, 2"
     ]

@@ -177,7 +177,7 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
         shape |= {f"{i}.experts.{w}": (m.num_experts, m.expert_hidden, m.dim) for w in ("w1", "w2", "w3")}
         if m.router_bias:
             shape[f"{i}.router.bias"] = (m.num_experts,)
-        if m.expert_biases:
+        if m.expert_linear_bias:
             widths = {"w1": m.expert_hidden, "w2": m.dim, "w3": m.expert_hidden}
             shape |= {f"{i}.experts.{w}_bias": (m.num_experts, width) for w, width in widths.items()}
         if m.shared_hidden:
@@ -199,7 +199,7 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
         dict(shared_hidden=0, shared_gate=True),
         dict(GROUPED_QUERIES, qkv_bias=True, qk_norm="head", num_kv_heads=2),
         dict(GROUPED_QUERIES, qk_norm="full", num_kv_heads=2, attention_gate=True),
-        dict(GROUPED_QUERIES, out_bias=True, attention_sinks=True, router_bias=True, expert_biases=True),
+        dict(GROUPED_QUERIES, out_bias=True, attention_sinks=True, router_bias=True, expert_linear_bias=True),
         dict(LATENT, q_lora_rank=24),
         dict(LATENT, q_lora_rank=0),
     ],

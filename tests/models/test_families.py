@@ -47,7 +47,7 @@ RARE = [
     "norm_adds_one",
     "rope_scaling",
     "router_bias",
-    "expert_biases",
+    "expert_linear_bias",
     "expert_activation",
 ]
 # What a size must set itself, so that a changed default cannot change a published model.

@@ -75,7 +75,7 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
             layer |= {f"moe.experts.{w}": (E, width, D) for w in ("w1", "w3")} | {"moe.experts.w2": (E, D, width)}
             if model.router_bias:
                 layer["moe.router.bias"] = (E,)
-            if model.expert_biases:
+            if model.expert_linear_bias:
                 layer |= {f"moe.experts.{w}_bias": (E, width) for w in ("w1", "w3")} | {"moe.experts.w2_bias": (E, D)}
             if model.shared_hidden:
                 layer |= {f"moe.shared.{w}.weight": (model.shared_hidden, D) for w in ("w1", "w3")}

@@ -71,7 +71,7 @@ def compiled_products(experts: Experts, backend: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["loop", "grouped"])
-@pytest.mark.parametrize("switches", [{}, {"expert_biases": True, "expert_activation": "clamped_swiglu"}])
+@pytest.mark.parametrize("switches", [{}, {"expert_linear_bias": True, "expert_activation": "clamped_swiglu"}])
 def test_products_are_one_graph_for_any_number_of_rows(switches: dict[str, Any], dtype: torch.dtype) -> None:
     experts = filled(Experts(Model(**SHAPE, **switches), MoE(router_dtype="float64"), dtype))
     compiled = compiled_products(experts, "aot_eager")
@@ -111,7 +111,7 @@ QUICKLY = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "aot_inductor.debug_compile
 @torch._inductor.config.patch(QUICKLY)
 def test_a_rank_without_a_row_runs_the_compiled_experts() -> None:
     """By inductor, after a call with rows."""
-    switches = {"expert_biases": True, "expert_activation": "clamped_swiglu"}
+    switches = {"expert_linear_bias": True, "expert_activation": "clamped_swiglu"}
     experts = filled(Experts(Model(**SHAPE | {"dim": 64, "expert_hidden": 32}, **switches), MoE(), torch.bfloat16))
     compiled = compiled_products(experts, "inductor")
     for counts in ([3, 0, 5, 1], [0, 0, 0, 0]):

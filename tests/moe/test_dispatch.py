@@ -448,7 +448,7 @@ def test_entries_are_sorted_by_expert_and_then_by_token(experts: int) -> None:
 @pytest.mark.parametrize("biases", [False, True])
 def test_a_rank_with_all_experts_computes_the_same_without_counts(biases: bool) -> None:
     """As on a GPU, where the host does not learn how many rows are used. Half of the tokens are padding."""
-    model = Model(num_experts=4, top_k=2, dim=8, expert_hidden=16, expert_biases=biases)
+    model = Model(num_experts=4, top_k=2, dim=8, expert_hidden=16, expert_linear_bias=biases)
     layer = MoELayer(model, MoE(kernels="torch"), None, 0, 0, 1, torch.float64)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.3)

@@ -141,7 +141,7 @@ def test_blackwells_gradients_of_empty_groups_are_zeroed(
     assert (found[[0, 2]] != 0).all()
 
 
-GPT_OSS = {"expert_biases": True, "expert_activation": "clamped_swiglu"}
+GPT_OSS = {"expert_linear_bias": True, "expert_activation": "clamped_swiglu"}
 
 
 def biased_row(made: Experts, e: int, x_D: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ def test_a_layer_in_bfloat16_is_one_graph(trained: str, padded: bool) -> None:
     ("case", "whole"),
     [
         ({"moe.dispatcher": "allgather"} | DISPATCH_SAVED, True),
-        (HIERARCHICAL | {"model.expert_biases": True}, True),
+        (HIERARCHICAL | {"model.expert_linear_bias": True}, True),
         (HIERARCHICAL | PADDED, True),
         (MODELS["deepseek_v3"] | {"parallelism.tp": 2, "activation_checkpoint.mode": "selective"}, True),
         (

@@ -162,7 +162,7 @@ SAVED = {
     "biases, unused rows": {
         "parallelism.experts.ep": 2,
         "parallelism.experts.etp": 2,
-        "model.expert_biases": True,
+        "model.expert_linear_bias": True,
         "moe.dispatcher": "symm_mem",
     },
 }

@@ -20,7 +20,7 @@ MIXED |= {"training.mixed_precision_reduce": "float32"}
 EP = "parallelism.experts.ep"
 MAPPINGS: dict[str, dict[str, Any]] = {
     "tp2 ep4": {"parallelism.tp": 2, EP: 4},
-    "ep2 etp2, biases": {EP: 2, "parallelism.experts.etp": 2, "model.expert_biases": True},
+    "ep2 etp2, biases": {EP: 2, "parallelism.experts.etp": 2, "model.expert_linear_bias": True},
     "sums in bfloat16": {EP: 4, "training.mixed_precision_reduce": "bfloat16"},
     "pipeline": {"parallelism.pp": 2, EP: 2},
     "pipeline, sums in bfloat16": {"parallelism.pp": 2, EP: 2, "training.mixed_precision_reduce": "bfloat16"},
@@ -53,7 +53,7 @@ def test_every_bit_is_that_of_fsdp(changes: dict[str, Any]) -> None:
 
 WIDE = {"training.dtype": "float64", "training.mixed_precision_param": "float32"}
 WIDE |= {"training.mixed_precision_reduce": "float64"}
-BIASES = {"model.expert_biases": True, "model.expert_activation": "clamped_swiglu"}
+BIASES = {"model.expert_linear_bias": True, "model.expert_activation": "clamped_swiglu"}
 ACCUMULATE = {"moe.accumulate_weight_gradients": True}
 COPIED = {
     "tp2 ep4": {"parallelism.tp": 2, EP: 4},

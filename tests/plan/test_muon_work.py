@@ -26,7 +26,7 @@ from titanmoe.rehearse.rehearsal import Rehearsal, recipe_to_rehearse, rehearse
 TP_ETP = {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
 CASES: dict[str, dict[str, Any]] = {
     "cut experts to owners": TP_ETP,
-    "cut experts by Gram": TP_ETP | {"model.expert_hidden": 64, "model.expert_biases": True},
+    "cut experts by Gram": TP_ETP | {"model.expert_hidden": 64, "model.expert_linear_bias": True},
     "whole experts": {"parallelism.cp": 2, "parallelism.experts.ep": 4},
     "sliced experts": {"parallelism.experts.ep": 1, "model.num_experts": 2},
 }

@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.score_function": "softmax_after_topk",
         "model.top_k": 3,
         "model.router_bias": True,
-        "model.expert_biases": True,
+        "model.expert_linear_bias": True,
         "model.expert_activation": "clamped_swiglu",
     },
     "top_1": {"model.top_k": 1, "model.norm_topk": False},

@@ -35,6 +35,7 @@ _NO_COPIES = (
 OLD_NAMES: dict[str, NewName | Removed] = {
     "checkpoint.local": Removed(_NO_COPIES),
     "checkpoint.local_folder": Removed(_NO_COPIES),
+    "model.expert_biases": NewName("model.expert_linear_bias"),
     "moe.overlap_halves": NewName("moe.overlap", {True: "halves"}.get),
     "pipeline.overlap_pairs": NewName("moe.overlap", {True: "pairs"}.get),
     "validation.answers.paths": NewName("validation.quiz.paths"),

@@ -140,7 +140,7 @@ class Model:
     """Number of experts that each token is routed to."""
     expert_hidden: Annotated[int, Range(1, 2**24)] = 128
     """Hidden width of one expert; a multiple of etp."""
-    expert_biases: bool = False
+    expert_linear_bias: bool = False
     """Whether the three projections of every routed expert have biases (gpt-oss). dim must then be a multiple of etp too."""
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     """Activation of routed experts. swiglu: silu(gate) * up. clamped_swiglu: gate * sigmoid(1.702 gate) * (up + 1), with gate clamped to at most 7 and up to [-7, 7] (gpt-oss)."""

@@ -173,7 +173,7 @@ def divided_fields(config: Config) -> dict[str, dict[str, int]]:
     if moe > 0:
         divided["tp"]["model.shared_hidden"] = model.shared_hidden
         divided.setdefault("ep", {})["model.num_experts"] = model.num_experts
-        dim = model.dim if model.expert_biases else 0
+        dim = model.dim if model.expert_linear_bias else 0
         divided.setdefault("etp", {}).update({"model.expert_hidden": model.expert_hidden, "model.dim": dim})
     return divided
 
@@ -194,7 +194,7 @@ def _uneven_widths(model: Model, edp: int, etp: int) -> list[str]:
     Matrices are sharded along the model dim, which etp does not split, biases along their width, which etp splits.
     """
     widths, parts = {"model.dim": model.dim}, edp
-    if model.expert_biases:
+    if model.expert_linear_bias:
         widths, parts = widths | {"model.expert_hidden": model.expert_hidden}, edp * etp
     return [f"{name} = {n} ({n} % {parts} = {n % parts})" for name, n in widths.items() if n % parts]
 

@@ -80,7 +80,7 @@ def parameters(model: Model) -> Parameters:
     def swiglu(hidden: int) -> int:
         return 3 * dim * hidden
 
-    expert = swiglu(model.expert_hidden) + model.expert_biases * (2 * model.expert_hidden + dim)
+    expert = swiglu(model.expert_hidden) + model.expert_linear_bias * (2 * model.expert_hidden + dim)
 
     return Parameters(
         embedding=(1 if model.tie_embeddings else 2) * model.vocab_size * dim,

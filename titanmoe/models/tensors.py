@@ -71,7 +71,7 @@ def expert_splits(model: Model) -> dict[str, Split]:
     experts, hidden, dim = model.num_experts, model.expert_hidden, model.dim
     shapes: dict[str, Shape] = dict.fromkeys(EXPERT_SPLITS, (experts, hidden, dim)) | {"w2": (experts, dim, hidden)}
     tensors: dict[str, Split] = {name: (shapes[name], split) for name, split in EXPERT_SPLITS.items()}
-    if model.expert_biases:
+    if model.expert_linear_bias:
         tensors |= {f"{name}_bias": (shape[:2], 1) for name, shape in shapes.items()}
     return under("moe.experts", tensors)
 

@@ -44,7 +44,7 @@ class Experts(nn.Module):
         self.has_unused_slots = DISPATCHERS.look_up(options.dispatcher).has_unused_slots
         self.even_rows = options.pad_to_capacity
         self.w1_bias = self.w3_bias = self.w2_bias = None
-        if model.expert_biases:
+        if model.expert_linear_bias:
             self.w1_bias, self.w3_bias = (nn.Parameter(torch.empty(shape[:2], dtype=dtype)) for _ in range(2))
             self.w2_bias = nn.Parameter(torch.empty(shape[0], shape[2], dtype=dtype))
         self.clamped = model.expert_activation == "clamped_swiglu"

@@ -43,7 +43,7 @@ class MoE(nn.Module):
         self.capacity = Capacity(model, options) if options.capacity_factor else None
         kind = DISPATCHERS.implementation(options.dispatcher)
         self.dispatcher = kind(model.num_experts, options.kernels)
-        self.dispatcher.allows_unused_slots = not model.expert_biases
+        self.dispatcher.allows_unused_slots = not model.expert_linear_bias
         self.experts = Experts(model, options, dtype)
         if options.overlap == "halves":
             accept_exchanges(self.experts)

@@ -321,9 +321,9 @@ class BlockCosts(DispatchCosts):
 
     def _expert_biases(self, R: float, etp: int, part: int) -> float:
         """Return the seconds that experts' biases take in passes of their own."""
-        hidden, output = (per_element[part] for per_element in self.stack.expert_biases)
+        hidden, output = (per_element[part] for per_element in self.stack.expert_linear_bias)
         elements = R * (self.model.expert_hidden / etp * hidden + self.model.dim * output)
-        return self.move_seconds(elements) * self.model.expert_biases
+        return self.move_seconds(elements) * self.model.expert_linear_bias
 
     def _router_product(self, T: float) -> float:
         """Return the seconds of the router's product in forward.

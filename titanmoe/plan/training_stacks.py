@@ -25,7 +25,7 @@ class Stack:
     residual: Bytes = (6, 4)
     regroup: Bytes = (4, 4)
     """For each routed token that an all-to-all brings, from the order of senders to that of experts."""
-    expert_biases: tuple[Bytes, Bytes] = ((0, 0), (0, 0))
+    expert_linear_bias: tuple[Bytes, Bytes] = ((0, 0), (0, 0))
     """Of experts with biases, per hidden element and per output element, where they are no part of other kernels."""
     memory: float = 1.0
     """Factor on all memory-bound work of a block."""
@@ -66,7 +66,7 @@ MEGATRON = Stack(
     swiglu=(6, 10),
     permute=(8, 8),
     regroup=(0, 0),
-    expert_biases=((16, 22), (28, 40)),
+    expert_linear_bias=((16, 22), (28, 40)),
     router_in_parts=False,
     head_products=3,
     joins_latent_heads=True,

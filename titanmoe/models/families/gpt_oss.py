@@ -30,7 +30,7 @@ SWITCHES = dict(
     score_function="softmax_after_topk",
     norm_topk=False,
     router_bias=True,
-    expert_biases=True,
+    expert_linear_bias=True,
     expert_activation="clamped_swiglu",
 )
 
