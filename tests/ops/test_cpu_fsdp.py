@@ -56,7 +56,7 @@ def test_a_rank_that_never_answers_is_named_when_the_time_is_over() -> None:
         message = world.run(2, unanswered, timeout=20)[0]
     finally:
         world.restart(2)  # that group cannot be used between the two again
-    assert "rank 0 waited 0.3 s in FSDP's all-gather of weights for rank 1 to send its piece" in message
+    assert "rank 0 waited 0.3 s in FSDP's all-gather of weights for rank 1 to send its shard" in message
     assert "training.timeout_s" in message
 
 
@@ -79,5 +79,5 @@ def test_a_wait_that_torch_cut_to_whole_milliseconds_still_names_the_rank(monkey
 
     exchange = fsdp._Exchange.__new__(fsdp._Exchange)
     exchange.group, exchange.what, exchange.works = group, "the test", [(SimpleNamespace(wait=wait), "send", 1)]
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.3 s in the test for rank 1 to send its piece"):
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.3 s in the test for rank 1 to send its shard"):
         exchange.wait()

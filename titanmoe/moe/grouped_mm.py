@@ -80,8 +80,8 @@ def even_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tens
 def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
     """Return the gradient of the weights (e, D, F): for each expert, the sum of outer products over its tokens."""
     sizes = as_groups(count).sizes
-    pieces = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
-    return torch.stack([g.t() @ h for g, h in pieces])
+    per_expert = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
+    return torch.stack([g.t() @ h for g, h in per_expert])
 
 
 def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
@@ -101,8 +101,8 @@ def plain_add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, sizes:
     """
     wide, width = torch.promote_types(total_HeFD.dtype, torch.float32), total_HeFD.shape[3]
     used = sum(sizes)
-    pieces = zip(grad_RN[:used].split(sizes), x_RD[:used].split(sizes), total_HeFD.unbind(1), strict=True)
-    for grad, x, total_HFD in pieces:
+    per_expert = zip(grad_RN[:used].split(sizes), x_RD[:used].split(sizes), total_HeFD.unbind(1), strict=True)
+    for grad, x, total_HFD in per_expert:
         gradient_HFD = (grad.t().to(wide) @ x.to(wide)).view(total_HFD.shape[0], -1, width)
         total_HFD.copy_(total_HFD + gradient_HFD if add else gradient_HFD)
 

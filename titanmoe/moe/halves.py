@@ -35,11 +35,11 @@ def accept_exchanges(experts: Experts) -> None:
     def forward(*routed: Any) -> Any:
         if isinstance(routed[0], Tensor):
             return plain(*routed)
-        back = []
+        in_flight = []
         for exchange in routed:
             y_RD = plain(*exchange.receive_routed())
-            back.append(exchange.start_combine(y_RD))
-        return back
+            in_flight.append(exchange.start_combine(y_RD))
+        return in_flight
 
     experts.forward = forward
 
@@ -70,7 +70,7 @@ def forward_in_halves(
         exchanges.append(moe.dispatcher.dispatch(z_hsD.flatten(0, 1), weights_tK, chosen_tK, 0))
 
         shared = [moe.run_shared(x) for x in (x_hsD, z_hsD)]
-        back = moe.experts(*[exchange.relay() for exchange in exchanges])
-        out = [exchange.finish_combine(sent) for exchange, sent in zip(exchanges, back, strict=True)]
+        in_flight = moe.experts(*[exchange.relay() for exchange in exchanges])
+        out = [exchange.finish_combine(sent) for exchange, sent in zip(exchanges, in_flight, strict=True)]
     halves = zip((first_hsD, second_hsD), out, shared, strict=True)
     return torch.cat([x + (y.view_as(x) if z is None else y.view_as(x) + z) for x, y, z in halves])

@@ -40,8 +40,8 @@ def plain_bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
     first = x_RC.bfloat16()
     rest = x_RC - first
     second = rest.bfloat16()
-    parts = [first, first, second, (rest - second).bfloat16()]
-    return torch.stack(parts[::-1] if backwards else parts, 1)
+    terms = [first, first, second, (rest - second).bfloat16()]
+    return torch.stack(terms[::-1] if backwards else terms, 1)
 
 
 def _terms(x_RC: Tensor, backwards: bool, kernels: str) -> Tensor:
@@ -69,20 +69,20 @@ class _ProductByTerms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
         E, D = w_ED.shape
-        parts_XD = _terms(w_ED.view(1, -1), False, kernels).view(4 * E, D)
-        ctx.save_for_backward(x_TD if ctx.needs_input_grad[1] else None, parts_XD)
+        terms_XD = _terms(w_ED.view(1, -1), False, kernels).view(4 * E, D)
+        ctx.save_for_backward(x_TD if ctx.needs_input_grad[1] else None, terms_XD)
         ctx.kernels = kernels
-        return _wide_product(x_TD, parts_XD[E:].t()).unflatten(1, (3, E)).sum(1)
+        return _wide_product(x_TD, terms_XD[E:].t()).unflatten(1, (3, E)).sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, parts_XD = ctx.saved_tensors
+        x_TD, terms_XD = ctx.saved_tensors
         E, dx_TD, dw_ED = grad_TE.shape[1], None, None
         grads_TX = _terms(grad_TE, True, ctx.kernels).flatten(1)  # g3 g2 g1 g1
         if wants_gradient(ctx, 1):
             dw_ED = _wide_product(grads_TX[:, : 3 * E].t(), x_TD).unflatten(0, (3, E)).sum(0)
         if wants_gradient(ctx, 0):
-            dx_TD = grads_TX[:, E:] @ parts_XD[: 3 * E]
+            dx_TD = grads_TX[:, E:] @ terms_XD[: 3 * E]
         return dx_TD, dw_ED, None
 
 

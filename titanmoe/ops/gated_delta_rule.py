@@ -251,16 +251,16 @@ def _decays(decay: Tensor, begins: Tensor) -> _Decays:
 
 def _delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decays: _Decays) -> tuple[Tensor, Tensor, Callable]:
     since, from_begin, to_end, through, seen = decays
-    kept = (since - since.mT).masked_fill(~seen, -torch.inf).exp()
+    decay_between = (since - since.mT).masked_fill(~seen, -torch.inf).exp()
     widths = k.shape[-1], v.shape[-1]
     # What a token writes depends on what those before it wrote: of the state at the begin; of this chunk's values.
     writes = torch.cat((k * from_begin, v), -1) * beta
-    writes = torch.linalg.solve_triangular(k @ k.mT * kept * beta, writes, upper=False, unitriangular=True)
+    writes = torch.linalg.solve_triangular(k @ k.mT * decay_between * beta, writes, upper=False, unitriangular=True)
     of_state, gain = ((k * to_end).mT @ writes).split(widths, -1)
     identity = torch.eye(widths[0], dtype=k.dtype, device=k.device)
 
     def reading() -> tuple[Tensor, Tensor]:
-        of_state, own = (q @ k.mT * kept @ writes).split(widths, -1)
+        of_state, own = (q @ k.mT * decay_between @ writes).split(widths, -1)
         return q * from_begin - of_state, own
 
     return identity * through - of_state, gain, reading

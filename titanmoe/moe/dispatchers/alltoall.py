@@ -160,6 +160,6 @@ class AllToAllExchange(NamedTuple):
         return start_reverse_all_to_all(y_RD, self.x_RD)
 
     @named("combine")
-    def finish_combine(self, back: InFlight) -> Tensor:
+    def finish_combine(self, in_flight: InFlight) -> Tensor:
         """Wait for the outputs in flight, and return each token's sum of them (T, D)."""
-        return unpermute_tokens(finish_all_to_all(back), self.route.source_R, self.route.slot_TJ, self.kernels)
+        return unpermute_tokens(finish_all_to_all(in_flight), self.route.source_R, self.route.slot_TJ, self.kernels)

@@ -71,7 +71,7 @@ class SplitExchange(Exchange, Protocol):
         """Start to send the experts' outputs back; return what `finish_combine` takes."""
         ...
 
-    def finish_combine(self, back: Any) -> Tensor:
+    def finish_combine(self, in_flight: Any) -> Tensor:
         """Wait for the outputs in flight, and return each token's sum of them (T, D)."""
         ...
 

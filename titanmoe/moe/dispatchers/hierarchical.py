@@ -80,7 +80,7 @@ class Hierarchical(Dispatcher):
         order, count_N = sort_by_expert(node_TN, N)
         on_gpu = device.kind(chosen_TK) == "cuda"
         counts = None if slots_per_expert else CountExchange(count_N.view(N, 1), self.ranks.across, on_gpu)
-        # A static size with padded bins, where a token may visit every node; otherwise the largest possible.
+        # A static size with padded expert buffers, where a token may visit every node; otherwise the largest possible.
         most = T * N if slots_per_expert else T * min(N, chosen_TK.shape[1])
         return *assign_slots(node_TN, order, count_N, N, 1, T if slots_per_expert else 0, most), counts
 
@@ -127,8 +127,8 @@ class HierarchicalExchange:
         return self.node_exchange.start_combine(y_RD)
 
     @named("combine")
-    def finish_combine(self, back: InFlight) -> Tensor:
+    def finish_combine(self, in_flight: InFlight) -> Tensor:
         """Wait for the outputs inside the node, send their sums across nodes, and return each token's sum (T, D)."""
-        y_VD, across = self.node_exchange.finish_combine(back), self.dispatcher.ranks.across
+        y_VD, across = self.node_exchange.finish_combine(in_flight), self.dispatcher.ranks.across
         y_RD = finish_all_to_all(start_all_to_all(y_VD, across, self.arriving, self.leaving))
         return unpermute_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.dispatcher.kernels)

@@ -136,10 +136,10 @@ def _by_row(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
     """
     size, begin, other = (x.flatten() for x in (size, begin, other))
     row = torch.arange(rows, device=size.device)
-    # The piece that ends behind the row; inductor searches no view, which `begin` may be.
-    piece = torch.searchsorted(begin + size, row, right=True).clamp(max=len(begin) - 1)
-    offset = row - begin[piece]
-    return (other[piece] + offset).where((offset >= 0) & (offset < size[piece]), -1)
+    # The interval that ends behind the row; inductor searches no view, which `begin` may be.
+    interval = torch.searchsorted(begin + size, row, right=True).clamp(max=len(begin) - 1)
+    offset = row - begin[interval]
+    return (other[interval] + offset).where((offset >= 0) & (offset < size[interval]), -1)
 
 
 def aligned_counts(total: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class _Exchange(dist.Work):
                     raise
                 rank = dist.get_global_rank(self.group, peer)
                 raise TimeoutError(
-                    f"rank {dist.get_rank()} waited {bound:g} s in {self.what} for rank {rank} to {does} its piece: "
+                    f"rank {dist.get_rank()} waited {bound:g} s in {self.what} for rank {rank} to {does} its shard: "
                     f"see what rank {rank} prints or hangs in; if it is only slow, raise training.timeout_s "
                     "(training.first_step_timeout_s for the first step)"
                 ) from error

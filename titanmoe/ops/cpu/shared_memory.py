@@ -64,8 +64,8 @@ def allocate_shared(
         buffers = []
         try:
             for path, identity, _ in (files[rank] for rank in peers):
-                found = os.stat(path)
-                if (found.st_dev, found.st_ino) != identity:  # a process of another container has that number here
+                status = os.stat(path)
+                if (status.st_dev, status.st_ino) != identity:  # a process of another container has that number here
                     raise OSError(f"{path} is another file here")
                 buffers.append(torch.from_file(path, shared=True, size=math.prod(shape), dtype=dtype).view(shape))
         except (OSError, RuntimeError) as error:

@@ -32,20 +32,20 @@ def _copy_heads(x, out, HEADS: tl.constexpr, per_head, out_head, WIDTH: tl.const
 
 
 @triton.jit(do_not_specialize=["S"])
-def _join(plain, turned, cos, sin, out, S, of_plain, plain_token, plain_head, of_turned, turned_token, turned_head,
+def _join(plain, rotated, cos, sin, out, S, of_plain, plain_token, plain_head, of_rotated, rotated_token, rotated_head,
           of_angle, H: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, NP: tl.constexpr, P: tl.constexpr,
           SIGN: tl.constexpr, WIDE: tl.constexpr, N_ROWS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     sample, position = t // S, t % S
     c, s = angles(cos, sin, sample * of_angle + position * (2 * HALF), SIGN, HALF, P, WIDE)
-    start = turned + sample * of_turned + position * turned_token
+    start = rotated + sample * of_rotated + position * rotated_token
     if N:
         WIDTH: tl.constexpr = N + 2 * HALF
         place = out + t * (H * WIDTH)
         _copy_heads(plain + sample * of_plain + position * plain_token, place, H, plain_head, WIDTH, N, NP, N_ROWS)
-        rotate_heads(start, place + N, c, s, H, turned_head, WIDTH, HALF, P, ROWS)
+        rotate_heads(start, place + N, c, s, H, rotated_head, WIDTH, HALF, P, ROWS)
     else:  # in place
-        rotate_heads(start, start, c, s, H, turned_head, turned_head, HALF, P, ROWS)
+        rotate_heads(start, start, c, s, H, rotated_head, rotated_head, HALF, P, ROWS)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -62,9 +62,9 @@ def _split(dk, dv, cos, sin, dkv, dkey, S, of_k, k_token, k_head, of_v, v_token,
     for first in range(0, H, ROWS):
         head = first + tl.arange(0, ROWS)[:, None]
         inside = (head < H) & (i < HALF)
-        turned = key + head * k_head + N + i
-        x1 += tl.sum(tl.load(turned, mask=inside, other=0.0).to(WIDE), 0)[None, :]
-        x2 += tl.sum(tl.load(turned + HALF, mask=inside, other=0.0).to(WIDE), 0)[None, :]
+        rotated = key + head * k_head + N + i
+        x1 += tl.sum(tl.load(rotated, mask=inside, other=0.0).to(WIDE), 0)[None, :]
+        x2 += tl.sum(tl.load(rotated + HALF, mask=inside, other=0.0).to(WIDE), 0)[None, :]
     c, s = angles(cos, sin, sample * of_angle + position * (2 * HALF), -1, HALF, P, WIDE)
     place = dkey + t * (2 * HALF) + i
     tl.store(place, (x1 * c - x2 * s).to(dkey.dtype.element_ty), mask=i < HALF)
@@ -77,19 +77,19 @@ def _tile(heads: int, width: int) -> tuple[int, int]:
     return columns, min(max(TILE // columns, 1), triton.next_power_of_2(heads))
 
 
-def _run_join(plain: Tensor, turned: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
+def _run_join(plain: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
     """Launch the kernel that joins each head's plain part with its rotated part.
 
     Args:
         plain: of width 0 to rotate in place.
-        turned: the part to rotate, of every head, or one for all.
+        rotated: the part to rotate, of every head, or one for all.
     """
-    (B, S, H, n), half, cos, sin = plain.shape, turned.shape[3] // 2, cos.contiguous(), sin.contiguous()
+    (B, S, H, n), half, cos, sin = plain.shape, rotated.shape[3] // 2, cos.contiguous(), sin.contiguous()
     (NP, n_rows), (P, p_rows) = _tile(H, max(n, 1)), _tile(H, half)
     if B * S:
         _join[(B * S,)](
-            plain, turned, cos, sin, out, S, *plain.stride()[:3], *turned.stride()[:2],
-            turned.stride(2) if turned.shape[2] > 1 else 0, cos.stride(0) if len(cos) > 1 else 0, H=H, N=n, HALF=half,
+            plain, rotated, cos, sin, out, S, *plain.stride()[:3], *rotated.stride()[:2],
+            rotated.stride(2) if rotated.shape[2] > 1 else 0, cos.stride(0) if len(cos) > 1 else 0, H=H, N=n, HALF=half,
             NP=NP, P=P, SIGN=sign, WIDE=sum_dtype(cos.dtype), N_ROWS=n_rows, ROWS=p_rows, num_warps=4,
         )  # fmt: skip
 
@@ -106,17 +106,17 @@ def _(x_BSHp, cos_bS1p, sin_bS1p):
 
 
 @kernel("titanmoe::join_ends")
-def join_ends(plain_BSHn: Tensor, turned_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor, sign: int) -> Tensor:
+def join_ends(plain_BSHn: Tensor, rotated_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor, sign: int) -> Tensor:
     """Return heads of a plain part and a rotated one. The latter may be one for all heads."""
-    plain, turned = adjacent_numbers(plain_BSHn), adjacent_numbers(turned_BSHp)
-    out = plain.new_empty(*plain.shape[:3], plain.shape[3] + turned.shape[3])
-    _run_join(plain, turned, cos_bS1p, sin_bS1p, out, sign)
+    plain, rotated = adjacent_numbers(plain_BSHn), adjacent_numbers(rotated_BSHp)
+    out = plain.new_empty(*plain.shape[:3], plain.shape[3] + rotated.shape[3])
+    _run_join(plain, rotated, cos_bS1p, sin_bS1p, out, sign)
     return out
 
 
 @join_ends.register_fake
-def _(plain_BSHn, turned_BSHp, cos_bS1p, sin_bS1p, sign):
-    return plain_BSHn.new_empty(*plain_BSHn.shape[:3], plain_BSHn.shape[3] + turned_BSHp.shape[3])
+def _(plain_BSHn, rotated_BSHp, cos_bS1p, sin_bS1p, sign):
+    return plain_BSHn.new_empty(*plain_BSHn.shape[:3], plain_BSHn.shape[3] + rotated_BSHp.shape[3])
 
 
 @kernel("titanmoe::split_ends")

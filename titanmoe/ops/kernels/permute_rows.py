@@ -32,14 +32,14 @@ def _fetch_rows(x, index, out, weight, weight_out, R, N, D: tl.constexpr, K: tl.
     written = row < R
     entry = tl.load(index + row, mask=written, other=0)
     source = entry // K
-    there = written & (source < N)
+    in_range = written & (source < N)
     for first in range(0, D, COLUMNS):
         d = first + tl.arange(0, COLUMNS)
         inside = d[None, :] < D
-        value = tl.load(x + source[:, None] * OF_X + d[None, :], mask=there[:, None] & inside, other=0.0)
+        value = tl.load(x + source[:, None] * OF_X + d[None, :], mask=in_range[:, None] & inside, other=0.0)
         tl.store(out + row[:, None] * OF_OUT + d[None, :], value, mask=written[:, None] & inside)
     if WEIGHTED:
-        value = tl.load(weight + source * OF_WEIGHT + entry % K, mask=there, other=0.0)
+        value = tl.load(weight + source * OF_WEIGHT + entry % K, mask=in_range, other=0.0)
         tl.store(weight_out + row * OF_WEIGHT_OUT, value, mask=written)
 
 
@@ -55,8 +55,8 @@ def _sum_rows(y, slot, out, weight_grad, weight_out, T, R, D: tl.constexpr, J: t
         total = tl.zeros([ROWS, COLUMNS], dtype=WIDE)
         for j in tl.static_range(J):
             row = tl.load(slot + token * J + j, mask=written, other=0)
-            there = written & (row < R)
-            total += tl.load(y + row[:, None] * OF_Y + d[None, :], mask=there[:, None] & inside, other=0.0).to(WIDE)
+            in_range = written & (row < R)
+            total += tl.load(y + row[:, None] * OF_Y + d[None, :], mask=in_range[:, None] & inside, other=0.0).to(WIDE)
         tl.store(out + token[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=written[:, None] & inside)
     if WEIGHTED:
         for k in tl.static_range(K):

@@ -28,8 +28,8 @@ def _put(x, to, addresses, N, LIMIT, D: tl.constexpr, ROWS: tl.constexpr, COLUMN
     begin = tl.multiple_of(buffer, 16) + (place - rank * LIMIT) * D
     for first in range(0, D, COLUMNS):
         d = first + tl.arange(0, COLUMNS)
-        there = goes[:, None] & (d[None, :] < D)
-        tl.store(begin[:, None] + d[None, :], tl.load(x + row[:, None] * D + d[None, :], mask=there), mask=there)
+        in_range = goes[:, None] & (d[None, :] < D)
+        tl.store(begin[:, None] + d[None, :], tl.load(x + row[:, None] * D + d[None, :], mask=in_range), mask=in_range)
 
 
 def put_rows(x_ND: Tensor, to_N: Tensor, addresses_G: Tensor, limit: int) -> None:

@@ -35,19 +35,19 @@ def _to_e4m3(v):
 def _quantise(x, q, scale, R, INNER, of_outer, of_inner, of_column, W: tl.constexpr, ROWS: tl.constexpr,
               COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < R
+    in_range = row < R
     start = x + (row // INNER * of_outer + row % INNER * of_inner)[:, None]
     largest = tl.zeros([ROWS], dtype=tl.float32)
     for first in range(0, W, COLUMNS):
         c = first + tl.arange(0, COLUMNS)[None, :]
-        value = tl.load(start + c * of_column, mask=there[:, None] & (c < W), other=0.0).to(tl.float32)
+        value = tl.load(start + c * of_column, mask=in_range[:, None] & (c < W), other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
     s = tl.math.div_rn(largest, LARGEST)
     s = tl.where(s > 0, s, 1.0)
-    tl.store(scale + row, s, mask=there)
+    tl.store(scale + row, s, mask=in_range)
     for first in range(0, W, COLUMNS):
         c = first + tl.arange(0, COLUMNS)[None, :]
-        inside = there[:, None] & (c < W)
+        inside = in_range[:, None] & (c < W)
         value = tl.load(start + c * of_column, mask=inside, other=0.0).to(tl.float32)
         value = tl.math.div_rn(value, tl.broadcast_to(s[:, None], value.shape))
         value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)

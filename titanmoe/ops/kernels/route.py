@@ -77,18 +77,18 @@ def _route_forward(logits, bias, index, sample, valid, scores, weights, chosen, 
                    GP: tl.constexpr, TOP: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, FORCED: tl.constexpr,
                    ROWS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = t < T
+    in_range = t < T
     e, k = tl.arange(0, P)[None, :], tl.arange(0, KP)[None, :]
-    place, inside = t[:, None] * E + e, there[:, None] & (e < E)
+    place, inside = t[:, None] * E + e, in_range[:, None] & (e < E)
     x = tl.load(logits + place, mask=inside, other=0.0)
     masked = tl.where(e < E, x, float("-inf"))
     s = 1 / (1 + tl.exp(-x)) if MODE == _SIGMOID else _softmax(masked)
     tl.store(scores + place, s, mask=inside)
 
     choice = tl.zeros([ROWS, KP], dtype=tl.int64)
-    is_chosen = (e < 0) & there[:, None]
+    is_chosen = (e < 0) & in_range[:, None]
     if FORCED:
-        first_choice = tl.load(index + t, mask=there, other=0)[:, None] * K
+        first_choice = tl.load(index + t, mask=in_range, other=0)[:, None] * K
         for j in range(K):
             number = (first_choice + j) % E
             is_chosen = is_chosen | (e == number)
@@ -117,14 +117,14 @@ def _route_forward(logits, bias, index, sample, valid, scores, weights, chosen, 
         number = tl.sum(tl.where(k == j, choice, 0), 1)[:, None]
         weight = tl.where(k == j, tl.sum(tl.where(e == number, raw, 0.0), 1)[:, None], weight)
     # As the number that is counted: sums of booleans become popcounts of bits that go through local memory.
-    real = tl.load(valid.to(tl.pointer_type(tl.int8)) + t, mask=there, other=0).to(tl.int64)[:, None]
-    out, written = t[:, None] * K + k, there[:, None] & (k < K)
+    real = tl.load(valid.to(tl.pointer_type(tl.int8)) + t, mask=in_range, other=0).to(tl.int64)[:, None]
+    out, written = t[:, None] * K + k, in_range[:, None] & (k < K)
     tl.store(weights + out, weight, mask=written)
     tl.store(chosen + out, tl.where(real != 0, choice, E), mask=written)
 
     # A program's tokens are mostly from one sample: one sum per sample that it touches.
-    of = tl.load(sample + t, mask=there, other=-1)
-    b, last = tl.min(tl.where(there, of, tl.max(of, 0)), 0), tl.max(of, 0)
+    of = tl.load(sample + t, mask=in_range, other=-1)
+    b, last = tl.min(tl.where(in_range, of, tl.max(of, 0)), 0), tl.max(of, 0)
     while b <= last:
         added = tl.sum(tl.where(is_chosen & (of == b)[:, None], real, 0), 0)
         tl.atomic_add(count + b * E + tl.arange(0, P), added, mask=(tl.arange(0, P) < E) & (added > 0), sem="relaxed")
@@ -136,9 +136,9 @@ def _route_backward(grad_scores, grad_weights, logits, scores, chosen, out, T, E
                     SCALE: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr,
                     OF_SCORES: tl.constexpr, OF_WEIGHTS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = t < T
+    in_range = t < T
     e = tl.arange(0, P)[None, :]
-    place, inside = t[:, None] * E + e, there[:, None] & (e < E)
+    place, inside = t[:, None] * E + e, in_range[:, None] & (e < E)
     s = tl.load(scores + place, mask=inside, other=0.0)
     grad = tl.zeros([ROWS, P], dtype=s.dtype)
     if OF_SCORES:
@@ -146,11 +146,11 @@ def _route_backward(grad_scores, grad_weights, logits, scores, chosen, out, T, E
     result = tl.zeros([ROWS, P], dtype=s.dtype)
     if OF_WEIGHTS:
         g = tl.zeros([ROWS, P], dtype=s.dtype)
-        is_chosen = (e < 0) & there[:, None]
+        is_chosen = (e < 0) & in_range[:, None]
         for j in range(K):
-            here = e == tl.load(chosen + t * K + j, mask=there, other=E)[:, None]
+            here = e == tl.load(chosen + t * K + j, mask=in_range, other=E)[:, None]
             is_chosen = is_chosen | here
-            g = tl.where(here, tl.load(grad_weights + t * K + j, mask=there, other=0.0)[:, None] * SCALE, g)
+            g = tl.where(here, tl.load(grad_weights + t * K + j, mask=in_range, other=0.0)[:, None] * SCALE, g)
         x = tl.load(logits + place, mask=inside, other=0.0) if MODE == _AFTER else s
         raw = _unnormalised(x, s, is_chosen, MODE)
         if NORM:

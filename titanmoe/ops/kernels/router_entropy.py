@@ -22,12 +22,12 @@ TILE = 4096
 @triton.jit(do_not_specialize=["T"])
 def _router_entropy(scores, valid, out, T, E: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr):
     t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, P)[None, :]
-    there = t < T
-    s = tl.load(scores + t[:, None] * E + e, mask=there[:, None] & (e < E), other=0.0)
+    in_range = t < T
+    s = tl.load(scores + t[:, None] * E + e, mask=in_range[:, None] & (e < E), other=0.0)
     if NORM:
         total = tl.sum(s, 1)[:, None]
-        s = s / tl.where(there[:, None], total, 1.0)
-    real = there & (tl.load(valid + t, mask=there, other=0) != 0)
+        s = s / tl.where(in_range[:, None], total, 1.0)
+    real = in_range & (tl.load(valid + t, mask=in_range, other=0) != 0)
     entropy = -tl.sum(tl.where(s > 0, s * tl.log(tl.where(s > 0, s, 1.0)), tl.where(s == s, 0.0, s)), 1)
     target = out + tl.program_id(0) * 2
     tl.store(target, tl.sum(tl.where(real, entropy, 0.0), 0).to(tl.float64))

@@ -18,7 +18,7 @@ from titanmoe.ops.kernels.kernel_launch import kernel
 
 TILE = 8192
 """The pairs of a choice and an expert that a program compares."""
-PIECE = 1024
+STEP = 1024
 """The slots that a program writes at a time."""
 
 
@@ -36,8 +36,8 @@ def _assign_rows(chosen, ends, entry, slot, count, N, BLOCKS, E: tl.constexpr, P
            ETP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     n, e = block * ROWS + tl.arange(0, ROWS), tl.arange(0, P)
-    there = n < N
-    expert = tl.load(chosen + n, mask=there, other=E)
+    in_range = n < N
+    expert = tl.load(chosen + n, mask=in_range, other=E)
     real = expert < E
     real_expert = tl.where(real, expert, 0).to(tl.int32)
     here = (expert[:, None] == e[None, :]).to(tl.int32)
@@ -52,29 +52,29 @@ def _assign_rows(chosen, ends, entry, slot, count, N, BLOCKS, E: tl.constexpr, P
     upto = e * BLOCKS + block - 1
     start = tl.load(ends + e * BLOCKS - 1, mask=(e > 0) & (e < E), other=0)
     earlier = tl.sum(tl.load(ends + upto, mask=(e < E) & (upto >= 0), other=0) - start, 0)
-    none = (there & (expert >= E)).to(tl.int32)
+    none = (in_range & (expert >= E)).to(tl.int32)
     unused = tl.load(ends + E * BLOCKS - 1) + block * ROWS - earlier + tl.cumsum(none, 0) - none
     for copy in tl.static_range(ETP):
         row = tl.where(real, place + (ETP - 1) * begin + copy * length, unused * ETP + copy)
-        tl.store(entry + row, tl.where(real, n, N).to(tl.int64), mask=there)
-        tl.store(slot + n.to(tl.int64) * ETP + copy, tl.where(real, row, N * ETP).to(tl.int64), mask=there)
+        tl.store(entry + row, tl.where(real, n, N).to(tl.int64), mask=in_range)
+        tl.store(slot + n.to(tl.int64) * ETP + copy, tl.where(real, row, N * ETP).to(tl.int64), mask=in_range)
     if block == 0:
         total = tl.load(ends + (e + 1) * BLOCKS - 1, mask=e < E, other=0)
         tl.store(count + e, (total - start).to(tl.int64), mask=e < E)
 
 
 @triton.jit
-def _regroup_rows(count, order, inverse, J: tl.constexpr, EXPERTS: tl.constexpr, P: tl.constexpr, PIECE: tl.constexpr):
-    piece = tl.program_id(0)
-    expert, sender = piece % EXPERTS, piece // EXPERTS
+def _regroup_rows(count, order, inverse, J: tl.constexpr, EXPERTS: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr):
+    group = tl.program_id(0)
+    expert, sender = group % EXPERTS, group // EXPERTS
     j = tl.arange(0, P)
     size = tl.load(count + j, mask=j < J, other=0)
-    source = tl.sum(tl.where(j < piece, size, 0), 0)
+    source = tl.sum(tl.where(j < group, size, 0), 0)
     earlier = (j % EXPERTS < expert) | ((j % EXPERTS == expert) & (j // EXPERTS < sender))
     target = tl.sum(tl.where(earlier, size, 0), 0)
-    rows = tl.load(count + piece)
-    for first in range(0, rows, PIECE):
-        r = first + tl.arange(0, PIECE)
+    rows = tl.load(count + group)
+    for first in range(0, rows, STEP):
+        r = first + tl.arange(0, STEP)
         tl.store(order + target + r, source + r, mask=r < rows)
         tl.store(inverse + source + r, target + r, mask=r < rows)
 
@@ -135,7 +135,7 @@ def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     if rows:
         _regroup_rows[(J,)](
             count_Ge.contiguous(), order, inverse, J=J, EXPERTS=count_Ge.shape[1], P=triton.next_power_of_2(J),
-            PIECE=PIECE, num_warps=4,
+            STEP=STEP, num_warps=4,
         )  # fmt: skip
     return order, inverse
 

@@ -29,15 +29,15 @@ def _activate(gate, up, CLAMPED: tl.constexpr):
     """Return act(gate), its derivative, the factor u, and a mask of where up's gradient passes."""
     if CLAMPED:
         clamped_gate = tl.minimum(gate, 7.0)
-        share = 1 / (1 + tl.exp(-1.702 * clamped_gate))
-        act = clamped_gate * share
-        slope = tl.where(gate <= 7.0, share + 1.702 * act * (1 - share), 0.0)
+        sigmoid = 1 / (1 + tl.exp(-1.702 * clamped_gate))
+        act = clamped_gate * sigmoid
+        slope = tl.where(gate <= 7.0, sigmoid + 1.702 * act * (1 - sigmoid), 0.0)
         passes = (up <= 7.0) & (up >= -7.0)
         factor = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1
     else:
-        share = 1 / (1 + tl.exp(-gate))
-        act = gate * share
-        slope = share + act * (1 - share)
+        sigmoid = 1 / (1 + tl.exp(-gate))
+        act = gate * sigmoid
+        slope = sigmoid + act * (1 - sigmoid)
         passes = up == up
         factor = up
     return act, slope, factor, passes
