@@ -112,7 +112,7 @@ AddGradient = Callable[[Tensor, Tensor, ExpertProducts], None]
 
 
 class _Up(torch.autograd.Function):
-    """Products of the same tokens with several weights, for which the tokens become a factor once."""
+    """The products of one set of tokens with several weights; the tokens are converted to a factor once."""
 
     @staticmethod
     def forward(ctx, x_RD, how, sums, *weights):

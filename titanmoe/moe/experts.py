@@ -75,7 +75,7 @@ class Experts(nn.Module):
 
     # A method so that compilation and recomputation can wrap it.
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        """Return what `forward` does, without announcing it to observers."""
+        """Return the output of each routed token's expert, times its routing weight: `forward` without observers."""
         products = self.choose_products(x_RD, count_e)
         hidden = self.gate_and_up(products, x_RD)
         if self.w1_bias is None:
@@ -104,7 +104,7 @@ class Experts(nn.Module):
         return products.up(x_RD, *weights.values(), sums=[self.sums.get(name) for name in weights])
 
     def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
-        """Return the down projection of the activation times the routing weights, without bias."""
+        """Return the down projection of the activation times the routing weights, without bias: (R, D)."""
         (y_RD,) = products.down(hidden, weight_R1, to_local(self.w2), add=self.sums.get("w2"))
         return y_RD
 

@@ -127,7 +127,10 @@ def is_miscompiled(gpu: torch.device) -> bool:
 def step_token(
     state_BHkv: Tensor, q_BRk: Tensor, k_BRk: Tensor, v_BHv: Tensor, decay: Tensor, beta_BH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return one token's output (B, H, v), and the state after it. Arguments as those of `make_segment`, without S."""
+    """Return one token's output (B, H, v), and the state after it: the recurrence itself, for generation.
+
+    Arguments are those of `make_segment`, without the dim S.
+    """
     R, wide = q_BRk.shape[1], state_BHkv.dtype
     q, k, state, v, decay = (x.to(wide).unflatten(1, (R, -1)) for x in (q_BRk, k_BRk, state_BHkv, v_BHv, decay))
     q, k = _scaled(q, k, beta_BH)

@@ -126,7 +126,7 @@ def _(x_TD, weights_TK, choice_R):
 
 @kernel("titanmoe::sum_rows")
 def sum_rows(y_RD: Tensor, slot_TJ: Tensor) -> Tensor:
-    """Return the sum of the rows slot_TJ[t] for each token t (T, D); those numbered R are left out."""
+    """Return for each token t the sum of the rows slot_TJ[t] of y: (T, D). Slot R stands for no row."""
     return _launch_sum(y_RD.contiguous(), slot_TJ, None, 1)[0]
 
 
