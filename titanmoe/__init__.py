@@ -1,8 +1,8 @@
-"""titanmoe trains Mixture-of-Experts language models, attention and experts folded differently over the same ranks."""
+"""titanmoe trains Mixture-of-Experts language models with separate mappings of attention and experts onto ranks."""
 
 import sys
 
-# Before the first file that an older Python cannot read. Ruff takes 3.10 for granted.
+# This check comes before the first file that an older Python cannot parse. Ruff assumes 3.10.
 if sys.version_info < (3, 10):  # noqa: UP036
     raise SystemExit(
         "titanmoe needs Python 3.10 or newer, and this is "

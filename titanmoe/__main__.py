@@ -1,4 +1,4 @@
-"""python -m titanmoe is the `titanmoe` command."""
+"""Command `python -m titanmoe`, which is the `titanmoe` command."""
 
 from titanmoe.cli import command
 

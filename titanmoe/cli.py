@@ -1,4 +1,7 @@
-"""The `titanmoe` command. One function adds a subcommand, one runs it."""
+"""The `titanmoe` command and its subcommand `fold`.
+
+Each subcommand has a function that adds its parser and one that runs it; the others are in their own rooms.
+"""
 
 from __future__ import annotations
 
@@ -47,17 +50,18 @@ EXPERT_DEGREES = ("edp_replicate", "edp", "ep", "etp")
 
 
 def command() -> NoReturn:
-    """The console script."""
+    """Run the command and exit the process, under torchrun as well."""
     try:
         code = main()
     except SystemExit as end:
         code = end.code
-    exit_now(code)  # under torchrun too
+    exit_now(code)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, run the subcommand and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="titanmoe", description="Trains Mixture-of-Experts models, and has the tools around a run."
+        prog="titanmoe", description="Trains Mixture-of-Experts models, and plans, checks, converts and watches runs."
     )
     parser.add_argument("--version", action="version", version=f"titanmoe {titanmoe.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
@@ -83,45 +87,49 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # The reader of a pipe has seen enough (`| head`). Nothing more can be written, not even at exit.
+        # The reader of the pipe has closed it (`| head`). Nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def add_fold(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand `fold`."""
     fold = commands.add_parser(
         "fold",
         help="draw, check or list mappings of attention and experts onto ranks",
-        description="Draws how attention and experts are mapped onto the same ranks, or says why they cannot be.",
+        description="Draws how attention and experts are mapped onto the same ranks, or says why a mapping is illegal.",
     )
     fold.set_defaults(run=run_fold)
     add_ranks(fold)
     fold.add_argument("--node", type=int, default=8, metavar="N", help="ranks per node (default 8)")
-    degrees = fold.add_argument_group("degrees", "1 unless set here; those marked (derived) follow from the others")
+    degrees = fold.add_argument_group("degrees", "1 unless set; those marked (derived) follow from the others")
     for name, text in (
         ("pp", "pipeline stages"),
         ("dp_replicate", "replicas of the sharded state"),
         ("dp_shard", "data parallel ranks that shard the state (derived)"),
-        ("cp", "ranks that split each sequence"),
-        ("tp", "ranks that split every matrix"),
+        ("cp", "ranks that each sequence is sharded over"),
+        ("tp", "ranks that every matrix is sharded over"),
         ("edp_replicate", "replicas of the experts' sharded state (derived)"),
         ("edp", "ranks with the same experts that shard their state (derived)"),
-        ("ep", "ranks that divide up the experts"),
-        ("etp", "ranks that split every expert"),
+        ("ep", "ranks that the experts are divided among"),
+        ("etp", "ranks that every expert is sharded over"),
     ):
         degrees.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=text)
-    model = fold.add_argument_group("model", "its constraints apply too; without a model only those of the ranks do")
-    model.add_argument("--family", metavar="NAME", help="a family of models, with --size")
+    model = fold.add_argument_group(
+        "model", "with a model, its constraints apply too; without one, degrees only have to divide the ranks"
+    )
+    model.add_argument("--family", metavar="NAME", help="a model family, with --size")
     model.add_argument("--size", metavar="NAME", help="a size of the family")
     model.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample (default the recipe's, or 4096)")
     output = fold.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print rank groups (or with --list degrees) as JSON")
-    output.add_argument("--svg", type=Path, metavar="FILE", help="draw it as a picture for a page, too")
-    output.add_argument("--plan", action="store_true", help="print how each module of the model is laid on the ranks")
-    output.add_argument("--list", action="store_true", help="list every legal mapping that has the degrees set here")
+    output.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture as SVG")
+    output.add_argument("--plan", action="store_true", help="print how each module of the model is sharded")
+    output.add_argument("--list", action="store_true", help="list every legal mapping with the degrees that are set")
 
 
 def run_fold(args: argparse.Namespace) -> int:
+    """Run `titanmoe fold` and return its exit code."""
     from titanmoe.components import COMPONENTS
 
     degrees = {name: getattr(args, name) for name in DEGREE_PATHS if getattr(args, name) is not None}
@@ -139,7 +147,7 @@ def run_fold(args: argparse.Namespace) -> int:
     if args.node < 1:
         problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if args.plan and not source and config is None:
-        problems.append("--plan is of a model: give a recipe, or --family and --size")
+        problems.append("--plan needs a model: give a recipe, or --family and --size")
     if args.list:
         broken_laws = []
     elif config is not None:
@@ -172,8 +180,10 @@ def run_fold(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
-    """The config of the recipe or family on the command line, as far as it can be read, if there is one; what is wrong
-    with it; and where it comes from."""
+    """Return the config of the command line's recipe or family, its problems, and where it comes from.
+
+    The config is None if neither is given or the recipe cannot be read.
+    """
     from titanmoe.components import COMPONENTS
 
     options = {"model.family": args.family, "model.size": args.size, "training.seq_len": args.seq_len}
@@ -181,11 +191,11 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
     if args.overrides:
         argv = args.overrides
     elif args.family is None and args.size is None:
-        problem = f"--seq-len = {args.seq_len} only concerns models: give --family and --size too, or a recipe"
+        problem = f"--seq-len = {args.seq_len} has no effect without a model: give --family and --size too, or a recipe"
         return None, [problem] if options else [], ""
     else:
-        # A name left out is passed as empty, and refused with the names there are.
-        # Batch and schedule are not known: GPipe runs with any number of microbatches.
+        # A missing name is passed as "", and refused with the list of known names.
+        # Batch and schedule are unknown: GPipe runs with any number of microbatches.
         defaults = {"model.family": "", "model.size": "", "training.seq_len": 4096, "pipeline.schedule": "GPipe"}
         argv, options = [], defaults | options
     draft = read_draft([*argv, *(f"--{path}={value}" for path, value in options.items())], COMPONENTS)
@@ -193,7 +203,7 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
 
 
 def _with_degrees(degrees: dict[str, int], config: Config | None = None) -> Parallelism:
-    """The config's mapping with the degrees of the command line, even if they are impossible."""
+    """Return the [parallelism] table of the config with the degrees of the command line, legal or not."""
     table = config.parallelism if config else Parallelism()
     experts = {name: degrees[name] for name in EXPERT_DEGREES if name in degrees}
     attention = {name: n for name, n in degrees.items() if name not in EXPERT_DEGREES}
@@ -268,18 +278,18 @@ def _plan(config: Config, fold: Fold) -> list[str]:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """Return rising numbers as text, consecutive ones as a range: 0-2,4."""
-    runs: list[list[int]] = []
+    """Return ascending numbers as text, consecutive ones as a range: 0-2,4."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
         else:
-            runs.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+            ranges.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ranges)
 
 
 def _show(texts: Iterable[Text]) -> None:
-    """In colour on a terminal, else plain."""
+    """Print texts, in colour on a terminal, else plain."""
     console = Console(highlight=False, soft_wrap=True)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     for text in texts:
@@ -291,7 +301,7 @@ def _show(texts: Iterable[Text]) -> None:
 
 
 def _svg(text: Text, title: str) -> str:
-    """As on a terminal, without the fonts that rich would fetch."""
+    """Return the text as an SVG of a terminal, without rich's links to fonts."""
     width = max(len(line) for line in text.plain.split("\n"))
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(text, highlight=False)
@@ -299,7 +309,7 @@ def _svg(text: Text, title: str) -> str:
 
 
 def _print_json_rows(rows: Iterator[dict[str, int]]) -> None:
-    """One row per line, as they come: a large world has millions."""
+    """Print rows as a JSON list, one per line while they are generated: a large world has millions."""
     start = "["
     for row in rows:
         print(f"{start}{json.dumps(row)}", end="")

@@ -1,4 +1,7 @@
-"""Colours for an expert's load: blue below the mean of its layer, red above, on a logarithmic scale."""
+"""Colours of an expert's load relative to the mean of its layer: blue below, red above, on a logarithmic scale.
+
+Used by TensorBoard's images and the report.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,23 @@ import numpy as np
 LOW, HIGH = np.array([42, 120, 214.0]), np.array([214, 59, 45.0])
 MEAN = np.array([240, 239, 236.0])
 DOUBLINGS = 2.0
-"""A quarter of the mean or less, and four times the mean or more, have the full colour."""
+"""Doublings from the mean to the full colour: a quarter of the mean or less, four times the mean or more."""
 
 
-def strength(share: np.ndarray) -> np.ndarray:
-    """-1 to 1 for the ratio of a load to the mean."""
-    return np.clip(np.log2(np.maximum(share, 2**-DOUBLINGS)) / DOUBLINGS, -1, 1)
+def strength(ratio: np.ndarray) -> np.ndarray:
+    """Return -1 to 1 for ratios of load to mean load."""
+    return np.clip(np.log2(np.maximum(ratio, 2**-DOUBLINGS)) / DOUBLINGS, -1, 1)
 
 
-def colour_share(share: np.ndarray) -> np.ndarray:
-    """(..., 3) bytes, on a light background."""
-    amount = np.abs(strength(share))[..., None]
-    end = np.where((share < 1)[..., None], LOW, HIGH)
+def opaque_colours(ratio: np.ndarray) -> np.ndarray:
+    """Return RGB bytes (..., 3) for ratios of load to mean load, for light backgrounds."""
+    amount = np.abs(strength(ratio))[..., None]
+    end = np.where((ratio < 1)[..., None], LOW, HIGH)
     return (MEAN * (1 - amount) + end * amount).round().astype(np.uint8)
 
 
-def colour_share_clear(share: np.ndarray) -> np.ndarray:
-    """(..., 4) bytes, transparent at the mean, for light and dark backgrounds."""
-    end = np.where((share < 1)[..., None], LOW, HIGH)
-    alpha = 255 * np.abs(strength(share))[..., None]
+def transparent_colours(ratio: np.ndarray) -> np.ndarray:
+    """Return RGBA bytes (..., 4) for ratios of load to mean load, transparent at the mean."""
+    end = np.where((ratio < 1)[..., None], LOW, HIGH)
+    alpha = 255 * np.abs(strength(ratio))[..., None]
     return np.concatenate([end, alpha], -1).round().astype(np.uint8)

@@ -1,15 +1,16 @@
-"""Which positions of a sequence see which: the one description that every implementation of attention reads.
+"""Attention masks: documents, shared prompts and windows, described once for every implementation of attention.
 
 Query q sees key k if k <= q < until[k] and depth[q] - depth[k] < window.
 
-A document is a tree. Usually it has no branches, and `until` is its end. Where several texts go on from one, such as
-the answers to a prompt, each follows the last without seeing it: `until` is the end of the branch that a position is
-on, with all that branches off later. So the prompt is there once. A position's depth is its place in its text.
+A document is a tree. Usually it has no branches, and `until` is the document's end. If several texts continue the same
+prompt, such as two completions, they follow each other: `until` is the end of a position's branch, with everything that
+branches off later, so that completions do not see each other and the prompt is stored once. `depth` is the position
+within the text.
 
-For each block of queries the host knows which runs of keys some of them see (`pairs`), without waiting for the device.
-Every implementation computes those, and nothing else.
+The host also knows the mask. So `Mask.pairs` lists the blocks of queries and keys to compute without waiting for the
+device, and every implementation computes just these.
 
-Shapes: B samples, L sequence.
+Shapes: B samples, L sequence, P prompts, X texts of one prompt, K keys of a block, Q queries of a block.
 """
 
 from __future__ import annotations
@@ -26,69 +27,82 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 256
-"""Queries that are computed together at most, where something besides causality hides keys from some of them."""
+"""Most queries in one block with documents or a window, where more would compute many hidden keys."""
 
 
 @dataclass(frozen=True, eq=False)
 class OnHost:
+    """The host's copy of a mask. It is hashed by identity, as key of the cache of block pairs."""
+
     until_BL: np.ndarray
     depth_BL: np.ndarray | None
 
     @cached_property
     def halves(self) -> tuple[OnHost, OnHost]:
-        """Of the samples: made once, because what is known of a mask goes by this object."""
+        """The masks of the first and the second half of the samples; cached, because block pairs are cached by mask."""
         depths = (None, None) if self.depth_BL is None else np.array_split(self.depth_BL, 2)
         first, second = (OnHost(*half) for half in zip(np.array_split(self.until_BL, 2), depths, strict=True))
         return first, second
 
 
 class BlockPair(NamedTuple):
-    """A block of queries and a run of keys. In some samples, or all; in places of the sequence; and where they are in
-    a tensor of a rank's chunks."""
+    """A block of queries and a contiguous range of keys that some of them see."""
 
     samples: slice
+    """The samples that it is computed for."""
     queries: slice
+    """Positions of the queries in the sequence."""
     keys: slice
+    """Positions of the keys in the sequence."""
     rows: slice
+    """Indices of the queries in the tensor of this rank's chunks."""
     columns: slice
+    """Indices of the keys in the tensor of the chunks of keys."""
     masked: bool
     """Whether the mask hides some keys from some queries, beyond causality."""
     causal: bool
-    """Whether queries and keys are the same places, and only causality hides any."""
+    """Whether queries and keys have the same positions and only causality hides any."""
 
 
 class Mask(NamedTuple):
+    """Which positions see which, on the device and on the host. The default is a causal mask."""
+
     until_BL: Tensor | None = None
-    """None: the end of the sequence."""
+    """The position before which queries see a key; None for the end of the sequence."""
     depth_BL: Tensor | None = None
-    """None: a position's place in the sequence, which serves as well where no document branches."""
+    """Position within the text; None for the position in the sequence, if no document branches."""
     window: int = 0
-    """0: there is none."""
+    """Positions that a query sees, including its own; 0 for all."""
     on_host: OnHost | None = None
+    """The same on the host; None for a causal mask."""
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Mask:
+        """Return the mask with its device tensors passed through `move`."""
         until, depth = (x if x is None else move(x) for x in (self.until_BL, self.depth_BL))
         return Mask(until, depth, self.window, self.on_host)
 
     def with_window(self, window: int) -> Mask:
         """Return the mask with another window.
 
-        Not by `_replace`: where a graph breaks, torch 2.11 rebuilds its result without its fields.
+        `_replace` cannot be used: at a graph break, torch 2.11 rebuilds its result without its fields.
         """
         return Mask(self.until_BL, self.depth_BL, window, self.on_host)
 
     def halves(self) -> tuple[Mask, Mask]:
-        """Of the first half of the samples, and of the other."""
+        """Return the masks of the first and the second half of the samples."""
         until, depth = ((None, None) if x is None else x.tensor_split(2) for x in (self.until_BL, self.depth_BL))
         on_host = (None, None) if self.on_host is None else self.on_host.halves
         first, second = (Mask(*half[:2], self.window, half[2]) for half in zip(until, depth, on_host, strict=True))
         return first, second
 
     def seen(self, samples: slice, queries: slice, keys: slice, device: torch.device) -> Tensor:
-        """Return (B or 1, queries, keys): which of these keys each of these queries sees.
+        """Return a bool tensor (B or 1, queries, keys): which of these keys each of these queries sees.
 
         Args:
-            samples: slice(None) for all of them.
+            samples: the samples; slice(None) for all.
+            queries: positions of the queries.
+            keys: positions of the keys.
+            device: of the result.
         """
         count = 1 if self.until_BL is None else len(self.until_BL)
         first, end = (0, count) if count == 1 or samples.stop is None else (samples.start, samples.stop)
@@ -98,7 +112,12 @@ class Mask(NamedTuple):
         return sees(self.until_BL, self.depth_BL, self.window, b.view(-1, 1, 1), q.view(1, -1, 1), k)
 
     def bias(self, pair: BlockPair, like: Tensor) -> Tensor | None:
-        """(B, 1, queries, keys) to be added to scores: -inf for what the mask hides; None if it hides nothing."""
+        """Return (B, 1, queries, keys) to add to logits, -inf for hidden keys; None if the mask hides none in the pair.
+
+        Args:
+            pair: the block.
+            like: a tensor whose batch size, dtype and device are used.
+        """
         if not pair.masked:
             return None
         hidden = ~self.seen(pair.samples, pair.queries, pair.keys, like.device)
@@ -106,25 +125,33 @@ class Mask(NamedTuple):
         return bias.expand(len(like[pair.samples]), -1, -1).unsqueeze(1)
 
     def pairs(self, chunk: int, chunks: int, query_chunks: Sequence[int], key_chunks: Sequence[int]) -> list[BlockPair]:
-        """What chunks of queries see of chunks of keys, of `chunks` that have `chunk` positions each."""
+        """Return the blocks of queries and keys to compute. Computed on the host and cached.
+
+        Args:
+            chunk: positions of a chunk.
+            chunks: number of chunks of the sequence.
+            query_chunks: indices of the chunks of queries, in the order of their tensor.
+            key_chunks: indices of the chunks of keys, in the order of their tensor.
+        """
         return _known_pairs(self.on_host, self.window, chunk, chunks, tuple(query_chunks), tuple(key_chunks))
 
     def count(self, length: int, samples: int = 1) -> int:
-        """How many pairs of a query and a key see each other."""
+        """Return the number of (query, key) pairs that attend, over all samples of a sequence length."""
         if self.on_host is None:
             until, depth = np.full((samples, length), length), None
         else:
             until, depth = self.on_host.until_BL, self.on_host.depth_BL
-        if self.window and depth is not None:  # a position and those that it goes on from
+        if self.window and depth is not None:  # a position and those before it in its text
             return int(np.minimum(depth + 1, self.window).sum())
         return int(np.minimum(until - np.arange(length), self.window or length).sum())
 
 
 CAUSAL = Mask()
+"""The mask without documents or a window."""
 
 
 def sees(until_BL: Tensor | None, depth_BL: Tensor | None, window: int, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Of a mask; sample, query and key by number, of shapes that broadcast."""
+    """Return whether queries see keys under a mask, given indices of sample, query and key that broadcast."""
     seen = k <= q
     if until_BL is not None:
         seen = seen & (q < until_BL[b, k])
@@ -135,12 +162,12 @@ def sees(until_BL: Tensor | None, depth_BL: Tensor | None, window: int, b: Tenso
 
 
 def spans(until_BL: Tensor, depth_BL: Tensor | None = None) -> Mask:
-    """From tensors of the host."""
+    """Return the mask of CPU tensors `until` and `depth`, without a window."""
     return Mask(until_BL, depth_BL, 0, OnHost(until_BL.numpy(), None if depth_BL is None else depth_BL.numpy()))
 
 
 def ends(document_BL: Tensor) -> Tensor:
-    """Of each position's document, one run of positions each: the place after its last."""
+    """Return (B, L): the position after the last one of each position's document. Documents are contiguous."""
     last = F.pad(document_BL[:, 1:] != document_BL[:, :-1], (0, 1), value=True)
     length = document_BL.shape[1]
     after = torch.arange(1, length + 1, device=document_BL.device).where(last, length)
@@ -148,7 +175,11 @@ def ends(document_BL: Tensor) -> Tensor:
 
 
 def branches(length_PX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """until and depth, where P stems follow each other, each with what goes on from it; X lengths, the stem's first."""
+    """Return `until` and `depth` of a sequence of P prompts, each followed by its completions.
+
+    Args:
+        length_PX: lengths in tokens, of the prompt first and then of its completions.
+    """
     end_PX = np.cumsum(length_PX).reshape(length_PX.shape)
     begin_PX, until_PX = end_PX - length_PX, end_PX.copy()
     until_PX[:, 0], begin_PX[:, 1:] = end_PX[:, -1], begin_PX[:, 1:] - length_PX[:, :1]
@@ -156,7 +187,7 @@ def branches(length_PX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return until, np.arange(len(begin)) - begin
 
 
-@torch.compiler.assume_constant_result  # compiled code has no documents, and cannot trace this
+@torch.compiler.assume_constant_result  # compiled code has no documents and cannot trace this
 def _known_pairs(*about: Any) -> list[BlockPair]:
     return _pairs(*about)
 
@@ -171,23 +202,28 @@ def _pairs(
     key_chunks: Sequence[int],
 ) -> list[BlockPair]:
     every_sample, place = slice(None), np.arange(chunk * chunks)
-    rows = [(every_sample, np.full_like(place, len(place)), place)]
+    samples_masks = [(every_sample, np.full_like(place, len(place)), place)]
     if host is not None:
         depths = [place] * len(host.until_BL) if host.depth_BL is None else host.depth_BL
-        rows = [(slice(n, n + 1), *row) for n, row in enumerate(zip(host.until_BL, depths, strict=True))]
+        samples_masks = [(slice(n, n + 1), *row) for n, row in enumerate(zip(host.until_BL, depths, strict=True))]
     out = []
-    for samples, until, depth in rows:
-        for at, i in enumerate(query_chunks):
-            for queries in _stretches(slice(i * chunk, (i + 1) * chunk), until, BLOCK if window else chunk):
-                for there, j in enumerate(key_chunks):
-                    for keys, masked, causal in _runs(queries, slice(j * chunk, (j + 1) * chunk), until, depth, window):
-                        own, other = _moved(queries, (at - i) * chunk), _moved(keys, (there - j) * chunk)
-                        out.append(BlockPair(samples, queries, keys, own, other, masked, causal))
+    for samples, until, depth in samples_masks:
+        for query_index, i in enumerate(query_chunks):
+            for queries in _query_blocks(slice(i * chunk, (i + 1) * chunk), until, BLOCK if window else chunk):
+                for key_index, j in enumerate(key_chunks):
+                    for keys, masked, causal in _key_ranges(
+                        queries, slice(j * chunk, (j + 1) * chunk), until, depth, window
+                    ):
+                        rows, columns = (
+                            _moved(queries, (query_index - i) * chunk),
+                            _moved(keys, (key_index - j) * chunk),
+                        )
+                        out.append(BlockPair(samples, queries, keys, rows, columns, masked, causal))
     return out
 
 
-def _stretches(chunk: slice, until: np.ndarray, most: int) -> Iterator[slice]:
-    """Queries to be computed together: a branch, in pieces of at most `most`, or several that are short."""
+def _query_blocks(chunk: slice, until: np.ndarray, most: int) -> Iterator[slice]:
+    """Yield ranges of queries to compute together: a branch, in blocks of at most `most`, or several short branches."""
     begin, borders = chunk.start, chunk.start + 1 + np.flatnonzero(np.diff(until[chunk]))
     for first, end in pairwise((chunk.start, *borders.tolist(), chunk.stop)):
         long = end - first >= BLOCK
@@ -203,11 +239,14 @@ def _moved(span: slice, by: int) -> slice:
     return slice(span.start + by, span.stop + by)
 
 
-def _runs(
+def _key_ranges(
     queries: slice, keys: slice, until: np.ndarray, depth: np.ndarray, window: int
 ) -> Iterator[tuple[slice, bool, bool]]:
-    """Runs of keys that some of the queries see, whether the mask hides some of those, and whether only causality
-    does."""
+    """Yield the contiguous ranges of keys that some of the queries see.
+
+    Yields:
+        The range, whether the mask hides some of its keys from some queries, and whether only causality does.
+    """
     first, end = queries.start, queries.stop
     keys = slice(keys.start, min(keys.stop, end))
     if keys.start >= keys.stop:

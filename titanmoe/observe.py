@@ -1,7 +1,7 @@
-"""The points of a run that can be observed: the code that trains announces them, and whoever watches a run listens.
+"""Hooks of a run: training code announces points, and observers (metrics, profiler, watch, rehearsal) listen.
 
-Observers only listen: a run goes on as it would without them. If nobody listens, a point is a call of an empty
-function.
+Observers change nothing in a run. Without one, a point is a call of an empty function. Training code calls
+a method of `observe.active`, or the functions at the end of this file where torch.compile may trace it.
 """
 
 from __future__ import annotations
@@ -16,55 +16,65 @@ from torch.compiler import is_compiling
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 PHASES = ("data", "forward_backward", "optimizer", "validation", "checkpoint", "other")
-"""In the order of a step; the first three are the step itself."""
+"""The phases of a step, in their order; the first three are the step itself."""
 OTHERS_TURN = "the other half's turn"
-"""A region: work of another thread, which does not belong to any region of this one."""
+"""Name of the region in which another thread computes, whose work belongs to no region of this thread."""
 
 
 class Observer:
-    """Each point, which does nothing here; an observer has those that it wants to hear."""
+    """Base class with all points as empty methods. An observer overrides those that it needs."""
 
     def phase(self, name: str, step: int) -> None:
-        """One of PHASES begins."""
+        """Note that a phase of PHASES begins."""
 
     def microbatch(self, stage: int, number: int, backward: bool) -> None:
-        """This rank begins the forward or backward of a microbatch."""
+        """Note that this rank begins the forward or backward of a microbatch in a stage."""
 
     def layer(self, number: int) -> None:
-        """Forward or backward has come to this layer."""
+        """Note that forward or backward has reached a layer."""
 
     def region(self, name: str) -> AbstractContextManager[None] | None:
-        """A named stretch of work begins. Returns a context to enter and leave with it, or None."""
+        """Return a context manager that is entered for the duration of a named region of code, or None."""
 
     def products(self, experts: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """A layer's experts have computed rows. inputs: the rows and their routing weights, as they arrived. output:
-        before it is sent back."""
+        """Note that a layer's experts have computed their tokens.
+
+        Args:
+            experts: the module.
+            inputs: the routed tokens that the rank received, and their routing weights.
+            output: the experts' output, before it is sent back.
+        """
 
     def waits(self, group: str) -> None:
-        """This rank begins to wait for a message of that process group."""
+        """Note that this rank begins to wait for a message of a process group."""
 
     def arrived(self) -> None:
-        """It has waited, and has the message."""
+        """Note that the message has arrived that `waits` announced."""
 
     def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
-        """The gradients of a step are summed and known to be finite; they are clipped next. work: its StepWork.
-        parameters: by name, on this rank."""
+        """Note that the gradients of a step are summed and finite, before they are clipped.
+
+        Args:
+            step: number of the step.
+            work: the StepWork of the step.
+            parameters: the parameters of this rank, by name.
+        """
 
     def updated(self, step: int) -> None:
-        """The optimizer has made its update."""
+        """Note that the optimizer has updated the weights."""
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """Something to write down that happened once."""
+        """Note an event, such as a skipped step, with a kind, a text and further fields for events.jsonl."""
 
     def rank_times(self, steps: list[int], seconds: dict[str, Any]) -> None:
-        """What each rank spent its time on, a row for each of these steps."""
+        """Note the seconds that each rank spent on each kind of work, one row per step."""
 
 
 POINTS = tuple(name for name, value in vars(Observer).items() if callable(value))
 
 
 class _Several(Observer):
-    """Observers as one. A point that only one of them hears calls it directly."""
+    """Several observers as one. A point that only one of them overrides calls it directly."""
 
     def __init__(self, observers: tuple[Observer, ...]):
         self.observers = observers
@@ -100,13 +110,15 @@ def _all_regions(hear: list[Callable[[str], Any]]) -> Callable[[str], AbstractCo
 
 
 NOBODY = Observer()
+"""The observer without effect."""
 active: Observer = NOBODY
-"""Whoever listens. A global, because points are also reached in recomputation, in autograd's own threads, and in plain
-functions that no caller could pass it to."""
+"""The observers that listen now. A global, because points are also reached in recomputation, in autograd's threads and
+in functions that no caller could pass it to."""
 
 
 @contextmanager
 def listening(observer: Observer) -> Iterator[None]:
+    """Let an observer listen inside the context, besides those that already do."""
     global active
     active = _Several((*_listening(), observer))
     try:
@@ -118,7 +130,7 @@ def listening(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Nobody hears what happens inside, which is not part of any step."""
+    """Let no observer listen inside the context, for work that belongs to no step."""
     global active
     before, active = active, NOBODY
     try:
@@ -131,31 +143,35 @@ def _listening() -> tuple[Observer, ...]:
     return active.observers if isinstance(active, _Several) else ()
 
 
-# ---- Points that compiled code may reach: a graph runs as a whole and announces nothing. At the others the code calls
+# ---- Points in code that torch.compile may trace. A compiled graph announces nothing. At other points the code calls
 # `observe.active` itself.
 
 
 def products(experts: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Announce `Observer.products`."""
     if not is_compiling():
         active.products(experts, inputs, output)
 
 
 def waits(group: str) -> None:
+    """Announce `Observer.waits`."""
     if not is_compiling():
         active.waits(group)
 
 
 def arrived() -> None:
+    """Announce `Observer.arrived`."""
     if not is_compiling():
         active.arrived()
 
 
 def region(name: str) -> AbstractContextManager[None]:
+    """Return a context manager for a named region, with the observers' contexts for it."""
     return nullcontext() if is_compiling() else active.region(name) or nullcontext()
 
 
 def named(name: str) -> Callable[[Function], Function]:
-    """Decorator: the function runs inside a region."""
+    """Return a decorator that runs a function inside a named region."""
 
     def wrap(function: Function) -> Function:
         @wraps(function)

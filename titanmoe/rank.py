@@ -1,9 +1,12 @@
-"""One rank of a run: python -m titanmoe.rank --config RECIPE.toml. `titanmoe train` starts it; train.py calls it."""
+"""Entry point of one rank: `python -m titanmoe.rank --config RECIPE.toml`.
+
+`titanmoe train` starts it and train.py calls it. It passes the tools that watch a run to `titanmoe.train.launch`.
+"""
 
 import gc
 import sys
 
-gc.disable()  # imports make much that stays and hardly any garbage: collecting takes a fifth of their time
+gc.disable()  # imports leave hardly any garbage, and collecting it takes a fifth of their time
 
 from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
@@ -15,8 +18,10 @@ gc.enable()
 
 
 def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
-    """Return the config with moe.overlap filled in where it is "auto", and why it was chosen. Collective over the
-    world: all ranks plan for rank 0's device, because all must do the same."""
+    """Return the config with moe.overlap = "auto" replaced by the planner's choice, and the reason for the header.
+
+    Collective over the world: all ranks plan for rank 0's device, so that all make the same choice.
+    """
     if config.moe.overlap != "auto":
         return config, ""
     import torch
@@ -33,6 +38,7 @@ def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
 
 
 def run() -> None:
+    """Run this rank and exit with its code."""
     try:
         code = main(sys.argv[1:], COMPONENTS, watch=watched, overlap=plan_overlap, checks=checks)
     except SystemExit as end:

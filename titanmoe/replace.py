@@ -1,4 +1,4 @@
-"""Give an attribute of a module, a class or an object another value for a while."""
+"""A context manager that sets an attribute of a module, a class or an object for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` inside the context. What was there before comes back, or is inherited again."""
+    """Set `owner.name` to `value` inside the context. Afterwards the old value is restored, or inherited again."""
     own = name in vars(owner)
     before = vars(owner)[name] if own else getattr(owner, name)  # a staticmethod, not the function in it
     setattr(owner, name, value)

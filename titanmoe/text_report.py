@@ -1,4 +1,4 @@
-"""What a command prints and writes: aligned columns of text, byte counts in three digits, files."""
+"""Output of commands: aligned columns, byte counts in three digits, reports with files. For plan and rehearse."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def format_bytes(count: float) -> str:
+    """Return a number of bytes in three digits with a decimal unit: "1.23 GB"."""
     unit = 0
     while count >= 1000 and unit < len(UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -20,6 +21,7 @@ def format_bytes(count: float) -> str:
 
 
 def columns(body: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+    """Return the rows as indented lines with aligned columns; those with an index in `right` are right-aligned."""
     if not body:
         return []
     widths = [max(len(row[i]) for row in body) for i in range(len(body[0]))]
@@ -31,11 +33,11 @@ def columns(body: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
 
 
 Report = tuple[list[str], dict[Path | None, str], int]
-"""Lines to print, texts of files (None: not asked for), and the exit code."""
+"""The lines to print, the text of each file (None for a file that was not requested), and the exit code."""
 
 
 def print_report(problems: list[str], report: Callable[[], Report]) -> int:
-    """Print a report and write its files, unless there are problems; returns the exit code."""
+    """Print a report and write its files, or print the problems if there are any. Return the exit code."""
     if problems:
         print(format_problems(problems), file=sys.stderr)
         return 2

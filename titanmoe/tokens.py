@@ -1,7 +1,8 @@
-"""What a rank needs to know about its tokens besides their ids.
+"""Metadata of a microbatch's tokens on one rank: positions, samples, padding, mask.
 
-B samples of the microbatch, S positions of the attention slice (the sequence over cp), L the whole sequence, T tokens
-this rank owns (B times the sequence over cp and tp, flattened): the disjoint set that the MoE layer sees.
+The model passes it to every layer. Shapes: B samples of the microbatch, S positions of this rank's slice of the
+sequence in attention (the sequence / cp), L full sequence, T tokens that this rank owns (B * sequence / (cp * tp),
+flattened): the disjoint set of tokens that the MoE layer gets.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ IGNORE = -100
 
 
 class Tokens(NamedTuple):
+    """Metadata of the tokens of one microbatch on this rank."""
+
     position_BS: Tensor
     """Position of each token of the attention slice in its sequence, or in its document there, for RoPE."""
     index_T: Tensor
@@ -25,28 +28,28 @@ class Tokens(NamedTuple):
     sample_T: Tensor
     """Sample within the microbatch, 0 to B - 1."""
     valid_T: Tensor
-    """False for padding, which visits no expert and is not counted anywhere."""
+    """False for padding, which is routed to no expert and not counted."""
     microbatch: Tensor
     """Index of the microbatch within the step, a scalar."""
     mask: Mask = CAUSAL
-    """Which positions of the whole sequence see which, apart from a layer's window."""
+    """The attention mask of the full sequence, without windows of layers."""
     next_BS: Tensor | None = None
-    """Id of the token after each one of the attention slice; None unless the model also predicts the one after that."""
+    """Id of the token after each position, for multi-token prediction; None without it."""
     later_BS: Tensor | None = None
-    """The label for that prediction."""
+    """Label of multi-token prediction at each position: the token after the next; None without it."""
 
     def halves(self) -> tuple[Tokens, Tokens]:
-        """What a block needs to know of the first half of the samples, and of the other."""
+        """Return the metadata of the first and the second half of the samples, without next_BS and later_BS."""
         B = len(self.position_BS)
 
-        def own(x_T: Tensor) -> Iterator[Tensor]:
+        def split(x_T: Tensor) -> Iterator[Tensor]:
             return (half.flatten() for half in x_T.view(B, -1).tensor_split(2))
 
-        own_parts = own(self.index_T), own(self.sample_T), own(self.valid_T)
+        owned = split(self.index_T), split(self.sample_T), split(self.valid_T)
         first, second = (
             Tokens(position_BS, index_T, sample_T, valid_T, self.microbatch, mask)
             for position_BS, index_T, sample_T, valid_T, mask in zip(
-                self.position_BS.tensor_split(2), *own_parts, self.mask.halves(), strict=True
+                self.position_BS.tensor_split(2), *owned, self.mask.halves(), strict=True
             )
         )
         return first, second._replace(sample_T=second.sample_T - len(first.position_BS))

@@ -87,7 +87,7 @@ def test_the_plan_is_a_row_for_each_module_of_the_layers_that_have_it(fold):
     assert "moe.experts ExpertParallel ep 2 x etp 2 w1 1, w3 1, w2 2" in lines
     assert lines[-1] == "2 pipeline stages: embed and layers 0-2; 3 and head"
     code, out, err = fold("--ranks", 8, "--plan")
-    assert (code, out) == (2, "") and "--plan is of a model: give a recipe, or --family and --size" in err
+    assert (code, out) == (2, "") and "--plan needs a model: give a recipe, or --family and --size" in err
 
 
 def test_an_illegal_mapping_exits_2_with_everything_and_the_nearest(fold):

@@ -14,7 +14,7 @@ import pytest
 from titanmoe.cli import main
 from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config, Training
-from titanmoe.load_colours import colour_share, colour_share_clear
+from titanmoe.load_colours import opaque_colours, transparent_colours
 from titanmoe.report.charts import (
     POINTS,
     Curve,
@@ -305,8 +305,8 @@ def test_a_dead_expert_and_a_hot_one_are_seen_among_hundreds():
 
 def test_colours_of_loads():
     share = np.array([0.0, 0.25, 1.0, 4.0, 100.0])
-    assert colour_share(share).tolist()[2] == [240, 239, 236]
-    rgba = colour_share_clear(share)
+    assert opaque_colours(share).tolist()[2] == [240, 239, 236]
+    rgba = transparent_colours(share)
     assert rgba[:, 3].tolist() == [255, 255, 0, 255, 255]
     assert (rgba[1] == rgba[0]).all() and (rgba[3] == rgba[4]).all() and rgba[1, 2] > rgba[3, 2]
 

@@ -204,7 +204,6 @@ def help_page(
         width: columns of the terminal.
         components: the components that fields can name.
     """
-
     import textwrap
 
     def paragraph(text: str, indent: str = "") -> str:

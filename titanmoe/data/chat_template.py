@@ -275,7 +275,7 @@ def _compile(text: str, opening: str, closing: str) -> tuple[Any, bool]:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """{% generation %}...{% endgeneration %}"""
+        """The template block {% generation %} ... {% endgeneration %}."""
 
         tags = {"generation"}
 

@@ -139,8 +139,11 @@ def build_meshes(
         return communicators.group(kind, groups(fold, view, axes))
 
     def mesh(view: View, **axes: tuple[CommunicatorKind | None, tuple[str, ...]]) -> DeviceMesh:
-        """Build a mesh of this rank's stage from the kind of communicator (None: nothing is sent) and the axes of each
-        dimension.
+        """Build a mesh of this rank's stage.
+
+        Args:
+            view: the view that the axes are of.
+            axes: for each dimension, the kind of its communicator (None: nothing is sent) and its axes in the view.
         """
         sizes = [len(group_of(fold, view, parts, 0)) for _, parts in axes.values()]
         stage = coordinates(fold, view, dist.get_rank())["pp"] * fold.stage

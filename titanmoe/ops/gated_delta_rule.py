@@ -232,7 +232,7 @@ class _Decays(NamedTuple):
 
 
 def _running_sums(x_Cx: Tensor) -> Tensor:
-    """Return running sums over C. (torch.cumsum of floats is not deterministic on GPUs.)"""
+    """Return running sums over C, deterministic on GPUs, unlike torch.cumsum of floats."""
     length, distance = x_Cx.shape[-2], 1
     while distance < length:
         x_Cx = x_Cx + F.pad(x_Cx[..., :-distance, :], (0, 0, distance, 0))

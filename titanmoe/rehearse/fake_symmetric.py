@@ -80,8 +80,9 @@ def reserve(
 def _overflows(
     exchange: IntegerMessages, memory: SymmetricBuffers, layers: Iterable[int], ranks: Iterable[int]
 ) -> bool:
-    """Return whether a receive buffer of these ranks is too small for the assumed routing, in any microbatch and
-    layer.
+    """Return whether a receive buffer of these ranks is too small for the assumed routing.
+
+    One microbatch of one layer is enough.
     """
     layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
     return any(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanmoe.load_colours import colour_share_clear
+from titanmoe.load_colours import transparent_colours
 from titanmoe.report.draw import Area, Picture, Point, Sheet, Stroke, Words
 from titanmoe.report.read_run import Run
 from titanmoe.train.run_folder import QUIZ_METRICS
@@ -245,7 +245,7 @@ def share_EC(load_EC: np.ndarray) -> np.ndarray:
 def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:
     """One layer with its axes, for the page."""
     sheet = Sheet(300, 130, f"load of the experts of layer {layer}, steps {steps[0]} to {steps[-1]}")
-    draw_heatmap(sheet, (0, 2, 298, 126), colour_share_clear(share_EC(load_EC)), len(load_EC), steps)
+    draw_heatmap(sheet, (0, 2, 298, 126), transparent_colours(share_EC(load_EC)), len(load_EC), steps)
     return sheet
 
 
@@ -274,7 +274,7 @@ def ranks_sheet(run: Run) -> Sheet | None:
     sheet.marks.append(Words(12, 21, f"Time that each rank does not wait: {run.name}", "ink", 14, bold=True))
     text = "over the mean of all ranks; a row per rank, steps from left to right; blue half of it, red twice"
     sheet.marks.append(Words(12, 40, text, "soft", 11))
-    picture = colour_share_clear(share_EC(run.busy_RC) ** 2)  # full colour at twice the mean, not at four times
+    picture = transparent_colours(share_EC(run.busy_RC) ** 2)  # full colour at twice the mean, not at four times
     draw_heatmap(sheet, box, picture, len(run.busy_RC), steps)
     left, right, top, floor = box[0] + 30, box[0] + box[2], box[1], box[1] + box[3] - 16
     for event in run.events:

@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from titanmoe.checkpoint import safe_files
-from titanmoe.load_colours import colour_share
+from titanmoe.load_colours import opaque_colours
 
 
 class Report(NamedTuple):
@@ -206,7 +206,7 @@ class TensorBoardWriter:
         import torch  # titanmoe report and the console import this module without torch
 
         for layer, history in self.loads.items():
-            image_EC3 = colour_share(np.stack(history, 1))
+            image_EC3 = opaque_colours(np.stack(history, 1))
             scale = max(1, 160 // image_EC3.shape[0]), max(1, 400 // image_EC3.shape[1])
             image_EC3 = image_EC3.repeat(scale[0], 0).repeat(scale[1], 1)
             self.writer.add_image(f"load/layer {layer}", image_EC3, step, dataformats="HWC")

@@ -222,8 +222,9 @@ def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroup
 
 
 def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
-    """Return the ranks whose collective differs from that of the step before, where another rank of the stage
-    repeated its own.
+    """Return the ranks whose collective differs from that of the step before.
+
+    A rank counts only if another rank of its stage has repeated its own step before up to that collective.
     """
     late = {}
     for status in statuses:
