@@ -55,6 +55,7 @@ class Adapters:
         return self.tensors[down], self.tensors[up]
 
     def rank(self, matrix: str) -> int:
+        """Return the rank of a weight's adapter."""
         return self.tensors[adapter_names(matrix)[0]].shape[-2]
 
 

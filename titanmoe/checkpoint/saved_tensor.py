@@ -89,7 +89,7 @@ def _place(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
 
 
 def _described(value: Any) -> tuple[torch.dtype, int, Sizes, Sizes]:
-    """Return dtype, offset in the storage, shape and strides of the tensor that a call rebuilds."""
+    """Return dtype, offset in the storage, shape and strides of the tensor that a pickled call would rebuild."""
     nothing = PickledCall(GlobalName("collections OrderedDict"), ())
     match value:
         case PickledCall(

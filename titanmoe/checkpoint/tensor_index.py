@@ -51,6 +51,7 @@ class StoredTensor:
 
 
 def to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
+    """Return the contents of tensors.json, a line for each tensor."""
     lines = []
     for name, tensor in sorted(tensors.items()):
         blocks = [[b.offset, b.shape, b.file, b.start, b.bytes] for b in tensor.blocks]

@@ -57,9 +57,11 @@ class TensorShard:
 
     @property
     def blocks(self) -> list[tuple[Sizes, Sizes]]:
+        """Offset and sizes of the block to write; none if the shard is empty."""
         return [(self.offset, self.sizes)] if self.tensor.numel() else []
 
     def get(self) -> Tensor:
+        """Return this rank's shard."""
         return self.tensor
 
 
@@ -81,9 +83,11 @@ class LazyTensor:
 
     @property
     def blocks(self) -> Iterator[tuple[Sizes, Sizes]]:
+        """Offsets and sizes of the blocks to write, each of at most WRITE_BLOCK_BYTES."""
         return split_into_blocks(self.offset, self.shape, self.dtype.itemsize, WRITE_BLOCK_BYTES)
 
     def get(self) -> Tensor:
+        """Return the full tensor."""
         return self.read(self.offset, self.shape)
 
 
@@ -159,6 +163,7 @@ class _ChecksummedFile(io.RawIOBase):
 
     @property
     def sum(self) -> Checksum:
+        """Size and CRC-32 of what has been written."""
         return Checksum(self.bytes, self.crc32)
 
 
@@ -270,6 +275,7 @@ class CheckpointWriter(StorageWriter):
         self._write_bytes(TENSOR_INDEX, to_json(tensors))
 
     def copy_files(self, files: Mapping[str, Path]) -> None:
+        """Copy files into the checkpoint's hf/, under their names there."""
         for name, source in files.items():
             (self.folder / layout.CARRIED).mkdir(exist_ok=True)
             self._write_bytes(

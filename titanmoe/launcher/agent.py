@@ -139,7 +139,7 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def result(self, failed_processes: dict[int, Any]) -> LaunchResult:
+    def build_result(self, failed_processes: dict[int, Any]) -> LaunchResult:
         workers, notes = self._worker_group.workers, self._pcontext.error_files if self._pcontext else {}
         files = [Path(note) for note in notes.values()]
         failures, parts, ended_by_hang = [], phases_of_late_ranks(files), ranks_ended_by_hang(files)
@@ -176,7 +176,7 @@ def launch(options: Namespace, words: list[str], logs: RankLogs) -> LaunchResult
     finally:
         if not agent.signal:  # otherwise other nodes may go on without this one
             handler.shutdown()
-    return agent.result(result.failures if result and result.is_failed() else {})
+    return agent.build_result(result.failures if result and result.is_failed() else {})
 
 
 def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:

@@ -124,14 +124,14 @@ class Comparison:
     """Why the case cannot run here; "" if it ran."""
 
     @property
-    def fit(self) -> bool:
+    def is_ok(self) -> bool:
         """Whether the numbers agree, or the case was skipped."""
         return bool(self.skipped) or self.error <= TOLERANCE
 
     def line(self) -> str:
         if self.skipped:
             return f"  -     {self.name:<42} not run: {self.skipped}"
-        verdict = "ok   " if self.fit else "WRONG"
+        verdict = "ok   " if self.is_ok else "WRONG"
         return f"  {verdict} {self.name:<42} off by {self.error:.1e}   {self.seconds:8.3f} s a step"
 
 
@@ -165,6 +165,14 @@ def run_steps_on_one_rank(world: int, device: str) -> list[float]:
 
 
 def compare(runtime: Runtime, only: list[str], node: int, expected: list[float]) -> list[Comparison]:
+    """Run the test cases and compare them with one rank's numbers, printing a line each. Collective over all ranks.
+
+    Args:
+        runtime: this rank's runtime.
+        only: run cases whose names contain one of these words; all if empty.
+        node: ranks of a node.
+        expected: losses and gradient norms of one rank.
+    """
     rows = []
     for name, changes in cases(runtime.world, node).items():
         if only and not any(word in name for word in only):
@@ -275,6 +283,7 @@ def _data(mesh: DeviceMesh) -> Group:
 
 
 def versions(runtime: Runtime) -> list[str]:
+    """Return lines with the versions of torch, CUDA and NCCL."""
     lines = [f"torch {torch.__version__}, {runtime.world} ranks"]
     if runtime.device.type == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -304,7 +313,7 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
         return {"rows": [], "wires": [], "problems": [answer[0]]}
     print_rank_0(f"two steps in float32 against one rank (allowed: {TOLERANCE:.0e})")
     rows = compare(runtime, only, node, answer[0])
-    problems += [f"{row.name} is off by {row.error:.1e}" for row in rows if not row.fit]
+    problems += [f"{row.name} is off by {row.error:.1e}" for row in rows if not row.is_ok]
 
     widest = math.gcd(node, 8)
     mapping = ["--parallelism.tp", str(widest), "--parallelism.experts.ep", str(runtime.world)]

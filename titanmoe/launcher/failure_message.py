@@ -46,25 +46,25 @@ class RankFailure:
         return self.exitcode if self.exitcode >= 0 else 128 - self.exitcode
 
     @property
-    def consequence(self) -> bool:
+    def is_consequence(self) -> bool:
         """Whether another rank failed first: the note says so, or the launcher or the watch then ended this one."""
         if note := self.note():
             return bool(note.get("consequence"))
         return self.ended_by_hang or self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
     @property
-    def refused(self) -> bool:
+    def is_refusal(self) -> bool:
         """Whether it ended before training with a message that says what to change."""
         return self.exitcode == 2 and bool(self.note())
 
     @property
-    def own_fault(self) -> bool:
+    def has_own_cause(self) -> bool:
         """Whether it failed for a reason of its own, and not because another rank failed or it was being stopped."""
-        return bool(self.note()) and not self.consequence
+        return bool(self.note()) and not self.is_consequence
 
 
 def read_note(file: Path) -> dict:
-    """Return a rank's note from wherever it could be written; {} if there is none."""
+    """Return a rank's note, from its file or the fallback in memory; {} if there is none."""
     for place in note_paths(file):
         with contextlib.suppress(OSError, ValueError):
             return json.loads(place.read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     """
 
     def order(failure: RankFailure) -> tuple[bool, float, int]:
-        return failure.consequence, failure.note().get("timestamp", failure.timestamp), failure.rank
+        return failure.is_consequence, failure.note().get("timestamp", failure.timestamp), failure.rank
 
     ordered = sorted(failures, key=order)
     note = ordered[0].note()
@@ -113,7 +113,7 @@ def failure_message(failure: RankFailure, world: int, out_of_memory: bool = Fals
         out_of_memory: whether the kernel has killed a process for lack of memory since the run began.
     """
     note = failure.note()
-    if failure.refused:
+    if failure.is_refusal:
         # A refusal: usually from all ranks, sometimes about one rank's machine, such as data missing there.
         return f"rank {failure.rank}: {note['message']}" if failure.rank else note["message"]
     who = f"rank {failure.rank} failed first" if world > 1 else "the run failed"

@@ -97,6 +97,7 @@ class Request:
 
     @property
     def checks_memory(self) -> bool:
+        """Whether a run that needs more memory than there is should be refused."""
         return "memory" not in self.options and not split_words(self.words).print_config
 
     @property
@@ -335,7 +336,7 @@ def _start(prepared: PreparedRun) -> int:
     if text:
         # The panel of rank 0 may have left the cursor in the middle of the screen.
         print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
-    refused = logs.attempt == 1 and bool(result.failures) and first_failure(result.failures).refused
+    refused = logs.attempt == 1 and bool(result.failures) and first_failure(result.failures).is_refusal
     if code == 0 or not result.failures or result.signal or refused:
         logs.tidy(refused)
     return code
@@ -353,12 +354,12 @@ def exit_status(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bo
     if not result.failures and not result.signal:
         return 0, ""
     culprit = first_failure(result.failures) if result.failures else None
-    if culprit is None or (result.signal and not culprit.own_fault):
+    if culprit is None or (result.signal and not culprit.has_own_cause):
         if result.killed:
             return 128 + result.signal, "ended at once; checkpoints that were complete are there"
         return 128 + result.signal, "" if saves else "stopped; nothing was saved, because checkpoint.enable = false"
     text = failure_message(culprit, result.world, out_of_memory)
-    if nodes > 1 and culprit.consequence:
+    if nodes > 1 and culprit.is_consequence:
         text += "\nthis rank only lost its connection to another: look for the cause in the logs of the other nodes"
     return culprit.code, text
 

@@ -120,7 +120,7 @@ def to_hf(
     dtype: torch.dtype | None,
     overwrite: bool,
     group: Group,
-    under: str = "",
+    base_name: str = "",
 ) -> FolderPlan:
     """Export a checkpoint, or adapters merged into their base weights, to a Hugging Face folder. Collective.
 
@@ -132,19 +132,19 @@ def to_hf(
         dtype: dtype of the files; None: the checkpoint's.
         overwrite: replace an existing folder.
         group: ranks that share the work.
-        under: name of the base weights under adapters; "" for the one in their recipe.
+        base_name: name of the base weights under adapters; "" for the one in their recipe.
     """
 
     def plan_hf() -> FolderPlan:
         check_output_folder(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
-        return plan_folder(path, shard_bytes, tokenizer, dtype, under)
+        return plan_folder(path, shard_bytes, tokenizer, dtype, base_name)
 
     plan = raise_on_all_ranks(group, plan_hf)
     _check_files(path, group)
     if isinstance(merged := plan.export.weights, MergedWeights):
-        check_digest(merged.adapters, merged.under, merged.name, group)
+        check_digest(merged.adapters, merged.base, merged.name, group)
         if merged.adapters.config is None:
-            merged.compared = compare_base(merged.adapters, merged.under, merged.name, group)
+            merged.compared = compare_base(merged.adapters, merged.base, merged.name, group)
     _write(plan, out, group)
     return plan
 
@@ -156,7 +156,7 @@ def to_peft(
     drop: Sequence[str],
     overwrite: bool,
     group: Group,
-    under: str = "",
+    base_name: str = "",
 ) -> PeftFolder:
     """Export a checkpoint's adapters to a PEFT folder. Collective.
 
@@ -167,21 +167,21 @@ def to_peft(
         drop: ["mtp"] leaves the adapters of multi-token prediction out.
         overwrite: replace an existing folder.
         group: ranks that share the work.
-        under: name of base weights, to be compared with those that the adapters were trained on; "" to skip that.
+        base_name: name of base weights, to be compared with those that the adapters were trained on; "" to skip that.
     """
 
     def plan_peft() -> tuple[Adapters, PeftFolder]:
         check_output_folder(out, overwrite, (ADAPTER_CONFIG,))
         adapters = read_checkpoint_adapters(path)
         map_ = TensorMap(adapters.model, configs.hf_format_of(adapters.model.family))
-        base = under or (adapters.config.checkpoint.initial_hf)
+        base = base_name or (adapters.config.checkpoint.initial_hf)
         return adapters, plan_peft_folder(adapters, map_, base, dtype, drop)
 
     adapters, plan = raise_on_all_ranks(group, plan_peft)
     _check_files(path, group)
-    if under:
-        weights = raise_on_all_ranks(group, lambda: open_base_weights(adapters, under))
-        check_digest(adapters, weights, under, group)
+    if base_name:
+        weights = raise_on_all_ranks(group, lambda: open_base_weights(adapters, base_name))
+        check_digest(adapters, weights, base_name, group)
     _write(plan, out, group)
     return plan
 

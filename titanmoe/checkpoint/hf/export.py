@@ -112,7 +112,7 @@ def plan_folder(
     shard_bytes: int,
     tokenizer: Path | None,
     dtype: torch.dtype | None,
-    under: str,
+    base_name: str,
 ) -> FolderPlan:
     """Plan the Hugging Face folder of a checkpoint, or of adapters merged into their base weights.
 
@@ -121,9 +121,9 @@ def plan_folder(
         shard_bytes: most bytes of a safetensors file.
         tokenizer: folder with tokenizer files; None: those that the checkpoint carries.
         dtype: dtype of the files; None: the checkpoint's.
-        under: name of the base weights under adapters; "" for the one in their recipe.
+        base_name: name of the base weights under adapters; "" for the one in their recipe.
     """
-    export = Export(open_export_source(path, under), path, dtype)
+    export = Export(open_export_source(path, base_name), path, dtype)
     other_files = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
     if tokenizer is not None:
         tokenizer_files = {

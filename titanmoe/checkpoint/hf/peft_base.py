@@ -31,15 +31,15 @@ def read_first_adapters(folder: Path, model: Model, lora: LoRA) -> Adapters:
     return adapters
 
 
-def refuse_other_base(adapters: Adapters, under: str) -> None:
+def refuse_other_base(adapters: Adapters, base_name: str) -> None:
     """Raise a ConfigError if adapters name another base model than the given one, as far as names tell.
 
     Args:
         adapters: the adapters.
-        under: name of the base weights of the run; "" for random ones.
+        base_name: name of the base weights of the run; "" for random ones.
     """
     named = adapters.base
-    if named and not under:
+    if named and not base_name:
         raise ConfigError(
             [
                 f"its adapters are for {named}, and this run begins from random weights: name the model in "
@@ -47,30 +47,30 @@ def refuse_other_base(adapters: Adapters, under: str) -> None:
             ],
             str(adapters.path),
         )
-    if named and resolve_place(named) != resolve_place(under) and local_folder(named) is None:
-        _refuse_other_name(adapters, under)
+    if named and resolve_place(named) != resolve_place(base_name) and local_folder(named) is None:
+        _refuse_other_name(adapters, base_name)
 
 
-def _refuse_other_name(adapters: Adapters, under: str) -> None:
+def _refuse_other_name(adapters: Adapters, base_name: str) -> None:
     named = adapters.base
-    if short_name(named) != short_name(under):
+    if short_name(named) != short_name(base_name):
         raise ConfigError(
             [
                 f"its adapters are for {named} ({BASE_KEY} in adapter_config.json), which is not on this machine to be "
-                f"compared, and {under} has another name: name {named}{NAME_BASE_HINT}, or, if they are the "
-                f"same weights, write {under} there"
+                f"compared, and {base_name} has another name: name {named}{NAME_BASE_HINT}, or, if they are the "
+                f"same weights, write {base_name} there"
             ],
             str(adapters.path),
         )
 
 
-def compare_base(adapters: Adapters, weights: Weights, under: str, group: Group) -> str:
+def compare_base(adapters: Adapters, weights: Weights, base_name: str, group: Group) -> str:
     """Compare base weights with those that PEFT's adapters name; return a line on what was compared. Collective.
 
     Args:
         adapters: the adapters.
         weights: the base weights to use.
-        under: their name, as the user gave it.
+        base_name: their name, as the user gave it.
         group: ranks that share the work.
 
     Raises:
@@ -78,16 +78,16 @@ def compare_base(adapters: Adapters, weights: Weights, under: str, group: Group)
     """
     named = adapters.base
     if not named:
-        return f"shapes alone were compared with {under}: adapter_config.json names no base ({BASE_KEY})"
-    if resolve_place(named) == resolve_place(under):
-        return f"{under} is the base that adapter_config.json names"
+        return f"shapes alone were compared with {base_name}: adapter_config.json names no base ({BASE_KEY})"
+    if resolve_place(named) == resolve_place(base_name):
+        return f"{base_name} is the base that adapter_config.json names"
     if all(on_all_ranks(group, lambda: local_folder(named) is not None)):
-        return _compare_weights(adapters, weights, under, group)
-    _refuse_other_name(adapters, under)
-    return f"names and shapes were compared, not weights: adapters for {named}, on {under}"
+        return _compare_weights(adapters, weights, base_name, group)
+    _refuse_other_name(adapters, base_name)
+    return f"names and shapes were compared, not weights: adapters for {named}, on {base_name}"
 
 
-def _compare_weights(adapters: Adapters, weights: Weights, under: str, group: Group) -> str:
+def _compare_weights(adapters: Adapters, weights: Weights, base_name: str, group: Group) -> str:
     """Compare the digests of the given weights and of the base model that adapter_config.json names. Collective."""
     named = adapters.base
 
@@ -100,7 +100,10 @@ def _compare_weights(adapters: Adapters, weights: Weights, under: str, group: Gr
 
     if why := next(filter(None, on_all_ranks(group, why_no_such_model)), ""):
         raise ConfigError(
-            [f"its adapters are for {named} ({BASE_KEY} in adapter_config.json), and {under} is no such model: {why}"],
+            [
+                f"its adapters are for {named} ({BASE_KEY} in adapter_config.json), and {base_name} is no such model: "
+                f"{why}"
+            ],
             str(adapters.path),
         )
     others = open_weights(named, adapters.model)
@@ -108,9 +111,9 @@ def _compare_weights(adapters: Adapters, weights: Weights, under: str, group: Gr
     if ours != theirs:
         raise ConfigError(
             [
-                f"{under} has other weights (digest {ours}) than {named} (digest {theirs}), for which its adapters are "
-                f"({BASE_KEY} in adapter_config.json): name that{NAME_BASE_HINT}"
+                f"{base_name} has other weights (digest {ours}) than {named} (digest {theirs}), for which its adapters "
+                f"are ({BASE_KEY} in adapter_config.json): name that{NAME_BASE_HINT}"
             ],
             str(adapters.path),
         )
-    return f"{under} has the same weights (digest {ours}) as {named}, the base that adapter_config.json names"
+    return f"{base_name} has the same weights (digest {ours}) as {named}, the base that adapter_config.json names"

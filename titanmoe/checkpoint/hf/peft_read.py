@@ -108,6 +108,7 @@ class _Reader:
         self.problems: list[str] = []
 
     def adapters(self) -> Adapters:
+        """Read everything; ConfigError with all problems."""
         self.problems += unsupported_settings(self.settings)
         self.problems += self._mistyped()
         if not self.problems:

@@ -62,6 +62,7 @@ class PeftFolder(NamedTuple):
 
     @property
     def files(self) -> dict[str, FilePlan]:
+        """The one safetensors file, by its name."""
         return {WEIGHTS: FilePlan({name: (x.shape, self.dtype or x.dtype) for name, x in self.tensors.items()})}
 
     def write(self, folder: Path, files: list[str]) -> None:
@@ -149,9 +150,11 @@ class _Paths:
         self.linear = {self.leaf(name) for name in filter(is_adaptable, map_.our_shapes) if ".experts." not in name}
 
     def leaf(self, name: str) -> str:
+        """Return the last component of the path of a weight's module, such as q_proj."""
         return module_of(self.map.places[name][0]).rpartition(".")[2]
 
-    def of(self, name: str) -> str:
+    def pattern(self, name: str) -> str:
+        """Return the path of a weight's module or stacked parameter, without the layer if all layers are alike."""
         path = module_of(self.map.places[name][0])
         if ".experts." in name:
             layer = ".".join(path.split(".", 3)[:3])
@@ -162,7 +165,7 @@ class _Paths:
     def of_module(self, name: str) -> str:
         """Return a weight's entry in target_modules; "" if it has none."""
         if ".attention." in name:
-            return self.leaf(name) if name_in_block(name) in self.everywhere else self.of(name)
+            return self.leaf(name) if name_in_block(name) in self.everywhere else self.pattern(name)
         apart = ".experts." in name and not is_stacked(self.map, name) and name_in_block(name) in self.everywhere
         return self.leaf(name) if apart and self.leaf(name) not in self.linear else ""
 
@@ -170,7 +173,7 @@ class _Paths:
         """Return a weight's entry in target_parameters; "" if it has none."""
         if ".attention." in name:
             return ""
-        return self.of(name) if ".experts." in name else f"{self.of(name)}.weight"
+        return self.pattern(name) if ".experts." in name else f"{self.pattern(name)}.weight"
 
 
 def _targets(map_: TensorMap, matrices: list[str]) -> dict[str, list[str] | None]:
@@ -188,11 +191,11 @@ def _ranks(adapters: Adapters, map_: TensorMap, matrices: list[str]) -> dict[str
     alphas: dict[str, float] = {}
     for name in matrices:
         if ".experts." in name:
-            ranks[paths.of(name)] = r if name.endswith(".w2") else 2 * r
-            alphas |= {} if name.endswith(".w2") else {paths.of(name): 2 * alpha}
+            ranks[paths.pattern(name)] = r if name.endswith(".w2") else 2 * r
+            alphas |= {} if name.endswith(".w2") else {paths.pattern(name): 2 * alpha}
             continue
         count = len([other for other in fused_matrices(map_, name) if other in matrices])
-        key = rf"{paths.of(name)}(\.weight)?"
+        key = rf"{paths.pattern(name)}(\.weight)?"
         ranks |= {key: count * adapters.rank(name)} if count * adapters.rank(name) != r else {}
         alphas |= {key: count * alpha} if count > 1 else {}
     return {"r": r, "lora_alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}

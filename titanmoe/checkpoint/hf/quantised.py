@@ -69,6 +69,7 @@ class Dequantised:
         """Scales that belong to no weight."""
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """Return a block of a tensor: bfloat16 if it is stored quantised, else in its stored dtype."""
         kind = self.quantised.get(name)
         if kind is None:
             return self.folder.read(name, offset, shape)

@@ -62,7 +62,7 @@ def _tokenizer(file: Path) -> dict[str, Any]:
 
 
 def _of_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
-    """Return the same fields from the record of the checkpoint that the run resumes from; None if there is none."""
+    """Return the fixed fields and defaults that the checkpoint to resume from recorded; None if there is none."""
     path, record = checkpoint_to_resume(build(values))
     if path is None:
         return None

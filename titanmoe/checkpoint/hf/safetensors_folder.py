@@ -115,6 +115,7 @@ class SafetensorsFolder:
         return self.renamed.get(begin, "") + name.removeprefix(begin)
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """Return a block of a tensor, in its stored dtype on the CPU; ConfigError if the file cannot be read."""
         file, full_shape, dtype, start = self.tensors[name]
         if not prod(shape):
             return torch.empty(shape, dtype=dtype)

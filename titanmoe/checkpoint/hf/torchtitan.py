@@ -76,6 +76,7 @@ class TorchTitanFolder:
         self.tensors = {ours: StoredSlice(path, *size, 0) for ours, size in sizes.items()}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """Return a block of a tensor, by our name, in its stored dtype."""
         return self.dcp.read(self.names[name], offset, shape)
 
 

@@ -51,6 +51,7 @@ class UpcycledWeights:
 
     @property
     def notes(self) -> list[str]:
+        """Lines that the user should see although nothing is wrong."""
         return self.dense.notes
 
     @cached_property
@@ -70,6 +71,7 @@ class UpcycledWeights:
         return f"{block}.ffn.{rest.removeprefix('experts.') if rest.startswith('experts.') else 'w1'}.weight"
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """Return a block of a tensor of the model with experts, made from the dense model's."""
         dtype = self.tensors[name][1]
         if name.endswith(EXPERT_BIAS):
             return torch.zeros(shape)

@@ -72,16 +72,16 @@ def recorded_model(record: Mapping[str, Any], path: Path) -> Model:
 class MergedWeights:
     """Base weights with adapters merged: W + alpha / r B A, in float32 or wider, to be rounded once when written."""
 
-    def __init__(self, adapters: Adapters, under: HuggingFaceSource | CheckpointWeights, name: str):
-        """Merge adapters into the weights `under` them, which the user calls `name`. Nothing is computed yet."""
-        self.adapters, self.under, self.name = adapters, under, name
-        self.model, self.tensors = under.model, under.tensors
+    def __init__(self, adapters: Adapters, base: HuggingFaceSource | CheckpointWeights, name: str):
+        """Merge adapters into `base` weights, which the user calls `name`. Nothing is computed yet."""
+        self.adapters, self.base, self.name = adapters, base, name
+        self.model, self.tensors = base.model, base.tensors
         self.matrices = set(adapters.matrices)
         self.compared = ""
         """A line on how the base weights were compared with those that PEFT's adapters were trained on."""
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        block = self.under.read(name, offset, shape)
+        block = self.base.read(name, offset, shape)
         if name not in self.matrices:
             return block
         (A, B), rank = self.adapters.pair(name), self.adapters.rank(name)
@@ -126,31 +126,31 @@ def has_adapters(path: Path) -> bool:
     return is_peft(path) or "base" in layout.read_manifest(path).record
 
 
-def open_adapters(path: Path, under: str = "") -> tuple[Adapters, str]:
+def open_adapters(path: Path, base_name: str = "") -> tuple[Adapters, str]:
     """Open the adapters of a PEFT folder or a checkpoint; return them and the name of their base weights.
 
     Args:
         path: the folder.
-        under: name of the base weights; "" for what the adapters' own files say.
+        base_name: name of the base weights; "" for what the adapters' own files say.
     """
     if not is_peft(path):
         adapters = read_checkpoint_adapters(path)
-        return adapters, under or adapters.base
-    if not (under := under or base_name_of(path)):
+        return adapters, base_name or adapters.base
+    if not (base_name := base_name or base_name_of(path)):
         raise ConfigError([f"{path} does not say which weights its adapters are for: name them{NAME_BASE_HINT}"])
-    return read_peft(path, open_weights(under).model), under
+    return read_peft(path, open_weights(base_name).model), base_name
 
 
-def open_base_weights(adapters: Adapters, under: str) -> HuggingFaceSource | CheckpointWeights:
+def open_base_weights(adapters: Adapters, base_name: str) -> HuggingFaceSource | CheckpointWeights:
     """Open the base weights under adapters; ConfigError if they are random and in no file."""
-    if not under:
+    if not base_name:
         raise ConfigError(
             [
                 f"{adapters.path} was trained on random weights (checkpoint.initial_hf is empty, and no checkpoint was "
                 f"loaded), which no file has: name one that has them{NAME_BASE_HINT}"
             ]
         )
-    return open_weights(under, adapters.model)
+    return open_weights(base_name, adapters.model)
 
 
 class ExportSource(NamedTuple):
@@ -163,24 +163,24 @@ class ExportSource(NamedTuple):
     """Sequence length of training, in tokens."""
 
 
-def open_export_source(path: Path, under: str) -> ExportSource:
+def open_export_source(path: Path, base_name: str) -> ExportSource:
     """Open a checkpoint with full weights, or adapters (a checkpoint or a PEFT folder) merged into their base weights.
 
     Args:
         path: the folder.
-        under: name of the base weights under adapters; "" for the one in their recipe.
+        base_name: name of the base weights under adapters; "" for the one in their recipe.
     """
     seq_len = Config().training.seq_len
     if not is_peft(path):
         seq_len = layout.read_manifest(path).record.get("config", {}).get("training", {}).get("seq_len", seq_len)
     if not has_adapters(path):
-        if under:
-            raise ConfigError([f"{path} has full weights: --base {under} is for adapters, leave it out"])
+        if base_name:
+            raise ConfigError([f"{path} has full weights: --base {base_name} is for adapters, leave it out"])
         return ExportSource(CheckpointWeights(path), carried_hf_files(path), seq_len)
-    adapters, under = open_adapters(path, under)
-    weights = open_base_weights(adapters, under)
+    adapters, base_name = open_adapters(path, base_name)
+    weights = open_base_weights(adapters, base_name)
     files = carried_hf_files(path) if adapters.config else hf_files_beside(weights)
-    return ExportSource(MergedWeights(adapters, weights, under), files, seq_len)
+    return ExportSource(MergedWeights(adapters, weights, base_name), files, seq_len)
 
 
 def carried_hf_files(path: Path) -> dict[str, Path]:
@@ -218,7 +218,9 @@ def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases:
     return weight_digest.combine_digests(group, mine)
 
 
-def check_digest(adapters: Adapters, weights: HuggingFaceSource | CheckpointWeights, under: str, group: Group) -> None:
+def check_digest(
+    adapters: Adapters, weights: HuggingFaceSource | CheckpointWeights, base_name: str, group: Group
+) -> None:
     """Raise a ConfigError unless the weights have the digest of those that the adapters were trained on. Collective."""
     if not adapters.digest:
         return
@@ -226,7 +228,7 @@ def check_digest(adapters: Adapters, weights: HuggingFaceSource | CheckpointWeig
     if (digest := weights_digest(weights, compute, group)) != adapters.digest:
         raise ConfigError(
             [
-                f"{under} has other weights (digest {digest}) than the adapters were trained on (digest "
+                f"{base_name} has other weights (digest {digest}) than the adapters were trained on (digest "
                 f"{adapters.digest}{f', {adapters.base}' if adapters.base else ''}): name those{NAME_BASE_HINT}"
             ],
             str(adapters.path),
