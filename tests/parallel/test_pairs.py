@@ -211,7 +211,7 @@ def breaks(side: int) -> None:
     launch, sends = collectives._Transfer.launch, []
 
     def failing(self: collectives._Transfer, *args: Any) -> torch.Tensor:
-        if interleave._active_turns is not None and interleave._active_turns.turn == side:
+        if interleave._active_pair is not None and interleave._active_pair.turn == side:
             sends.append(1)
             if len(sends) == 2:
                 raise Broken(f"side {side}")
@@ -227,7 +227,7 @@ def test_an_error_in_one_half_ends_the_step_with_it(side: int) -> None:
         world.run(4, breaks, side)
     assert caught.value.failures and not caught.value.stuck
     for trace in caught.value.failures.values():
-        assert f"Broken: side {side}" in trace and "Abandoned" not in trace, trace
+        assert f"Broken: side {side}" in trace and "OtherSideFailed" not in trace, trace
 
 
 def test_forward_is_first_in_whatever_order_a_file_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
