@@ -66,9 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    table = slow_cases.stand_ins()
+    table = slow_cases.quick_tests()
     if whole_suite(config):
-        config.stash[slow_cases.PROBLEMS] = slow_cases.problems(table, {item.nodeid for item in items})
+        config.stash[slow_cases.PROBLEMS] = slow_cases.table_problems(table, {item.nodeid for item in items})
     for item in items:
         if item.nodeid in table:
             item.add_marker(pytest.mark.slow)
@@ -113,4 +113,4 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return byte_pairs.make(tmp_path_factory.mktemp("bpe"))
+    return byte_pairs.write_tokenizer(tmp_path_factory.mktemp("bpe"))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import reference, world
 from tests.support import blame, emulated_deep_ep, unwritten_rows  # noqa: F401 (what importing them changes)
-from tests.support.parity_errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
+from tests.support.parity_errors import NUMERICS, TOLERANCE, compare, nan_to_inf, relative_error, tolerance, worst_error
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, WEIGHT, Batch
 from titanmoe.data.loader import Loader
@@ -201,10 +201,10 @@ class Outcome:
 
 
 def whole(
-    pieces: dict[str, Any], rank: int, fold: Fold, places: dict[str, blame.Held] | None = None
+    pieces: dict[str, Any], rank: int, fold: Fold, places: dict[str, blame.HeldShard] | None = None
 ) -> dict[str, torch.Tensor]:
     """Logical tensors from every rank's pieces, on rank 0; replicas must be equal, up to rounding."""
-    mine, places = {}, places or blame.held(pieces)
+    mine, places = {}, places or blame.describe_shards(pieces)
     for name, tensor in pieces.items():
         part = tensor.detach()
         part = part.to_local() if isinstance(part, DTensor) else part
@@ -214,7 +214,7 @@ def whole(
     gathered = [None] * dist.get_world_size() if rank == 0 else []
     dist.gather_object(mine, gathered or None)
     parts = [{name: (torch.from_numpy(array), one) for name, (array, one, _) in mine.items()} for mine in gathered]
-    apart = [blame.of_replicas(fold, parts, 1e-12)]
+    apart = [blame.describe_wrong_replicas(fold, parts, 1e-12)]
     dist.broadcast_object_list(apart)  # a rank that did not know would wait for those that fail
     assert not apart[0], apart[0]
     if rank:
@@ -327,7 +327,7 @@ def measure(
     try:
         trainer = make_trainer(changes, loader=samples(documents))
         parts = trainer.training
-        places = blame.held(parts.parameters)
+        places = blame.describe_shards(parts.parameters)
         prepare(trainer)
         with frozen(choices), listening(Capture()):
             reports = [train_step(trainer) for _ in range(steps)]
@@ -365,9 +365,9 @@ def train(argv: list[str]) -> None:
     build_trainer(read_config(argv, runtime.world, COMPONENTS), runtime).train()
 
 
-def places(changes: dict[str, Any]) -> dict[str, blame.Held]:
+def places(changes: dict[str, Any]) -> dict[str, blame.HeldShard]:
     """On a rank: where its pieces of the parameters are."""
-    return blame.held(make_trainer(changes, loader=samples()).training.parameters)
+    return blame.describe_shards(make_trainer(changes, loader=samples()).training.parameters)
 
 
 # What may change speed and memory but no number: the reference is computed without it, once.
@@ -462,7 +462,7 @@ def check(
     if not errors[worst] <= allowed:
         raise OutsideTolerance(
             f"{worst} is off by {errors[worst]:.2e}; {errors}; {changes}; of gradients, "
-            + blame.of_gradients(
+            + blame.describe_wrong_gradients(
                 derive(size, config.parallelism),
                 world.run(size, places, changes),
                 got.grads,
@@ -499,8 +499,8 @@ def check_biased(size: int, changes: dict[str, Any], bias: list[float]) -> dict[
     want = reference.step(config, weights, grouped(config, 1, 0), 1, given)
     idle = [e for e in range(config.model.num_experts) if all(count[e] == 0 for count in want.counts.values())]
     assert idle, "every expert has tokens"
-    errors = {"grads": error(got.grads, want.grads)[0], "loss": relative(got.loss[0], want.loss)}
+    errors = {"grads": worst_error(got.grads, want.grads)[0], "loss": relative_error(got.loss[0], want.loss)}
     assert max(errors.values()) <= TOLERANCE["float64"], errors
     of_experts = [g[idle] for name, g in got.grads.items() if ".experts." in name]
-    errors["deserted"] = max(number(float(g.abs().max())) for g in of_experts)
+    errors["deserted"] = max(nan_to_inf(float(g.abs().max())) for g in of_experts)
     return errors

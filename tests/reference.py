@@ -101,7 +101,7 @@ OWN_LAYERS: dict[str, OwnLayer] = {
     family: OwnLayer(
         lambda model, layer: (layer + 1) % model.full_attention_every != 0,
         reference_linear.shapes,
-        reference_linear.mix,
+        reference_linear.linear_attention,
         reference_linear.BEGIN,
     )
     for family in ("qwen3_next", "qwen3_5_moe")

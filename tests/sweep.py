@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from tests import parity
 from tests.support import case_features
 from tests.support.case_features import CP_KINDS, FEATURES, OPTIONS, SCHEDULES, TRAINED, changes
-from tests.support.covering_mappings import all_folds, cover, degrees, named, one_or_more
+from tests.support.covering_mappings import all_folds, case_id, cover, degrees, has_several_ranks
 from titanmoe.fold.degrees import Fold
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +97,7 @@ def pairs() -> list[tuple[Fold, dict[str, str]]]:
         schedules = list(SCHEDULES) if 1 < fold.pp <= 4 else [""]
         kinds = list(CP_KINDS) if fold.cp > 1 else [""]
         pool += [(fold, s, k) for s in schedules for k in kinds if s or k]
-    rows = [one_or_more(fold) | {"schedule": f"{s}{fold.pp}", "cp": k} for fold, s, k in pool]
+    rows = [has_several_ranks(fold) | {"schedule": f"{s}{fold.pp}", "cp": k} for fold, s, k in pool]
     chosen = [pool[i] for i in cover(rows)]
     return [(fold, ({"schedule": s} if s else {}) | ({"cp": k} if k else {})) for fold, s, k in chosen]
 
@@ -132,15 +132,15 @@ def cases(optimizer: str = "adamw") -> dict[str, Case]:
         some = {name: case for name, case in cases().items() if case.set in ("all", "part", "16")}
         trained = {name: case for name, case in some.items() if case.choices.get("trained") != "adapters"}
         return {name: case._replace(optimizer=optimizer) for name, case in trained.items()}
-    out = {named(fold): Case(fold, choice, "all") for fold, choice in spread([(f, {}) for f in all_folds(8)])}
+    out = {case_id(fold): Case(fold, choice, "all") for fold, choice in spread([(f, {}) for f in all_folds(8)])}
     given = pairs()
     for (fold, choice), (_, fixed) in zip(spread(given), given, strict=True):
-        out["-".join([named(fold), *fixed.values()])] = Case(fold, choice, "pairs")
+        out["-".join([case_id(fold), *fixed.values()])] = Case(fold, choice, "pairs")
     for fold, choice in spread(partly()):
-        out["-".join([named(fold), choice["trained"]])] = Case(fold, choice, "part")
+        out["-".join([case_id(fold), choice["trained"]])] = Case(fold, choice, "part")
     for fold, choice in spread(with_options()):
-        out["-".join([named(fold), choice["option"]])] = Case(fold, choice, "option")
-    return out | {f"16-{named(fold)}": Case(fold, {}, "16") for fold in sixteen()}
+        out["-".join([case_id(fold), choice["option"]])] = Case(fold, choice, "option")
+    return out | {f"16-{case_id(fold)}": Case(fold, {}, "16") for fold in sixteen()}
 
 
 Row = dict[str, Any]

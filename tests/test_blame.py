@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import parity, world
-from tests.support.blame import Held, judge, of_gradients, of_replicas
+from tests.support.blame import HeldShard, describe_failure, describe_wrong_gradients, describe_wrong_replicas
 from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.rank_groups import coordinates
@@ -47,7 +47,7 @@ FOLD = derive(8, Parallelism(tp=2, cp=2, dp_shard=2, experts=Experts(ep=2)))
 WHOLE = {name: torch.arange(1.0, 33.0).view(8, 4) for name in ("norm", "wq", "expert")}
 
 
-def pieces() -> list[dict[str, Held]]:
+def pieces() -> list[dict[str, HeldShard]]:
     """norm: cut over dp_shard x cp. wq: over tp as well. expert: over ep and edp."""
     out = []
     for rank in range(8):
@@ -56,16 +56,18 @@ def pieces() -> list[dict[str, Held]]:
         cuts = {"dp_shard": True, "cp": True}
         out.append(
             {
-                "norm": Held((shard, 0), (2, 4), "attention", cuts | {"tp": False}),
-                "wq": Held((shard, 2 * at["tp"]), (2, 2), "attention", cuts | {"tp": True}),
-                "expert": Held((2 * experts["edp"], 2 * experts["ep"]), (2, 2), "experts", {"edp": True, "ep": True}),
+                "norm": HeldShard((shard, 0), (2, 4), "attention", cuts | {"tp": False}),
+                "wq": HeldShard((shard, 2 * at["tp"]), (2, 2), "attention", cuts | {"tp": True}),
+                "expert": HeldShard(
+                    (2 * experts["edp"], 2 * experts["ep"]), (2, 2), "experts", {"edp": True, "ep": True}
+                ),
             }
         )
     return out
 
 
 def report(**wrong: torch.Tensor) -> list[str]:
-    return of_gradients(FOLD, pieces(), WHOLE | wrong, WHOLE, 1e-10).splitlines()
+    return describe_wrong_gradients(FOLD, pieces(), WHOLE | wrong, WHOLE, 1e-10).splitlines()
 
 
 def test_errors_at_one_position_of_an_axis_point_to_it() -> None:
@@ -87,8 +89,8 @@ def test_axes_that_cannot_be_told_apart_are_all_named() -> None:
     lines = report(**{name: torch.rand(8, 4) for name in WHOLE})
     assert lines[4:] == ["suspected axis: any of dp_shard, cp, tp, edp, ep; they cannot be told apart"]
     alone = derive(1, Parallelism())
-    mine = [{"norm": Held((0, 0), (8, 4), "attention", {})}]
-    text = judge(alone, mine, lambda name, rank, one: 1.0, 1e-10)
+    mine = [{"norm": HeldShard((0, 0), (8, 4), "attention", {})}]
+    text = describe_failure(alone, mine, lambda name, rank, one: 1.0, 1e-10)
     assert text.splitlines()[1:] == [
         "  norm: 1.0e+00 on ranks [0], all that have it (not split)",
         "suspected axis: none, because no axis has several ranks",
@@ -97,9 +99,9 @@ def test_axes_that_cannot_be_told_apart_are_all_named() -> None:
 
 def test_a_nan_in_one_replica_is_a_difference() -> None:
     gathered = [{name: (WHOLE[name][one.place].clone(), one) for name, one in mine.items()} for mine in pieces()]
-    assert of_replicas(FOLD, gathered, 1e-12) == ""
+    assert describe_wrong_replicas(FOLD, gathered, 1e-12) == ""
     gathered[6]["norm"][0][0, 0] = torch.nan
-    text = of_replicas(FOLD, gathered, 1e-12)
+    text = describe_wrong_replicas(FOLD, gathered, 1e-12)
     assert text.startswith("replicas of norm differ by inf; 1 of 3 tensors are wrong:")
     assert "norm: inf on ranks [6, 7] (" in text and "; ranks [6, 7] differ in one piece" in text
     assert text.splitlines()[-1].startswith("suspected axis: tp (ranks [6, 7] have the same piece of norm ")

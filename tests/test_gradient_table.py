@@ -10,4 +10,4 @@ from tests.support import gradient_table
 @pytest.mark.slow
 def test_the_table_is_that_of_the_code() -> None:
     page = gradient_table.PAGE.read_text(encoding="utf-8")
-    assert gradient_table.renew(page) == page, "write it again: python -m tests.support.gradient_table"
+    assert gradient_table.replace_table(page) == page, "write it again: python -m tests.support.gradient_table"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.masks import dense, mask_of, tree
+from tests.support.masks import dense_mask, mask_of, tree_mask
 from titanmoe import mask as room
 from titanmoe.mask import BLOCK, CAUSAL, Mask, ends, spans
 from titanmoe.parallel.context import Placement
@@ -64,7 +64,7 @@ def test_every_visible_pair_is_computed_once_and_no_run_is_hidden(size: int, chu
     finally:
         room.BLOCK = before
         room._pairs.cache_clear()
-    assert torch.equal(seen, dense(mask, length).float().expand_as(seen))
+    assert torch.equal(seen, dense_mask(mask, length).float().expand_as(seen))
 
 
 def test_documents_end_where_the_next_begins() -> None:
@@ -75,19 +75,19 @@ def test_documents_end_where_the_next_begins() -> None:
 
 
 def test_branches_see_what_they_go_on_from_and_not_each_other() -> None:
-    seen = dense(tree(), 26)[0]
+    seen = dense_mask(tree_mask(), 26)[0]
     assert seen[20].nonzero().flatten().tolist() == [*range(6), *range(11, 21)]
     assert seen[23].nonzero().flatten().tolist() == [*range(6), *range(11, 18), 21, 22, 23]
-    assert dense(tree(window=4), 26)[0][21].nonzero().flatten().tolist() == [15, 16, 17, 21]
+    assert dense_mask(tree_mask(window=4), 26)[0][21].nonzero().flatten().tolist() == [15, 16, 17, 21]
     assert seen[25].nonzero().flatten().tolist() == [24, 25]
 
 
 @pytest.mark.parametrize("window", [0, 1, 4])
 def test_pairs_are_counted(window: int) -> None:
     documents = mask_of(torch.tensor([[0] * 5 + [1] * 3, [0] * 8]), window)
-    assert documents.count(8) == dense(documents, 8).sum()
-    assert tree(window).count(26) == dense(tree(window), 26).sum()
-    assert mask_of(None, window).count(8, samples=2) == 2 * dense(mask_of(None, window), 8).sum()
+    assert documents.count(8) == dense_mask(documents, 8).sum()
+    assert tree_mask(window).count(26) == dense_mask(tree_mask(window), 26).sum()
+    assert mask_of(None, window).count(8, samples=2) == 2 * dense_mask(mask_of(None, window), 8).sum()
 
 
 def test_causality_alone_takes_whole_chunks() -> None:

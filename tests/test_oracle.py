@@ -92,8 +92,8 @@ def test_a_reference_with_a_nan_agrees_with_nothing(place: str) -> None:
     for name in getattr(got, place):
         want = {key: tensor.clone() for key, tensor in getattr(got, place).items()}
         want[name].view(-1)[0] = math.nan
-        assert parity.error(getattr(got, place), want) == (math.inf, name)
-    assert parity.relative(1.0, math.nan) == parity.relative(math.nan, math.nan) == math.inf
+        assert parity.worst_error(getattr(got, place), want) == (math.inf, name)
+    assert parity.relative_error(1.0, math.nan) == parity.relative_error(math.nan, math.nan) == math.inf
 
 
 def test_tensors_that_are_missing_are_named() -> None:

@@ -14,8 +14,8 @@ import pytest
 from tests import parity, reference, world
 from tests.support import case_features, planted_faults, processes
 from tests.support.case_features import CP_KINDS, DISPATCHERS, FEATURES, MODELS, TRAINED, changes
-from tests.support.covering_mappings import all_folds, cover, named, one_or_more
-from tests.support.families import attends
+from tests.support.covering_mappings import all_folds, case_id, cover, has_several_ranks
+from tests.support.families import has_attention_only
 from titanmoe.fold.degrees import Fold
 from titanmoe.models.families import names
 
@@ -37,7 +37,9 @@ def candidates(world: int, count: int) -> list[tuple[Fold, dict[str, str]]]:
 
 
 def sample(pool: list[tuple[Fold, dict[str, str]]], chosen: list[int], *marks: pytest.MarkDecorator) -> list[Any]:
-    return [pytest.param(*pool[i], id="-".join([named(pool[i][0]), *pool[i][1].values()]), marks=marks) for i in chosen]
+    return [
+        pytest.param(*pool[i], id="-".join([case_id(pool[i][0]), *pool[i][1].values()]), marks=marks) for i in chosen
+    ]
 
 
 def cost(fold: Fold, choice: dict[str, str]) -> float:
@@ -54,11 +56,11 @@ def on_4_ranks() -> list[Any]:
     The sweep also has every pair of two features, among them schedules with kinds of cp.
     """
     pool = candidates(4, 3000)
-    rows = [one_or_more(fold) | choice for fold, choice in pool]
+    rows = [has_several_ranks(fold) | choice for fold, choice in pool]
     apart = []
     for fold, choice in pool:
         kind = zip(("kind", "placement"), choice["cp"].rsplit("-", 1), strict=True) if "cp" in choice else ()
-        apart.append(choice | one_or_more(fold) | dict(kind))
+        apart.append(choice | has_several_ranks(fold) | dict(kind))
     features = {*FEATURES, "kind", "placement"} - {"cp"}  # cp is an axis here
     # Of 40 seeds, the cheapest.
     quick = cover(
@@ -79,7 +81,7 @@ def on_8_ranks() -> list[Any]:
 
     pool = [case for case in candidates(8, 1500) if small(*case)]
     # Of 60 seeds, the cheapest.
-    rows = cover([one_or_more(fold) for fold, _ in pool], seed=40, cost=lambda row: cost(*pool[row]))
+    rows = cover([has_several_ranks(fold) for fold, _ in pool], seed=40, cost=lambda row: cost(*pool[row]))
     return sample(pool, sorted(rows))
 
 
@@ -119,7 +121,9 @@ def test_each_axis_alone(axis: str) -> None:
     parity.check(2, in_few(2, {f"parallelism.{axis}": 2, "moe.aux_loss_sequence": 0.02}), steps=1)
 
 
-@pytest.mark.parametrize("family", [name for name in names() if attends(name) or name in reference.OWN_LAYERS])
+@pytest.mark.parametrize(
+    "family", [name for name in names() if has_attention_only(name) or name in reference.OWN_LAYERS]
+)
 def test_debug_sizes_of_every_family(family: str) -> None:
     """Unchanged, except for the vocabulary and depth that the test's samples need. One with a layer of its own that the
     plain model lacks has its own test."""

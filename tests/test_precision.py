@@ -43,7 +43,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 def final(got: Tensor, exact: Tensor, terms: int = 0, roundings: int = 16) -> None:
     got_wide, exact = got.detach().double(), exact.detach().double()
     rest = tolerances.bound(torch.float32, terms, roundings) * float(exact.abs().max())
-    beyond = (got_wide - exact).abs() - tolerances.unit(got.dtype) * exact.abs() - rest
+    beyond = (got_wide - exact).abs() - tolerances.unit_roundoff(got.dtype) * exact.abs() - rest
     assert not beyond.isnan().any() and float(beyond.max()) <= 0, f"{float(beyond.max()):.2e} beyond one rounding"
 
 
@@ -92,7 +92,7 @@ def test_angles(shape: dict, dtype: torch.dtype) -> None:
     angle = (position[..., None] * torch.tensor(frequency, dtype=torch.float64)).repeat(1, 1, 2).unsqueeze(2)
     for got, exact in zip(rope_angles(position, model, 32, dtype), (angle.cos(), angle.sin()), strict=True):
         assert got.dtype == torch.float32
-        tolerances.close(got, (exact * scale).float(), roundings=512**2)
+        tolerances.assert_close(got, (exact * scale).float(), roundings=512**2)
 
 
 @both
@@ -124,8 +124,8 @@ def test_pieces_of_attention_merge_wide(chunks: int) -> None:
     context._forward_pairs(q, k, v, pairs, Mask(), out, lse)
     assert out.dtype == lse.dtype == torch.float32
     exact, exact_lse = block_reference(q.double(), k.double(), v.double(), None, True)
-    assert (out - exact).norm() <= tolerances.unit(torch.bfloat16) * exact.norm()
-    assert tolerances.apart(lse, exact_lse) <= tolerances.unit(torch.bfloat16) / 16
+    assert (out - exact).norm() <= tolerances.unit_roundoff(torch.bfloat16) * exact.norm()
+    assert tolerances.relative_difference(lse, exact_lse) <= tolerances.unit_roundoff(torch.bfloat16) / 16
 
 
 # ---- the loss

@@ -12,7 +12,7 @@ from tests.support.small_bugs import MUTANTS
 def test_every_change_can_be_planted_and_is_python() -> None:
     """If this fails, the code has changed, and tests/support/small_bugs.py has to follow."""
     for mutant in MUTANTS:
-        _, text = plant_small_bugs.planted(mutant)
+        _, text = plant_small_bugs.plant(mutant)
         ast.parse(text)
         assert mutant.old != mutant.new
 

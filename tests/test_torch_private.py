@@ -11,7 +11,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 import titanmoe
-from tests.support.torch_private import PRIVATE, removed
+from tests.support.torch_private import PRIVATE, missing_names
 
 ROOT = Path(titanmoe.__file__).parent
 OTHERS = {
@@ -69,14 +69,14 @@ def test_the_table_has_nothing_that_is_not_used() -> None:
 
 
 def test_this_torch_has_all_of_it() -> None:
-    assert removed() == {}
+    assert missing_names() == {}
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(distributed_c10d, "_get_default_store")
     monkeypatch.delattr(torch, "_scaled_grouped_mm")
     monkeypatch.delattr(torch.utils._mode_utils, "no_dispatch")
-    missing = {name: one.where for one, names in removed().items() for name in names}
+    missing = {name: one.where for one, names in missing_names().items() for name in names}
     assert missing == {
         "_get_default_store": "watch/machines.py",
         "_scaled_grouped_mm": "moe/fp8.py",

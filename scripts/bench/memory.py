@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.live_bytes import Live
+from tests.support.live_bytes import LiveBytes
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model, MoE
 from titanmoe.mask import CAUSAL
@@ -141,7 +141,7 @@ def loss(rounds: int, scale: int) -> Iterator[Row]:
 
     def peak(variant: Variant) -> float:
         x_TD.grad = weight_VD.grad = None
-        with Live([x_TD, weight_VD]) as live:
+        with LiveBytes([x_TD, weight_VD]) as live:
             run(variant)
         return live.peak / 2**20
 
@@ -157,7 +157,7 @@ def init(module: nn.Module) -> nn.Module:
 
 def saved_bytes(variant: Variant, but: Iterable[Tensor]) -> int:
     """Return the bytes that a variant's forward saves, without its output and the tensors in `but`."""
-    with Live(but) as live:
+    with LiveBytes(but) as live:
         out = variant()
         return live.now - out.nbytes
 

@@ -55,8 +55,8 @@ from tiny_models import (
 )
 
 from tests import parity
-from tests.support.parity_errors import error, number, relative, tolerance
-from tests.support.tolerances import unit
+from tests.support.parity_errors import nan_to_inf, relative_error, tolerance, worst_error
+from tests.support.tolerances import unit_roundoff
 from titanmoe.ops import counter_rng, gated_delta_rule
 from titanmoe.ops.device import Hardware
 
@@ -79,9 +79,9 @@ def differences(got: Run, want: Run, with_weights: bool) -> dict[str, float]:
         out["choices"] = math.inf if len(got.chosen) != len(want.chosen) else 0.0
         out["choices"] += sum(float((a != b).sum()) for a, b in zip(got.chosen, want.chosen, strict=False))
     for name in ("loss", "norm"):
-        out[name] = max(map(relative, getattr(got, name), getattr(want, name)))
-    out["grads"] = error(got.grads, want.grads)[0]
-    return out | ({"weights": error(got.weights, want.weights)[0]} if with_weights else {})
+        out[name] = max(map(relative_error, getattr(got, name), getattr(want, name)))
+    out["grads"] = worst_error(got.grads, want.grads)[0]
+    return out | ({"weights": worst_error(got.weights, want.weights)[0]} if with_weights else {})
 
 
 def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, documents: bool = False) -> Result:
@@ -96,7 +96,7 @@ def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, doc
         raise ValueError(f"no margin above {MARGIN} with {SEEDS} seeds")
     got = run(family, changes, side, steps, documents, like=want)
     errors = differences(got, want, with_weights=steps > 1 and want.config.training.dtype == "float64")
-    figures = {**errors, "margin": want.margin, "seed": seed, "worst gradient": error(got.grads, want.grads)[1]}
+    figures = {**errors, "margin": want.margin, "seed": seed, "worst gradient": worst_error(got.grads, want.grads)[1]}
     return Result(max(errors.values()), tolerance(want.config), figures)
 
 
@@ -113,12 +113,14 @@ def bf16(
     even = {"moe.force_balance": True} | (changes or {})
     want = run(family, even, CPU, documents=documents)
     on_cpu, on_gpu = (run(family, even | MIXED, where, documents=documents, like=want) for where in (CPU, side))
-    floor, errors = 4 * unit(torch.bfloat16), {}
+    floor, errors = 4 * unit_roundoff(torch.bfloat16), {}
     largest = max(float(x.norm()) / x.numel() ** 0.5 for x in want.grads.values())
     for name, x in want.grads.items():
         scale = max(float(x.norm()), 1e-2 * largest * x.numel() ** 0.5)
-        errors[name] = tuple(number(float((each.grads[name].double() - x).norm()) / scale) for each in (on_gpu, on_cpu))
-    errors["loss"] = relative(on_gpu.loss[0], want.loss[0]), relative(on_cpu.loss[0], want.loss[0])
+        errors[name] = tuple(
+            nan_to_inf(float((each.grads[name].double() - x).norm()) / scale) for each in (on_gpu, on_cpu)
+        )
+    errors["loss"] = relative_error(on_gpu.loss[0], want.loss[0]), relative_error(on_cpu.loss[0], want.loss[0])
     ratios = {name: mine / max(other, floor) for name, (mine, other) in errors.items()}
     worst = max(ratios, key=ratios.__getitem__)
     figures = {"loss": errors["loss"], "worst": worst, "its errors": errors[worst]}
@@ -154,7 +156,7 @@ def init(side: Side) -> Result:
             continue
         rounded.append(name)
         off = float(((got - want).double().abs() / want.double().abs().clamp(min=1e-300)).max())
-        in_roundings = number(off / torch.finfo(want.dtype).eps) if want.is_floating_point() else math.inf
+        in_roundings = nan_to_inf(off / torch.finfo(want.dtype).eps) if want.is_floating_point() else math.inf
         # cos and log of float64 may err by a bit or two; a float32 weight made from them is the same.
         worst = max(worst, in_roundings if name.startswith("float64") else math.inf)
     unequal = [name for name in rounded if not name.startswith("float64")]
@@ -210,7 +212,7 @@ def resumed(side: Side, name: str, *more: str) -> Result:
     if (len(want), len(got)) != (4, 2):
         raise RuntimeError(f"4 steps reported {len(want)} losses, and 2 more {len(got)}")
     allowed = 0.0 if "--training.deterministic" in more else 1e-6
-    return Result(max(map(relative, got, want[2:])), allowed, {"losses": want, "resumed": got})
+    return Result(max(map(relative_error, got, want[2:])), allowed, {"losses": want, "resumed": got})
 
 
 def generated(side: Side) -> Result:

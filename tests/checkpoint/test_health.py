@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests import parity, world
 from tests.checkpoint import runs
-from tests.support.full_disk import fill
+from tests.support.full_disk import fail_writes
 from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint import saver as saver_module
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
@@ -159,7 +159,7 @@ def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
 
 def test_a_small_file_on_a_full_disk_is_named_too(tmp_path, monkeypatch):
     file = tmp_path / "latest.new"
-    fill(monkeypatch, file)
+    fail_writes(monkeypatch, file)
     with pytest.raises(CheckpointError, match=f"{file}: No space left on device: 14 more bytes are needed and "):
         layout.write_text(file, "step-00000002\n")
 

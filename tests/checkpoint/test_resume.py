@@ -125,7 +125,7 @@ def test_any_mapping_resumes_under_any_other(tmp_path: Path, before: Any, after:
     for step in resumed.loss:
         assert resumed.loss[step] == pytest.approx(straight.loss[step], rel=1e-10), step
         assert resumed.norm[step] == pytest.approx(straight.norm[step], rel=1e-9), step
-    worst, name = parity.error(resumed.state, straight.state)
+    worst, name = parity.worst_error(resumed.state, straight.state)
     assert worst < 1e-9, (worst, name)
     assert resumed.loader == straight.loader
 

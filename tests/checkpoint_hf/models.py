@@ -234,7 +234,7 @@ def enlarged(name: str) -> int:
 def close(got: torch.Tensor, want: torch.Tensor, times: int = 1) -> None:
     """In each of 3 layers at most: angles of up to 32, products of up to 64 terms, some 40 roundings. times: by which
     they are enlarged."""
-    tolerances.close(got, want, terms=times**2 * 3 * 8 * 64, roundings=times**2 * 3 * (32**2 + 40))
+    tolerances.assert_close(got, want, terms=times**2 * 3 * 8 * 64, roundings=times**2 * 3 * (32**2 + 40))
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import parity
-from tests.support.masks import dense
+from tests.support.masks import dense_mask
 from titanmoe.config import ConfigError
 from titanmoe.data.batch import COMPLETION, PAIRS
 from titanmoe.data.documents import MemoryDocuments
@@ -53,7 +53,7 @@ def answers_of(out: BatchArrays, share: bool) -> list[tuple[list[int], ...]]:
     for n in range(len(out.tokens_NS)):
         answer, length = out.extra_fields[COMPLETION][n], out.tokens_NS.shape[1]
         until = torch.from_numpy(out.until_NS[n : n + 1]) if share else None
-        seen = dense(spans(until), length)[0].numpy() if share else None
+        seen = dense_mask(spans(until), length)[0].numpy() if share else None
         for one in range(2 * out.extra_fields[PAIRS][n]):
             own = np.flatnonzero((answer == one) & out.valid_NS[n])
             if share:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from tests import parity, world
-from tests.support.covering_mappings import all_folds, named
+from tests.support.covering_mappings import all_folds, case_id
 from tests.support.fake_gpu import GPU
 from titanmoe.config.schema import Checkpoint, Experts, Parallelism
 from titanmoe.fold.degrees import Fold, derive
@@ -85,7 +85,7 @@ def ranks_of(name: str) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name)))
 
 
-@pytest.mark.parametrize("fold", all_folds(8)[::9], ids=named)
+@pytest.mark.parametrize("fold", all_folds(8)[::9], ids=case_id)
 def test_who_may_send_at_the_same_time_shares_no_group(fold: Fold) -> None:
     rank = 5
     with rank_of(8, rank):

@@ -61,7 +61,7 @@ def random_weights(theirs: nn.Module) -> None:
 
 def close(got: Tensor, want: Tensor, model: Model) -> None:
     """Their angles, norms and softmax are in float32: in each layer two of up to S, and some 20 roundings."""
-    tolerances.close(got, want, roundings=model.num_layers * (2 * S**2 + 20), dtype=torch.float32)
+    tolerances.assert_close(got, want, roundings=model.num_layers * (2 * S**2 + 20), dtype=torch.float32)
 
 
 def test_olmoe() -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from tests import world
 from tests.support import tolerances
-from tests.support.live_bytes import Live
+from tests.support.live_bytes import LiveBytes
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.models import vocabulary as vocabulary_room
 from titanmoe.models.logit_slices import slices
@@ -55,7 +55,9 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(
     got = results(sliced, x_TD, weight_VD)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
-        tolerances.close(a, b, terms=D + V + T, roundings=4 * 8, dtype=dtype)  # logits of up to 8 shift an exponent
+        tolerances.assert_close(
+            a, b, terms=D + V + T, roundings=4 * 8, dtype=dtype
+        )  # logits of up to 8 shift an exponent
 
 
 @pytest.mark.parametrize("chunks", [1, 4])
@@ -130,7 +132,7 @@ def test_the_peak_falls_by_the_number_of_slices(chunks: int) -> None:
     peaks = {}
     for n in (1, chunks):
         leaves = [x.clone().requires_grad_() for x in (x_TD, weight_VD)]
-        with Live() as live:
+        with LiveBytes() as live:
             if n == 1:
                 cross_entropy(leaves[0] @ leaves[1].t(), label_T, NO_GROUP)[0].sum().backward()
             else:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import parity
-from tests.support.families import attends
+from tests.support.families import has_attention_only
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.models.__main__ import renew
@@ -187,7 +187,7 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
     return shape
 
 
-@pytest.mark.parametrize("family", [name for name in names() if attends(name)])
+@pytest.mark.parametrize("family", [name for name in names() if has_attention_only(name)])
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -83,4 +83,6 @@ def test_equals_transformers(model: Model) -> None:
     mask = torch.full((24, 24), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     want, _ = theirs(x_BSD, turn(x_BSD, position_BS), mask)
     got = ours(x_BSD, rope_angles(position_BS, model, model.qk_rope_head_dim, torch.float64), Mask())
-    tolerances.close(got, want, roundings=24**2, dtype=torch.float32)  # their angles, of up to 24, are in float32
+    tolerances.assert_close(
+        got, want, roundings=24**2, dtype=torch.float32
+    )  # their angles, of up to 24, are in float32

@@ -30,7 +30,7 @@ MODE = "activation_checkpoint.mode"
 BOTH = {"model.family": "qwen3_next", "model.num_layers": 4, "model.kv_lora_rank": 8, "model.attention_gate": True}
 
 reference.OWN_LAYERS[FAMILY] = reference.OwnLayer(
-    linear_family.is_linear, reference_linear.shapes, reference_linear.mix, reference_linear.BEGIN
+    linear_family.is_linear, reference_linear.shapes, reference_linear.linear_attention, reference_linear.BEGIN
 )
 
 

@@ -46,7 +46,7 @@ def test_the_gradients_are_those_of_plain_products(frozen: str) -> None:
         for outputs in (chained(x, weights, bias), plain(x, weights, bias))
     ]
     for got, want in zip(*results, strict=True):
-        tolerances.close(got, want, terms=18)
+        tolerances.assert_close(got, want, terms=18)
 
 
 @pytest.mark.parametrize("used", ["product", "input"])
@@ -55,7 +55,7 @@ def test_one_of_the_two_is_enough(used: str) -> None:
     y, x_after = product_and_input(x, w)
     one, same = (y, F.linear(x, w)) if used == "product" else (x_after, x * 1)
     got, want = (torch.autograd.grad(out.square().sum(), x)[0] for out in (one, same))
-    tolerances.close(got, want, terms=14)
+    tolerances.assert_close(got, want, terms=14)
 
 
 @pytest.mark.parametrize("product", [product_and_input, router_product], ids=["product and input", "router's by parts"])

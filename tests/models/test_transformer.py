@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.families import attends
+from tests.support.families import has_attention_only
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
@@ -104,7 +104,7 @@ def check(model: Model) -> None:
     assert saved == biases | ({"head.weight"} if model.tie_embeddings else set())
 
 
-@pytest.mark.parametrize("family, size", [(family, size) for family, size in SIZES if attends(family)])
+@pytest.mark.parametrize("family, size", [(family, size) for family, size in SIZES if has_attention_only(family)])
 def test_every_size_is_built_as_counted(family: str, size: str) -> None:
     check(Model(**preset(family, size)))
 

@@ -52,7 +52,7 @@ def graphs() -> int:
 def same(results: list[list[Tensor]], dtype: torch.dtype) -> None:
     """Forward and backward: a rounding after each of some 6 steps, twice as many in backward, each a sum of 40."""
     for got, want in zip(*results, strict=True):
-        tolerances.close(got, want, terms=18 * 40, roundings=18, dtype=dtype)
+        tolerances.assert_close(got, want, terms=18 * 40, roundings=18, dtype=dtype)
 
 
 COUNTS = [3, 4, 5, 6], [9, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 40, 0, 0], [1, 1, 1, 1]

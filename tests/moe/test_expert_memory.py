@@ -57,7 +57,7 @@ def test_the_down_half_equals_plain_autograd(
         if dtype == torch.bfloat16:
             assert (got - exact).norm() <= max(1.05 * (plain - exact).norm(), 2**-8 * exact.norm())
         else:
-            tolerances.close(got, plain, terms=2 * HIDDEN, roundings=2 * STEPS)
+            tolerances.assert_close(got, plain, terms=2 * HIDDEN, roundings=2 * STEPS)
     idle = torch.tensor(counts) == 0
     assert torch.equal(results[0][4][idle], torch.zeros_like(results[0][4][idle]))
 
@@ -121,4 +121,4 @@ def test_kept_bytes_per_row_at_a_qwen_shape() -> None:
     assert 0 <= kept - rows * (2 * (768 + 2 * 256) + 4) <= slack
     z_RD, plain = saved_bytes(lambda: weighted_after(made, x_RD, weight_R1, count_e), known)
     assert kept <= 0.6 * plain, f"{kept} of {plain} bytes"
-    tolerances.close(y_RD, z_RD, terms=768 + 256, roundings=STEPS)
+    tolerances.assert_close(y_RD, z_RD, terms=768 + 256, roundings=STEPS)

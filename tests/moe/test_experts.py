@@ -46,7 +46,7 @@ def with_gradients(product: Callable[..., Tensor], counts: list[int], dtype: tor
 def test_grouped_product_equals_the_loop(dtype: torch.dtype, counts: list[int]) -> None:
     wants = with_gradients(loop_product, counts, dtype)
     for got, want in zip(with_gradients(grouped_product, counts, dtype), wants, strict=True):
-        tolerances.close(got, want, terms=HIDDEN)
+        tolerances.assert_close(got, want, terms=HIDDEN)
     idle = torch.tensor(counts) == 0
     assert torch.equal(wants[2][idle], torch.zeros_like(wants[2][idle]))
 
@@ -101,10 +101,10 @@ def test_experts_are_weighted_swiglus_and_idle_ones_have_zero_gradients(
     for grad in grads[2:]:
         assert all(torch.equal(grad[e], torch.zeros_like(grad[e])) for e, n in enumerate(counts) if n == 0)
     if rows:
-        tolerances.close(y_RD, torch.stack(rows), terms=D + HIDDEN, roundings=STEPS)
+        tolerances.assert_close(y_RD, torch.stack(rows), terms=D + HIDDEN, roundings=STEPS)
         wants = torch.autograd.grad(torch.stack(rows), inputs, cotangent)
         for grad, want in zip(grads, wants, strict=True):
-            tolerances.close(grad, want, terms=2 * (D + HIDDEN), roundings=3 * STEPS)
+            tolerances.assert_close(grad, want, terms=2 * (D + HIDDEN), roundings=3 * STEPS)
 
 
 def test_widths_that_cannot_be_grouped_take_the_loop() -> None:
@@ -173,9 +173,9 @@ def test_biases_and_the_clamp_row_by_row(kind: str, dtype: torch.dtype, counts: 
     if len(of) > 10:
         up_RF = torch.stack([made.w3[e] @ x for e, x in zip(of, x_RD, strict=True)])
         assert (up_RF > 9).any() and (up_RF < -9).any(), "the clamp is not met"
-    tolerances.close(y_RD, rows, terms=D + HIDDEN, roundings=STEPS)
+    tolerances.assert_close(y_RD, rows, terms=D + HIDDEN, roundings=STEPS)
     for grad, want in zip(grads, torch.autograd.grad(rows, inputs, cotangent), strict=True):
-        tolerances.close(grad, want, terms=2 * (D + HIDDEN), roundings=3 * STEPS)
+        tolerances.assert_close(grad, want, terms=2 * (D + HIDDEN), roundings=3 * STEPS)
 
 
 def test_the_clamps_bounds_pass_their_gradient_in_every_version_of_torch() -> None:
@@ -198,7 +198,7 @@ def test_gate_and_up_in_one_product(kind: str, dtype: torch.dtype, switches: dic
     y_RD = made.products(x_RD, weight_R1, counts)
     x, weight, both, *rest = torch.autograd.grad(y_RD, [x_RD, weight_R1, made.w1_and_w3, *others], cotangent)
     for a, b in zip([y_RD, x, weight, *both.chunk(2, 1), *rest], want, strict=True):
-        tolerances.close(a, b, terms=2 * HIDDEN, roundings=STEPS)
+        tolerances.assert_close(a, b, terms=2 * HIDDEN, roundings=STEPS)
 
 
 def test_the_etp_ranks_of_a_biased_expert_add_up() -> None:

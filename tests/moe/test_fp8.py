@@ -68,11 +68,11 @@ def test_products_and_gradients_are_those_of_the_formula(counts: list[int]) -> N
     grad_x = torch.zeros_like(x)
     for y, w, g, grad_w in zip(outputs, weights, cotangents, got[1:], strict=True):
         w_RFD, back_RDF = rounded(w.detach())[of], rounded(w.detach().transpose(1, 2))[of]
-        tolerances.close(y, torch.einsum("rd,rfd->rf", rounded(x.detach()), w_RFD), terms=D, roundings=4)
+        tolerances.assert_close(y, torch.einsum("rd,rfd->rf", rounded(x.detach()), w_RFD), terms=D, roundings=4)
         grad_x += torch.einsum("rf,rdf->rd", rounded(g), back_RDF)
         want = torch.zeros_like(w).index_add(0, of, torch.einsum("rf,rd->rfd", g, x.detach()))
-        tolerances.close(grad_w, want, terms=sum(counts))
-    tolerances.close(got[0], grad_x, terms=2 * HIDDEN, roundings=8)
+        tolerances.assert_close(grad_w, want, terms=sum(counts))
+    tolerances.assert_close(got[0], grad_x, terms=2 * HIDDEN, roundings=8)
 
 
 @pytest.mark.parametrize("switches", [{}, GPT_OSS], ids=["swiglu", "gpt_oss"])
@@ -108,7 +108,7 @@ def test_the_down_product_is_of_the_rounded_activation() -> None:
     y = experts.products(x, weight, torch.tensor([0, 6, 0, 0]))
     gate, up = (rounded(x) @ rounded(w.detach())[1].t() for w in (experts.w1, experts.w3))
     want = rounded(plain_swiglu(gate, up, weight, False)) @ rounded(experts.w2.detach())[1].t()
-    tolerances.close(y, want, terms=D + HIDDEN, roundings=STEPS + 8)
+    tolerances.assert_close(y, want, terms=D + HIDDEN, roundings=STEPS + 8)
 
 
 def steps(keep: bool) -> tuple[list[float], list[float], int]:

@@ -191,7 +191,7 @@ def test_gating_promotes_and_never_demotes(
     logits_TE, scores_TE, weights_TK, *_ = made(x_TD, tokens(6))
     assert {logits_TE.dtype, scores_TE.dtype, weights_TK.dtype} == {wide}
     want = x_TD.double() @ made.weight.double().t()
-    tolerances.close(logits_TE.double(), want, terms=16, dtype=wide)
+    tolerances.assert_close(logits_TE.double(), want, terms=16, dtype=wide)
 
 
 def test_the_router_bias_is_a_weight_and_not_the_selection_bias() -> None:

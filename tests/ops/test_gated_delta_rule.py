@@ -86,7 +86,7 @@ def same(got: tuple[Tensor, ...], want: tuple[Tensor, ...], x: dict[str, Tensor]
     cotangents = [torch.randn_like(y) for y in want]
     gradients = (torch.autograd.grad(y, list(x.values()), cotangents) for y in (got, want))
     for one, other in zip(got + next(gradients), want + next(gradients), strict=True):
-        tolerances.close(one, other, terms=400, roundings=roundings)
+        tolerances.assert_close(one, other, terms=400, roundings=roundings)
 
 
 @forms
@@ -123,7 +123,7 @@ def test_maps_of_runs_compose(form: str, places: list[list[int]]) -> None:
         out, after = runs[run].forward(state)
         M, S = runs[run].state_map()
         state, whole = M @ state + S, (M @ whole[0], M @ whole[1] + S)
-        tolerances.close(state, after, terms=400, roundings=400)
+        tolerances.assert_close(state, after, terms=400, roundings=400)
         outputs.append(out)
     same((torch.cat(outputs, 1), whole[0] @ x["state"] + whole[1]), recurrence(**x, begins=begins), x)
 
@@ -172,7 +172,7 @@ def test_decays_may_be_strong(form: str, dtype: torch.dtype) -> None:
         results.append((*outputs, *gradients))
     for got, want, like in zip(*results, (x["v"], x["state"], *x.values()), strict=True):
         assert got.dtype == like.dtype
-        tolerances.close(got, want.to(like.dtype), terms=5000**2, roundings=2)
+        tolerances.assert_close(got, want.to(like.dtype), terms=5000**2, roundings=2)
 
 
 @forms

@@ -61,7 +61,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype, terms: int = 300) -> None:
     """The reference rounds after each of some 6 operations; the interpreter rounds towards zero, twice as far."""
-    tolerances.close(got, want, terms, roundings=4 * 6, dtype=dtype)
+    tolerances.assert_close(got, want, terms, roundings=4 * 6, dtype=dtype)
 
 
 def choices(kind: str, tokens: int, top_k: int) -> Tensor:
@@ -212,7 +212,7 @@ def test_gradients_added_to_their_sums(counts: list[int]) -> None:
                 x = random(rows, 2 * across, dtype=dtype, seed=2 + seed).detach()[:, across:]
                 add_gradient(total, grad, x, groups, grouped=True, kernels=kernels, add=seed > 0)
             sums.append(total)
-        tolerances.close(*sums, terms=2 * max(counts), roundings=4)
+        tolerances.assert_close(*sums, terms=2 * max(counts), roundings=4)
 
 
 @pytest.mark.parametrize("kind", ["random", "one expert", "an idle expert", "padding", "none"])
@@ -509,7 +509,7 @@ def test_the_spread_of_scores(tokens: int, experts: int, normalise: bool, monkey
         scores[:1, 1] = 0
         valid = (torch.arange(tokens) % 5 != 2).to(DEVICE)
         got, want = (balance_spread(scores, valid, normalise, kernels) for kernels in ("triton", "torch"))
-        tolerances.close(got, want, terms=tokens * experts, roundings=16, dtype=dtype)
+        tolerances.assert_close(got, want, terms=tokens * experts, roundings=16, dtype=dtype)
 
 
 @pytest.mark.parametrize("ignored", [slice(None, None, 3), slice(None)], ids=["some", "all"])

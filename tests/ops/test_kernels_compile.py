@@ -19,7 +19,7 @@ if not installed() or interpreted():
 
 import triton
 
-from tests.support.launches import SHARED_MEMORY, Kernel, compiling, kernels_of, registers, resources
+from tests.support.launches import SHARED_MEMORY, Kernel, compile_kernels, compile_launches, register_ranges, resources
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_MODEL = ("sft_debug", "dpo_debug")
@@ -47,12 +47,12 @@ def test_launches_compile_for_their_addresses() -> None:
 
     x, index = torch.empty(8 * 64 + 8, dtype=torch.bfloat16, device="meta"), torch.empty(4, dtype=torch.int64)
     for begin, wide in ((0, True), (4, False), (8, True)):
-        with compiling() as made:
+        with compile_launches() as made:
             permute_rows.fetch_rows.__wrapped__(x[begin:][: 8 * 64].view(8, 64), index)
         ((_, kernel),) = made
         assert ("ld.global.v4.b32" in kernel.asm["ptx"]) == wide, begin
     rows_and_weights = torch.empty(8, 64 + permute_rows.SPACE // 2, dtype=torch.bfloat16, device="meta")
-    with compiling() as made:  # the next row begins after the weight, at a multiple of 16 bytes
+    with compile_launches() as made:  # the next row begins after the weight, at a multiple of 16 bytes
         permute_rows.fetch_unpacked_rows.__wrapped__(rows_and_weights, index, torch.float32)
     assert "ld.global.v4.b32" in made[0][1].asm["ptx"]
 
@@ -61,7 +61,7 @@ def test_launches_compile_for_their_addresses() -> None:
     "recipe", [pytest.param(p, marks=() if p.stem in FIRST else pytest.mark.slow, id=p.stem) for p in RECIPES]
 )
 def test_recipes(recipe: Path) -> None:
-    kernels = kernels_of(recipe)
+    kernels = compile_kernels(recipe)
     # Unrolled over the experts and several warps the router was 500 KB and took half a minute to compile.
     assert max(len(kernel.asm["cubin"]) for _, kernel in kernels) < 300_000
     files = {name.partition(".")[0] for name, _ in kernels}
@@ -72,13 +72,13 @@ def test_recipes(recipe: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["deepseek_671b", "gpt_oss_20b"])
 def test_float64(recipe: str) -> None:
-    fit(kernels_of(ROOT / f"train_configs/{recipe}.toml", *FLOAT64))
+    fit(compile_kernels(ROOT / f"train_configs/{recipe}.toml", *FLOAT64))
 
 
 @pytest.mark.slow
 def test_the_table_in_the_docs() -> None:
     for_gpus = [recipe for recipe in RECIPES if "debug" not in recipe.stem]
-    used = registers([kernel for recipe in for_gpus for kernel in kernels_of(recipe)])
+    used = register_ranges([kernel for recipe in for_gpus for kernel in compile_kernels(recipe)])
     files = {path.stem for path in (ROOT / "titanmoe/ops/kernels").glob("*.py") if "@triton.jit" in path.read_text()}
     assert {name.partition(".")[0] for name in used} == files
     page = (ROOT / "docs/kernels.md").read_text()

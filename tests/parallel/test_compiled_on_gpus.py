@@ -56,7 +56,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
 from triton.runtime import driver
 
-from tests.support.launches import SHARED_MEMORY, Hopper, cut, recipe_of, resources
+from tests.support.launches import SHARED_MEMORY, Hopper, read_recipe, resources, shrink
 
 pytestmark = pytest.mark.slow
 SAME_PARTS = "qwen3_5_35b_a3b", "sft_qwen3_30b_a3b"
@@ -260,7 +260,7 @@ def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 def test_each_part_is_one_graph_whose_kernels_compile(recipe: Path) -> None:
     backend, sources = Backend(), []
     attention = mock.patch.object(F, "scaled_dot_product_attention", stand_ins.attention)
-    config = cut(recipe_of(recipe)[0])
+    config = shrink(read_recipe(recipe)[0])
     with FakeTensorMode(allow_non_fake_inputs=True), imitate(HARDWARE["h100"]), attention:
         for name, call in parts(config, backend).items():
             backend.graphs, backend.sources = 0, []
@@ -287,7 +287,7 @@ def test_a_layer_over_eight_ranks_is_one_graph_whose_kernels_compile(
     recipe: str, changes: dict[str, Any], forward: int, backward: int
 ) -> None:
     """forward, backward: all-to-alls of rows and of counts; routing weights are packed with rows."""
-    backend, config = Backend(), cut(recipe_of(RECIPES[0].with_name(f"{recipe}.toml"))[0])
+    backend, config = Backend(), shrink(read_recipe(RECIPES[0].with_name(f"{recipe}.toml"))[0])
     options = replace(config.moe, overlap="none", aux_loss=0.01, **changes)
     length = config.training.seq_len
     with one_of(8) as group, FakeTensorMode(allow_non_fake_inputs=True), imitate(HARDWARE["h100"]):

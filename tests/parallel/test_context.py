@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests import world
 from tests.support import tolerances
-from tests.support.masks import mask_of, tree
+from tests.support.masks import mask_of, tree_mask
 from titanmoe.comm.collectives import Group
 from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention, plain_attention
@@ -55,7 +55,7 @@ def masked(dtype: torch.dtype, lonely: bool) -> Tensor:
 
 def close(got: Tensor, want: Tensor, scale: float = 0.0) -> None:
     """Scores of up to 4 shift an exponent by 4 roundings each; forward and backward sum over the width and the keys."""
-    tolerances.close(got, want, terms=4 * (WIDTH + 4 * C), roundings=4 * 16, scale=scale)
+    tolerances.assert_close(got, want, terms=4 * (WIDTH + 4 * C), roundings=4 * 16, scale=scale)
 
 
 def before_cancelling(cotangent: Tensor, v: Tensor, other: Tensor) -> float:
@@ -202,7 +202,7 @@ def test_attention_by_chunks_is_the_plain_one(sinks: bool, window: int, document
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_branches_are_attended_to_alike_by_all(with_sinks: bool, window: int) -> None:
     """Blocked and by chunks, against plain operations."""
-    mask, length, dtype = tree(window), 26, torch.float64
+    mask, length, dtype = tree_mask(window), 26, torch.float64
     q, k, v = (random(1, length, n, WIDTH, dtype=dtype, seed=n + s).requires_grad_() for s, n in enumerate((H, 2, 2)))
     inputs = [q, k, v]
     sinks = torch.tensor([-1e4, 0.0, 2.5, 60.0], dtype=dtype, requires_grad=True) if with_sinks else None

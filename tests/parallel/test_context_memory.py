@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import parity, world
-from tests.support.live_bytes import Live
+from tests.support.live_bytes import LiveBytes
 
 LENGTH = 8192
 
@@ -27,7 +27,7 @@ def activation_bytes(changes: dict[str, Any]) -> int:
     batch_slice = take_slice(
         batches[0], 0, trainer.training.meshes, trainer.training.slicer.placement, trainer.training.device
     )
-    with Live() as live:
+    with LiveBytes() as live:
         gradients = trainer.training.gradients
         gradients.engine.run([batch_slice], gradients.objective, totals.count)
     return live.peak

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tests.support.masks import mask_of, tree
+from tests.support.masks import mask_of, tree_mask
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
@@ -93,8 +93,8 @@ def test_it_is_plain_attention(with_sinks: bool, window: int, documents: bool) -
 @pytest.mark.parametrize("window", [0, 4])
 def test_branches_too(window: int) -> None:
     q, k, v = (random(1, 26, n, WIDTH, seed=s) for s, n in enumerate((H, G, G)))
-    got = flex_attention_over(q, k, v, tree(window), masks=Masks(Placement(1, zigzag=False), 0), group=NO_GROUP)
-    torch.testing.assert_close(got, causal_attention(q, k, v, tree(window)), rtol=1e-12, atol=1e-12)
+    got = flex_attention_over(q, k, v, tree_mask(window), masks=Masks(Placement(1, zigzag=False), 0), group=NO_GROUP)
+    torch.testing.assert_close(got, causal_attention(q, k, v, tree_mask(window)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("zigzag", [True, False])

@@ -9,7 +9,7 @@ import pytest
 
 from tests import parity
 from tests.support import case_features
-from tests.support.covering_mappings import all_folds, cover, named, one_or_more
+from tests.support.covering_mappings import all_folds, case_id, cover, has_several_ranks
 from titanmoe.fold.degrees import Fold
 
 HALVES = {"moe.overlap": "halves", "training.local_batch_size": 2, "training.global_batch_size": 8}
@@ -61,8 +61,8 @@ def every_pair() -> list[Any]:
                 "option": choice["option"] == "accumulated" and not alone,
             }
             pool.append((fold, {name: value for name, value in choice.items() if not left_out.get(name)}))
-    chosen = cover([one_or_more(fold) | choice for fold, choice in pool])
-    return [pytest.param(*pool[i], id="-".join([named(pool[i][0]), *pool[i][1].values()])) for i in sorted(chosen)]
+    chosen = cover([has_several_ranks(fold) | choice for fold, choice in pool])
+    return [pytest.param(*pool[i], id="-".join([case_id(pool[i][0]), *pool[i][1].values()])) for i in sorted(chosen)]
 
 
 @pytest.mark.sweep

@@ -140,7 +140,7 @@ def test_forward_alone_gives_the_loss_and_leaves_no_trace(schedule: str) -> None
     alone, training, grads, idle = world.run(2, forward_alone, changes)[0]
     want = parity.expected(changes, 2).steps[0]
     assert alone == training == pytest.approx(want.loss, rel=1e-12)
-    assert parity.error(grads, want.grads)[0] <= parity.TOLERANCE["float64"]
+    assert parity.worst_error(grads, want.grads)[0] <= parity.TOLERANCE["float64"]
     # 2 ranks, 4 microbatches: (p - 1) / (v * m + p - 1) with v stages per rank
     known = {"no_pipeline": 0, "GPipe": 1 / 5, "1F1B": 1 / 5, "Interleaved1F1B": 1 / 9}
     if schedule in known:

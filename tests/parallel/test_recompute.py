@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests import parity
-from tests.support.live_bytes import Live
+from tests.support.live_bytes import LiveBytes
 from tests.support.masks import mask_of
 from titanmoe.comm import recomputation
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model
@@ -55,7 +55,7 @@ def run(model: Model, mode: str) -> tuple[list[Tensor], int]:
     rope = rope_angles(torch.arange(S).expand(B, S), model, model.qk_rope_head_dim, torch.float64)
     leaves = [x_BSD.requires_grad_(), *module.parameters()]
     mask = mask_of((torch.arange(S) // 5).expand(B, S))
-    with Live() as live:
+    with LiveBytes() as live:
         y_BSD = module(x_BSD, rope, mask)
     kept = live.now
     first = torch.autograd.grad(y_BSD.square().sum(), leaves, retain_graph=True)

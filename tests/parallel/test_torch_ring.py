@@ -38,13 +38,13 @@ def compared(zigzag: bool, dtype: torch.dtype, key_heads: int, value_width: int,
     got = torch_ring.torch_ring_attention(*inputs[:3], sinks, lse.append, **layout)
     want = ring_attention(*inputs[:3], Mask(), sinks, **layout)
     ring_attention(*inputs[:3], Mask(), None, lse.append, **layout)
-    tolerances.close(*lse, terms=4 * WIDTH, roundings=4 * 16)
+    tolerances.assert_close(*lse, terms=4 * WIDTH, roundings=4 * 16)
     grads = [torch.autograd.grad(out, inputs, cotangent) for out in (got, want)]
     assert vars(torch_ring._torch._cp_options) == options, "torch's global is left changed"
     for mine, wanted in zip((got, *grads[0]), (want, *grads[1]), strict=True):
         assert mine.dtype == dtype
         # Scores of up to 4 shift an exponent by 4 roundings each; forward and backward sum over the width and the keys.
-        tolerances.close(mine, wanted, terms=4 * (WIDTH + S * size), roundings=4 * 16)
+        tolerances.assert_close(mine, wanted, terms=4 * (WIDTH + S * size), roundings=4 * 16)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -114,7 +114,7 @@ def test_recipes(recipe: Path) -> None:
     two = "debug" in recipe.stem or "DualPipeV" in recipe.read_text()
     config, world = shortened(recipe, most=2, microbatches=1 + two)
     firsts = range(0, world, world // config.parallelism.pp)
-    with nondeterministic.noted() as refused:
+    with nondeterministic.record_refused() as refused:
         assert check_ranks(rehearse_ranks(config, world, "h100", ranks=firsts)).text == HOST_ORDER
     assert not refused, "`training.deterministic` would end this run on GPUs"
 

@@ -70,7 +70,7 @@ def of(changes: dict[str, Any]) -> Rehearsal | None:
         config = config_of(SMALL | changes, 4, "h100")
     except ConfigError:
         return None
-    with nondeterministic.noted() as refused:
+    with nondeterministic.record_refused() as refused:
         rehearsal = rehearse(config, 4, 1, "h100", 1.7)
     assert not refused
     return rehearsal

@@ -10,7 +10,7 @@ from tests import world
 from tests.rehearse.real import measured, rehearsed
 from tests.rehearse.small import comparable
 from tests.support import case_features
-from tests.support.covering_mappings import all_folds, as_changes, cover, named, one_or_more
+from tests.support.covering_mappings import all_folds, as_changes, case_id, cover, has_several_ranks
 
 ONE = {"model.num_layers": 1, "training.global_batch_size": 4}
 LEARNED = {"moe.force_balance": False, "model.top_k": 3}
@@ -102,11 +102,11 @@ def test_features(name: str) -> None:
 
 
 FOLDS = all_folds(8)
-COVER = [FOLDS[i] for i in cover([one_or_more(fold) for fold in FOLDS])]
+COVER = [FOLDS[i] for i in cover([has_several_ranks(fold) for fold in FOLDS])]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fold", [pytest.param(fold, id=named(fold)) for fold in COVER])
+@pytest.mark.parametrize("fold", [pytest.param(fold, id=case_id(fold)) for fold in COVER])
 def test_mappings(fold: Any) -> None:
     changes = as_changes(fold) | {"training.global_batch_size": 8 * max(1, fold.pp)}
     check(8, "cpu" if fold.cp > 1 else "h100", WIDE | changes, (0, 7))

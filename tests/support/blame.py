@@ -18,23 +18,23 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from tests.support.parity_errors import number
+from tests.support.parity_errors import nan_to_inf
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.rank_groups import View, coordinates
 
 OF_MESH = {"fsdp": ("dp_shard", "cp")}
 """Axes of the mapping that an axis of a DeviceMesh combines, if it has another name."""
 DATA = ("dp_replicate", "dp_shard", "cp", "edp_replicate", "edp")
-SHOWN = 12
+MAX_SHOWN = 12
 
 
-def view(parameter: Any) -> View:
+def view_of(parameter: Any) -> View:
     """Return whether the parameter is on the experts' or on the attention's mesh."""
     on_experts = isinstance(parameter, DTensor) and "edp" in parameter.device_mesh.mesh_dim_names
     return "experts" if on_experts else "attention"
 
 
-def cuts(parameter: Any) -> dict[str, bool]:
+def sharded_axes(parameter: Any) -> dict[str, bool]:
     """Return for each axis of the parameter's mesh whether the parameter is sharded along it, or else replicated."""
     if not isinstance(parameter, DTensor):
         return {}
@@ -47,7 +47,7 @@ def sums_in_backward(axis: str, cuts: dict[str, bool]) -> bool:
     return axis in DATA and ("edp" in cuts or cuts["dp_shard"])
 
 
-def adds_up(axis: str, cuts: dict[str, bool]) -> str:
+def what_sums(axis: str, cuts: dict[str, bool]) -> str:
     """Return the name of what sums a gradient over an axis, or "cut" if the parameter is sharded and nothing does."""
     if sums_in_backward(axis, cuts):
         if not cuts.get("edp", True):
@@ -56,7 +56,7 @@ def adds_up(axis: str, cuts: dict[str, bool]) -> str:
     return "cut" if cuts[axis] else "`sum_replicated`"
 
 
-class Held(NamedTuple):
+class HeldShard(NamedTuple):
     """Shard of a tensor on one rank."""
 
     offset: tuple[int, ...]
@@ -70,18 +70,18 @@ class Held(NamedTuple):
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
-def held(parameters: Mapping[str, Any]) -> dict[str, Held]:
+def describe_shards(parameters: Mapping[str, Any]) -> dict[str, HeldShard]:
     """Return by name where this rank's shards are in the full tensors."""
     from titanmoe.parallel.materialize import local_shard
 
     found = {}
     for name, parameter in parameters.items():
         part, offset = local_shard(parameter.detach())
-        found[name] = Held(offset, tuple(part.shape), view(parameter), cuts(parameter))
+        found[name] = HeldShard(offset, tuple(part.shape), view_of(parameter), sharded_axes(parameter))
     return found
 
 
-Pieces = list[dict[str, Held]]
+Pieces = list[dict[str, HeldShard]]
 """Shards by name, one dict per rank."""
 
 
@@ -91,7 +91,7 @@ def axes_of(fold: Fold, seen: View) -> dict[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
-def between(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
+def differing_axes(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
     """Return the axes along which the first rank differs from the others.
 
     If it differs from some of them along a single axis, only such axes are returned.
@@ -102,7 +102,7 @@ def between(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
     return set().union(*(alone or apart))
 
 
-def at_one_place(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict[str, set[int]]:
+def axes_apart(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict[str, set[int]]:
     """Return the axes on which right and wrong shards share no position, with the positions of the wrong ones."""
     found = {}
     for axis in axes_of(fold, seen) if wrong and right else ():
@@ -112,7 +112,7 @@ def at_one_place(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> di
     return found
 
 
-def factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
+def constant_factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
     """Return the factor by which a full tensor is wrong; None if it is not the same for all elements."""
     scale = float(want.abs().max())
     if scale == 0.0 or not bool(got.isfinite().all()):
@@ -136,10 +136,10 @@ class Wrong(NamedTuple):
     """Constant factor by which the tensor is wrong; None if there is none."""
 
 
-def judge(
+def describe_failure(
     fold: Fold,
     pieces: Pieces,
-    errors: Callable[[str, int, Held], float],
+    errors: Callable[[str, int, HeldShard], float],
     allowed: float,
     differ: Mapping[str, tuple[tuple[int, ...], ...]] | None = None,
     times: Callable[[str], float | None] = lambda name: None,
@@ -155,7 +155,7 @@ def judge(
         times: returns the constant factor by which a tensor is wrong, or None.
     """
     wrong, right, differ = {}, [], differ or {}
-    holders: dict[str, dict[int, Held]] = {}
+    holders: dict[str, dict[int, HeldShard]] = {}
     for rank, mine in enumerate(pieces):
         for name, one in mine.items():
             holders.setdefault(name, {})[rank] = one
@@ -167,30 +167,32 @@ def judge(
         else:
             right.append(name)
     lines = [f"{len(wrong)} of {len(holders)} tensors are wrong:"]
-    for name, one in sorted(wrong.items(), key=lambda item: -item[1].error)[:SHOWN]:
+    for name, one in sorted(wrong.items(), key=lambda item: -item[1].error)[:MAX_SHOWN]:
         some = next(iter(holders[name].values()))
-        axes = [f"{a} {adds_up(a, some.cuts)}" for a in axes_of(fold, some.view) if a in some.cuts]
+        axes = [f"{a} {what_sums(a, some.cuts)}" for a in axes_of(fold, some.view) if a in some.cuts]
         only = f"ranks {sorted(one.ranks)}" + ("" if one.right else ", all that have it")
         more = "".join(f"; ranks {list(group)} differ in one piece" for group in one.differ)
         more += f"; {one.times:.6g} times what it should be" if one.times is not None else ""
         lines.append(f"  {name}: {one.error:.1e} on {only} ({', '.join(axes) or 'not split'}){more}")
-    if len(wrong) > SHOWN:
-        lines.append(f"  and {len(wrong) - SHOWN} more")
+    if len(wrong) > MAX_SHOWN:
+        lines.append(f"  and {len(wrong) - MAX_SHOWN} more")
     return "\n".join([*lines, *_suspected(fold, holders, wrong, right)])
 
 
-def _suspected(fold: Fold, holders: dict[str, dict[int, Held]], wrong: dict[str, Wrong], right: list[str]) -> list[str]:
+def _suspected(
+    fold: Fold, holders: dict[str, dict[int, HeldShard]], wrong: dict[str, Wrong], right: list[str]
+) -> list[str]:
     def seen(name: str) -> View:
         return next(iter(holders[name].values())).view
 
     found: dict[str, str] = {}
     for name, one in wrong.items():
         for group in one.differ:
-            for axis in between(fold, seen(name), group):
+            for axis in differing_axes(fold, seen(name), group):
                 found.setdefault(axis, f"ranks {list(group)} have the same piece of {name} and differ along this axis")
     if not found:
         for name, one in wrong.items():
-            for axis, places in at_one_place(fold, seen(name), one.ranks, one.right).items():
+            for axis, places in axes_apart(fold, seen(name), one.ranks, one.right).items():
                 found.setdefault(axis, f"{name} is wrong only where {axis} is {sorted(places)}")
     if not found:
         for name, one in wrong.items():
@@ -207,13 +209,15 @@ def _suspected(fold: Fold, holders: dict[str, dict[int, Held]], wrong: dict[str,
     return [f"suspected axis: {axis} ({why})" for axis, why in found.items()]
 
 
-def _in_common(fold: Fold, holders: dict[str, dict[int, Held]], wrong: list[str], right: list[str]) -> dict[str, str]:
+def _in_common(
+    fold: Fold, holders: dict[str, dict[int, HeldShard]], wrong: list[str], right: list[str]
+) -> dict[str, str]:
     """Return the axes over which all wrong tensors, and no right one, are summed in one way."""
 
     def sums_of(name: str) -> set[tuple[str, str]]:
         one = next(iter(holders[name].values()))
         stages = {coordinates(fold, "attention", rank)["pp"] for rank in holders[name]}
-        by = {(axis, adds_up(axis, one.cuts)) for axis in one.cuts if axis in axes_of(fold, one.view)}
+        by = {(axis, what_sums(axis, one.cuts)) for axis in one.cuts if axis in axes_of(fold, one.view)}
         return by | ({("pp", f"stage {min(stages)}")} if fold.pp > 1 and len(stages) == 1 else set())
 
     shared = set.intersection(*(sums_of(name) for name in wrong)) if wrong else set()
@@ -222,21 +226,25 @@ def _in_common(fold: Fold, holders: dict[str, dict[int, Held]], wrong: list[str]
     return {axis: f"all wrong tensors and no right one have it: {how}" for axis, how in sorted(shared)}
 
 
-def of_gradients(
+def describe_wrong_gradients(
     fold: Fold, pieces: Pieces, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], allowed: float
 ) -> str:
-    """Return the failure's text for full gradients, compared as in `tests.support.parity_errors.error`."""
+    """Return the failure's text for full gradients, compared as in `tests.support.parity_errors.worst_error`."""
     floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
 
-    def errors(name: str, rank: int, one: Held) -> float:
+    def errors(name: str, rank: int, one: HeldShard) -> float:
         scale = max(float(want[name].abs().max()), floor, 1e-300)
-        return number(float((got[name].double() - want[name].double())[one.place].abs().max()) / scale)
+        return nan_to_inf(float((got[name].double() - want[name].double())[one.place].abs().max()) / scale)
 
     known = [{name: one for name, one in mine.items() if name in want} for mine in pieces]
-    return judge(fold, known, errors, allowed, times=lambda name: factor(got[name].double(), want[name].double()))
+    return describe_failure(
+        fold, known, errors, allowed, times=lambda name: constant_factor(got[name].double(), want[name].double())
+    )
 
 
-def of_replicas(fold: Fold, gathered: list[dict[str, tuple[torch.Tensor, Held]]], allowed: float) -> str:
+def describe_wrong_replicas(
+    fold: Fold, gathered: list[dict[str, tuple[torch.Tensor, HeldShard]]], allowed: float
+) -> str:
     """Return the failure's text if ranks that hold the same shard differ by more than `allowed`, else ""."""
     differ: dict[str, tuple[tuple[int, ...], ...]] = {}
     worst: dict[str, float] = {}
@@ -255,16 +263,16 @@ def of_replicas(fold: Fold, gathered: list[dict[str, tuple[torch.Tensor, Held]]]
             apart = {rank: error for rank in others if not (error := off(name, first, rank)) <= allowed}
             if apart:
                 groups.append((first, *apart))
-                worst[name] = max(worst.get(name, 0.0), *map(number, apart.values()))
+                worst[name] = max(worst.get(name, 0.0), *map(nan_to_inf, apart.values()))
         if groups:
             differ[name] = tuple(groups)
     if not differ:
         return ""
     pieces = [{name: one for name, (_, one) in mine.items()} for mine in gathered]
 
-    def errors(name: str, rank: int, one: Held) -> float:
+    def errors(name: str, rank: int, one: HeldShard) -> float:
         return worst[name] if any(rank in group for group in differ.get(name, ())) else 0.0
 
-    text = judge(fold, pieces, errors, allowed, differ)
+    text = describe_failure(fold, pieces, errors, allowed, differ)
     name = next(iter(differ))
     return f"replicas of {name} differ by {worst[name]:.1e}; {text}"

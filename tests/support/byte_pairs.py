@@ -17,7 +17,7 @@ MARKED = (
 )
 
 
-def make(folder: Path) -> Path:
+def write_tokenizer(folder: Path) -> Path:
     """Write a byte-level BPE of 300 tokens and a chat template without {% generation %}; return the folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

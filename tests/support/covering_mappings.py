@@ -45,7 +45,7 @@ def as_changes(fold: Fold) -> dict[str, Any]:
     return changes
 
 
-def named(fold: Fold) -> str:
+def case_id(fold: Fold) -> str:
     """Return the id of a mapping's test case, as "tp2-ep4"."""
     return "-".join(f"{axis}{n}" for axis, n in degrees(fold).items() if n > 1) or "alone"
 
@@ -94,6 +94,6 @@ def cover(
     return chosen
 
 
-def one_or_more(fold: Fold) -> dict[str, bool]:
+def has_several_ranks(fold: Fold) -> dict[str, bool]:
     """Return for each axis whether it has several ranks: a sample of mappings covers pairs of these."""
     return {axis: n > 1 for axis, n in degrees(fold).items()}

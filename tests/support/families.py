@@ -8,6 +8,6 @@ from titanmoe.models.mixers.grouped_query import GROUPED_QUERY
 from titanmoe.models.mixers.latent import LATENT
 
 
-def attends(family: str) -> bool:
+def has_attention_only(family: str) -> bool:
     """Return whether every block of the family has grouped-query or latent attention."""
     return set(mixers(Model(**preset(family, "debug")))) <= {GROUPED_QUERY, LATENT}

@@ -10,7 +10,7 @@ import pytest
 from titanmoe.checkpoint import safe_files
 
 
-def fill(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+def fail_writes(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     """Let all writes to the file fail as on a full disk, until the patch is undone."""
     real = safe_files.open_in
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import parity, world
 from tests.support import case_features
-from tests.support.blame import DATA, adds_up, cuts, sums_in_backward, view
+from tests.support.blame import DATA, sharded_axes, sums_in_backward, view_of, what_sums
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.rank_groups import coordinates, group_of
 from titanmoe.moe.router import Router
@@ -59,7 +59,7 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 @contextmanager
-def probed(modules: Iterable[nn.Module], own: Iterable[nn.Parameter], value: float) -> Iterator[None]:
+def replace_gradients(modules: Iterable[nn.Module], own: Iterable[nn.Parameter], value: float) -> Iterator[None]:
     """Return a context in which every parameter's local gradient on this rank is `value`.
 
     FSDP must allocate its unsharded weights in this context.
@@ -90,7 +90,7 @@ def probed(modules: Iterable[nn.Module], own: Iterable[nn.Parameter], value: flo
         yield
 
 
-def summed(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, tuple[int, ...]]:
+def contributing_ranks(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, tuple[int, ...]]:
     """Return for each gradient of which this rank holds elements the ranks whose local gradients were added."""
     found = {}
     for name, parameter in parameters.items():
@@ -107,7 +107,7 @@ def summed(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, 
     return found
 
 
-def along(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
+def axes_of_group(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
     """Return the axes along which these ranks differ, and assert that they are a full group of these axes."""
     here = coordinates(fold, seen, rank)
     axes = {a for other in ranks for a, at in coordinates(fold, seen, other).items() if at != here[a]}
@@ -115,27 +115,29 @@ def along(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
     return axes
 
 
-def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
+def table_of_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     """Return for each of this rank's parameters and each axis of several ranks what sums its gradient."""
     trainer = parity.make_trainer(changes, loader=parity.samples())
     fold, rank, batches = trainer.training.fold, dist.get_rank(), trainer.training.loader.next_step()
     engine = trainer.training.gradients.engine
     own = [w.computed for stage in getattr(engine, "stages", [engine]) for w in stage.unsharded_experts.weights]
-    with probed((module for part in trainer.training.stages for module in part.modules()), own, float(BASE**rank)):
+    with replace_gradients(
+        (module for part in trainer.training.stages for module in part.modules()), own, float(BASE**rank)
+    ):
         trainer.training.gradients.forward_backward(
             trainer.training.slicer.slices(batches), trainer.training.slicer.count(batches), None
         )
     microbatches = trainer.training.loader.microbatches
-    in_backward = summed(trainer.training.parameters, microbatches)
+    in_backward = contributing_ranks(trainer.training.parameters, microbatches)
     trainer.training.gradients.finish_gradients()
-    in_all = summed(trainer.training.parameters, microbatches)
+    in_all = contributing_ranks(trainer.training.parameters, microbatches)
 
     table = {}
     for name in in_all:
-        parameter, seen = trainer.training.parameters[name], view(trainer.training.parameters[name])
+        parameter, seen = trainer.training.parameters[name], view_of(trainer.training.parameters[name])
         sizes = fold.attention_axes if seen == "attention" else fold.expert_axes
-        during, after = (along(fold, seen, found[name], rank) for found in (in_backward, in_all))
-        cut = cuts(parameter)
+        during, after = (axes_of_group(fold, seen, found[name], rank) for found in (in_backward, in_all))
+        cut = sharded_axes(parameter)
         row = {}
         for axis in AXES[seen]:
             if sizes[axis] == 1:
@@ -143,7 +145,7 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
             if axis == "pp":
                 row[axis] = "`TiedEmbeddings`" if axis in after else "one stage"
                 continue
-            row[axis] = adds_up(axis, cut)
+            row[axis] = what_sums(axis, cut)
             summed_there = axis in during, axis in after
             want = sums_in_backward(axis, cut), axis in DATA or not cut[axis]
             assert summed_there == want, (name, axis, row[axis], summed_there)
@@ -151,7 +153,7 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     return table
 
 
-def kind(name: str) -> str:
+def kind_of(name: str) -> str:
     """Return a parameter's name without its layer."""
     return re.sub(r"^(layers\.\d+|mtp\.\d+\.block)\.", "", name).replace("mtp.0.", "mtp.")
 
@@ -160,9 +162,9 @@ def collect() -> dict[str, dict[str, dict[str, set[str]]]]:
     """Return what sums gradients, by view, kind of parameter and axis: one name if all mappings and models agree."""
     found: dict[str, dict[str, dict[str, set[str]]]] = {"attention": {}, "experts": {}}
     for case in CASES:
-        for rows in world.run(4, of_a_step, {"training.global_batch_size": 1} | case):
+        for rows in world.run(4, table_of_step, {"training.global_batch_size": 1} | case):
             for name, row in rows.items():
-                cells = found["experts" if ".experts." in name else "attention"].setdefault(kind(name), {})
+                cells = found["experts" if ".experts." in name else "attention"].setdefault(kind_of(name), {})
                 for axis, who in row.items():
                     cells.setdefault(axis, set()).add(who)
     return found
@@ -183,7 +185,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def renew(page: str) -> str:
+def replace_table(page: str) -> str:
     """Return the page's text with a new table."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -192,7 +194,7 @@ def renew(page: str) -> str:
 
 if __name__ == "__main__":
     try:
-        PAGE.write_text(renew(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(replace_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     finally:
         world.shutdown()
     sys.exit()

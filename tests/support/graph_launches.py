@@ -25,7 +25,7 @@ from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.parallel import test_compiled_on_gpus as on_gpus
-from tests.support.launches import cut
+from tests.support.launches import shrink
 from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.ops.device import HARDWARE, imitate
@@ -64,10 +64,10 @@ def config_of(recipe: str, ep: int) -> Config:
         for key, value in sizes.items()
         for word in (f"--{key}", str(value).lower() if value is False else str(value))
     ]
-    return cut(recipe_to_rehearse(["--config", str(RECIPES / f"{recipe}.toml"), *argv], ep, "h100"))
+    return shrink(recipe_to_rehearse(["--config", str(RECIPES / f"{recipe}.toml"), *argv], ep, "h100"))
 
 
-def eager(config: Config, ep: int) -> Costs:
+def eager_costs(config: Config, ep: int) -> Costs:
     """Return the costs of a MoE layer without torch.compile, from a rehearsal."""
     found, costs = rehearse(config, ep, 0, "h100"), {"forward": Cost(), "backward": Cost()}
     layer = f"layers.{found.moe_layers[0]}"
@@ -88,7 +88,7 @@ def eager(config: Config, ep: int) -> Costs:
     return costs
 
 
-def one_graph(config: Config, ep: int) -> Costs:
+def graph_costs(config: Config, ep: int) -> Costs:
     """Return the costs of a MoE layer compiled as one graph, from the code that inductor writes."""
     backend, costs = on_gpus.Backend(), []
     rows = config.training.seq_len * config.model.top_k // ep  # that one rank sends another under even routing
@@ -140,10 +140,10 @@ def bytes_of(node: torch.fx.Node, rows: int) -> int:
     inputs, outputs = tensors(inputs), tensors(node.meta["val"])
     if str(node.target).split(".")[1] in PICKS_ROWS:  # it reads as many rows as it writes
         inputs = [outputs[0], *inputs[1:]]
-    return sum(number(x.numel(), rows) * x.element_size() for x in (*inputs, *outputs))
+    return sum(as_number(x.numel(), rows) * x.element_size() for x in (*inputs, *outputs))
 
 
-def number(size: Any, rows: int) -> int:
+def as_number(size: Any, rows: int) -> int:
     """Return a size as a number, with `rows` for every symbol in it."""
     if isinstance(size, int):
         return size
@@ -156,7 +156,7 @@ def main() -> None:
     for recipe in sys.argv[1:]:
         for ep in (8, 1):
             config = config_of(recipe, ep)
-            for name, costs in (("eager", eager(config, ep)), ("one graph", one_graph(config, ep))):
+            for name, costs in (("eager", eager_costs(config, ep)), ("one graph", graph_costs(config, ep))):
                 there, back = costs["forward"], costs["backward"]
                 megabytes = f"{there.moved / 1e6:,.0f} | {back.moved / 1e6:,.0f}"
                 print(

@@ -67,7 +67,7 @@ class Pointer:
 
 
 @contextmanager
-def compiling() -> Iterator[list[Kernel]]:
+def compile_launches() -> Iterator[list[Kernel]]:
     """Return a context in which launches only compile; its list has each compiled kernel once, after it has ended."""
     made: dict[int, Kernel] = {}
     real = JITFunction.run
@@ -86,13 +86,13 @@ def compiling() -> Iterator[list[Kernel]]:
     collected += made.values()
 
 
-def launch(operation: str) -> Callable[..., Any]:
+def launcher_of(operation: str) -> Callable[..., Any]:
     """Return the function of titanmoe/ops/kernels that launches the kernels of a torch operation."""
     modules = (import_module(f"{kernels.__name__}.{module.name}") for module in iter_modules(kernels.__path__))
     return next(getattr(module, operation) for module in modules if hasattr(module, operation)).__wrapped__
 
 
-def cut(config: Config) -> Config:
+def shrink(config: Config) -> Config:
     """Return the config with one stage, one or two layers of each kind and one microbatch: the same shapes."""
     model, parallelism = config.model, config.parallelism
     batch = config.training.local_batch_size * parallelism.dp_replicate * parallelism.dp_shard
@@ -106,27 +106,27 @@ def cut(config: Config) -> Config:
     )
 
 
-def recipe_of(recipe: Path, *overrides: str) -> tuple[Config, int]:
+def read_recipe(recipe: Path, *overrides: str) -> tuple[Config, int]:
     """Return the config of a recipe and its number of ranks."""
     ranks = recipe_ranks(read_draft([str(recipe)], COMPONENTS))
     return recipe_to_rehearse(["--config", str(recipe), *overrides], ranks, "h100"), ranks
 
 
-def kernels_of(recipe: Path, *overrides: str) -> list[Kernel]:
+def compile_kernels(recipe: Path, *overrides: str) -> list[Kernel]:
     """Return all kernels that a rank of the recipe launches in a step, compiled.
 
     Included are those of 8-bit experts, Triton's norms, accumulated weight gradients, benchmarks and symm_mem.
     """
-    whole, ranks = recipe_of(recipe, *overrides)
-    config, ranks = cut(whole), ranks // whole.parallelism.pp
+    whole, ranks = read_recipe(recipe, *overrides)
+    config, ranks = shrink(whole), ranks // whole.parallelism.pp
     real = FakeRecorder.compute
 
     def compute(self: FakeRecorder, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if func.namespace == "titanmoe":
-            launch(func._overloadpacket.__name__)(*args, **kwargs)
+            launcher_of(func._overloadpacket.__name__)(*args, **kwargs)
         return real(self, func, args, kwargs)
 
-    with compiling() as compiled, mock.patch.object(FakeRecorder, "compute", compute):
+    with compile_launches() as compiled, mock.patch.object(FakeRecorder, "compute", compute):
         rehearse(config, ranks, 0, "h100")
         narrow = config.training.mixed_precision_param == "bfloat16"
         others = replace(config.moe, force_balance=True, expert_dtype="fp8" if narrow else "compute")
@@ -164,7 +164,7 @@ def resources(kernel: Any) -> Resources:
     return Resources(*map(int, usage), kernel.metadata.shared)
 
 
-def registers(compiled: list[Kernel]) -> dict[str, str]:
+def register_ranges(compiled: list[Kernel]) -> dict[str, str]:
     """Return by kernel the fewest and most registers per thread of its variants, as "32 to 40"."""
     used: dict[str, set[int]] = {}
     for name, kernel in compiled:
@@ -173,6 +173,6 @@ def registers(compiled: list[Kernel]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    every = [kernel for recipe in sys.argv[1:] for kernel in kernels_of(Path(recipe))]
+    every = [kernel for recipe in sys.argv[1:] for kernel in compile_kernels(Path(recipe))]
     print(f"| kernel | Triton {triton.__version__} |", "|---|---|", sep="\n")
-    print(*(f"| `{name}` | {used} |" for name, used in registers(every).items()), sep="\n")
+    print(*(f"| `{name}` | {used} |" for name, used in register_ranges(every).items()), sep="\n")

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Live(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Context that counts the bytes of storages made in it and still referenced: `now`, and at most `peak`.
 
     Scratch memory inside a kernel is not counted.

@@ -15,7 +15,7 @@ def mask_of(document_BL: Tensor | None, window: int = 0) -> Mask:
     return spans(ends(document_BL.cpu())).to(lambda x: x.to(document_BL.device))._replace(window=window)
 
 
-def tree(window: int = 0) -> Mask:
+def tree_mask(window: int = 0) -> Mask:
     """Return the mask of a tree of 24 positions and a document of 2.
 
     A prompt of 6 positions has two completions of 5 and 7; the second has two continuations of 3.
@@ -27,7 +27,7 @@ def tree(window: int = 0) -> Mask:
     return spans(*(torch.tensor([x]) for x in (until, depth)))._replace(window=window)
 
 
-def dense(mask: Mask, length: int) -> Tensor:
+def dense_mask(mask: Mask, length: int) -> Tensor:
     """Return by definition whether each query sees each key, of shape (B, L, L)."""
     until = torch.full((1, length), length) if mask.until_BL is None else mask.until_BL
     depth = torch.arange(length).expand_as(until) if mask.depth_BL is None else mask.depth_BL

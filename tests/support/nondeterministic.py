@@ -77,7 +77,7 @@ CONDITIONS = {
 } | OURS
 
 
-def in_docstring() -> set[str]:
+def names_in_docstring() -> set[str]:
     """Return the names in torch's own list of operations that it refuses, without those of MPS alone."""
     text = torch.use_deterministic_algorithms.__doc__
     _, listed = re.split(r"will throw a\s+:class:`RuntimeError` when ``mode=True``:", text)
@@ -85,7 +85,7 @@ def in_docstring() -> set[str]:
     return {name for name, condition in items if "an MPS" not in condition}
 
 
-def refused(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
+def cuda_refuses(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
     """Return whether PyTorch would refuse a call of an operation on CUDA, given its result."""
     condition = CONDITIONS.get(func._schema.name)
     if condition is None:
@@ -97,7 +97,7 @@ def refused(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
 
 
 @contextmanager
-def noted() -> Iterator[set[str]]:
+def record_refused() -> Iterator[set[str]]:
     """Return a context whose set has the refused operations of all rehearsals in it, each with its file."""
     seen: set[str] = set()
     add = Operations.add
@@ -105,7 +105,7 @@ def noted() -> Iterator[set[str]]:
     def add_and_note(
         self: Operations, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, site: CodeSite
     ) -> None:
-        if refused(func, args, kwargs, out):
+        if cuda_refuses(func, args, kwargs, out):
             seen.add(f"{func} in {site.file}")
         add(self, func, args, kwargs, out, site)
 

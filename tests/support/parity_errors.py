@@ -22,24 +22,24 @@ LAYER = ("load", "dropped_fraction", "imbalance", "router_entropy")
 """Metrics of each layer that the reference model has too."""
 
 
-def number(error: float) -> float:
+def nan_to_inf(error: float) -> float:
     """Return the error, infinite for a NaN: `max` of floats skips a NaN that is not the first."""
     return math.inf if math.isnan(error) else error
 
 
-def relative(got: float, want: float, scale: float | None = None) -> float:
+def relative_error(got: float, want: float, scale: float | None = None) -> float:
     """Return the error relative to `want`, or to `scale` if it is given."""
-    return number(abs(got - want) / max(abs(want) if scale is None else scale, 1e-300))
+    return nan_to_inf(abs(got - want) / max(abs(want) if scale is None else scale, 1e-300))
 
 
-def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
     """Return the largest over logical tensors of max|a-b| / max(max|ref|, 1e-8 * max over all ref), and its name."""
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
     floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
     errors = {}
     for name, w in want.items():
         scale = max(float(w.abs().max()), floor, 1e-300)
-        errors[name] = number(float((got[name].double() - w.double()).abs().max()) / scale)
+        errors[name] = nan_to_inf(float((got[name].double() - w.double()).abs().max()) / scale)
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
 
@@ -52,23 +52,23 @@ def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, floa
         errors[name] = max(errors.get(name, 0.0), off)
 
     for loss, norm, report, step in zip(got.loss, got.norm, got.reports, want.steps, strict=True):
-        note("loss", relative(loss, step.loss))
-        note("norm", relative(norm, step.grad_norm))
+        note("loss", relative_error(loss, step.loss))
+        note("norm", relative_error(norm, step.grad_norm))
         for term in active_losses(config.moe):
-            note(term.metric, relative(report[term.metric], term.coefficient * step.aux[term.name]))
+            note(term.metric, relative_error(report[term.metric], term.coefficient * step.aux[term.name]))
         if config.model.mtp_depth:
-            note("mtp_loss", relative(report["mtp_loss"], step.mtp))
+            note("mtp_loss", relative_error(report["mtp_loss"], step.mtp))
         for layer, count in step.counts.items():
             reported = {key: report[f"layers.{layer}.{key}"] for key in LAYER}
-            note("dropped", relative(reported["dropped_fraction"], step.dropped[layer], scale=1.0))
-            note("imbalance", relative(reported["imbalance"], step.imbalance[layer]))
-            note("entropy", relative(reported["router_entropy"], step.entropy[layer]))
+            note("dropped", relative_error(reported["dropped_fraction"], step.dropped[layer], scale=1.0))
+            note("imbalance", relative_error(reported["imbalance"], step.imbalance[layer]))
+            note("entropy", relative_error(reported["router_entropy"], step.entropy[layer]))
             for a, b in zip(reported["load"], count.tolist(), strict=True):
-                note("load", relative(a, b, scale=float(count.sum())))
-    note("grads", error(got.grads, want.steps[0].grads)[0])
-    note("weights", error(got.weights, want.weights)[0])
+                note("load", relative_error(a, b, scale=float(count.sum())))
+    note("grads", worst_error(got.grads, want.steps[0].grads)[0])
+    note("weights", worst_error(got.weights, want.weights)[0])
     if config.moe.bias_update_rate:
-        note("bias", error(got.bias, want.bias)[0])
+        note("bias", worst_error(got.bias, want.bias)[0])
     return errors
 
 

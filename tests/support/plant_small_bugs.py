@@ -54,15 +54,15 @@ def _definitions(root: Path) -> dict[str, list[tuple[Path, ast.stmt]]]:
     return found
 
 
-def _parsed(code: str) -> ast.expr | ast.stmt:
+def _parse(code: str) -> ast.expr | ast.stmt:
     """Return the syntax tree of one expression or statement."""
     (statement,) = ast.parse(code).body
     return statement.value if isinstance(statement, ast.Expr) else statement
 
 
-def planted(mutant: Mutant, root: Path = ROOT) -> tuple[Path, str]:
+def plant(mutant: Mutant, root: Path = ROOT) -> tuple[Path, str]:
     """Return the file that defines the mutant's function, and its text with the bug in it."""
-    old, new = _parsed(mutant.old), _parsed(mutant.new)
+    old, new = _parse(mutant.old), _parse(mutant.new)
     code, spots = ast.unparse(old), []
     for path, definition in _definitions(root).get(mutant.function, []):
         for node in ast.walk(definition):
@@ -81,7 +81,7 @@ def planted(mutant: Mutant, root: Path = ROOT) -> tuple[Path, str]:
     return path, text.decode()
 
 
-def copied(to: Path) -> Path:
+def copy_tree(to: Path) -> Path:
     """Copy the tree's files, those that git tracks and new ones, into a folder; return the folder."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -97,7 +97,7 @@ def copied(to: Path) -> Path:
     return to
 
 
-def verdict(status: int, output: str) -> str:
+def first_failed_test(status: int, output: str) -> str:
     """Return the first test that failed, or SURVIVED; raise a RuntimeError if no test has run."""
     if status == 0:
         return SURVIVED
@@ -107,9 +107,9 @@ def verdict(status: int, output: str) -> str:
     return failed[1]
 
 
-def judge(mutant: Mutant, tree: Path, number: int) -> str:
+def run_mutant(mutant: Mutant, tree: Path, number: int) -> str:
     """Plant a bug in the copied tree, run its tests, remove the bug; return the verdict."""
-    (file, wrong), output = planted(mutant, tree), tree / "output"
+    (file, wrong), output = plant(mutant, tree), tree / "output"
     right = file.read_text()
     try:
         file.write_text(wrong)
@@ -119,7 +119,7 @@ def judge(mutant: Mutant, tree: Path, number: int) -> str:
         process.join(TIMEOUT_S)
         process.kill()
         process.join()
-        return verdict(process.exitcode, output.read_text())
+        return first_failed_test(process.exitcode, output.read_text())
     finally:
         file.write_text(right)
         os.utime(file, (0, 0))
@@ -148,9 +148,9 @@ def run(results: Path, only: str = "") -> dict[Mutant, str]:
     done = {mutant: found[mutant] for mutant in MUTANTS if found.get(mutant, SURVIVED) != SURVIVED}
     todo = [m for m in MUTANTS if m not in done and only in f"{m.function} {m.breaks}"]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree = copied(Path(folder)) if todo else Path(folder)
+        tree = copy_tree(Path(folder)) if todo else Path(folder)
         for number, mutant in enumerate(todo, 1):
-            done[mutant] = judge(mutant, tree, number)
+            done[mutant] = run_mutant(mutant, tree, number)
             print(f"{number}/{len(todo)}  {mutant.function}: {mutant.breaks}: {done[mutant]}", flush=True)
             with results.open("a") as file:
                 file.write(json.dumps({"mutant": mutant, "noticed": done[mutant]}) + "\n")

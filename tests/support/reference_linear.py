@@ -31,27 +31,27 @@ BEGIN = {"dt_bias": torch.ones_like, "A_log": lambda uniform: torch.log(0.01 + 1
 """Initial values, from uniform random numbers, of the parameters with their own initialization."""
 
 
-def together(document_GS: Tensor | None, s: int, t: int) -> Any:
+def same_document(document_GS: Tensor | None, s: int, t: int) -> Any:
     """Return 1 where positions s and t are in the same document and else 0, of shape (G, 1)."""
     return 1.0 if document_GS is None else (document_GS[:, s] == document_GS[:, t]).double()[:, None]
 
 
-def convolved(x_GSC: Tensor, taps_CW: Tensor, document_GS: Tensor | None) -> Tensor:
+def convolve(x_GSC: Tensor, taps_CW: Tensor, document_GS: Tensor | None) -> Tensor:
     """Return silu of the causal depthwise convolution within documents; the last tap is the position's own."""
     width, out = taps_CW.shape[1], []
     for s in range(x_GSC.shape[1]):
         seen = range(max(0, s - width + 1), s + 1)
-        total = sum(x_GSC[:, t] * taps_CW[:, width - 1 - (s - t)] * together(document_GS, s, t) for t in seen)
+        total = sum(x_GSC[:, t] * taps_CW[:, width - 1 - (s - t)] * same_document(document_GS, s, t) for t in seen)
         out.append(total / (1 + torch.exp(-total)))
     return torch.stack(out, 1)
 
 
-def unit(x: Tensor) -> Tensor:
+def normalize(x: Tensor) -> Tensor:
     """Normalize the last dim by its L2 norm."""
     return x / torch.sqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
-def mix(model: Any, weights: dict[str, Tensor], x_GSD: Tensor, document_GS: Tensor | None) -> Tensor:
+def linear_attention(model: Any, weights: dict[str, Tensor], x_GSD: Tensor, document_GS: Tensor | None) -> Tensor:
     """Return the output of the linear attention of a block, of shape (G, S, D)."""
     own, gla = model.own, model.own["linear_gate"] == "gla"
     repeats = own["linear_value_heads"] // own["linear_key_heads"]
@@ -59,14 +59,14 @@ def mix(model: Any, weights: dict[str, Tensor], x_GSD: Tensor, document_GS: Tens
     def heads(x: Tensor, width: int, times: int) -> Tensor:
         return x.unflatten(2, (-1, width)).repeat_interleave(times, 2)
 
-    q, k, v = (convolved(x_GSD @ weights[f"w{w}.weight"].T, weights[f"conv_{w}"], document_GS) for w in "qkv")
+    q, k, v = (convolve(x_GSD @ weights[f"w{w}.weight"].T, weights[f"conv_{w}"], document_GS) for w in "qkv")
     q, k = (heads(x, own["linear_key_dim"], repeats) for x in (q, k))
     v = heads(v, own["linear_value_dim"], 1)
     if gla:
         gate = x_GSD @ weights["wg_a.weight"].T @ weights["wg_b.weight"].T + weights["wg_b.bias"]
         kept_GSHk = heads((1 / (1 + torch.exp(-gate))) ** (1 / 16), own["linear_key_dim"], repeats)
     else:
-        q, k = unit(q), unit(k)
+        q, k = normalize(q), normalize(k)
         softplus = torch.log(1 + torch.exp(x_GSD @ weights["wa.weight"].T + weights["dt_bias"]))
         kept_GSH = torch.exp(-torch.exp(weights["A_log"]) * softplus)
         beta_GSH = 1 / (1 + torch.exp(-(x_GSD @ weights["wb.weight"].T)))
@@ -74,7 +74,7 @@ def mix(model: Any, weights: dict[str, Tensor], x_GSD: Tensor, document_GS: Tens
     out = []
     for s in range(x_GSD.shape[1]):
         if s and document_GS is not None:
-            state_GHkv = state_GHkv * together(document_GS, s, s - 1)[..., None, None]
+            state_GHkv = state_GHkv * same_document(document_GS, s, s - 1)[..., None, None]
         written = torch.einsum("ghk,ghv->ghkv", k[:, s], v[:, s])
         if gla:
             state_GHkv = kept_GSHk[:, s, :, :, None] * state_GHkv + written

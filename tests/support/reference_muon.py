@@ -24,7 +24,7 @@ POLAR = [
 ]
 
 
-def polar(x: Tensor, kind: str, steps: int, small: float) -> Tensor:
+def newton_schulz(x: Tensor, kind: str, steps: int, small: float) -> Tensor:
     """Return the matrix with its singular values changed by Newton-Schulz steps.
 
     Args:
@@ -122,7 +122,9 @@ def muon(
             for rows in rows_of(config.model, name, x.shape[0], options.by_head):
                 big, ratio = max(len(rows), x.shape[1]), len(rows) / x.shape[1]
                 factor = 0.2 * math.sqrt(big) if options.adjust_lr == "match_rms" else math.sqrt(max(1, ratio))
-                out[rows] = factor * polar(x[rows], options.ns_coefficients, options.ns_steps, options.ns_eps * norm)
+                out[rows] = factor * newton_schulz(
+                    x[rows], options.ns_coefficients, options.ns_steps, options.ns_eps * norm
+                )
         lr, decay = rate_and_decay(config, name, w, step_number)
         new[name] = w - lr * decay * w - lr * update
         new_moments[name] = m

@@ -14,12 +14,12 @@ PROBLEMS = pytest.StashKey[list[str]]()
 """Key of the problems that tests/conftest.py found in the table when all tests were collected."""
 
 
-def stand_ins() -> dict[str, str]:
+def quick_tests() -> dict[str, str]:
     """Return for each slow test the quicker test that runs instead."""
     return {wider: quick for quick, left_out in toml_module().loads(TABLE.read_text()).items() for wider in left_out}
 
 
-def problems(table: dict[str, str], tests: Collection[str]) -> list[str]:
+def table_problems(table: dict[str, str], tests: Collection[str]) -> list[str]:
     """Return what is wrong with the table, given the ids of all tests."""
     gone = sorted({*table, *table.values()}.difference(tests))
     absent = sorted(set(table.values()) & set(table))

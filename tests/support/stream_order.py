@@ -118,7 +118,7 @@ class StreamOrder:
         clocks[actor] = number
         for x, is_write in [*((x, False) for x in reads), *((x, True) for x in writes)]:
             if x.numel() and not x.is_meta and (storage := self.storages.get(x.untyped_storage()._cdata)) is not None:
-                self._check(storage, Access(actor, number, place, is_write, *span(x)), clocks)
+                self._check(storage, Access(actor, number, place, is_write, *byte_range(x)), clocks)
 
     def _check(self, storage: Storage, now: Access, clocks: Clocks) -> None:
         for freed, use in storage.before:
@@ -154,7 +154,7 @@ class StreamOrder:
         return "?" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
-def span(x: Tensor) -> tuple[int, int]:
+def byte_range(x: Tensor) -> tuple[int, int]:
     """Return the first byte of the tensor in its storage and the byte after its last."""
     begin = x.storage_offset()
     end = begin + 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 
-def unit(dtype: torch.dtype) -> float:
+def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
 def bound(dtype: torch.dtype, terms: int = 0, roundings: int = 1) -> float:
     """Return the allowed difference relative to the largest entry, by the formula above."""
     accumulator = torch.promote_types(dtype, torch.float32)
-    return 4 * math.sqrt(roundings * unit(dtype) ** 2 + terms * unit(accumulator) ** 2)
+    return 4 * math.sqrt(roundings * unit_roundoff(dtype) ** 2 + terms * unit_roundoff(accumulator) ** 2)
 
 
-def apart(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
+def relative_difference(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
     """Return the largest difference relative to the largest entry, or to `scale` if that is larger.
 
     Equal infinities do not differ, and a NaN is infinitely far.
@@ -44,7 +44,7 @@ def apart(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
     return worst / scale if scale else math.copysign(math.inf, worst) if worst else 0.0
 
 
-def close(
+def assert_close(
     got: Tensor,
     want: Tensor,
     terms: int = 0,
@@ -64,5 +64,5 @@ def close(
     """
     assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, want.dtype, got.shape, want.shape)
     allowed = bound(dtype or want.dtype, terms, roundings)
-    off = apart(got, want, scale)
+    off = relative_difference(got, want, scale)
     assert off <= allowed, f"off by {off:.2e} of the largest entry; roundings explain {allowed:.2e}"

@@ -1,6 +1,6 @@
 """Table of torch's private names that titanmoe uses, which any release may change. Each is used in one file or folder.
 
-`removed` lists those that this version of torch no longer has.
+`missing_names` lists those that this version of torch no longer has.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ PRIVATE = (
 )
 
 
-def removed() -> dict[Private, list[str]]:
+def missing_names() -> dict[Private, list[str]]:
     """Return the needed names that this version of torch does not have."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     needed = [one for one in PRIVATE if version < one.until]

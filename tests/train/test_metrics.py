@@ -12,7 +12,7 @@ import torch
 
 from tests.support import fake_gpu
 from tests.support.fake_gpu import GPU, FakeGPU
-from tests.support.full_disk import fill
+from tests.support.full_disk import fail_writes
 from titanmoe.checkpoint.choose_checkpoint import is_resumable
 from titanmoe.components import COMPONENTS
 from titanmoe.config import load
@@ -478,7 +478,7 @@ def test_a_full_disk_pauses_metrics_and_their_return_is_reported(config, clock, 
     file.rename(run.folder / "before")
     run._file.close()
     with monkeypatch.context() as full:
-        fill(full, file)
+        fail_writes(full, file)
         for step in (2, 3, 4):
             run.log(step, VALUES)
         clock[0] += 31
@@ -505,7 +505,7 @@ def test_failing_events_are_reported_on_the_console(config, clock, capsys, monke
     run._events.close()
     file.unlink()
     with monkeypatch.context() as full:
-        fill(full, file)
+        fail_writes(full, file)
         run.event(1, "save", "step-00000001")
     clock[0] += 31
     run.event(2, "save", "step-00000002")
@@ -516,7 +516,7 @@ def test_failing_events_are_reported_on_the_console(config, clock, capsys, monke
 
 def test_a_config_that_cannot_be_written_does_not_end_the_run(config, monkeypatch):
     folder = Path(config.job.dump_folder, "run")
-    fill(monkeypatch, folder / "config.toml")
+    fail_writes(monkeypatch, folder / "config.toml")
     run = make(config)
     run.log(1, VALUES)
     run.close()
