@@ -158,7 +158,7 @@ def waited(*words: object) -> tuple[tuple[int, str, str], list[Any]]:
         told.extend(box)
 
     with (
-        replaced(module, "SAYS_SO_EVERY_S", 0.1),
+        replaced(module, "WAIT_MESSAGE_S", 0.1),
         replaced(dist, "broadcast_object_list", listen),
         replaced(sys, "stdin", SlowSpeaker() if dist.get_rank() == 0 else io.StringIO()),
     ):

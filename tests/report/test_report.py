@@ -25,7 +25,7 @@ from titanmoe.report.charts import (
     percent,
     rank_correlation,
     ranks_sheet,
-    share_EC,
+    relative_load,
     smooth,
     thin,
     ticks,
@@ -298,7 +298,7 @@ def test_thinning_keeps_every_spike():
 def test_a_dead_expert_and_a_hot_one_are_seen_among_hundreds():
     load = np.full((256, 1000), 10.0)
     load[17], load[200] = 0.0, 80.0
-    share = share_EC(load)
+    share = relative_load(load)
     assert share.shape == (64, 240)
     assert share[17 // 4].max() < 0.1 and share[200 // 4].min() > 7
 

@@ -39,14 +39,14 @@ def _allowed() -> list[str]:
 
 def code_names(values: Mapping[str, Any]) -> list[str]:
     """Return the names of components outside the package in the values of a config's fields, by path."""
-    found = []
+    given = []
     for path in NAMING_FIELDS:
         value = values.get(path)
         if isinstance(value, list):  # lines of a name and a coefficient
-            found += [line.strip().partition(" ")[0] for line in value if isinstance(line, str)]
+            given += [line.strip().partition(" ")[0] for line in value if isinstance(line, str)]
         elif isinstance(value, str):
-            found.append(value)
-    return [name for name in dict.fromkeys(found) if ":" in name]
+            given.append(value)
+    return [name for name in dict.fromkeys(given) if ":" in name]
 
 
 def refuse_code(values: Mapping[str, Any], source: object) -> None:

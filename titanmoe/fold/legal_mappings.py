@@ -166,12 +166,12 @@ def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
                 f"{unit} ranks ({world} % {unit} = {world % unit}): start it on such a number, or give other degrees"
             ]
         )
-    rows, expert_rows = world // (pp * cp * tp), world // (pp * ep * etp)
-    fit = {"dp_replicate": gcd(parallelism.dp_replicate, rows)}
-    fit["dp_shard"] = rows // fit["dp_replicate"]
+    data_ranks, expert_data_ranks = world // (pp * cp * tp), world // (pp * ep * etp)
+    fit = {"dp_replicate": gcd(parallelism.dp_replicate, data_ranks)}
+    fit["dp_shard"] = data_ranks // fit["dp_replicate"]
     requested_replicas = degrees["edp_replicate"] if degrees["edp_replicate"] > 0 else fit["dp_replicate"]
-    fit["edp_replicate"] = gcd(requested_replicas, expert_rows)
-    fit["edp"] = expert_rows // fit["edp_replicate"]
+    fit["edp_replicate"] = gcd(requested_replicas, expert_data_ranks)
+    fit["edp"] = expert_data_ranks // fit["edp_replicate"]
     changed = {name: n for name, n in fit.items() if degrees[name] not in (-1, n)}
     experts = replace(parallelism.experts, **{name: n for name, n in changed.items() if name.startswith("edp")})
     attention = {name: n for name, n in changed.items() if name.startswith("dp")}

@@ -1,1 +1,1 @@
-"""Text from a checkpoint, on one rank or folded."""
+"""Text generation from a checkpoint, on one rank or under any mapping of tp, ep and etp."""

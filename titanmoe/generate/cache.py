@@ -1,4 +1,7 @@
-"""What a model remembers of earlier tokens: each mixer in a cache of its own kind, and the head at the end of each row.
+"""Caches of earlier tokens for decoding: base classes, their sizes, and how a model gets them.
+
+`add_caches` replaces the token mixing of every block by a Cache, and the head by one that computes the last token of
+each prompt only. The caches of attention and of linear attention are in `cached_attention` and `cached_state`.
 
 Shapes: T tokens of a forward, B rows (prompts) of this rank, n new tokens of each, L positions, G key heads of this
 rank, h the width of one, D model, V vocabulary.
@@ -26,10 +29,10 @@ from titanmoe.models.vocabulary import Head
 
 
 class PerToken:
-    """A vector of every head and position of each row; with a window, of the last positions, at the end of L."""
+    """A cache of one vector per head and position of each row; with a window, of the last positions only."""
 
     def __init__(self, rows: Rows, x_1TGh: Tensor, window: int = 0):
-        """x_1TGh: of the prompts."""
+        """Store the vectors x_1TGh of the prompts."""
         self.rows, self.window = rows, window
         length = min(max(rows.num_new, default=0), window - 1) if window else rows.capacity
         self.x = x_1TGh.new_zeros(len(rows.num_new), x_1TGh.shape[2], length, x_1TGh.shape[3])
@@ -39,7 +42,7 @@ class PerToken:
             self.x[row, :, place : place + count] = x_1TGh[0, end - count : end].transpose(0, 1)
 
     def add(self, x_BnGh: Tensor) -> Tensor:
-        """(B, G, L, h): all that the new tokens may see."""
+        """Store the vectors of new tokens; return (B, G, L, h), all that these tokens may attend to."""
         length, new_BGnh = self.x.shape[2], x_BnGh.transpose(1, 2)
         if self.window:
             x_BGLh = torch.cat((self.x, new_BGnh), 2)
@@ -51,9 +54,11 @@ class PerToken:
         return self.x[:, :, : max(self.rows.ends)]
 
     def keep(self, row_B: Tensor) -> None:
+        """Drop all rows but these."""
         self.x = self.x[row_B]
 
     def go_back(self, count: int) -> bool:
+        """Drop the last positions of the only row. Return False if earlier ones are missing then."""
         if self.window and count:
             length = self.x.shape[2]
             self.x = self.x[:, :, : max(0, length - count)]
@@ -62,59 +67,63 @@ class PerToken:
 
 
 class PerText:
-    """A state of each row, which has gone through all of its positions."""
+    """A cache of one recurrent state per row, after all of its positions."""
 
     def __init__(self, x_B: Tensor):
         self.x = x_B
 
     def keep(self, row_B: Tensor) -> None:
+        """Drop all rows but these."""
         self.x = self.x[row_B]
 
     def go_back(self, count: int) -> bool:
+        """Return whether no position has to be dropped, because a state cannot go back."""
         return not count
 
 
 class CacheSize(NamedTuple):
-    """What a block keeps, in numbers of a rank."""
+    """Size of a block's cache on a rank, as counts of numbers."""
 
     token: int = 0
-    """Of each token."""
+    """Numbers per token."""
     last: int = 0
-    """Of how many tokens, the last ones; 0: of all."""
+    """Number of last tokens that are cached; 0 for all."""
     state: int = 0
-    """Of a text, at least in float32."""
+    """Numbers per text, stored in float32 or wider."""
 
 
 class Cache(ABC):
-    """Takes the place of what mixes tokens in a module; `titanmoe.generate.model.cache_path` says which does."""
+    """Base class of a block's cache, which replaces the token mixing of its module (`model.cache_path`)."""
 
     kept: Sequence[PerToken | PerText] = ()
 
     @abstractmethod
     def __init__(self, mixer: Any, rows: Rows):
-        """mixer: the module."""
+        """Replace the token mixing of a mixer's module by this cache."""
 
     @staticmethod
     @abstractmethod
-    def size(model: Model, layer: int, tp: int) -> CacheSize: ...
+    def size(model: Model, layer: int, tp: int) -> CacheSize:
+        """Return the size of a layer's cache on a rank."""
 
     def keep(self, row_B: Tensor) -> None:
-        """Forgets all other rows."""
+        """Drop all rows but these."""
         for each in self.kept:
             each.keep(row_B)
 
     def go_back(self, count: int) -> bool:
-        """Forgets the last positions of the only row. False if it cannot: then all has to be read anew."""
+        """Drop the last positions of the only row. Return False if the text must be read again instead."""
         return all(each.go_back(count) for each in self.kept)
 
 
 def cache_of(mixer: MixerSpec) -> type[Cache]:
+    """Import and return the cache class of a mixer."""
     module, _, name = cache_path(mixer).partition(":")
     return getattr(import_module(module), name)
 
 
 def cache_bytes(model: Model, tp: int, width: int) -> tuple[int, int]:
-    """On a rank: of each token, and of each text, however long it is. width: bytes of a number."""
+    """Return a rank's cache in bytes per token, and per text of any length. `width` is the bytes of a number."""
     token = text = 0
     for layer, mixer in enumerate(mixers(model)[: model.num_layers]):
         size = cache_of(mixer).size(model, layer, tp)
@@ -124,12 +133,13 @@ def cache_bytes(model: Model, tp: int, width: int) -> tuple[int, int]:
 
 
 def cache_cost(model: Model, tp: int, width: int) -> str:
+    """Return the size of a rank's cache as text for the summary."""
     token, text = cache_bytes(model, tp, width)
     return f"{token:,} bytes per token" + f" and {text:,} per text" * (text > 0)
 
 
 class LastHead(nn.Module):
-    """Logits (1, B, V), of the last token of each row."""
+    """The head while generating: logits (1, B, V) of the last token of each row only."""
 
     def __init__(self, head: Head, rows: Rows):
         super().__init__()
@@ -144,7 +154,7 @@ class LastHead(nn.Module):
 
 
 def add_caches(model: Transformer, rows: Rows) -> list[Cache]:
-    """Gives every mixer of the model its cache, and the head the ends of rows."""
+    """Replace every mixer's token mixing by a cache and the head by LastHead, in place. Return the caches."""
     of_blocks = mixers(model.shape)
     caches = [cache_of(of_blocks[layer])(block.attention, rows) for layer, block in model.blocks().items()]
     model.head = LastHead(model.head, rows)

@@ -1,8 +1,8 @@
-"""The caches of attention: keys and values, or of latent attention the latents that both come from.
+"""The caches of attention: keys and values, or the latents of latent attention.
 
 Shapes: T tokens of a forward, B rows (prompts) of this rank, n new tokens of each, L positions, H query heads and G key
 heads of this rank, g query heads of each key head, h query and key width, v value width; of latent attention r a
-latent, p the turned part of a key, c both beside each other.
+latent, p the dims of a key with RoPE, c both concatenated.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import promote, rotate
 
 UNIT = 16
-"""Within attention, prompts are padded to multiples of this: its kernels on GPUs read masks in aligned rows."""
+"""Multiple that prompts are padded to in attention, whose kernels on GPUs read masks in aligned rows."""
 
 
 class CachedKeys(Cache):
-    """Of whatever calls `attend` with keys and values, after RoPE and norms."""
+    """Cache of keys and values after RoPE and norms, for every mixer that calls `attend` with them."""
 
     def __init__(self, mixer: Any, rows: Rows):
         self.attend, self.rows = mixer.attend, rows
@@ -52,9 +52,12 @@ class CachedKeys(Cache):
 
 
 class CachedLatents(Cache):
-    """A token's latent and its turned key, for all heads, are kept. New tokens see them as one key head: a query meets
-    the latent through the rows of `wkv_b` that make its head's keys (q . Wn l = (Wn^T q) . l), and what it takes from
-    the latents goes through the rows that make values. Prompts are computed as in training."""
+    """Cache of latent attention: each token's latent and the dims of its key with RoPE, shared by all heads.
+
+    New tokens attend to them as one key head. A query is multiplied by the rows of `wkv_b` that make its head's keys
+    (q . Wn l = (Wn^T q) . l), and the attended latents by the rows that make values. Prompts are computed as in
+    training.
+    """
 
     def __init__(self, mixer: LatentAttention, rows: Rows):
         self.mixer, self.mix, self.rows = mixer, mixer.mix, rows
@@ -92,6 +95,7 @@ def within_prompts(
     mask: Mask,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
+    """Return the attention output (1, T, H, v) of prompts that are concatenated, each attending within itself."""
     out_1THv = q_1THh.new_zeros(*q_1THh.shape[:3], v_1TGv.shape[-1])
     for first, end in rows.spans:
         n, window = end - first, mask.window
@@ -110,8 +114,10 @@ def last_attention(
     window: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """(B, n, H, v): each row's last tokens to the keys up to their places. With a window the keys are those of each
-    row's last L places, some of them before its first."""
+    """Return the attention output (B, n, H, v) of each row's new tokens over the cached keys up to their positions.
+
+    With a window, keys and values are those of each row's last L positions, some of which may be before its first.
+    """
     q_BGgnh = q_BnHh.transpose(1, 2).unflatten(1, (k_BGLh.shape[1], -1))
     scores = q_BGgnh.flatten(2, 3) @ k_BGLh.transpose(-1, -2)
     scores_BGgnL = promote(scores).unflatten(2, q_BGgnh.shape[2:4]) * scale
@@ -125,5 +131,5 @@ def last_attention(
     if sinks_H is not None:
         sinks = promote(sinks_H).view(*q_BGgnh.shape[1:3], 1, 1).expand(*scores_BGgnL.shape[:4], 1)
         scores_BGgnL = torch.cat((scores_BGgnL, sinks), -1)
-    shares = scores_BGgnL.softmax(-1)[..., : k_BGLh.shape[2]].to(v_BGLv.dtype)
-    return (shares.flatten(2, 3) @ v_BGLv).unflatten(2, q_BGgnh.shape[2:4]).flatten(1, 2).transpose(1, 2)
+    weights = scores_BGgnL.softmax(-1)[..., : k_BGLh.shape[2]].to(v_BGLv.dtype)
+    return (weights.flatten(2, 3) @ v_BGLv).unflatten(2, q_BGgnh.shape[2:4]).flatten(1, 2).transpose(1, 2)

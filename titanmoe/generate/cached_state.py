@@ -22,6 +22,8 @@ from titanmoe.ops import gated_delta_rule
 
 
 class CachedState(Cache):
+    """Cache of a gated delta mixer: its recurrent state and the last inputs of its convolution."""
+
     def __init__(self, mixer: GatedDelta, rows: Rows):
         self.mixer, self.rows = mixer, rows
         mixer.mix = self
@@ -45,7 +47,7 @@ class CachedState(Cache):
         return rows.join(out_BnHv, decay.shape[1])
 
     def read_prompts(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None) -> Tensor:
-        """One after the other, because they have different lengths."""
+        """Compute the prompts one by one, because their lengths differ, and fill the cache."""
         rows, heads = self.rows, self.mixer.heads
         self.inputs = [PerToken(rows, x_1TC.unsqueeze(2), heads.conv_width) for x_1TC in qkv]
         before = [x.new_zeros(1, heads.conv_width - 1, x.shape[-1]) for x in qkv]
@@ -66,7 +68,7 @@ class CachedState(Cache):
         decay: Tensor,
         beta_BnH: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """before: the w inputs before `qkv`. Also returns the state after them."""
+        """Return the output of new tokens and the state after them, given the w inputs `before` them."""
         q_BnKk, k_BnKk, v_BnHv = self.mixer.convolve(qkv, before, None)
         inputs = q_BnKk, k_BnKk, v_BnHv, decay, beta_BnH
         if decay.shape[1] > 1:

@@ -1,7 +1,7 @@
-"""`titanmoe generate --chat` without prompts: a conversation, a line of standard input at a time.
+"""The conversation of `titanmoe generate --chat` without prompts: one line of standard input at a time.
 
-Rank 0 alone reads, and tells the others what to continue. While it waits for a line it says so every few seconds, so
-that no rank believes the others to be hung.
+Only rank 0 reads; it sends each prompt to the others. While it waits for a line it sends a message every few seconds,
+so that no collective times out.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from titanmoe.config import ConfigError
 from titanmoe.data.chat import ChatEncoder, ChatError
 from titanmoe.generate.loop import Prompt
 
-SAYS_SO_EVERY_S = 10
-"""Below any timeout of a collective."""
+WAIT_MESSAGE_S = 10
+"""Seconds between messages while rank 0 waits for input; shorter than any timeout of a collective."""
 
 
 class Conversation:
-    """What has been said so far, as the chat template writes it."""
+    """The messages of a conversation and the chat template that encodes them."""
 
     def __init__(self, chat: ChatEncoder, system: str | None):
         self.chat = chat
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, text: str) -> list[int]:
-        """Return the tokens of the conversation up to where the answer to `text` begins."""
+        """Add a message of the user and return the tokens up to where its answer begins."""
         self.messages.append({"role": "user", "content": text})
         try:
             return self.chat.encode_prompt(self.messages).tolist()
@@ -36,11 +36,12 @@ class Conversation:
             raise ConfigError([f"--chat: {error}"]) from None
 
     def answer(self, text: str) -> None:
+        """Add the assistant's answer."""
         self.messages.append({"role": "assistant", "content": text})
 
 
 def read_lines() -> Iterator[str | None]:
-    """Yield the lines of standard input that are not empty, and None every few seconds without one."""
+    """Yield the lines of standard input that are not empty, and None every WAIT_MESSAGE_S seconds without one."""
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
@@ -48,14 +49,14 @@ def read_lines() -> Iterator[str | None]:
             lines.put(line)
         lines.put("")
 
-    # A thread that waits for a line does not keep the process from ending.
+    # A daemon thread, so that waiting for a line does not keep the process from ending.
     threading.Thread(target=read, daemon=True).start()
     asks = True
     while True:
         if asks and sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
         try:
-            line = lines.get(timeout=SAYS_SO_EVERY_S)
+            line = lines.get(timeout=WAIT_MESSAGE_S)
         except queue.Empty:
             asks = False
             yield None
@@ -70,10 +71,15 @@ def read_lines() -> Iterator[str | None]:
 def turns(
     conversation: Conversation, begin: list[int], first: bool, share: Callable[[Any], Any]
 ) -> Iterator[tuple[str, Prompt]]:
-    """On every rank, what the user says and the prompt that it makes, one after the other. Each answer goes to
-    `conversation` before the next.
+    """Yield each line of the user and the prompt made from it, on every rank.
 
-    begin: the begin mark, if a sequence has one. first: whether this is rank 0. share: gives what rank 0 has to all.
+    The caller adds each answer to `conversation` before the next turn.
+
+    Args:
+        conversation: the messages so far; used on rank 0.
+        begin: the begin-of-sequence token, if there is one.
+        first: whether this is rank 0.
+        share: broadcasts a value of rank 0 to all ranks; collective.
     """
     lines, number = read_lines() if first else iter(()), 0
     while True:

@@ -1,4 +1,4 @@
-"""`titanmoe generate`: text from a checkpoint."""
+"""The command `titanmoe generate`: options, checks of them, and output of prompts and conversations."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ Under torchrun (torchrun --no-python --nproc-per-node 4 titanmoe generate ...) -
 whatever mapping it was trained under, and data ranks divide up the prompts. docs/generate.md says more.
 """
 DEGREES = {
-    "tp": "ranks that split every matrix and the cache",
-    "ep": "ranks that divide up the experts",
-    "etp": "ranks that split every expert",
+    "tp": "ranks that every matrix and the cache are sharded over",
+    "ep": "ranks that the experts are divided among",
+    "etp": "ranks that every expert is sharded over",
 }
 
 
 def add_generate(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand `generate`."""
     generate = commands.add_parser(
         "generate",
-        help="text from a checkpoint: what the model has learnt",
-        description="Continues prompts with what a checkpoint's model finds likely.",
+        help="generate text from a checkpoint",
+        description="Continues prompts with the model of a checkpoint.",
         epilog=EPILOG,
     )
     generate.set_defaults(run=run_generate)
@@ -102,6 +103,7 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> int:
+    """Run `titanmoe generate` and return its exit code; rank 0 prints errors."""
     first = os.environ.get("RANK", "0") == "0"
     try:
         return _run(args)
@@ -147,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """ConfigError with everything that is wrong with the command line."""
+    """Return the prompts of the command line. Raises ConfigError with every problem of the options."""
     problems, texts = [], list(args.prompt)
     if args.checkpoint is None and args.adapter is None:
         problems.append("no model: give --checkpoint RUN, or --adapter RUN for adapters on the weights under them")
@@ -175,7 +177,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         )
     if args.top_p is not None and not 0 < args.top_p <= 1:
         problems.append(
-            f"--top-p = {args.top_p} is not a share above 0 and up to 1: use 0.9, for example, or leave it out"
+            f"--top-p = {args.top_p} is not a probability above 0 and up to 1: use 0.9, for example, or leave it out"
         )
     unused = [name for name in ("top_k", "top_p", "seed") if getattr(args, name) is not None]
     if args.temperature == 0 and unused:
@@ -206,8 +208,10 @@ def _begin(tokenizer: Tokenizer) -> list[int]:
 def _encode(
     args: argparse.Namespace, texts: Sequence[str], tokenizer: Tokenizer, chat: ChatEncoder | None
 ) -> list[Prompt]:
-    """A prompt starts as a document of the training data did. Anything in it that looks like a mark is text, except in
-    a chat, as in its training data, and where the user says so."""
+    """Return the token ids of the prompts, each with the begin token of training documents.
+
+    Text that looks like a special token is text, except in chats, as in training, and with --special-tokens.
+    """
     from titanmoe.generate.conversation import Conversation
     from titanmoe.generate.loop import Prompt
 
@@ -225,7 +229,7 @@ def _encode(
 
 
 class _Speaker:
-    """The model on all ranks; rank 0 prints."""
+    """Generates with the model on all ranks and prints on rank 0."""
 
     def __init__(
         self,
@@ -288,13 +292,13 @@ class _Speaker:
             yield from batch
 
     def _share(self, what: Any) -> Any:
-        """What rank 0 has, on all."""
+        """Broadcast a value of rank 0. Collective over the world."""
         import torch.distributed as dist
 
         if self.runtime.world > 1:
-            box = [what]
-            dist.broadcast_object_list(box, src=0)
-            (what,) = box
+            values = [what]
+            dist.broadcast_object_list(values, src=0)
+            (what,) = values
         return what
 
     def _note_length(self, prompt: int) -> None:
@@ -331,12 +335,12 @@ class _Speaker:
 
 
 def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Decoded with the prompt before it: some tokenizers drop the space of a text's first word."""
+    """Return the text of tokens, decoded after the prompt: some tokenizers drop the space of a text's first word."""
     return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
 
 
 class _Stream:
-    """Prints only what is certain: a character may have several tokens, and its first ones decode to U+FFFD."""
+    """Prints text while it is generated, without incomplete characters, which decode to U+FFFD."""
 
     def __init__(self, text: str, prompt: Prompt, tokenizer: Tokenizer):
         self.prompt, self.tokenizer, self.shown = prompt, tokenizer, 0

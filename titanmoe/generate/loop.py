@@ -1,9 +1,7 @@
-"""From prompts to tokens: one forward over all prompts of a batch, then one over a token of each until all have ended.
+"""The decoding loop: one forward over all prompts of a batch, then one per new token until all texts have ended.
 
-A prompt alone that begins as the one before it, with its text, did is read from where they differ: what a conversation
-said before is cached.
-
-Every rank runs every forward, with or without tokens of its own, since any rank may hold experts.
+If a batch is a single prompt that begins like the text before it, only what differs is computed: earlier turns of a
+conversation are cached. Every rank runs every forward, with or without tokens of its own, because any may have experts.
 
 Shapes: T tokens of a forward, B rows (prompts) of this rank, V vocabulary.
 """
@@ -27,42 +25,58 @@ from titanmoe.ops import counter_rng
 from titanmoe.tokens import Tokens
 
 MOST_PAIRS = 1 << 22
-"""Of new tokens and positions, where the cache goes on: each head has a score for each. Beyond, all is read anew."""
+"""Largest new tokens * positions for which a cache is continued, since each head computes a logit for each pair."""
 
 
 class Prompt(NamedTuple):
+    """The token ids of a prompt."""
+
     number: int
-    """Position in the order they were given."""
+    """Index of the prompt, in the order given."""
     ids: list[int]
 
 
 @dataclass
 class Generated:
+    """The text that is generated for a prompt."""
+
     number: int
     tokens: list[int] = field(default_factory=list)
-    """After the prompt; without the end mark."""
+    """The generated tokens, without the prompt and the end mark."""
     end: str = ""
-    """eos (or another end mark), or length."""
+    """Why it ended: "eos" (any end mark) or "length"; "" while it is unfinished."""
 
 
 OnToken = Callable[[Generated], None]
 
 
 class Generator:
+    """The decoding loop of a model on this rank."""
+
     def __init__(self, model: Transformer, meshes: Meshes, device: torch.device, vocab_size: int, ends: Container[int]):
-        """vocab_size: the tokenizer's; ids that the model has beyond it are not tokens, and are never chosen. ends:
-        the tokens that end a text."""
+        """Add caches to the model, in place.
+
+        Args:
+            model: the model on this rank.
+            meshes: its meshes.
+            device: its device.
+            vocab_size: number of the tokenizer's tokens; larger ids of the model are never chosen.
+            ends: the tokens that end a text.
+        """
         self.model, self.meshes, self.device = model, meshes, device
         self.vocab_size, self.ends = vocab_size, ends
         self.rows = Rows(device)
         self.caches = add_caches(model, self.rows)
         self.cached_ids: list[int] = []
-        """Of the row that the last batch had, if it was one alone."""
+        """Token ids in the cache, if the last batch was a single prompt."""
 
     def batches(
         self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, on_token: OnToken | None = None
     ) -> Iterator[list[Generated]]:
-        """All prompts, `size` at a time on each data rank; every rank gets what all have made, in order."""
+        """Generate for all prompts, `size` at a time per data rank; yield each batch's texts on every rank, in order.
+
+        Collective over the world. `most` is the number of tokens after each prompt.
+        """
         data = self.meshes.data
         for first in range(0, len(prompts), size * data.size):
             own_prompts = prompts[first : first + size * data.size][data.rank :: data.size]
@@ -71,7 +85,7 @@ class Generator:
             if self.meshes.world.size > 1:
                 of_ranks = [[] for _ in range(self.meshes.world.size)]
                 dist.all_gather_object(of_ranks, generated)
-            # The ranks of a tp group have made the same.
+            # The ranks of a tp group have generated the same tokens.
             by_number = {sequence.number: sequence for of_rank in of_ranks for sequence in of_rank}
             yield [by_number[number] for number in sorted(by_number)]
 
@@ -79,6 +93,14 @@ class Generator:
     def batch(
         self, prompts: Sequence[Prompt], most: int, sampling: Sampling, on_token: OnToken | None = None
     ) -> list[Generated]:
+        """Generate for this rank's prompts of one batch. Collective over the world.
+
+        Args:
+            prompts: the prompts; may be empty.
+            most: largest number of tokens after each prompt.
+            sampling: how tokens are chosen.
+            on_token: called after each token with the text that it was added to.
+        """
         generated = [Generated(prompt.number) for prompt in prompts]
         unfinished = list(generated)
         ids = self._begin(prompts, most)
@@ -105,7 +127,7 @@ class Generator:
             self.rows.advance()
 
     def _begin(self, prompts: Sequence[Prompt], most: int) -> list[int]:
-        """What the first forward reads."""
+        """Prepare the caches; return the tokens of the first forward."""
         cached_ids, self.cached_ids = self.cached_ids, []
         ids = [token for prompt in prompts for token in prompt.ids]
         if len(prompts) == 1:
@@ -163,6 +185,8 @@ class Generator:
 
 @dataclass(frozen=True)
 class Sampling:
+    """How the next token is chosen."""
+
     temperature: float = 1.0
     """Logits are divided by it; 0: always the most probable token."""
     top_k: int = 0
@@ -173,7 +197,7 @@ class Sampling:
 
 
 def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Shares that sum to 1, in descending order, and the token of each. Of equal logits the lower token comes first."""
+    """Return probabilities (B, V) in descending order, and the token of each; of equal logits the lower id is first."""
     logits_BV, token_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         logits_BV[:, sampling.top_k :] = -torch.inf
@@ -188,12 +212,13 @@ def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]
 def choose_tokens(logits_BV: Tensor, sampling: Sampling, numbers: list[int], positions: list[int]) -> list[int]:
     """Return the next token of each row.
 
-    Draws are counted: each is a function of (seed, number of the prompt, position), so it does not matter which prompts
-    share a batch, or which rank has them.
+    A draw is a function of (seed, number of the prompt, position), so it does not depend on the batch or the rank.
 
     Args:
-        numbers: those of the prompts.
-        positions: where each token will be in its row.
+        logits_BV: logits of each row.
+        sampling: how to choose.
+        numbers: number of each row's prompt.
+        positions: position of the next token of each row.
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).tolist()

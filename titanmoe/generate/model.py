@@ -1,7 +1,7 @@
-"""A model to generate with: the run's own, or a Hugging Face folder's, laid out on the ranks there are and filled.
+"""The model to generate with: found in a run or a Hugging Face folder, configured, built and loaded on this rank.
 
-Weights are whole on every data rank, in the dtype they compute in: nothing is gathered for a token, and if a model does
-not fit a device, tp, ep and etp split it.
+Weights are not sharded over data ranks and stored in the compute dtype, so that nothing is gathered per token. A model
+that does not fit a device is sharded by tp, ep and etp.
 """
 
 from __future__ import annotations
@@ -36,24 +36,26 @@ CACHES = {
     "titanmoe.models.latent_attention:LatentAttention": "titanmoe.generate.cached_attention:CachedLatents",
     "titanmoe.models.linear_attention:GatedDelta": "titanmoe.generate.cached_state:CachedState",
 }
-"""By the module of a mixer, the `titanmoe.generate.cache.Cache` that keeps its earlier tokens."""
+"""The `titanmoe.generate.cache.Cache` for each mixer module, both as "module:NAME"."""
 
 
 def cache_path(mixer: MixerSpec) -> str:
-    """Return the "module:NAME" of a mixer's cache: its own, else that of its module; empty if it has none."""
+    """Return the "module:NAME" of a mixer's cache: that of its spec, else of its module; "" if it has none."""
     return mixer.cache or CACHES.get(mixer.implementation, "")
 
 
 @dataclass(frozen=True)
 class TrainedModel(FullModel):
+    """A model to load, with adapters if there are any."""
+
     adapters: Adapters | None = None
-    """On these weights."""
+    """Adapters on the weights; None without them."""
     under: str = ""
-    """The name by which the user gave the weights under adapters."""
+    """The name that the user gave for the base weights of adapters."""
 
     @property
     def tokenizer(self) -> Path | None:
-        """That of a run with adapters, else the folder's, or the one copied along from a Hugging Face model."""
+        """Tokenizer file of the run with adapters, else of the weights' folder or checkpoint; None without one."""
         own = (self.path, FILE if self.step is None else f"{layout.CARRIED}/{FILE}")
         runs = [(self.adapters.path, f"{layout.CARRIED}/{FILE}")] if self.adapters and self.adapters.config else []
         for folder, name in (*runs, own):
@@ -63,8 +65,12 @@ class TrainedModel(FullModel):
 
 
 def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
-    """path: RUN, one of its checkpoints, or a Hugging Face folder. adapter: RUN, one of its checkpoints, or a folder of
-    PEFT; without a path, on the weights that they were trained on."""
+    """Find the weights and adapters that the command line names.
+
+    Args:
+        path: a run, one of its checkpoints, or a Hugging Face folder; None for the adapters' own base weights.
+        adapter: a run with adapters, one of its checkpoints, or a PEFT folder; None without adapters.
+    """
     if adapter is None:
         return TrainedModel(**vars(find_full_model(path)))
     from titanmoe.checkpoint.hf.fetch import weights_folder
@@ -84,7 +90,7 @@ def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
 
 
 def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
-    """As asked for, else the one that the run's tokens came from."""
+    """Open the tokenizer with the given name, else the one that the run was trained with. Raises ConfigError."""
     data, carried = trained.config.data, trained.tokenizer
     if name is not None:
         return open_tokenizer(name)
@@ -107,13 +113,13 @@ def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
 
 
 def chat_template_of(trained: TrainedModel, tokenizer: Tokenizer) -> str:
-    """A file; empty: what is with the tokenizer, as the run's own template is in its checkpoints."""
+    """Return the file of the chat template; "" for the one beside the tokenizer, as in a run's checkpoints."""
     carried = trained.tokenizer is not None and getattr(tokenizer, "file", None) == trained.tokenizer
     return "" if carried else trained.config.data.chat_template
 
 
 def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
-    """The config to run; ConfigError with everything that is wrong with it."""
+    """Return the config to generate with. Raises ConfigError with every problem, such as degrees that do not fit."""
     problems = [
         f"parallelism.{name} = {degrees[name]}: {why}, so generating needs {name} = 1; tp, ep and etp split the model"
         for name, why in (
@@ -128,7 +134,7 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
         Config().training,
         dtype=dtype or trained_config.training.mixed_precision_param,
         mixed_precision_param=dtype or trained_config.training.mixed_precision_param,
-        seq_len=max(tp, 1),  # a multiple of tp, which is all that its laws ask for
+        seq_len=max(tp, 1),  # its laws only ask for a multiple of tp
         device=device,
     )
     # Dropless, and the choice is the router's alone: what training adds to it is not part of the model. What rules out
@@ -148,7 +154,7 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
     ]
     resolved, mapping_problems = resolve_degrees(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
     problems += mapping_problems
-    edp = resolved.pop("edp", 1)  # its laws are about sharded weights, which are whole here
+    edp = resolved.pop("edp", 1)  # its laws are about sharded weights, and these are not
     problems += model_violations(resolved, config)
     if problems:
         raise ConfigError(problems)
@@ -158,7 +164,7 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
 
 
 def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> Any:
-    """The transformer on this rank, filled."""
+    """Return the transformer on this rank with its weights loaded."""
     import torch
     from torch import nn
     from torch.distributed.tensor import DTensor
@@ -186,7 +192,7 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
         _fill(model, trained, config)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            # A forward only uses its piece of it.
+            # A forward uses the local shard only.
             plain = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
             setattr(module, name, nn.Parameter(plain, requires_grad=False))
     model.tie()
@@ -194,7 +200,7 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
 
 
 def _check_under(trained: TrainedModel) -> None:
-    """Whether the weights are those that the adapters were trained on."""
+    """Check that the weights are those that the adapters were trained on; raise an error if not."""
     import torch.distributed as dist
 
     from titanmoe.checkpoint.hf.peft_base import compare_base

@@ -1,4 +1,4 @@
-"""The charts of a page: what is drawn, and where."""
+"""The charts of the report: curves, stacked times, heat maps of loads and ranks, quiz answers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from titanmoe.train.run_folder import QUIZ_METRICS
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
 SIZE = (420.0, 230.0)
 LETTER = 6.1
-"""Approximate width of a legend's letter: the page's font is not known here."""
+"""Approximate width of a letter in a legend, because the page's font is not known here."""
 FEW = 12
-"""Points of a curve that are each marked: a line alone would not show where they are."""
+"""Number of points up to which a curve marks each of them."""
 POINTS = 400
-"""The most a curve shows; of the points in between, the extremes."""
-PARTS = {
+"""Largest number of points of a curve; of more, the extremes of each interval are drawn."""
+PHASES = {
     "forward_backward": ("forward and backward", "c0"),
     "optimizer": ("optimizer", "c1"),
     "data": ("data", "c2"),
@@ -33,6 +33,8 @@ PARTS = {
 
 
 class Curve(NamedTuple):
+    """A named curve and its colour role."""
+
     name: str
     x: list[float]
     y: list[float]
@@ -40,13 +42,15 @@ class Curve(NamedTuple):
 
 
 class Mark(NamedTuple):
+    """An event that is marked at a step of a chart."""
+
     step: float
     text: str
     role: str
 
 
 def number(value: float) -> str:
-    """In few characters: 6,699 is 6.7k."""
+    """Return a number in few characters: 6.7k for 6,699."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= limit:
@@ -58,13 +62,14 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
+    """Return a fraction as a percentage."""
     if 0 < value < 0.001:
         return "<0.1%"
     return f"{100 * value:.2g}%" if value < 0.1 else f"{100 * value:.0f}%"
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers in that range, one to five units apart."""
+    """Return about that many round numbers between low and high."""
     if high <= low:
         return [low]
     rough = (high - low) / about
@@ -74,7 +79,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def smooth(y: list[float]) -> list[float]:
-    """An exponential average over about a fortieth of the curve, without bias towards its start."""
+    """Return an exponential average over about a fortieth of the curve, corrected for the bias at its start."""
     keep, total, weight, out = 1 - 1 / max(2.0, len(y) / 40), 0.0, 0.0, []
     for value in y:
         total, weight = keep * total + value, keep * weight + 1
@@ -83,7 +88,7 @@ def smooth(y: list[float]) -> list[float]:
 
 
 def thin(x: list[float], y: list[float]) -> list[Point]:
-    """At most POINTS, with the lowest and the highest of every stretch, so that no spike is lost."""
+    """Return at most POINTS points, with the minimum and maximum of every interval, so that no spike is lost."""
     if len(x) <= POINTS:
         return list(zip(x, y, strict=True))
     out: list[Point] = []
@@ -95,7 +100,7 @@ def thin(x: list[float], y: list[float]) -> list[Point]:
 
 
 class Frame:
-    """Axes: from values to positions on the sheet."""
+    """The axes of a chart, which map values to positions on the sheet."""
 
     def __init__(
         self,
@@ -135,15 +140,18 @@ class Frame:
                 add(Words(self.point(value, 0)[0], height - BOTTOM + 16, number(value), anchor="middle"))
 
     def point(self, x: float, y: float) -> Point:
+        """Return the position of a value on the sheet."""
         across = (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1)
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
         right, floor = self.width - RIGHT, self.height - BOTTOM
         return LEFT + across * (right - LEFT), floor - up * (floor - self.top)
 
     def line(self, points: list[Point], role: str, width: float = 1.6, opacity: float = 1.0) -> None:
+        """Draw a line through values."""
         self.sheet.marks.append(Stroke([self.point(*point) for point in points], role, width, opacity))
 
     def hover(self, curves: list[Curve]) -> None:
+        """Store the values that the page shows under the pointer."""
         self.sheet.hover = {
             "x": [self.x, [LEFT, self.width - RIGHT]],
             "top": [self.top, self.height - BOTTOM],
@@ -163,7 +171,7 @@ def curves_chart(
     marks: Sequence[Mark] = (),
     size: tuple[float, float] = SIZE,
 ) -> Sheet | None:
-    """None if there is nothing to draw. marks: what happened at a step."""
+    """Return a chart of curves over steps, with marks of events; None if no curve has points."""
     curves = [curve for curve in curves if curve.x]
     if not curves:
         return None
@@ -193,7 +201,10 @@ def curves_chart(
 
 
 def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet | None:
-    """Seconds of a step, stacked by part. The first line is left out: its start-up would flatten the rest."""
+    """Return a stacked chart of a step's seconds by phase; None without times.
+
+    The first line is left out, because its start-up would flatten the rest.
+    """
     lines = [line for line in run.lines if "time.forward_backward" in line]
     lines = lines[1:] if len(lines) > 2 else lines
     if not lines:
@@ -204,12 +215,12 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
     if len(x) == 1:
         x, groups = [x[0] - 1, x[0]], groups * 2
 
-    def mean(part: str) -> list[float]:
-        return [float(np.mean([line.get(f"time.{part}", 0.0) for line in group])) for group in groups]
+    def mean(phase: str) -> list[float]:
+        return [float(np.mean([line.get(f"time.{phase}", 0.0) for line in group])) for group in groups]
 
-    parts = {part: values for part in PARTS if any(values := mean(part))}
+    parts = {phase: values for phase in PHASES if any(values := mean(phase))}
     total = np.sum(list(parts.values()), 0)
-    curves = [Curve(PARTS[part][0], x, values, PARTS[part][1]) for part, values in parts.items()]
+    curves = [Curve(PHASES[part][0], x, values, PHASES[part][1]) for part, values in parts.items()]
     if any(dispatch := mean("dispatch")):
         curves.append(Curve("of which dispatch in forward", x, dispatch, "soft"))
     legend = [c._replace(name=f"{c.name} {percent(sum(c.y) / total.sum())}") for c in curves]
@@ -225,9 +236,11 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
     return frame.sheet
 
 
-def share_EC(load_EC: np.ndarray) -> np.ndarray:
-    """Load over the mean of its layer, at most 240 steps and 64 rows; if a row stands for several experts, the one
-    furthest from the mean."""
+def relative_load(load_EC: np.ndarray) -> np.ndarray:
+    """Return load / mean load of the layer, reduced to at most 64 rows and 240 columns (steps).
+
+    A row that stands for several experts has the one that is furthest from the mean.
+    """
     share = load_EC / np.maximum(load_EC.mean(0, keepdims=True), 1e-9)
     if share.shape[1] > 240:
         edges = np.linspace(0, share.shape[1], 241).astype(int)
@@ -243,16 +256,16 @@ def share_EC(load_EC: np.ndarray) -> np.ndarray:
 
 
 def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:
-    """One layer with its axes, for the page."""
+    """Return the heat map of the load of one layer's experts over the steps."""
     sheet = Sheet(300, 130, f"load of the experts of layer {layer}, steps {steps[0]} to {steps[-1]}")
-    draw_heatmap(sheet, (0, 2, 298, 126), transparent_colours(share_EC(load_EC)), len(load_EC), steps)
+    draw_heatmap(sheet, (0, 2, 298, 126), transparent_colours(relative_load(load_EC)), len(load_EC), steps)
     return sheet
 
 
 def draw_heatmap(
     sheet: Sheet, box: tuple[float, float, float, float], picture: np.ndarray, rows: int, steps: list[int]
 ) -> None:
-    """With the numbers of its first, middle and last rows and of its first and last steps."""
+    """Draw a heat map into a box (x, y, width, height), with the numbers of a few rows and steps."""
     x, y, width, height = box
     left, below = 30.0, 16.0
     width, height = width - left, height - below
@@ -266,7 +279,10 @@ def draw_heatmap(
 
 
 def ranks_sheet(run: Run) -> Sheet | None:
-    """A row per rank: what it computes and reads data in, over the mean of all. Marked: when one was named as slow."""
+    """Return the heat map of the time that each rank does not wait, over the mean of all; None without such times.
+
+    The steps at which a straggler was named are marked.
+    """
     if run.busy_RC is None:
         return None
     steps, box = run.busy_steps, (10.0, 46.0, 830.0, 130.0)
@@ -274,7 +290,7 @@ def ranks_sheet(run: Run) -> Sheet | None:
     sheet.marks.append(Words(12, 21, f"Time that each rank does not wait: {run.name}", "ink", 14, bold=True))
     text = "over the mean of all ranks; a row per rank, steps from left to right; blue half of it, red twice"
     sheet.marks.append(Words(12, 40, text, "soft", 11))
-    picture = transparent_colours(share_EC(run.busy_RC) ** 2)  # full colour at twice the mean, not at four times
+    picture = transparent_colours(relative_load(run.busy_RC) ** 2)  # full colour at twice the mean, not at four times
     draw_heatmap(sheet, box, picture, len(run.busy_RC), steps)
     left, right, top, floor = box[0] + 30, box[0] + box[2], box[1], box[1] + box[3] - 16
     for event in run.events:
@@ -285,7 +301,7 @@ def ranks_sheet(run: Run) -> Sheet | None:
     return sheet
 
 
-# ---- Q questions that a run answers: each quantity over the steps, and how early it ranks them as in the end
+# ---- quizzes with Q questions: each quantity over the steps, and how early it ranks the questions as at the end
 
 TITLES = {
     "bits_per_byte": ("Bits per byte", "of the right choice"),
@@ -302,17 +318,17 @@ def ranks(x_Q: np.ndarray) -> np.ndarray:
 
 
 def rank_correlation(x_Q: np.ndarray, y_Q: np.ndarray) -> float | None:
-    """Return Spearman's correlation, None where either has one value only."""
+    """Return Spearman's rank correlation; None if all values of either are equal."""
     x_Q, y_Q = (ranks(values) - (len(values) - 1) / 2 for values in (x_Q, y_Q))
     size = np.sqrt((x_Q**2).sum() * (y_Q**2).sum())
     return float((x_Q * y_Q).sum() / size) if size else None
 
 
 def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[float]]:
-    """Return steps, and the rank correlation (Spearman's) of each step's questions with those of the last step.
+    """Return steps, and Spearman's rank correlation of each step's questions with those of the last step.
 
-    Near 1, the questions that are easy or hard for the last model already were for this one: the quantity is a signal
-    by then, whether or not its mean still moves. It is not defined where all questions have the same value.
+    Near 1, the questions that are easy or hard for the last model already were so at this step: the quantity is a
+    signal by then, whether or not its mean still changes. Steps without a defined correlation are left out.
     """
     lines = run.quiz.get(task, {})
     last = lines[max(lines)][quantity] if lines else None
@@ -321,7 +337,7 @@ def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[
 
 
 def answer_sheets(runs: list[Run], task: str) -> list[Sheet]:
-    """Draw a row of means, and below each its rank correlations."""
+    """Return the charts of a quiz: the mean of each quantity, then the rank correlation of each."""
     means, signals = [], []
     for quantity in QUIZ_METRICS:
         name, unit = TITLES[quantity]

@@ -1,4 +1,4 @@
-"""Marks on a sheet, as SVG for the page. A role is a colour with a meaning: the page has it in light and dark."""
+"""Drawing primitives of the report as SVG. A role is a colour with a meaning, in a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -36,11 +36,13 @@ DARK = {
     **dict(c4="#9085e9", c5="#d95926", c6="#00a300", c7="#d55181"),
 }
 MOST_RUNS = 8
-"""Colours of runs that can still be told apart."""
+"""Largest number of runs on a page, limited by distinct colours."""
 
 
 @dataclass
 class Stroke:
+    """A polyline."""
+
     points: list[Point]
     role: str
     width: float = 1.6
@@ -50,6 +52,8 @@ class Stroke:
 
 @dataclass
 class Area:
+    """A filled polygon."""
+
     points: list[Point]
     role: str
     opacity: float = 1.0
@@ -57,6 +61,8 @@ class Area:
 
 @dataclass
 class Words:
+    """A text."""
+
     x: float
     y: float  # of the base line
     text: str
@@ -68,6 +74,8 @@ class Words:
 
 @dataclass
 class Picture:
+    """A bitmap."""
+
     x: float
     y: float
     width: float
@@ -77,16 +85,18 @@ class Picture:
 
 @dataclass
 class Sheet:
+    """A drawing with a title and marks."""
+
     width: float
     height: float
     title: str
     marks: list[Stroke | Area | Words | Picture] = field(default_factory=list)
     hover: dict | None = None
-    """What the page's script needs to name the values under the pointer."""
+    """Values for the page's script, which shows those under the pointer; None without."""
 
 
 def data_uri(rgba: np.ndarray) -> str:
-    """Pillow comes with TensorBoard."""
+    """Return a PNG as a data URI. Needs Pillow, which TensorBoard installs."""
     from PIL import Image
 
     stream = io.BytesIO()
@@ -99,6 +109,7 @@ def _n(value: float) -> str:
 
 
 def svg(sheet: Sheet, more: str = "") -> str:
+    """Return a sheet as SVG. `more` is added to the attributes of its element."""
     box = f"0 0 {_n(sheet.width)} {_n(sheet.height)}"
     out = [f'<svg viewBox="{box}" role="img" aria-label="{escape(sheet.title)}"{more}>']
     for mark in sheet.marks:

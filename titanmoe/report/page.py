@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it, for desks and phones, light and dark."""
+"""The report of runs: one HTML file without external files, for wide and narrow screens, light and dark."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from titanmoe.train.console import format_duration
 
 PAGE = "report.html"
 WIDE = (854.0, 488.0)
-"""Next to it, two cards are stacked."""
+"""Size of the wide chart, beside which two cards are stacked."""
 SHOWN_EVENTS = 200
 FOLD_COLOURS = {"#008000": "c1", "#808000": "c2", "#800000": "event"}
-"""A terminal's green, yellow and red, which would be invisible on a dark page."""
+"""Roles in place of a terminal's green, yellow and red, which are invisible on a dark page."""
 
 
 def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
-    """The charts by file name, in the page's order."""
+    """Return the charts of the page by name, in its order; None for one without data."""
 
     def curves(name: str) -> list[Curve]:
         return [Curve(run.name, *run.series(name), f"c{i}") for i, run in enumerate(runs)]
@@ -51,7 +51,7 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
         "loss": curves_chart(**loss, size=WIDE),
         "loss_narrow": curves_chart(**loss),
         "val_loss": curves_chart("Validation loss", unit, curves("val_loss")),
-        "accuracy": curves_chart("Preferences", "share of pairs won", curves("preference.accuracy"), percent),
+        "accuracy": curves_chart("Preferences", "fraction of pairs won", curves("preference.accuracy"), percent),
         "chosen": curves_chart("Reward of chosen completions", "nats times beta", curves("preference.chosen")),
         "rejected": curves_chart("Reward of rejected completions", "nats times beta", curves("preference.rejected")),
         "kl": curves_chart("KL to the reference", "nats per completion, estimated", curves("preference.kl")),
@@ -63,7 +63,7 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
         "memory": curves_chart("Memory", "GiB, rank 0, peak so far", curves("memory_gib")),
         "imbalance": curves_chart("Imbalance", "busiest expert over mean, worst layer", curves("imbalance")),
         "router_entropy": curves_chart("Router entropy", "nats, mean over layers", curves("router_entropy")),
-        "dropped": curves_chart("Dropped", "share of choices", curves("dropped_fraction"), percent)
+        "dropped": curves_chart("Dropped", "fraction of routed tokens", curves("dropped_fraction"), percent)
         if any(any(curve.y) for curve in curves("dropped_fraction"))
         else None,
     }
@@ -74,6 +74,7 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
 
 
 def marks_of(run: Run) -> list[Mark]:
+    """Return the events that charts mark: restarts and warnings."""
     marks, ranks = [], None
     for event in run.events:
         kind, environment = event["kind"], event.get("environment", {})
@@ -88,7 +89,7 @@ def marks_of(run: Run) -> list[Mark]:
 
 
 def write_page(runs: list[Run], out: Path | None = None) -> Path:
-    """Write the page into the folder out, or into report/ of the first run's folder; return the file."""
+    """Write the page into a folder, by default report/ in the first run's folder; return its path."""
     folder, name = (out, PAGE) if out else (runs[0].folder, f"report/{PAGE}")
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     charts = {name: sheet for name, sheet in sheets(runs).items() if sheet is not None}
@@ -97,6 +98,7 @@ def write_page(runs: list[Run], out: Path | None = None) -> Path:
 
 
 def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
+    """Return the HTML of the page."""
     title = " and ".join(run.name for run in runs)
     parts = [
         *_header(runs, title),
@@ -113,7 +115,7 @@ def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
 
 
 def document(title: str, parts: list[str]) -> str:
-    """A page of these parts."""
+    """Return an HTML document with these elements."""
     colours = (";".join(f"--{name}:{value}" for name, value in theme.items()) for theme in (LIGHT, DARK))
     head = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
@@ -129,7 +131,7 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
     rows = []
     for i, run in enumerate(runs):
         last, config = run.lines[-1], run.config
-        # Those that follow from epochs are not in the recipe.
+        # Steps that follow from epochs are not in the recipe.
         steps = config.training.steps if config else -1
         steps = run.environment.get("steps", steps) if steps == -1 else steps
         of_steps = f" of {steps:,}" if steps != -1 else ""
@@ -189,7 +191,7 @@ def _quizzes(runs: list[Run]) -> Iterator[str]:
         yield f"<h2>Quiz: {escape(task)}</h2>"
         yield (
             '<p class="note">Below, the rank correlation (Spearman) of the questions at each step with the same '
-            "questions at the last one: what is near 1 early on is a signal by then.</p>"
+            "questions at the last one: a quantity that is near 1 early on is a signal by then.</p>"
         )
         yield '<div class="loads">'
         yield from map(figure, answer_sheets(runs, task))
@@ -197,6 +199,7 @@ def _quizzes(runs: list[Run]) -> Iterator[str]:
 
 
 def figure(sheet: Sheet, kind: str = "card") -> str:
+    """Return a sheet as a figure element of a CSS class."""
     data = f" data-hover='{escape(json.dumps(sheet.hover))}'" if sheet.hover else ""
     return f'<figure class="{kind}">{svg(sheet, data)}</figure>'
 
@@ -228,7 +231,7 @@ def _ranks(runs: list[Run]) -> Iterator[str]:
     if rank_sheets:
         yield "<h2>Time of every rank</h2>"
         yield (
-            '<p class="note">What it computes and reads data in; the rest of a step it waits for others. Ranks of a '
+            '<p class="note">Time to compute and read data; the rest of a step a rank waits for others. Ranks of a '
             "pipeline's stages may differ. A dashed line: a rank or a link was named as slow.</p>"
         )
         yield from map(figure, rank_sheets)
@@ -254,7 +257,7 @@ def _events(runs: list[Run]) -> Iterator[str]:
 
 
 def _folds(runs: list[Run]) -> Iterator[str]:
-    """Each mapping once."""
+    """Yield the picture of each distinct mapping."""
     names_of_picture: dict[str, list[str]] = {}
     for run in runs:
         if (fold := run.fold) is None:
@@ -336,7 +339,7 @@ font-variant-numeric:tabular-nums;z-index:2}
 @media(max-width:680px){main{padding:16px 12px 40px}.grid{grid-template-columns:minmax(0,1fr)}.wide{display:none}
 .narrow{display:block}.tiles div{flex:1 1 40%}dd{font-size:15px}}
 """
-"""Phones get a narrow drawing of the loss, because the letters of the wide one would shrink with it."""
+"""CSS of the page. Phones get a narrow chart of the loss, because the letters of the wide one would shrink."""
 
 SCRIPT = """
 const tip = document.getElementById("tip");

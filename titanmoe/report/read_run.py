@@ -1,4 +1,7 @@
-"""What is in a run's folder: metrics, experts' load, events, config."""
+"""Reading of a run's folder for the report: metrics, experts' loads, times of ranks, events, config.
+
+Files may come from other versions or programs: lines that do not fit are left out with a warning.
+"""
 
 from __future__ import annotations
 
@@ -26,45 +29,47 @@ from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, OLD_QUIZ
 
 EVENT_TEXTS = ("kind", "text", "time")
 LARGE = 1e15
-"""Far above anything counted or measured; text may hold a number of any size."""
+"""Largest number accepted, far above anything counted or measured."""
 
 
 @dataclass
 class Run:
+    """The data of one run."""
+
     name: str
     folder: Path
     lines: list[dict[str, Any]]
-    """Lines of metrics.jsonl."""
+    """The lines of metrics.jsonl."""
     events: list[dict[str, Any]] = field(default_factory=list)
     load_steps: list[int] = field(default_factory=list)
     load: dict[int, np.ndarray] = field(default_factory=dict)
-    """By layer: tokens of expert e at load_steps[c], (E, C)."""
+    """Tokens of each expert at load_steps, (E, C), by layer."""
     busy_steps: list[int] = field(default_factory=list)
     busy_RC: np.ndarray | None = None
-    """Seconds that rank r did not wait in, at busy_steps[c]."""
+    """Seconds of each rank without waiting, at busy_steps, (R, C)."""
     quiz: dict[str, dict[int, dict[str, np.ndarray]]] = field(default_factory=dict)
-    """By task and step: each quantity of every question, (Q,)."""
+    """Each quantity of every quiz question, (Q,), by task and step."""
     config_text: str = ""
     config: Config | None = None
-    """None if it was written by another version of titanmoe."""
+    """The run's config; None if this version cannot read it."""
     table: dict[str, Any] = field(default_factory=dict)
-    """The contents of config.toml, unchecked, with the names that options have now."""
+    """The tables of config.toml, unchecked, with present option names."""
     warnings: list[str] = field(default_factory=list)
-    """What was left out, and why."""
+    """Messages about data that was left out."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values, where the value is a number."""
+        """Return the steps and values of a metric, where it has a value."""
         pairs = [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
         return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
     def median(self, name: str) -> float | None:
-        """Without the first line, which includes start-up."""
+        """Return the median of a metric without the first line, which includes start-up; None without values."""
         _, values = self.series(name)
         return float(np.median(values[1:] or values)) if values else None
 
     @property
     def seconds(self) -> float | None:
-        """Of the steps and validations that the lines are of; not of start-ups, nor of steps that were repeated."""
+        """Seconds of the reported steps and validations, without start-ups and repeated steps; None without times."""
         total, last_step = 0.0, None
         for line in self.lines:
             steps = 1 if last_step is None else max(1, line["step"] - last_step)
@@ -74,10 +79,12 @@ class Run:
 
     @property
     def environment(self) -> dict[str, Any]:
+        """The environment of the last start, from events.jsonl; {} without one."""
         return next((event["environment"] for event in reversed(self.events) if "environment" in event), {})
 
     @property
     def fold(self) -> Fold | None:
+        """The mapping of the run; None if config or number of ranks are unknown."""
         if self.config is None or "ranks" not in self.environment:
             return None
         try:
@@ -86,7 +93,7 @@ class Run:
             return None
 
     def settings(self) -> dict[str, Any]:
-        """The config, flat."""
+        """Return the values of config.toml by path."""
 
         def flat(table: dict[str, Any], before: str) -> dict[str, Any]:
             out: dict[str, Any] = {}
@@ -98,7 +105,7 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """All of them, or every reason why not."""
+    """Read the folders of runs. Raises ConfigError with the problems of all that cannot be read."""
     runs, problems = [], []
     for folder in folders:
         try:
@@ -164,7 +171,7 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
 
 
 def _config(recipe: Recipe) -> Config:
-    """Return the config that a run has recorded. Nothing that it names is opened: it stands alone."""
+    """Return the config that a run has recorded, without opening any file that it names."""
     model = recipe.data.get("model")
     alone = {**recipe.data, "model": {**model, "hf": ""}} if isinstance(model, dict) else recipe.data
     return read_draft([], COMPONENTS, Recipe(recipe.name, recipe.text, alone)).finish(lambda config: [])
@@ -177,7 +184,7 @@ Accept = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 def _lines_if_any(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what `_lines` does; nothing of a file that does not exist, and a message about one that is a link."""
+    """Return the result of `_lines`; nothing for a file that does not exist, a message for one that is a link."""
     try:
         return _lines(folder, name, accept)
     except safe_files.NOT_FOUND_ERRORS:
@@ -187,7 +194,7 @@ def _lines_if_any(folder: Path, name: str, accept: Accept) -> tuple[list[dict[st
 
 
 def _lines(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the lines that accept() takes, and messages about the others: a line for each kind."""
+    """Return the lines of a file that `accept` returns, and one message for each kind of rejected lines."""
     accepted, rejected_counts = [], Counter()
     with safe_files.open_file(folder, name) as stream:
         *complete, unfinished = stream.read().split(b"\n")
@@ -235,7 +242,7 @@ def _event(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _load(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any] | None:
-    """shapes: experts by layer, those of the first valid line."""
+    """Return a line of loads if it fits `shapes`, experts by layer, which the first valid line sets; else None."""
     load = line.get("load")
     if not isinstance(load, dict) or not all(
         layer.isdecimal() and len(layer) < 9 and isinstance(counts, list) and counts and all(map(_number, counts))

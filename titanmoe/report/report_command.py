@@ -1,4 +1,4 @@
-"""`titanmoe report`: a run on a page."""
+"""The command `titanmoe report`, which draws runs into one HTML page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from titanmoe.report.draw import MOST_RUNS
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand `report`."""
     report = commands.add_parser(
         "report",
-        help="a page of a run, or of several side by side",
+        help="draw one run or several into an HTML page",
         description="Draws loss, speed, times, experts' load, events, mapping and config of runs into one HTML page "
         "that needs no network. A run that is still going can be drawn too.",
     )
@@ -25,6 +26,7 @@ def add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
+    """Run `titanmoe report` and return its exit code."""
     from titanmoe.report.page import write_page
     from titanmoe.report.read_run import read_runs
 
