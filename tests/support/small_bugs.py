@@ -265,13 +265,13 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         ("sees", "a window is one position longer", "apart < window", "apart <= window"),
         ("sees", "a document sees the last token of the one before", "q < until_BL[b, k]", "q <= until_BL[b, k]"),
         (
-            "_runs",
+            "_key_ranges",
             "keys at a window's edge are skipped",
             "np.minimum.accumulate(depth_Q)[np.maximum(last_K, 0)] - depth_K < window",
             "np.minimum.accumulate(depth_Q)[np.maximum(last_K, 0)] - depth_K < window - 1",
         ),
         (
-            "_runs",
+            "_key_ranges",
             "a document that ends within a block of queries is seen by all of them",
             "until_K >= end",
             "until_K > first",
