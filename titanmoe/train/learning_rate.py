@@ -25,7 +25,7 @@ def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
 
     Args:
         step: 1 to `steps`.
-        steps: number of steps of the whole run.
+        steps: number of steps of the run.
         options: the recipe's [lr_schedule].
     """
     if step <= options.warmup_steps:
@@ -48,7 +48,7 @@ class LearningRate:
 
     peak: float
     steps: int
-    """Number of steps of the whole run."""
+    """Number of steps of the run."""
     options: LRSchedule
 
     def __call__(self, step: int) -> float:

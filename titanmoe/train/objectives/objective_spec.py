@@ -134,8 +134,8 @@ class DistillationSpec(ObjectiveSpec):
             how = "two teachers" if options.teacher else "no teacher"
             yield Violation(
                 ("training.objective", "distillation.teacher", "distillation.scores"),
-                f'training.objective = "distillation" has {how}: name its folder in distillation.teacher, or what it '
-                "said of the data in distillation.scores",
+                f'training.objective = "distillation" has {how}: name its folder in distillation.teacher, or '
+                "its stored scores in distillation.scores",
             )
         if options.scores and config.data.source != "files":
             yield Violation(
