@@ -117,6 +117,12 @@ def test_a_gpu_is_of_one_rank(on):
     assert "): 64 GPUs of 30.1 GB are enough with another mapping, as titanmoe plan" in problem
 
 
+def test_symmetric_memory_that_does_not_fit_is_refused_and_alltoall_offered(on):
+    on(GPUS)
+    (problem,) = refused("mixtral_8x7b", "--moe.dispatcher", "symm_mem").problems
+    assert problem.startswith("a rank needs at least 91 GB") and ": --moe.dispatcher alltoall fits" in problem
+
+
 def test_moments_in_the_hosts_memory_are_not_on_the_gpu_and_machines_hold_their_own_ranks():
     config = read_draft(["--config", "debug_pp"], COMPONENTS).config
     on_gpu = memory_check.memory_need(config, 4, 4, GPUS)
@@ -152,9 +158,9 @@ def test_the_state_is_that_of_the_optimizer(on, monkeypatch):
 def test_moments_are_offered_a_place_in_the_hosts_memory_if_the_optimizer_can_have_them_there(on, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS.table, "stateless", StatelessSpec())
     config = read_draft(["--config", "debug"], COMPONENTS).config
-    assert {"optimizer.offload": True} in list(memory_check._alternatives(config, 2, GPUS))[-1]
+    assert {"optimizer.offload": True} in list(memory_check._alternatives(config, 2, GPUS))[-2]
     config.optimizer.name = "stateless"
-    assert list(memory_check._alternatives(config, 2, GPUS))[-1] == [{}]
+    assert list(memory_check._alternatives(config, 2, GPUS))[-2] == [{}]
 
 
 def test_ranks_fit_the_smallest_gpu():

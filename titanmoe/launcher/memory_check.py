@@ -122,6 +122,7 @@ def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list
     yield [{}, {"parallelism.dp_replicate": 1}] if parallelism.dp_replicate > 1 else [{}]
     offloads = machine.gpus and "offload" in OPTIMIZERS.look_up(config.optimizer.name).reads
     yield [{}, {"optimizer.offload": True}] if offloads and not config.optimizer.offload else [{}]
+    yield [{}, {"moe.dispatcher": "alltoall"}] if config.moe.dispatcher == "symm_mem" else [{}]
 
 
 def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> str:

@@ -129,7 +129,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     resharded = reshards_after_forward(config.parallelism)
     sharded = not experts_are_unsharded(config.parallelism, config.training, fold.edp)
     accumulated_bytes = trained if s.microbatches > 1 and not pipelined else 0
-    base = {"weights": weights, "moments": moments, "teacher": teacher}
+    base = {"weights": weights, "moments": moments, "teacher": teacher, "symmetric buffers": s.receive_buffers}
     gathered_dense = 0 if resharded else sum(unit.whole for unit in units)
     gathered_experts = 0 if resharded else sum(unit.whole for unit, _ in expert_parts)
     if not sharded:  # the step's copies

@@ -20,6 +20,7 @@ from titanmoe.models import tensors
 from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.mixers.mixer_spec import LocalBatch
 from titanmoe.models.tensors import Tuning
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.plan.sizes import ModelKey, Sizes
 
 
@@ -44,7 +45,9 @@ class Widths:
         self.W = max(4, self.w)
         self.X = training.local_batch_size * training.seq_len // fold.cp
         self.T = self.X // fold.tp
-        self.R = round(self.T * model.top_k * fold.etp * imbalance)
+        static = DISPATCHERS.look_up(config.moe.dispatcher).static_sizes(config, self.T, fold.ep, fold.etp)
+        self.R = static.receive_slots or round(self.T * model.top_k * fold.etp * imbalance)
+        self.receive_buffers = static.buffer_slots * (model.dim * self.w + max(self.w, WIDTHS[config.moe.router_dtype]))
         self.F = model.expert_hidden // fold.etp
         self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
         self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config))

@@ -5,14 +5,17 @@ A new dispatcher is a file that has its spec too, and a line in DISPATCHERS.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.component_kinds import ComponentKind, Spec
 from titanmoe.config.ranges import Violation, choices_text
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import nodes_of_a_group
+
+ALIGN = 8  # routed tokens: 16 bytes of bfloat16, which the grouped product needs where it sums over an expert's tokens
 
 
 class Network(Protocol):
@@ -47,6 +50,28 @@ class ExchangeCosts(Protocol):
 
     def visits(self, parts: int) -> float:
         """Return in how many of `parts` equal parts of the experts a token has any, on average."""
+
+
+class StaticSizes(NamedTuple):
+    """Numbers of slots for routed tokens on a rank that do not depend on the routing; 0 if they do."""
+
+    receive_slots: int = 0
+    """Slots that the rank's experts compute, with the unused ones."""
+    buffer_slots: int = 0
+    """Slots of the receive buffer."""
+
+
+def symm_mem_sizes(model: Model, factor: float, tokens: int, ep: int, etp: int) -> StaticSizes:
+    """Return the sizes of symm_mem.
+
+    Args:
+        factor: moe.symm_mem_factor.
+        tokens: the tokens that a rank owns in a microbatch.
+    """
+    local_experts, sent = model.num_experts // ep, tokens * model.top_k * etp  # with even routing, as many arrive
+    arriving = min(math.ceil(factor * sent), ep * etp * tokens * min(model.top_k, local_experts))
+    slots = arriving + -arriving % ALIGN + local_experts * ALIGN
+    return StaticSizes(slots, max(sent, slots))
 
 
 class DispatcherSpec(Spec):
@@ -123,6 +148,10 @@ class DispatcherSpec(Spec):
             f'{choices_text("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
         )
 
+    def static_sizes(self, config: Config, tokens: int, ep: int, etp: int) -> StaticSizes:
+        """Return the sizes that the planner counts whatever the routing is, for a rank's tokens of a microbatch."""
+        return StaticSizes()
+
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
         """Return the planner's time of one forward's messages, there and back; by default that of two all-to-alls.
 
@@ -194,7 +223,6 @@ class SymmetricMemorySpec(DispatcherSpec):
     cannot_overlap = "leaves its counts on the device"
     has_unused_slots = True
     asks_machine = True
-    own_buffers = True
     cannot_pad = (
         'so that moe.dispatcher = "symm_mem" saves the host nothing: use dispatcher = "alltoall", which then does not '
         "wait either, or pad_to_capacity = false"
@@ -208,6 +236,11 @@ class SymmetricMemorySpec(DispatcherSpec):
                 f'moe.dispatcher = "symm_mem" needs its group within a node, and ep * etp = {ep} * {etp} ranks are on '
                 f'nodes of {node}: use another ep or etp, or dispatcher = "alltoall"'
             )
+
+    def static_sizes(self, config: Config, tokens: int, ep: int, etp: int) -> StaticSizes:
+        if ep * etp == 1:
+            return StaticSizes()
+        return symm_mem_sizes(config.model, config.moe.symm_mem_factor, tokens, ep, etp)
 
 
 def halves_violations(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:

@@ -21,7 +21,6 @@ unused. N rows that leave and M that arrive, either way. A place is rank * limit
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -41,6 +40,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks, SharedBuffers
+from titanmoe.moe.dispatchers.dispatcher_spec import ALIGN, symm_mem_sizes
 from titanmoe.moe.permute import unpermute_tokens
 from titanmoe.moe.send_slots import Route, assign_unpadded_slots, fill_slots
 from titanmoe.observe import named
@@ -48,7 +48,6 @@ from titanmoe.ops import device as devices
 from titanmoe.ops.cpu import shared_memory
 from titanmoe.ops.kernels import fused
 
-ALIGN = 8  # rows: 16 bytes of bfloat16, which the grouped product needs where it sums over an expert's rows
 Arrived = TypeVar("Arrived")
 
 
@@ -209,12 +208,8 @@ class SymmetricBuffers(SharedBuffers):
         self.ranks, self.group, self.kernels = ranks, ranks.group, options.kernels
         self.name = f"buffers {next(self.numbers)} of group {self.group.name}"
         self.by_name[self.name] = self
-        local_experts = model.num_experts // ranks.ep
-        self.send_slots = tokens * model.top_k * ranks.etp  # with even routing, as many arrive
-        most = self.group.size * tokens * min(model.top_k, local_experts)
-        room = min(math.ceil(options.symm_mem_factor * self.send_slots), most)
-        self.receive_slots = room + -room % ALIGN + local_experts * ALIGN
-        self.limit = max(self.send_slots, self.receive_slots)
+        self.send_slots = tokens * model.top_k * ranks.etp
+        self.receive_slots, self.limit = symm_mem_sizes(model, options.symm_mem_factor, tokens, ranks.ep, ranks.etp)
         if self.group == NO_GROUP:
             return
         self.handles = []
