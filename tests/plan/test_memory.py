@@ -77,7 +77,7 @@ CASES = {
         0,
         f"{EP} 2 {MODE} full --moe.overlap halves --training.local_batch_size 2 --training.global_batch_size 4",
     ),
-    "symm_mem": (4, 0, f"{EP} 4 --moe.dispatcher symm_mem --moe.symm_mem_factor 1.5"),
+    "auto, which is symm_mem": (4, 0, f"{EP} 4 --moe.dispatcher auto --moe.symm_mem_factor 1.5"),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {

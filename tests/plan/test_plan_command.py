@@ -136,6 +136,25 @@ def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys:
     assert "left out: what recomputation keeps between both halves" in capsys.readouterr().out
 
 
+def test_auto_is_explained_as_what_a_run_would_take_and_searched_as_alltoall(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    data, auto = tmp_path / "plan.json", ["--ranks", "4", "--moe.dispatcher", "auto", *SMALL]
+
+    def explained(*words: str) -> tuple[str, bool]:
+        assert plan(*auto, "--explain", "--json", str(data), *words) == 0
+        mapping = json.loads(data.read_text())["plan"]
+        return mapping["dispatcher"], "symmetric buffers" in mapping["memory"][0]["components"]
+
+    assert explained() == ("symm_mem", True) and "left out: the buffers" not in capsys.readouterr().out
+    for words in (["--parallelism.node", "2"], ["--parallelism.experts.ep", "1"], ["--hardware", "cpu"]):
+        assert explained(*words) == ("alltoall", False)
+    capsys.readouterr()
+    assert plan(*auto, "--json", str(data)) == 0
+    assert 'moe.dispatcher = "auto" is searched as alltoall' in capsys.readouterr().out
+    assert {mapping["dispatcher"] for mapping in json.loads(data.read_text())["best"]} == {"alltoall"}
+
+
 def test_what_nccl_takes_follows_the_mapping() -> None:
     """A communicator for each axis, and rows go to every rank of the node directly."""
     argv = ["--config", "train_configs/mixtral_8x22b.toml"]

@@ -56,6 +56,21 @@ def test_its_buffers_are_in_memory_and_its_first_exchange_is_no_part_of_the_step
     assert rehearsal.start_up[0].splits == ((1,) * 4, (1,) * 4)
 
 
+def test_auto_is_what_it_would_be_on_that_hardware() -> None:
+    """Where memory can be shared, which a rehearsal cannot know."""
+    auto = ONE | {"moe.dispatcher": "auto"}
+
+    def chosen(changes: dict[str, Any], hardware: str = "h100") -> str:
+        return config_of(auto | changes, 4, hardware).moe.dispatcher
+
+    config = config_of(auto, 4, "h100")
+    assert chosen({}) == "symm_mem" and chosen({}, "cpu") == chosen({"parallelism.node": 2}) == "alltoall"
+    halves = {"moe.overlap": "halves", "training.local_batch_size": 2, "training.global_batch_size": 8}
+    assert chosen(halves) == "alltoall"
+    memory = rehearsal.rehearse(config, 4, 1, "h100", 1.0).memory
+    assert memory.components["symmetric buffers"] and memory.peak == of("symm_mem", 1.0).memory.peak
+
+
 def test_a_step_that_does_not_fit_is_repeated_by_alltoall() -> None:
     """At 4 times the mean one rank's experts get all rows."""
     rehearsal = of("symm_mem", 4.0, 1.0)

@@ -122,6 +122,13 @@ def wait(in_flight: Tensor, group: Group) -> Tensor:
     return out
 
 
+def first_text(own: str) -> str:
+    """Return the first text of any rank that is not empty; "" if all are. Collective over the world."""
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, own)
+    return next(filter(None, texts), "")
+
+
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce x over the group. Not differentiable: for counts, losses and other constants of the backward pass.
 

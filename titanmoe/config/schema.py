@@ -443,7 +443,7 @@ class Parallelism:
     attention_kernel: Literal["auto", "fa2", "fa3", "fa4", "cudnn"] = "auto"
     """Kernel of causal attention in 16 bits on GPUs, for full attention and for the blocks of ring attention and windows. auto: FlashAttention-3 on Hopper and FlashAttention-4 on B200 if its package is installed and torch is 2.13 or newer; else, on these GPUs, cuDNN's if it supports the head widths and training.deterministic is off; else FlashAttention-2. Any other value: that kernel, or the run is refused."""
     node: Annotated[int, Range(1, RANKS, derived=True)] = -1
-    """Number of consecutive ranks per node. moe.dispatcher = "hierarchical" uses it, and symm_mem and deepep are refused on groups of nodes that they do not support. Smaller than a machine if some of its ranks are closer to each other. -1: the number that torchrun started on this machine."""
+    """Number of consecutive ranks per node. moe.dispatcher = "hierarchical" and "auto" use it, and symm_mem and deepep are refused on groups of nodes that they do not support. Smaller than a machine if some of its ranks are closer to each other. -1: the number that torchrun started on this machine."""
     experts: Experts = field(default_factory=Experts)
 
 
@@ -470,7 +470,7 @@ class MoE:
     dispatcher: str = "alltoall"
     """How routed tokens are sent to their experts and back. {components}"""
     symm_mem_factor: Annotated[float, COUNT] = 2.0
-    """symm_mem only: capacity of a rank's receive buffer for routed tokens, as a multiple of what arrives under even routing. If a rank would receive more, the step is rerun with alltoall, with exact results (metric overflow_reruns). Raise it if that happens often, lower it to save memory. With values of ep or more it never happens."""
+    """For symm_mem, also if "auto" chooses it: capacity of a rank's receive buffer for routed tokens, as a multiple of what arrives under even routing. If a rank would receive more, the step is rerun with alltoall, with exact results (metric overflow_reruns). Raise it if that happens often, lower it to save memory. With values of ep or more it never happens."""
     overlap: Literal["none", "halves", "pairs", "auto"] = "none"
     """What is computed while the dispatcher's all-to-all is in flight. Results do not change. none: the shared expert only. halves: each block processes its microbatch in two halves, and attention or experts of one half are computed while the routed tokens of the other are in flight. For slow dispatch and microbatches of 2 samples or more; matrix products are half as large, and there can be no capacity. pairs: the forward of one microbatch overlaps with the backward of another, with the schedule DualPipeV or a schedule_csv with pairs such as (0F4;3B1)OVERLAP_F_B. For networks that are slow compared with the experts' products; needs ep x etp > 1. halves and pairs need the dispatcher alltoall or hierarchical. auto: on GPUs what the planner estimates to be fastest for the run's mapping (no run on GPUs has confirmed its times), with the choice and the reason in the header; none on CPUs."""
     capacity_factor: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -18,6 +18,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
 from titanmoe.launcher.fit_ranks import Machine, with_values
 from titanmoe.models.count import parameters
+from titanmoe.moe.dispatchers.dispatcher_spec import with_planned_dispatcher
 from titanmoe.plan import memory
 from titanmoe.plan.devices import Device, names, read_device
 from titanmoe.plan.links import Factors
@@ -46,6 +47,8 @@ class MemoryNeed:
 def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed:
     """Return what a legal mapping needs at least; `per_machine` is the number of ranks on a machine."""
     fold = derive(world, config.parallelism)
+    if config.moe.overlap != "auto":  # with halves, which that may become, it is alltoall
+        config = with_planned_dispatcher(config, fold, per_machine, machine.gpus > 0)
     stages = memory.rank_memories(config, fold)
     offloaded = config.optimizer.offload and machine.gpus > 0
     rank_bytes = [stage.peak - stage.moments * offloaded for stage in stages]
@@ -122,7 +125,7 @@ def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list
     yield [{}, {"parallelism.dp_replicate": 1}] if parallelism.dp_replicate > 1 else [{}]
     offloads = machine.gpus and "offload" in OPTIMIZERS.look_up(config.optimizer.name).reads
     yield [{}, {"optimizer.offload": True}] if offloads and not config.optimizer.offload else [{}]
-    yield [{}, {"moe.dispatcher": "alltoall"}] if config.moe.dispatcher == "symm_mem" else [{}]
+    yield [{}, {"moe.dispatcher": "alltoall"}] if config.moe.dispatcher in ("auto", "symm_mem") else [{}]
 
 
 def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> str:

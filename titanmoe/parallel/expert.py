@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 
-from titanmoe.config.schema import Model, Training
+from titanmoe.comm.collectives import first_text
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config, Model, Training
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.dispatchers.dispatcher import ExpertRanks, SharedBuffers
-from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher import CannotReserve, ExpertRanks, SharedBuffers
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS, why_not_symm_mem, with_dispatcher
+from titanmoe.ops.device import kind
 
 
 def apply_expert_parallel(model: Transformer, meshes: Meshes) -> None:
@@ -49,9 +52,49 @@ def reserve_buffers(
         meshes: the run's.
         device: where the buffers are.
         reserve: called in place of the dispatcher's own `reserve`.
+
+    Raises:
+        CannotReserve: on all ranks, if one of them cannot use the dispatcher.
     """
     reserve = reserve or DISPATCHERS.implementation(moe.dispatcher).reserve
     fold = meshes.fold
     tokens = training.local_batch_size * training.seq_len // (fold.cp * fold.tp)
     dtype = getattr(torch, training.mixed_precision_param)
     return reserve(model, moe, expert_ranks(meshes), tokens, dtype, device)
+
+
+def choose_dispatcher(
+    config: Config, meshes: Meshes, device: torch.device, node: int, reserve: Callable[..., SharedBuffers | None]
+) -> tuple[Config, SharedBuffers | None, str]:
+    """Return the config with moe.dispatcher filled in where it is "auto", the buffers of its dispatchers, and what was
+    chosen and why; "" if the recipe says it. Collective over the world: all ranks choose the same.
+
+    Args:
+        config: the recipe.
+        meshes: the run's.
+        device: where the buffers are.
+        node: the number of ranks on this machine.
+        reserve: `reserve_buffers`, or a function that replaces it.
+
+    Raises:
+        ConfigError: on all ranks, if one of them cannot use the dispatcher that the recipe names.
+    """
+    automatic, why_not = config.moe.dispatcher == "auto", ""
+    if automatic:
+        symmetric = DISPATCHERS.implementation("symm_mem")
+        own = why_not_symm_mem(config, meshes.fold, node, kind(device) == "cuda")
+        why_not = first_text(own or symmetric.missing(config.training.device))
+        config = with_dispatcher(config, "alltoall" if why_not else "symm_mem")
+    try:
+        buffers = reserve(config.model, config.moe, config.training, meshes, device)
+    except CannotReserve as error:
+        if not automatic:
+            text = f'moe.dispatcher = "{config.moe.dispatcher}": {error}; use dispatcher = "alltoall"'
+            raise ConfigError([text]) from error
+        config, buffers, why_not = with_dispatcher(config, "alltoall"), None, str(error)
+    if not automatic:
+        return config, buffers, ""
+    if why_not:
+        return config, buffers, f'alltoall, because moe.dispatcher = "auto" and {why_not}'
+    fits = f"the ranks share memory: {buffers.size / 1e9:.3g} GB of buffers each"
+    return config, buffers, f'symm_mem, because moe.dispatcher = "auto" and {fits}'

@@ -13,7 +13,7 @@ from titanmoe.config.command_line import split_words
 from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.config.world_size import add_ranks, world_of
-from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS, with_dispatcher
 from titanmoe.text_report import Report, print_report
 
 MOST_GPUS = 16384
@@ -209,6 +209,11 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks
         config = replace(config, training=replace(training, global_batch_size=training.local_batch_size * ranks))
         notes.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
+    if moe.dispatcher == "auto" and not args.explain:
+        config = with_dispatcher(config, "alltoall")
+        notes.append(
+            'moe.dispatcher = "auto" is searched as alltoall, whose time a formula cannot tell from symm_mem\'s'
+        )
     for left_out, text in (
         (config.compile.enable, "compilation: memory and memory-bound work are those of the uncompiled model"),
         (bool(config.distillation.teacher), "the teacher's forward: its memory is counted, its time is not"),

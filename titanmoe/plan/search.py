@@ -20,6 +20,7 @@ from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
 from titanmoe.fold.legality import violations
 from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.fold.unsharded_experts import has_compute_copies
+from titanmoe.moe.dispatchers.dispatcher_spec import with_planned_dispatcher
 from titanmoe.plan.candidates import Candidate, MappingKey, candidates_of
 from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.cost import Cost
@@ -72,6 +73,8 @@ def evaluate(
     """Price the recipe's own mapping."""
     fold = derive(world, config.parallelism)
     config, _ = planned_overlap(config, world, device)
+    node = config.parallelism.node if config.parallelism.node != -1 else min(device.node, device.domain)
+    config = with_planned_dispatcher(config, fold, node, device.name != "cpu")
     price = Pricer(config, device, factors, imbalance, stack).price(config, fold)
     return PricedMapping(config, fold, price, rank_memories(config, fold, imbalance))
 

@@ -33,6 +33,7 @@ from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Communicators
 from titanmoe.fold.rank_groups import axes_of
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.dispatchers.dispatcher_spec import with_planned_dispatcher
 from titanmoe.ops.device import HARDWARE, Hardware, imitate
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.apply import build
@@ -277,13 +278,13 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
             validation=Validation(),
         )
 
+    def resolved(config: Config) -> Config:
+        config, _ = planned_overlap(resolve(without_run(config), world, lambda _: {}), world, device)
+        fold, gpus = derive(world, config.parallelism), HARDWARE[hardware].kind == "cuda"
+        return with_planned_dispatcher(config, fold, config.parallelism.node, gpus)
+
     with imitate(HARDWARE[hardware]):
-        return load(
-            argv,
-            COMPONENTS,
-            lambda config: refusals(without_run(config), world),
-            lambda config: planned_overlap(resolve(without_run(config), world, lambda _: {}), world, device)[0],
-        )
+        return load(argv, COMPONENTS, lambda config: refusals(without_run(config), world), resolved)
 
 
 def rehearse(

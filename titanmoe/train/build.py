@@ -30,7 +30,7 @@ from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.context import placement
-from titanmoe.parallel.expert import reserve_buffers
+from titanmoe.parallel.expert import choose_dispatcher, reserve_buffers
 from titanmoe.parallel.largest_logits import LargestLogits
 from titanmoe.parallel.tied_embeddings import TiedEmbeddings
 from titanmoe.train.adapter_checkpoints import AdapterCheckpoints
@@ -49,6 +49,7 @@ from titanmoe.train.objectives.objective import Objective
 from titanmoe.train.objectives.objective_spec import OBJECTIVES
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 from titanmoe.train.qk_clip import QKClip
+from titanmoe.train.refusals import ranks_per_node
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState, SkipRule
 from titanmoe.train.runtime import GarbageCollection, Runtime
@@ -94,6 +95,9 @@ def build_training(
         device=device,
         adapters=config.lora.rank > 0,
     )
+    # Before the model is built, because its parts depend on it.
+    node = ranks_per_node(config)
+    config, first_pass, chosen = choose_dispatcher(config, meshes, device, node, reserve_buffers)
     batches = loader(config, meshes.data.rank, meshes.data.size)
     objective = OBJECTIVES.implementation(training.objective).build(config, meshes)
     model = build_model(
@@ -104,7 +108,7 @@ def build_training(
         loader=batches,
         objective=objective,
         build=build,
-        reserve_buffers=reserve_buffers,
+        first_pass=first_pass,
         returns_top_k=returns_top_k,
     )
     slicer_for = partial(Slicer, meshes=meshes, placement=placement(config.parallelism), device=device)
@@ -113,7 +117,8 @@ def build_training(
         objective=objective,
         work=training_work(config.model, Tuning.of(config)),
     )
-    rows = setup_rows(config, fold.pp, batches.microbatches, model.gradients.engine, device)
+    rows = {"dispatcher": chosen} if chosen else {}
+    rows |= setup_rows(config, fold.pp, batches.microbatches, model.gradients.engine, device)
     if config.distillation.teacher:
         from titanmoe.train.teacher import SlicerWithTeacher
 
@@ -187,7 +192,7 @@ def build_model(
     loader: Loader,
     objective: Objective,
     build: Callable[..., list[Transformer]],
-    reserve_buffers: Callable[..., SharedBuffers | None],
+    first_pass: SharedBuffers | None,
     returns_top_k: bool,
 ) -> RankModel:
     """Build this rank's stages and what computes and applies their gradients. Collective over the world."""
@@ -214,7 +219,7 @@ def build_model(
         ),
         objective=objective,
         tied=TiedEmbeddings(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes),
-        first_pass=reserve_buffers(config.model, config.moe, training, meshes, device),
+        first_pass=first_pass,
         meshes=meshes,
         model=config.model,
         layout=RowLayout.of(config.model.num_experts, config.moe),

@@ -90,6 +90,10 @@ class ExpertRanks:
     """The rank with this rank's position on each node of the group; only this rank if the group does not span nodes."""
 
 
+class CannotReserve(Exception):
+    """The reason why `Dispatcher.reserve` failed on a rank. Raised on all ranks of the world."""
+
+
 class SharedBuffers:
     """Buffers that all dispatchers of a rank share, attached to them during the first forward and backward of a step.
 
@@ -186,5 +190,8 @@ class Dispatcher:
         Args:
             tokens: the number that a rank owns in a microbatch.
             dtype: the dtype of the tokens that are sent.
+
+        Raises:
+            CannotReserve: on all ranks, if one of them cannot use the dispatcher.
         """
         return None

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.component_kinds import ComponentKind, Spec
 from titanmoe.config.ranges import Violation, choices_text
 from titanmoe.config.schema import Config, Model
-from titanmoe.fold.degrees import nodes_of_a_group
+from titanmoe.fold.degrees import Fold, nodes_of_a_group
 
 ALIGN = 8  # routed tokens: 16 bytes of bfloat16, which the grouped product needs where it sums over an expert's tokens
 
@@ -243,6 +244,49 @@ class SymmetricMemorySpec(DispatcherSpec):
         return symm_mem_sizes(config.model, config.moe.symm_mem_factor, tokens, ep, etp)
 
 
+class AutoSpec(AllToAllSpec):
+    """The facts of alltoall, so that "auto" is legal wherever alltoall is, and a model outside a run uses alltoall."""
+
+    help = (
+        "auto is symm_mem on GPUs whose ep x etp lies within a node, if they can map each other's memory and the check "
+        "at the start passes, else alltoall; the header says which and why."
+    )
+    search_tries = False
+
+
+def why_not_symm_mem(config: Config, fold: Fold, node: int, gpus: bool) -> str:
+    """Return why "auto" is alltoall under this recipe and mapping; "" if only sharing memory can still fail.
+
+    Args:
+        node: how many ranks are on a machine and its NVLink.
+        gpus: whether ranks run on GPUs.
+    """
+    ranks, spec = fold.ep * fold.etp, DISPATCHERS.look_up("symm_mem")
+    if ranks == 1:
+        return "with ep * etp = 1 no routed token leaves its rank"
+    if not gpus:
+        return "symm_mem is slower on CPUs"
+    if node % ranks:
+        return f"ep * etp = {fold.ep} * {fold.etp} ranks are on nodes of {node}"
+    symmetric = with_dispatcher(config, "symm_mem")
+    problems = [violation.text for violation in spec.contradictions(symmetric)]
+    problems += spec.violations(symmetric, {"pp": fold.pp})
+    return problems[0].partition(": use ")[0] if problems else ""
+
+
+def with_dispatcher(config: Config, name: str) -> Config:
+    """Return the config with that moe.dispatcher."""
+    return replace(config, moe=replace(config.moe, dispatcher=name))
+
+
+def with_planned_dispatcher(config: Config, fold: Fold, node: int, gpus: bool) -> Config:
+    """Return the config with the dispatcher that a run takes for "auto" where memory can be shared, from the arguments
+    of `why_not_symm_mem`; the config itself if it names another."""
+    if config.moe.dispatcher != "auto":
+        return config
+    return with_dispatcher(config, "alltoall" if why_not_symm_mem(config, fold, node, gpus) else "symm_mem")
+
+
 def halves_violations(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:
     """Yield why one half's samples cannot be computed while routed tokens of the other half are in flight."""
     moe, samples = config.moe, config.training.local_batch_size
@@ -279,6 +323,7 @@ DISPATCHERS = ComponentKind(
         "allgather": AllGatherSpec(),
         "hierarchical": HierarchicalSpec(),
         "symm_mem": SymmetricMemorySpec(),
+        "auto": AutoSpec(),
         "deepep": "titanmoe.experiments.deepep_spec:SPEC",
     },
     DispatcherSpec,

@@ -33,13 +33,12 @@ from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from titanmoe.comm.collectives import NO_GROUP, all_gather
+from titanmoe.comm.collectives import NO_GROUP, all_gather, first_text
 from titanmoe.comm.recomputation import save_tensors
-from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.alltoall import AllToAll
-from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks, SharedBuffers
+from titanmoe.moe.dispatchers.dispatcher import CannotReserve, Dispatcher, Exchange, ExpertRanks, SharedBuffers
 from titanmoe.moe.dispatchers.dispatcher_spec import ALIGN, symm_mem_sizes
 from titanmoe.moe.permute import unpermute_tokens
 from titanmoe.moe.send_slots import Route, assign_unpadded_slots, fill_slots
@@ -169,9 +168,15 @@ def allocate_shared(
 def _allocate_on_gpus(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
-    if symm_mem.get_backend(device) != "CUDA":
-        symm_mem.set_backend("CUDA")
-    own = symm_mem.empty(*shape, dtype=dtype, device=device)
+    own, problem = None, ""
+    try:
+        if symm_mem.get_backend(device) != "CUDA":
+            symm_mem.set_backend("CUDA")
+        own = symm_mem.empty(*shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        problem = str(error)
+    if problem := first_text(problem):  # before any rank waits for the others
+        raise RuntimeError(problem)
     return own, symm_mem.rendezvous(own, group.group_name)
 
 
@@ -221,24 +226,25 @@ class SymmetricBuffers(SharedBuffers):
         """Return the receive buffers of one width and dtype. Collective over the world.
 
         Raises:
-            ConfigError: if these ranks cannot share memory.
+            CannotReserve: if these ranks cannot share memory.
         """
-        shape = self.limit + 1, width
+        shape, problem = (self.limit + 1, width), ""
         try:
             own, handle = allocate_shared(shape, dtype, device, self.group.process_group)
         except RuntimeError as error:  # a container, for example, that forbids what sharing memory takes
             if "out of memory" in str(error):
                 raise
-            words = str(error).strip().partition("\n")[0]
-            raise ConfigError(
-                [
-                    f'moe.dispatcher = "symm_mem": PyTorch {torch.__version__} cannot share memory between these '
-                    f'ranks: {words}; use dispatcher = "alltoall"'
-                ]
-            ) from error
+            problem = str(error).strip().partition("\n")[0]
+        if problem := first_text(problem):
+            raise CannotReserve(f"PyTorch {torch.__version__} cannot share memory between these ranks: {problem}")
         self.handles.append((own, handle))  # for as long as a peer may write
         of_ranks = [handle.get_remote_tensor(rank, shape, dtype) for rank in range(self.group.size)]
         return Buffers(of_ranks, torch.tensor([buffer.data_ptr() for buffer in of_ranks], device=device))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the buffers that this rank allocated."""
+        return sum(buffers.of_ranks[self.group.rank].nbytes for buffers in (self.rows, self.weights))
 
     def metrics(self) -> dict[str, float]:
         """Return the number of repeated steps."""
@@ -300,12 +306,9 @@ class SymmetricBuffers(SharedBuffers):
         wrong = torch.tensor([float(not right)], device=device)
         dist.all_reduce(wrong)
         if wrong:
-            raise ConfigError(
-                [
-                    f'moe.dispatcher = "symm_mem": rows of a first exchange came out wrong on {int(wrong)} of '
-                    f"{dist.get_world_size()} ranks (PyTorch {torch.__version__}): use dispatcher = "
-                    '"alltoall"'
-                ]
+            raise CannotReserve(
+                f"rows of a first exchange came out wrong on {int(wrong)} of {dist.get_world_size()} ranks (PyTorch "
+                f"{torch.__version__})"
             )
 
 
