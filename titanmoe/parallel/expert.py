@@ -66,8 +66,9 @@ def reserve_buffers(
 def choose_dispatcher(
     config: Config, meshes: Meshes, device: torch.device, node: int, reserve: Callable[..., SharedBuffers | None]
 ) -> tuple[Config, SharedBuffers | None, str]:
-    """Return the config with moe.dispatcher filled in where it is "auto", the buffers of its dispatchers, and what was
-    chosen and why; "" if the recipe says it. Collective over the world: all ranks choose the same.
+    """Choose the dispatcher where moe.dispatcher is "auto", and allocate its buffers. Collective over the world.
+
+    All ranks choose the same.
 
     Args:
         config: the recipe.
@@ -75,6 +76,9 @@ def choose_dispatcher(
         device: where the buffers are.
         node: the number of ranks on this machine.
         reserve: `reserve_buffers`, or a function that replaces it.
+
+    Returns:
+        The config with the chosen dispatcher, its buffers, and what was chosen and why; "" if the recipe names it.
 
     Raises:
         ConfigError: on all ranks, if one of them cannot use the dispatcher that the recipe names.

@@ -280,8 +280,10 @@ def with_dispatcher(config: Config, name: str) -> Config:
 
 
 def with_planned_dispatcher(config: Config, fold: Fold, node: int, gpus: bool) -> Config:
-    """Return the config with the dispatcher that a run takes for "auto" where memory can be shared, from the arguments
-    of `why_not_symm_mem`; the config itself if it names another."""
+    """Return the config with moe.dispatcher filled in where it is "auto", as on a machine that can share memory.
+
+    The arguments are those of `why_not_symm_mem`.
+    """
     if config.moe.dispatcher != "auto":
         return config
     return with_dispatcher(config, "alltoall" if why_not_symm_mem(config, fold, node, gpus) else "symm_mem")
