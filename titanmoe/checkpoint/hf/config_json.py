@@ -86,8 +86,8 @@ class ParsedConfig(NamedTuple):
         Ours is 1 in each layer, and layers add up. So router_aux_loss_coef * top_k / layers with experts is the same
         weight, and where all layers have the same loads, the same loss.
         """
-        coefficient = self.json.get(AUX_LOSS, self.hf.absent.get(AUX_LOSS))
-        if AUX_LOSS not in self.hf.absent or not self.json.get("output_router_logits"):
+        coefficient = self.json.get(AUX_LOSS, self.hf.defaults.get(AUX_LOSS))
+        if AUX_LOSS not in self.hf.defaults or not self.json.get("output_router_logits"):
             return None
         return coefficient * self.model.top_k / moe_layers(self.model) if moe_layers(self.model) else None
 
@@ -142,8 +142,8 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
     problems: list[str] = []
     for name, keys in hf.fields.items():
         entries = {key: config[key] for key in keys if key in config}
-        if not entries and keys[0] in hf.absent:
-            entries = {keys[0]: hf.absent[keys[0]]}
+        if not entries and keys[0] in hf.defaults:
+            entries = {keys[0]: hf.defaults[keys[0]]}
         first = next(iter(entries.values()), None)
         if any(value != first for value in entries.values()):
             problems.append(f"{source} has {' and '.join(f'{k} = {v!r}' for k, v in entries.items())}: they must agree")
@@ -156,14 +156,14 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
     if is_sound := not problems:
         values.setdefault("num_kv_heads", values["num_heads"])
         values.setdefault("head_dim", values["dim"] // max(1, values["num_heads"]))
-    for special in hf.special if not oversized else ():
+    for conversion in hf.conversions if not oversized else ():
         try:
-            values |= special.read({**hf.absent, **config})
+            values |= conversion.read({**hf.defaults, **config})
         except Unrepresentable as error:
             problems.append(f"{source} {error}")
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
             if is_sound:  # else it may follow from a key that is missing, or of a wrong type
-                problems.append(f"{source} has {', '.join(special.keys)} that cannot be read: {error!r}")
+                problems.append(f"{source} has {', '.join(conversion.keys)} that cannot be read: {error!r}")
     if is_sound:
         problems += _oversized(values, source) or _mistyped(hf, values, source)
     if AUX_LOSS in config and type(config[AUX_LOSS]) not in (int, float):
@@ -207,8 +207,8 @@ def _unfollowed(hf: HuggingFace, config: dict[str, Any], source: str) -> list[st
 
 def known_keys(hf: HuggingFace) -> set[str]:
     """Return the keys of config.json that are read, or known to have no effect, for a family."""
-    keys_read = *hf.fields.values(), *(special.keys for special in hf.special)
-    return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.absent, hf.fixed, [hf.mtp_key], *keys_read)
+    keys_read = *hf.fields.values(), *(conversion.keys for conversion in hf.conversions)
+    return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.defaults, hf.fixed, [hf.mtp_key], *keys_read)
 
 
 def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str, Any]:
@@ -231,9 +231,9 @@ def misplaced_keys(config: dict[str, Any], hf: HuggingFace) -> list[str]:
     """Return the text model's keys that stand beside text_config and not in it, where transformers ignores them."""
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return []
-    keys_read = *hf.fields.values(), *(special.keys for special in hf.special)
+    keys_read = *hf.fields.values(), *(conversion.keys for conversion in hf.conversions)
     of_text = {"max_position_embeddings", AUX_LOSS, hf.mtp_key}.union(
-        hf.absent, hf.fixed, KEYS_OF_EVERY_MODEL, TRAINING_ONLY, *keys_read
+        hf.defaults, hf.fixed, KEYS_OF_EVERY_MODEL, TRAINING_ONLY, *keys_read
     )
     return sorted(of_text.difference(hf.outer_keys, [TIED], config[TEXT]) & config.keys())
 
@@ -368,13 +368,13 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
         key_of_field = {
             name: next((key for key in keys if key in old_entries), keys[0]) for name, keys in hf.fields.items()
         }
-        for key in (key for special in hf.special for key in special.keys):
+        for key in (key for conversion in hf.conversions for key in conversion.keys):
             old_entries.pop(key, None)
         new_entries |= {key: value for key, value in hf.fixed.items() if key not in old_entries}
         new_entries |= {key: field_value(model, name) for name, key in key_of_field.items()}
         try:
-            for special in hf.special:
-                new_entries |= special.write(model)
+            for conversion in hf.conversions:
+                new_entries |= conversion.write(model)
         except Unrepresentable as error:
             raise ConfigError([f"transformers' {hf.model_type} {error}: it cannot be exported to it"]) from None
         if "dense_hidden" in hf.fields and not has_dense_layers(model):

@@ -167,7 +167,7 @@ class HuggingFaceSource:
 
     def _skip(self, names: set[str]) -> set[str]:
         """Return the names that are not left out on purpose, and record the others in self.skipped."""
-        reasons, homes = {}, self.parsed.hf.homes
+        reasons, hf_tensors = {}, self.parsed.hf.hf_tensors
         for name in names:
             if self.parsed.hf.derived and name.endswith(self.parsed.hf.derived):
                 reasons[name] = "they are derived from config.json"
@@ -177,8 +177,8 @@ class HuggingFaceSource:
                 reasons[name] = self.parsed.hf.left_out[begin]
             elif (
                 self.model.tie_embeddings
-                and name == homes["head.weight"].name
-                and self._equal(name, homes["embed.weight"].name)
+                and name == hf_tensors["head.weight"].name
+                and self._equal(name, hf_tensors["embed.weight"].name)
             ):
                 reasons[name] = "a second copy of the tied embedding"
         self.skipped = {}

@@ -17,12 +17,12 @@ from titanmoe.checkpoint.hf.tensor_map import TensorMap
 def fused_matrices(map_: TensorMap, name: str) -> list[str]:
     """Return the names of our weights that are fused in one Hugging Face tensor with `name`, itself included."""
     place = map_.places[name][0]
-    return [name] if place.home.part is None else [part.our_name for part in map_.parts[place.hf_name]]
+    return [name] if place.hf_tensor.fused is None else [part.our_name for part in map_.parts[place.hf_name]]
 
 
 def rows_in_fused(map_: TensorMap, name: str) -> Tensor:
     """Return the rows of the fused Hugging Face tensor that hold the rows of one of our weights."""
-    return map_.rows(map_.places[name][0].home, 0, map_.our_shapes[name][0])
+    return map_.rows(map_.places[name][0].hf_tensor, 0, map_.our_shapes[name][0])
 
 
 def fuse_adapters(

@@ -97,7 +97,7 @@ class _Reader:
         self.path, self.model, self.settings = path, model, read_json(path / CONFIG)
         self.files = SafetensorsFolder(path, WEIGHTS)
         self.map = TensorMap(model, hf_format_of(model.family))
-        self.alternate = any(home.stride > 1 for home in self.map.hf.homes.values())
+        self.alternate = any(hf_tensor.stride > 1 for hf_tensor in self.map.hf.hf_tensors.values())
         """Whether gate and up rows are interleaved in the fused weight."""
         self.tensors: dict[str, LazyTensor] = {}
         self.alphas: dict[str, float] = {}
@@ -113,7 +113,7 @@ class _Reader:
         self.problems += self._mistyped()
         if not self.problems:
             for name in filter(is_adaptable, self.map.our_shapes):
-                if self.map.places[name][0].home.part is None:
+                if self.map.places[name][0].hf_tensor.fused is None:
                     self._apart(name)
                 elif name == fused_matrices(self.map, name)[0]:
                     self._together(fused_matrices(self.map, name))
@@ -197,13 +197,14 @@ class _Reader:
         self.alphas[name] = self._alpha(module_of(self.map.places[name][0]))
 
     def _read_apart(self, name: str, keys: list[str], leaf: str, offset: Shape, shape: Shape) -> Tensor:
-        home = self.map.places[name][0].home
+        hf_tensor = self.map.places[name][0].hf_tensor
         if self.map.places[name][0].expert is not None:
             chosen = keys[offset[0] : offset[0] + shape[0]]
             return torch.stack([self.files.read(key, offset[1:], shape[1:]) for key in chosen])
-        if leaf == "A" or home.rotated is None:
+        if leaf == "A" or hf_tensor.rotated is None:
             return self.files.read(keys[0], offset, shape)
-        return self._read_full(keys[0])[self.map.rows(home, offset[0], shape[0])][:, block_slices(offset, shape)[1]]
+        rows = self.map.rows(hf_tensor, offset[0], shape[0])
+        return self._read_full(keys[0])[rows][:, block_slices(offset, shape)[1]]
 
     def _read_full(self, key: str) -> Tensor:
         shape = self.files.tensors[key].shape

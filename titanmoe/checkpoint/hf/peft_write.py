@@ -99,7 +99,7 @@ def plan_peft_folder(
     read_full = lru_cache(maxsize=2)(lambda name: adapters.tensors[name].get())
     tensors: dict[str, LazyTensor] = {}
     for name in matrices:
-        if map_.places[name][0].home.part is not None:
+        if map_.places[name][0].hf_tensor.fused is not None:
             tensors |= _together(adapters, map_, [n for n in fused_matrices(map_, name) if n in matrices], read_full)
         else:
             tensors |= (_stacked if is_stacked(map_, name) else _apart)(adapters, map_, name, read_full)
@@ -211,10 +211,10 @@ def _apart(adapters: Adapters, map_: TensorMap, name: str, read_full: ReadAdapte
         ours = read_full(adapter)
         if part.expert is not None:
             return ours[part.expert]
-        if part.home.rotated is None or adapter.endswith("A"):
+        if part.hf_tensor.rotated is None or adapter.endswith("A"):
             return ours
         theirs = torch.empty_like(ours)
-        theirs[map_.rows(part.home, 0, len(ours))] = ours
+        theirs[map_.rows(part.hf_tensor, 0, len(ours))] = ours
         return theirs
 
     out = {}
@@ -260,7 +260,7 @@ def _stacked(adapters: Adapters, map_: TensorMap, name: str, read_full: ReadAdap
         if leaf == "w2":
             return gate_or_down.to_peft()
         up = AdapterPair(*map(read_full, adapter_names(f"{block}.w3")))
-        return fuse_gate_up(gate_or_down, up, map_.places[name][0].home.stride > 1).to_peft()
+        return fuse_gate_up(gate_or_down, up, map_.places[name][0].hf_tensor.stride > 1).to_peft()
 
     down, up = (adapters.tensors[adapter] for adapter in adapter_names(name))
     (experts, rank, inputs), outputs, times = down.shape, up.shape[1], 1 + (leaf == "w1")

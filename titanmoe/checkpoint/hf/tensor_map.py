@@ -18,7 +18,7 @@ from titanmoe.checkpoint.move_in_blocks import empty, fill_in_blocks
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import mixers
-from titanmoe.models.families.huggingface import Home, HuggingFace, Unrepresentable
+from titanmoe.models.families.huggingface import HFTensor, HuggingFace, Unrepresentable
 from titanmoe.models.transformer import Transformer
 
 Shape = tuple[int, ...]
@@ -34,7 +34,7 @@ class HfPlace(NamedTuple):
     our_name: str
     hf_name: str
     expert: int | None
-    home: Home
+    hf_tensor: HFTensor
 
 
 def our_shapes(model: Model) -> dict[str, Shape]:
@@ -63,7 +63,7 @@ class TensorMap:
             stored: names of the tensors in the files to read, where a family has files of two kinds.
         """
         self.model, self.hf, self.stored = model, hf, stored
-        self.mixer_homes = [hf.mixer_homes.get(mixer.name, {}) for mixer in mixers(model)]
+        self.mixer_hf_tensors = [hf.mixer_hf_tensors.get(mixer.name, {}) for mixer in mixers(model)]
         self.our_shapes = our_shapes(model)
         self.hf_shapes: dict[str, Shape] = {}
         self.places: dict[str, list[HfPlace]] = {name: list(self._places(name)) for name in self.our_shapes}
@@ -74,9 +74,9 @@ class TensorMap:
         """Hugging Face tensors that repeat another, and that other's name."""
         homeless = [name for name, places in self.places.items() if not places and not name.endswith(EXPERT_BIAS)]
         if homeless:
-            for special in hf.special:
+            for conversion in hf.conversions:
                 try:
-                    special.write(model)
+                    conversion.write(model)
                 except Unrepresentable as error:
                     raise ConfigError([f"transformers' {hf.model_type} {error}"]) from None
             raise ConfigError([f"{hf.model_type} models of transformers have no {name}" for name in homeless])
@@ -97,37 +97,37 @@ class TensorMap:
         self.parts.setdefault(place.hf_name, []).append(place)
 
     def _places(self, name: str) -> Iterator[HfPlace]:
-        home = self._home(name)
-        if home is None:
+        hf_tensor = self._hf_tensor(name)
+        if hf_tensor is None:
             return
-        hf_name = self._hf_name(home, name)
+        hf_name = self._hf_name(hf_tensor, name)
         if "{expert}" not in hf_name:
-            yield HfPlace(name, hf_name, None, home)
+            yield HfPlace(name, hf_name, None, hf_tensor)
             return
         for expert in range(self.our_shapes[name][0]):
-            yield HfPlace(name, hf_name.replace("{expert}", str(expert)), expert, home)
+            yield HfPlace(name, hf_name.replace("{expert}", str(expert)), expert, hf_tensor)
 
-    def _home(self, name: str) -> Home | None:
+    def _hf_tensor(self, name: str) -> HFTensor | None:
         layer, kind = _layer(name), re.sub(r"^layers\.\d+\.", "layers.{layer}.", name)
-        other = self.hf.other_homes.get(kind)
+        other = self.hf.alternative_hf_tensors.get(kind)
         if other is not None and self._hf_name(other, name) in self.stored:
             return other
-        mixer_homes = self.mixer_homes[int(layer)] if layer else {}
-        return mixer_homes.get(kind) or self.hf.homes.get(kind)
+        mixer_hf_tensors = self.mixer_hf_tensors[int(layer)] if layer else {}
+        return mixer_hf_tensors.get(kind) or self.hf.hf_tensors.get(kind)
 
-    def _hf_name(self, home: Home, name: str) -> str:
-        return home.name.replace("{layer}", _layer(name)).replace("{last}", str(self.model.num_layers))
+    def _hf_name(self, hf_tensor: HFTensor, name: str) -> str:
+        return hf_tensor.name.replace("{layer}", _layer(name)).replace("{last}", str(self.model.num_layers))
 
     def _hf_shape(self, place: HfPlace) -> Shape:
         shape = self.our_shapes[place.our_name]
         shape = shape if place.expert is None else shape[1:]
-        if place.home.transposed:
+        if place.hf_tensor.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
-        shape = (*shape[:-1], shape[-1] * place.home.stride)
-        if place.home.part is not None:
-            rows, number = place.home.part.rows(self.model), place.home.part.number
+        shape = (*shape[:-1], shape[-1] * place.hf_tensor.stride)
+        if place.hf_tensor.fused is not None:
+            rows, number = place.hf_tensor.fused.rows(self.model), place.hf_tensor.fused.number
             shape = (*shape[:-2], shape[-2] // rows[number] * sum(rows), shape[-1])
-        return (*shape[:-1], 1, shape[-1]) if place.home.between else shape
+        return (*shape[:-1], 1, shape[-1]) if place.hf_tensor.has_dim_of_1 else shape
 
     # ---- from Hugging Face
 
@@ -148,38 +148,38 @@ class TensorMap:
         return out
 
     def _get(self, place: HfPlace, out: Tensor, offset: Shape, read: ReadNamedBlock) -> None:
-        if place.home.transposed:
+        if place.hf_tensor.transposed:
             out, offset = out.transpose(-1, -2), (*offset[:-2], offset[-1], offset[-2])
         fill_in_blocks(out, offset, partial(self._take, place, read))
 
     def _take(self, place: HfPlace, read: ReadNamedBlock, offset: Shape, shape: Shape) -> Tensor:
         """Return a block of our tensor with its dims in the order of the Hugging Face tensor."""
-        home = place.home
-        if home.rotated is not None or home.part is not None:
-            rows = self.rows(home, offset[-2], shape[-2])
+        hf_tensor = place.hf_tensor
+        if hf_tensor.rotated is not None or hf_tensor.fused is not None:
+            rows = self.rows(hf_tensor, offset[-2], shape[-2])
             low, high = int(rows.min()), int(rows.max()) + 1
-            offset = (*offset[:-2], low, *[0] * home.between, offset[-1])
-            shape = (*shape[:-2], high - low, *[1] * home.between, shape[-1])
+            offset = (*offset[:-2], low, *[0] * hf_tensor.has_dim_of_1, offset[-1])
+            shape = (*shape[:-2], high - low, *[1] * hf_tensor.has_dim_of_1, shape[-1])
             block = read(place.hf_name, offset, shape)
-            return (block.squeeze(-2) if home.between else block).index_select(-2, rows - low)
+            return (block.squeeze(-2) if hf_tensor.has_dim_of_1 else block).index_select(-2, rows - low)
         *outer, last = shape
-        return read(place.hf_name, (*offset[:-1], offset[-1] * home.stride), (*outer, last * home.stride))[
-            ..., home.phase :: home.stride
+        return read(place.hf_name, (*offset[:-1], offset[-1] * hf_tensor.stride), (*outer, last * hf_tensor.stride))[
+            ..., hf_tensor.phase :: hf_tensor.stride
         ]
 
-    def rows(self, home: Home, first: int, count: int) -> Tensor:
+    def rows(self, hf_tensor: HFTensor, first: int, count: int) -> Tensor:
         """Return the rows in the Hugging Face tensor of our rows [first, first + count).
 
         For tensors whose rows are permuted (RoPE in pairs), or interleaved with another tensor's.
         """
-        if home.part is not None:
-            rows, number = home.part.rows(self.model), home.part.number
+        if hf_tensor.fused is not None:
+            rows, number = hf_tensor.fused.rows(self.model), hf_tensor.fused.number
             row = torch.arange(first, first + count)
             return row // rows[number] * sum(rows) + sum(rows[:number]) + row % rows[number]
-        return torch.tensor([self._rotated(home, row) for row in range(first, first + count)])
+        return torch.tensor([self._rotated(hf_tensor, row) for row in range(first, first + count)])
 
-    def _rotated(self, home: Home, row: int) -> int:
-        width, rotated = home.rotated(self.model)
+    def _rotated(self, hf_tensor: HFTensor, row: int) -> int:
+        width, rotated = hf_tensor.rotated(self.model)
         head, i = divmod(row, width)
         i -= width - rotated
         if i < 0:
@@ -197,11 +197,11 @@ class TensorMap:
         return out
 
     def _put(self, place: HfPlace, out: Tensor, offset: Shape, read: ReadNamedBlock) -> None:
-        home, ours = place.home, out[..., place.home.phase :: place.home.stride]
-        if home.rotated is not None or home.part is not None:
-            if home.between:
+        hf_tensor, ours = place.hf_tensor, out[..., place.hf_tensor.phase :: place.hf_tensor.stride]
+        if hf_tensor.rotated is not None or hf_tensor.fused is not None:
+            if hf_tensor.has_dim_of_1:
                 offset, ours = (*offset[:-2], offset[-1]), ours.squeeze(-2)
-            rows = self.rows(home, 0, self.our_shapes[place.our_name][-2]) - offset[-2]
+            rows = self.rows(hf_tensor, 0, self.our_shapes[place.our_name][-2]) - offset[-2]
             chosen = ((rows >= 0) & (rows < ours.shape[-2])).nonzero().squeeze(1)
             if not len(chosen):
                 return
@@ -210,7 +210,7 @@ class TensorMap:
             part = read(place.our_name, (*offset[:-2], low, offset[-1]), sizes)
             ours[..., rows[chosen], :] = part[..., chosen - low, :].to(ours.dtype)
             return
-        if home.transposed:
+        if hf_tensor.transposed:
             offset, ours = (*offset[:-2], offset[-1], offset[-2]), ours.transpose(-1, -2)
         if place.expert is not None:
             offset, ours = (place.expert, *offset), ours.unsqueeze(0)

@@ -22,7 +22,7 @@ from titanmoe.checkpoint.hf.safetensors_folder import NAMES, StoredSlice
 from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape
 from titanmoe.checkpoint.read_dcp import DcpFolder
 from titanmoe.config.load import ConfigError
-from titanmoe.models.families.huggingface import Home, HuggingFace, Part
+from titanmoe.models.families.huggingface import FusedRows, HFTensor, HuggingFace
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss")
 VISION, MTP = "vision_encoder.", "mtp_layers."
@@ -126,29 +126,32 @@ def torchtitan_format(hf: HuggingFace, stored: Collection[str]) -> HuggingFace:
     TorchTitan may balance any family by expert biases: they belong to the model if the folder has them.
     """
     bias = f"layers.{{layer}}.moe.router{EXPERT_BIAS}"
-    homes = {ours: home for ours, home in _homes(hf.homes).items() if ours != bias}
+    hf_tensors = {ours: hf_tensor for ours, hf_tensor in _torchtitan_tensors(hf.hf_tensors).items() if ours != bias}
     return replace(
         hf,
-        homes=homes | ({bias: Home(bias)} if any(name.endswith(EXPERT_BIAS) for name in stored) else {}),
-        mixer_homes={mixer: _homes(names) for mixer, names in hf.mixer_homes.items()},
-        other_homes={},
+        hf_tensors=hf_tensors | ({bias: HFTensor(bias)} if any(name.endswith(EXPERT_BIAS) for name in stored) else {}),
+        mixer_hf_tensors={mixer: _torchtitan_tensors(names) for mixer, names in hf.mixer_hf_tensors.items()},
+        alternative_hf_tensors={},
         copies={},
         left_out={VISION: "they read images and video, and only text is trained"},
         derived=(),
     )
 
 
-def _homes(homes: Mapping[str, Home]) -> dict[str, Home]:
-    return {ours: _home(ours, home) for ours, home in homes.items()}
+def _torchtitan_tensors(hf_tensors: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
+    return {ours: _torchtitan_tensor(ours, hf_tensor) for ours, hf_tensor in hf_tensors.items()}
 
 
-def _home(ours: str, home: Home) -> Home:
+def _torchtitan_tensor(ours: str, hf_tensor: HFTensor) -> HFTensor:
     """Return where one of our tensors is in TorchTitan's, given where it is in Hugging Face's."""
-    if home.stride > 1:  # gate and up of gpt-oss alternate: columns in Hugging Face's files, rows there
+    if hf_tensor.stride > 1:  # gate and up of gpt-oss alternate: columns in Hugging Face's files, rows there
         name = ours.replace(".w3", ".w1")
-        return Home(name, part=Part(lambda model: (1, 1), home.phase)) if home.transposed else replace(home, name=name)
-    if home.part is None:
-        return Home(ours, rotated=home.rotated)
-    if home.name.endswith(".q_proj.weight"):
-        return Home(ours.replace(".wg.", ".wq."), part=home.part)
-    return Home(ours, part=Part(lambda model: (1,), 0), between=home.between)  # a tensor of its own
+        if not hf_tensor.transposed:
+            return replace(hf_tensor, name=name)
+        return HFTensor(name, fused=FusedRows(lambda model: (1, 1), hf_tensor.phase))
+    if hf_tensor.fused is None:
+        return HFTensor(ours, rotated=hf_tensor.rotated)
+    if hf_tensor.name.endswith(".q_proj.weight"):
+        return HFTensor(ours.replace(".wg.", ".wq."), fused=hf_tensor.fused)
+    # A tensor of its own.
+    return HFTensor(ours, fused=FusedRows(lambda model: (1,), 0), has_dim_of_1=hf_tensor.has_dim_of_1)

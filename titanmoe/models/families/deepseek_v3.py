@@ -87,7 +87,7 @@ def _write(model: Model) -> dict[str, object]:
     }
 
 
-WIDTHS = hf.Special(("q_lora_rank", "n_shared_experts", "qk_head_dim", "head_dim"), _read, _write)
+WIDTHS = hf.Conversion(("q_lora_rank", "n_shared_experts", "qk_head_dim", "head_dim"), _read, _write)
 FEED_FORWARD = (
     {"moe.router.expert_bias": "mlp.gate.e_score_correction_bias"}
     | hf.DENSE
@@ -112,7 +112,7 @@ COPIES = {
 }
 
 
-def homes(block: hf.Names) -> dict[str, hf.Home]:
+def all_hf_tensors(block: hf.Names) -> dict[str, hf.HFTensor]:
     """Return where all tensors of a model are stored, from the names within a block.
 
     The block of multi-token prediction is stored as a layer after the last.
@@ -123,18 +123,18 @@ def homes(block: hf.Names) -> dict[str, hf.Home]:
         "project.weight": "eh_proj.weight",
         "norm.weight": "shared_head.norm.weight",
     }
-    extra = mtp | {f"block.{name}": home for name, home in block.items()}
+    extra = mtp | {f"block.{name}": hf_tensor for name, hf_tensor in block.items()}
     return hf.ENDS | hf.layer(block) | hf.layer(extra, "mtp.0", "model.layers.{last}")
 
 
 _BLOCK = (
     hf.NORMS
     | {
-        "attention.wq.weight": hf.Home("self_attn.q_proj.weight", rotated=_queries),
+        "attention.wq.weight": hf.HFTensor("self_attn.q_proj.weight", rotated=_queries),
         "attention.wq_a.weight": "self_attn.q_a_proj.weight",
         "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
-        "attention.wq_b.weight": hf.Home("self_attn.q_b_proj.weight", rotated=_queries),
-        "attention.wkv_a.weight": hf.Home("self_attn.kv_a_proj_with_mqa.weight", rotated=_latents),
+        "attention.wq_b.weight": hf.HFTensor("self_attn.q_b_proj.weight", rotated=_queries),
+        "attention.wkv_a.weight": hf.HFTensor("self_attn.kv_a_proj_with_mqa.weight", rotated=_latents),
         "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
         "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
         "attention.wo.weight": "self_attn.o_proj.weight",
@@ -147,7 +147,7 @@ HF = hf.HuggingFace(
     architecture="DeepseekV3ForCausalLM",
     family="deepseek_v3",
     switches=SWITCHES,
-    homes=homes(_BLOCK),
+    hf_tensors=all_hf_tensors(_BLOCK),
     fields=hf.SHAPE
     | {
         "num_kv_heads": ("num_key_value_heads",),
@@ -157,8 +157,8 @@ HF = hf.HuggingFace(
         "v_head_dim": ("v_head_dim",),
     }
     | ROUTING,
-    special=(hf.rope(1e4), WIDTHS),
-    absent=hf.ABSENT
+    conversions=(hf.rope(1e4), WIDTHS),
+    defaults=hf.DEFAULTS
     | {"num_key_value_heads": 128, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
     fixed=hf.FIXED
     | {

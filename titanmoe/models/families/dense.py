@@ -5,7 +5,7 @@ from __future__ import annotations
 from titanmoe.models.families import huggingface as hf
 from titanmoe.models.families import llama3_moe, qwen2_moe, qwen3_moe
 
-_HOMES = hf.ENDS | hf.layer(hf.NORMS | hf.ATTENTION | hf.DENSE)
+_HF_TENSORS = hf.ENDS | hf.layer(hf.NORMS | hf.ATTENTION | hf.DENSE)
 _FIELDS = hf.SHAPE | hf.HEADS | {"dense_hidden": ("intermediate_size",)}
 
 DENSE = (
@@ -14,10 +14,10 @@ DENSE = (
         architecture="LlamaForCausalLM",
         family="llama3_moe",
         switches=llama3_moe.SWITCHES,
-        homes=_HOMES,
+        hf_tensors=_HF_TENSORS,
         fields=_FIELDS,
-        special=(hf.rope(1e4),),
-        absent=hf.ABSENT,
+        conversions=(hf.rope(1e4),),
+        defaults=hf.DEFAULTS,
         fixed=hf.FIXED | {"attention_bias": False, "mlp_bias": False},
         derived=("rotary_emb.inv_freq",),
         dense=True,
@@ -27,10 +27,10 @@ DENSE = (
         architecture="Qwen2ForCausalLM",
         family="qwen2_moe",
         switches=qwen2_moe.SWITCHES | dict(qkv_bias=True, shared_gate=False, norm_topk=True),
-        homes=_HOMES,
+        hf_tensors=_HF_TENSORS,
         fields=_FIELDS,
-        special=(hf.rope(1e4), hf.NO_WINDOWS),
-        absent=hf.ABSENT | {"num_key_value_heads": 32},
+        conversions=(hf.rope(1e4), hf.NO_WINDOWS),
+        defaults=hf.DEFAULTS | {"num_key_value_heads": 32},
         fixed=hf.FIXED,
         dense=True,
     ),
@@ -39,10 +39,10 @@ DENSE = (
         architecture="Qwen3ForCausalLM",
         family="qwen3_moe",
         switches=qwen3_moe.SWITCHES,
-        homes=_HOMES,
+        hf_tensors=_HF_TENSORS,
         fields=_FIELDS,
-        special=(hf.rope(1e4), hf.NO_WINDOWS),
-        absent=hf.ABSENT | {"num_key_value_heads": 32, "head_dim": 128},
+        conversions=(hf.rope(1e4), hf.NO_WINDOWS),
+        defaults=hf.DEFAULTS | {"num_key_value_heads": 32, "head_dim": 128},
         fixed=hf.FIXED | {"attention_bias": False},
         dense=True,
     ),

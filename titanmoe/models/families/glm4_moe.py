@@ -53,10 +53,14 @@ HF = hf.HuggingFace(
     architecture="Glm4MoeForCausalLM",
     family="glm4_moe",
     switches=SWITCHES,
-    homes=deepseek_v3.homes(hf.NORMS | hf.ATTENTION | deepseek_v3.FEED_FORWARD),
+    hf_tensors=deepseek_v3.all_hf_tensors(hf.NORMS | hf.ATTENTION | deepseek_v3.FEED_FORWARD),
     fields=hf.SHAPE | hf.HEADS | {"qkv_bias": ("attention_bias",)} | deepseek_v3.ROUTING,
-    special=(hf.rope(1e4, part=0.5), hf.Special(("use_qk_norm", "n_shared_experts"), _read, _write), hf.SHARED),
-    absent=hf.ABSENT
+    conversions=(
+        hf.rope(1e4, rotary_fraction=0.5),
+        hf.Conversion(("use_qk_norm", "n_shared_experts"), _read, _write),
+        hf.SHARED,
+    ),
+    defaults=hf.DEFAULTS
     | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "attention_bias": False, "norm_topk_prob": True}
     | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
     fixed=hf.FIXED,

@@ -55,13 +55,13 @@ HF = replace(
     architecture="Glm4MoeLiteForCausalLM",
     family="glm4_moe_lite",
     fields={name: keys for name, keys in deepseek_v3.HF.fields.items() if name != "num_dense_layers"},
-    special=(
+    conversions=(
         hf.rope(1e4),
         deepseek_v3.WIDTHS,
-        hf.Special(("mlp_layer_types", "first_k_dense_replace"), _read_kinds, _write_kinds),
+        hf.Conversion(("mlp_layer_types", "first_k_dense_replace"), _read_kinds, _write_kinds),
         hf.SHARED,
     ),
-    absent=hf.ABSENT
+    defaults=hf.DEFAULTS
     | {"rms_norm_eps": 1e-5, "num_key_value_heads": 20, "norm_topk_prob": True}
     | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8},
 )

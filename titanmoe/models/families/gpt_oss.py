@@ -88,7 +88,7 @@ HF = hf.HuggingFace(
     family="gpt_oss",
     switches=SWITCHES,
     # Experts in one tensor, input dim first; its columns alternate between gate and up.
-    homes=hf.ENDS
+    hf_tensors=hf.ENDS
     | hf.layer(
         hf.NORMS
         | hf.ATTENTION
@@ -96,11 +96,11 @@ HF = hf.HuggingFace(
             "attention.sinks": "self_attn.sinks",
             "moe.router.weight": "mlp.router.weight",
             "moe.router.bias": "mlp.router.bias",
-            "moe.experts.w1": hf.Home("mlp.experts.gate_up_proj", transposed=True, stride=2, phase=0),
-            "moe.experts.w3": hf.Home("mlp.experts.gate_up_proj", transposed=True, stride=2, phase=1),
-            "moe.experts.w2": hf.Home("mlp.experts.down_proj", transposed=True),
-            "moe.experts.w1_bias": hf.Home("mlp.experts.gate_up_proj_bias", stride=2, phase=0),
-            "moe.experts.w3_bias": hf.Home("mlp.experts.gate_up_proj_bias", stride=2, phase=1),
+            "moe.experts.w1": hf.HFTensor("mlp.experts.gate_up_proj", transposed=True, stride=2, phase=0),
+            "moe.experts.w3": hf.HFTensor("mlp.experts.gate_up_proj", transposed=True, stride=2, phase=1),
+            "moe.experts.w2": hf.HFTensor("mlp.experts.down_proj", transposed=True),
+            "moe.experts.w1_bias": hf.HFTensor("mlp.experts.gate_up_proj_bias", stride=2, phase=0),
+            "moe.experts.w3_bias": hf.HFTensor("mlp.experts.gate_up_proj_bias", stride=2, phase=1),
             "moe.experts.w2_bias": "mlp.experts.down_proj_bias",
         }
     ),
@@ -112,8 +112,8 @@ HF = hf.HuggingFace(
         "expert_hidden": ("intermediate_size",),
         "sliding_window": ("sliding_window",),
     },
-    special=(hf.rope(1.5e5, _YARN), hf.Special(("layer_types",), _read_kinds, _write_kinds)),
-    absent=hf.ABSENT
+    conversions=(hf.rope(1.5e5, _YARN), hf.Conversion(("layer_types",), _read_kinds, _write_kinds)),
+    defaults=hf.DEFAULTS
     | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
     | {"router_aux_loss_coef": 0.001},
     fixed=hf.FIXED | {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},

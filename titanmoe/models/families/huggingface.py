@@ -22,7 +22,7 @@ class Unrepresentable(ValueError):
     """Raised where a config.json asks for something that [model] cannot express, or vice versa."""
 
 
-class Part(NamedTuple):
+class FusedRows(NamedTuple):
     """The rows of one of our tensors in a fused tensor, such as queries, keys and values in one matrix.
 
     Rows of the fused tensor come in groups, such as heads, and each group has a part of each of our tensors.
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Home:
+class HFTensor:
     """The name and layout of one of our tensors in Hugging Face's files. With {expert} it is one tensor per expert."""
 
     name: str
@@ -50,14 +50,14 @@ class Home:
 
     Set if pair i is rows 2i and 2i + 1 in their file; it is rows i and half + i in ours.
     """
-    part: Part | None = None
+    fused: FusedRows | None = None
     """The rows of ours in a fused tensor; None if it is not fused."""
-    between: bool = False
+    has_dim_of_1: bool = False
     """Whether it has a dim of 1 before its last in their file."""
 
 
 @dataclass(frozen=True)
-class Special:
+class Conversion:
     """A conversion between keys of config.json and fields of [model] that are not one to one."""
 
     keys: tuple[str, ...]
@@ -79,19 +79,19 @@ class HuggingFace:
     """Our family."""
     switches: Mapping[str, object]
     """Fields of [model] that all models of this type share. Keys of config.json, also absent ones, override them."""
-    homes: Mapping[str, Home]
+    hf_tensors: Mapping[str, HFTensor]
     """Name and layout of each tensor in their files, by our name."""
     fields: Mapping[str, tuple[str, ...]]
     """Key of config.json of each field of [model]; further keys are other spellings, which are read too."""
-    special: tuple[Special, ...] = ()
+    conversions: tuple[Conversion, ...] = ()
     """Conversions of the fields that are not one key each."""
-    absent: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     """Default of transformers' config class, by key. Other keys of `fields` are required."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Keys of which we can represent one value only, which is also their default."""
-    mixer_homes: Mapping[str, Mapping[str, Home]] = field(default_factory=dict)
-    """Names and layouts that replace `homes` in blocks with a mixer, by the mixer's name."""
-    other_homes: Mapping[str, Home] = field(default_factory=dict)
+    mixer_hf_tensors: Mapping[str, Mapping[str, HFTensor]] = field(default_factory=dict)
+    """Names and layouts that replace `hf_tensors` in blocks with a mixer, by the mixer's name."""
+    alternative_hf_tensors: Mapping[str, HFTensor] = field(default_factory=dict)
     """Names and layouts that replace both in files that have a tensor of that name. Read only."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Original of each tensor that is a copy of another, with multi-token prediction."""
@@ -111,32 +111,36 @@ class HuggingFace:
     """Whether it has no experts, and is only for upcycling."""
 
 
-Names = Mapping[str, str | Home]
+Names = Mapping[str, str | HFTensor]
 """Names and layouts of tensors in their files, by our names; a str if the layout is ours."""
 
 
-def layer(homes: Names, ours: str = "layers.{layer}", theirs: str = "model.layers.{layer}") -> dict[str, Home]:
+def layer(hf_tensors: Names, ours: str = "layers.{layer}", theirs: str = "model.layers.{layer}") -> dict[str, HFTensor]:
     """Return where the tensors of all layers are stored, from names within a block.
 
     Args:
-        homes: where each tensor of a block is stored.
+        hf_tensors: where each tensor of a block is stored.
         ours: prefix of our names.
         theirs: prefix of their names.
     """
-    full = {name: Home(home) if isinstance(home, str) else home for name, home in homes.items()}
-    return {f"{ours}.{name}": replace(home, name=f"{theirs}.{home.name}") for name, home in full.items()}
+    full = {
+        name: HFTensor(hf_tensor) if isinstance(hf_tensor, str) else hf_tensor for name, hf_tensor in hf_tensors.items()
+    }
+    return {f"{ours}.{name}": replace(hf_tensor, name=f"{theirs}.{hf_tensor.name}") for name, hf_tensor in full.items()}
 
 
-def parts(theirs: str, ours: Sequence[str], rows: Callable[[Model], tuple[int, ...]], **more: bool) -> dict[str, Home]:
+def fused(
+    theirs: str, ours: Sequence[str], rows: Callable[[Model], tuple[int, ...]], **more: bool
+) -> dict[str, HFTensor]:
     """Return where several of our tensors are stored that are fused into one.
 
     Args:
         theirs: name of the fused tensor.
         ours: our names, in the order of their parts.
         rows: returns the rows of each part of a group.
-        more: other fields of Home.
+        more: other fields of HFTensor.
     """
-    return {name: Home(theirs, part=Part(rows, number), **more) for number, name in enumerate(ours)}
+    return {name: HFTensor(theirs, fused=FusedRows(rows, number), **more) for number, name in enumerate(ours)}
 
 
 def swiglu(
@@ -147,9 +151,9 @@ def swiglu(
 
 
 ENDS = {
-    "embed.weight": Home("model.embed_tokens.weight"),
-    "head.norm.weight": Home("model.norm.weight"),
-    "head.weight": Home("lm_head.weight"),
+    "embed.weight": HFTensor("model.embed_tokens.weight"),
+    "head.norm.weight": HFTensor("model.norm.weight"),
+    "head.weight": HFTensor("lm_head.weight"),
 }
 NORMS = {"attention_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight"}
 ATTENTION = {
@@ -170,7 +174,7 @@ SHAPE = {
     "num_heads": ("num_attention_heads",),
 }
 HEADS = {"num_kv_heads": ("num_key_value_heads",), "head_dim": ("head_dim",)}
-ABSENT = {"tie_word_embeddings": False, "initializer_range": 0.02, "rms_norm_eps": 1e-6}
+DEFAULTS = {"tie_word_embeddings": False, "initializer_range": 0.02, "rms_norm_eps": 1e-6}
 FIXED = {"hidden_act": "silu"}
 
 
@@ -186,18 +190,18 @@ _ROPE = {
 }
 
 
-def _read_rope(config: Json, theta: float, default: Json, part: float) -> dict[str, object]:
+def _read_rope(config: Json, theta: float, default: Json, rotary_fraction: float) -> dict[str, object]:
     # Before transformers 5: rope_theta, and rope_scaling or null; since then everything is in rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     rope = dict(default if rope is None else rope)
     base = rope.get("rope_theta", config.get("rope_theta", theta))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", part or None))
+    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", rotary_fraction or None))
     if any(isinstance(value, dict) for value in rope.values()):
         raise Unrepresentable(f"has another RoPE for each of {', '.join(rope)}, here all blocks have one")
     if not isinstance(base, int | float):
         raise Unrepresentable(f"has rope_theta = {base!r}, which is not a number")
-    rotary_dim = _rotary_dim(config, rotated, part > 0)
+    rotary_dim = _rotary_dim(config, rotated, rotary_fraction > 0)
     if kind not in ("default", "yarn"):
         fix = "choose a model with one of these"
         if kind == "dynamic":
@@ -254,8 +258,8 @@ def _rotary_dim(config: Json, fraction: Any, partial_rotary: bool) -> dict[str, 
     return {"rotary_dim": width}
 
 
-def _write_rope(model: Model, default: Json, part: float) -> dict[str, object]:
-    factor = {"partial_rotary_factor": (model.rotary_dim or model.head_dim) / model.head_dim} if part else {}
+def _write_rope(model: Model, default: Json, rotary_fraction: float) -> dict[str, object]:
+    factor = {"partial_rotary_factor": (model.rotary_dim or model.head_dim) / model.head_dim} if rotary_fraction else {}
     return factor | _write_scaling(model, default)
 
 
@@ -272,18 +276,18 @@ def _write_scaling(model: Model, default: Json) -> dict[str, object]:
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
 
 
-def rope(theta: float, default: Json | None = None, part: float = 0.0) -> Special:
+def rope(theta: float, default: Json | None = None, rotary_fraction: float = 0.0) -> Conversion:
     """Return the conversion of RoPE's keys, with the defaults of the family's config class.
 
     Args:
         theta: default of rope_theta.
         default: default of rope_parameters.
-        part: default of partial_rotary_factor, in families where RoPE may rotate a part of a head; else 0.
+        rotary_fraction: default of partial_rotary_factor, in families where RoPE may rotate a part of a head; else 0.
     """
-    return Special(
+    return Conversion(
         ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
-        partial(_read_rope, theta=theta, default=default or {}, part=part),
-        partial(_write_rope, default=default or {}, part=part),
+        partial(_read_rope, theta=theta, default=default or {}, rotary_fraction=rotary_fraction),
+        partial(_write_rope, default=default or {}, rotary_fraction=rotary_fraction),
     )
 
 
@@ -323,7 +327,7 @@ def _write_qwen(model: Model) -> dict[str, object]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-QWEN_BLOCKS = Special(("mlp_only_layers", "decoder_sparse_step"), _read_qwen, _write_qwen)
+QWEN_BLOCKS = Conversion(("mlp_only_layers", "decoder_sparse_step"), _read_qwen, _write_qwen)
 
 
 def _read_windows(config: Json) -> dict[str, object]:
@@ -336,7 +340,7 @@ def _read_windows(config: Json) -> dict[str, object]:
     return {}
 
 
-NO_WINDOWS = Special(
+NO_WINDOWS = Conversion(
     ("use_sliding_window", "layer_types", "sliding_window", "max_window_layers"),
     _read_windows,
     lambda model: {"use_sliding_window": False},
@@ -352,7 +356,7 @@ def _write_shared(model: Model) -> dict[str, object]:
     return {}
 
 
-SHARED = Special((), lambda config: {}, _write_shared)
+SHARED = Conversion((), lambda config: {}, _write_shared)
 
 _CHOSEN_KEYS = "attention to those keys alone that an indexer chooses"
 LATER = {

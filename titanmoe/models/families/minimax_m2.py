@@ -37,7 +37,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 # ---- config.json
 
-_ROPE = hf.rope(5e6, part=1.0)
+_ROPE = hf.rope(5e6, rotary_fraction=1.0)
 _BETAS = tuple(f"layernorm_{kind}_beta" for kind in ("full_attention", "linear_attention", "mlp"))
 _UNUSED = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode")
 
@@ -76,13 +76,13 @@ HF = hf.HuggingFace(
     architecture="MiniMaxM2ForCausalLM",
     family="minimax_m2",
     switches=SWITCHES,
-    homes=mixtral.HF.homes | hf.layer({"moe.router.expert_bias": "block_sparse_moe.e_score_correction_bias"}),
+    hf_tensors=mixtral.HF.hf_tensors | hf.layer({"moe.router.expert_bias": "block_sparse_moe.e_score_correction_bias"}),
     fields=mixtral.HF.fields,
-    special=(
-        hf.Special((*_ROPE.keys, "rotary_dim"), _read_rope, _write_rope),
-        hf.Special(("attn_type_list", *_BETAS, *_UNUSED), _read_others, lambda model: {}),
+    conversions=(
+        hf.Conversion((*_ROPE.keys, "rotary_dim"), _read_rope, _write_rope),
+        hf.Conversion(("attn_type_list", *_BETAS, *_UNUSED), _read_others, lambda model: {}),
     ),
-    absent=hf.ABSENT | {"num_key_value_heads": 8, "head_dim": 128},
+    defaults=hf.DEFAULTS | {"num_key_value_heads": 8, "head_dim": 128},
     fixed=hf.FIXED
     | {"attention_bias": False, "sliding_window": None, "use_qk_norm": True, "qk_norm_type": "per_layer"}
     | {"use_routing_bias": True, "scoring_func": "sigmoid", "shared_intermediate_size": 0},

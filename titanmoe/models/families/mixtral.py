@@ -37,7 +37,7 @@ HF = hf.HuggingFace(
     architecture="MixtralForCausalLM",
     family="mixtral",
     switches=SWITCHES,
-    homes=hf.ENDS
+    hf_tensors=hf.ENDS
     | hf.layer(
         hf.NORMS
         | hf.ATTENTION
@@ -51,8 +51,8 @@ HF = hf.HuggingFace(
         "top_k": ("num_experts_per_tok",),
         "expert_hidden": ("intermediate_size",),
     },
-    special=(hf.rope(1e6),),
-    absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "router_aux_loss_coef": 0.001},
+    conversions=(hf.rope(1e6),),
+    defaults=hf.DEFAULTS | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "router_aux_loss_coef": 0.001},
     fixed=hf.FIXED | {"sliding_window": None},
 )
 

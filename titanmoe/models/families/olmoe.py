@@ -32,7 +32,7 @@ HF = hf.HuggingFace(
     architecture="OlmoeForCausalLM",
     family="olmoe",
     switches=SWITCHES,
-    homes=hf.ENDS | hf.layer(hf.NORMS | hf.ATTENTION | hf.EXPERTS),
+    hf_tensors=hf.ENDS | hf.layer(hf.NORMS | hf.ATTENTION | hf.EXPERTS),
     fields=hf.SHAPE
     | hf.HEADS
     | {
@@ -41,8 +41,8 @@ HF = hf.HuggingFace(
         "expert_hidden": ("intermediate_size",),
         "norm_topk": ("norm_topk_prob",),
     },
-    special=(hf.rope(1e4),),
-    absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
+    conversions=(hf.rope(1e4),),
+    defaults=hf.DEFAULTS | {"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
     fixed=hf.FIXED | {"attention_bias": False, "clip_qkv": None, "sliding_window": None},
 )
 

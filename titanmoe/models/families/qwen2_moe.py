@@ -32,7 +32,7 @@ HF = hf.HuggingFace(
     architecture="Qwen2MoeForCausalLM",
     family="qwen2_moe",
     switches=SWITCHES,
-    homes=hf.ENDS
+    hf_tensors=hf.ENDS
     | hf.layer(
         hf.NORMS
         | hf.ATTENTION
@@ -52,8 +52,8 @@ HF = hf.HuggingFace(
         "dense_hidden": ("intermediate_size",),
         "norm_topk": ("norm_topk_prob",),
     },
-    special=(hf.rope(1e4), hf.QWEN_BLOCKS, hf.NO_WINDOWS, hf.SHARED),
-    absent=hf.ABSENT
+    conversions=(hf.rope(1e4), hf.QWEN_BLOCKS, hf.NO_WINDOWS, hf.SHARED),
+    defaults=hf.DEFAULTS
     | {"num_key_value_heads": 16, "qkv_bias": True, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
     fixed=hf.FIXED,
 )

@@ -47,21 +47,21 @@ HF = replace(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     family="qwen3_5_moe",
-    mixer_homes={
+    mixer_hf_tensors={
         GATED_DELTA.name: hf.layer(
             qwen3_next.DELTA
-            | hf.parts("linear_attn.in_proj_qkv.weight", weights("wq", "wk", "wv"), qwen3_next.qkv)
+            | hf.fused("linear_attn.in_proj_qkv.weight", weights("wq", "wk", "wv"), qwen3_next.qkv)
             | {f"attention.w{gate}.weight": f"linear_attn.in_proj_{gate}.weight" for gate in "zba"}
         )
     },
     fields=qwen3_next.FIELDS_OF_FILES,
-    special=(
-        hf.rope(1e4, part=0.25),
+    conversions=(
+        hf.rope(1e4, rotary_fraction=0.25),
         qwen3_next.KINDS,
         hf.SHARED,
-        hf.Special(_OUTER, _read_media, _write_media),
+        hf.Conversion(_OUTER, _read_media, _write_media),
     ),
-    absent=qwen3_next.ABSENT,
+    defaults=qwen3_next.DEFAULTS,
     fixed=hf.FIXED
     | {"attention_bias": False, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
     | {"mlp_only_layers": [], "mtp_use_dedicated_embeddings": False},

@@ -36,7 +36,7 @@ HF = hf.HuggingFace(
     architecture="Qwen3MoeForCausalLM",
     family="qwen3_moe",
     switches=SWITCHES,
-    homes=hf.ENDS | hf.layer(hf.NORMS | hf.ATTENTION | hf.DENSE | hf.EXPERTS),
+    hf_tensors=hf.ENDS | hf.layer(hf.NORMS | hf.ATTENTION | hf.DENSE | hf.EXPERTS),
     fields=hf.SHAPE
     | hf.HEADS
     | {
@@ -46,8 +46,8 @@ HF = hf.HuggingFace(
         "dense_hidden": ("intermediate_size",),
         "norm_topk": ("norm_topk_prob",),
     },
-    special=(hf.rope(1e4), hf.QWEN_BLOCKS, hf.NO_WINDOWS),
-    absent=hf.ABSENT | {"num_key_value_heads": 4, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
+    conversions=(hf.rope(1e4), hf.QWEN_BLOCKS, hf.NO_WINDOWS),
+    defaults=hf.DEFAULTS | {"num_key_value_heads": 4, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
     fixed=hf.FIXED | {"attention_bias": False},
 )
 

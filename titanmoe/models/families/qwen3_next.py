@@ -88,7 +88,7 @@ def _write_kinds(model: Model) -> dict[str, object]:
     return {"layer_types": _kinds(every, model.num_layers)} | ({"full_attention_interval": every} if every else {})
 
 
-KINDS = hf.Special(("layer_types", "full_attention_interval"), _read_kinds, _write_kinds)
+KINDS = hf.Conversion(("layer_types", "full_attention_interval"), _read_kinds, _write_kinds)
 
 
 # ---- tensors
@@ -132,26 +132,26 @@ FEED_FORWARD = (
     | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_expert.{w}.weight")
     | {"moe.shared.gate.weight": "mlp.shared_expert_gate.weight"}
 )
-ATTENTION = hf.ATTENTION | hf.parts("self_attn.q_proj.weight", weights("wq", "wg"), _of_head)
+ATTENTION = hf.ATTENTION | hf.fused("self_attn.q_proj.weight", weights("wq", "wg"), _of_head)
 CONVOLUTION = [f"attention.conv_{part}" for part in "qkv"]
-DELTA = hf.parts("linear_attn.conv1d.weight", CONVOLUTION, qkv, between=True) | {
+DELTA = hf.fused("linear_attn.conv1d.weight", CONVOLUTION, qkv, has_dim_of_1=True) | {
     "attention.dt_bias": "linear_attn.dt_bias",
     "attention.A_log": "linear_attn.A_log",
     "attention.norm.weight": "linear_attn.norm.weight",
     "attention.wo.weight": "linear_attn.out_proj.weight",
 }
-STACKED = hf.parts("mlp.experts.gate_up_proj", ("moe.experts.w1", "moe.experts.w3"), _of_expert) | {
+STACKED = hf.fused("mlp.experts.gate_up_proj", ("moe.experts.w1", "moe.experts.w3"), _of_expert) | {
     "moe.experts.w2": "mlp.experts.down_proj"
 }
 EXTRA = {
-    "mtp.0.hidden_norm.weight": hf.Home("mtp.pre_fc_norm_hidden.weight"),
-    "mtp.0.embed_norm.weight": hf.Home("mtp.pre_fc_norm_embedding.weight"),
-    "mtp.0.project.weight": hf.Home("mtp.fc.weight"),
-    "mtp.0.norm.weight": hf.Home("mtp.norm.weight"),
+    "mtp.0.hidden_norm.weight": hf.HFTensor("mtp.pre_fc_norm_hidden.weight"),
+    "mtp.0.embed_norm.weight": hf.HFTensor("mtp.pre_fc_norm_embedding.weight"),
+    "mtp.0.project.weight": hf.HFTensor("mtp.fc.weight"),
+    "mtp.0.norm.weight": hf.HFTensor("mtp.norm.weight"),
 }
 
 
-def everywhere(block: hf.Names) -> dict[str, hf.Home]:
+def everywhere(block: hf.Names) -> dict[str, hf.HFTensor]:
     """Return where a block's tensors are stored, in the layers and in the block of multi-token prediction."""
     return hf.layer(block) | hf.layer(block, "mtp.0.block", "mtp.layers.0")
 
@@ -171,8 +171,8 @@ FIELDS_OF_FILES = (
         "own.conv_width": ("linear_conv_kernel_dim",),
     }
 )
-ABSENT = (
-    hf.ABSENT
+DEFAULTS = (
+    hf.DEFAULTS
     | {"num_key_value_heads": 2, "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
     | {"router_aux_loss_coef": 0.001}
@@ -183,18 +183,18 @@ HF = hf.HuggingFace(
     architecture="Qwen3NextForCausalLM",
     family="qwen3_next",
     switches=SWITCHES,
-    homes=hf.ENDS | everywhere(FEED_FORWARD | ATTENTION) | EXTRA,
-    mixer_homes={
+    hf_tensors=hf.ENDS | everywhere(FEED_FORWARD | ATTENTION) | EXTRA,
+    mixer_hf_tensors={
         GATED_DELTA.name: hf.layer(
             DELTA
-            | hf.parts("linear_attn.in_proj_qkvz.weight", weights("wq", "wk", "wv", "wz"), _qkvz)
-            | hf.parts("linear_attn.in_proj_ba.weight", weights("wb", "wa"), _ba)
+            | hf.fused("linear_attn.in_proj_qkvz.weight", weights("wq", "wk", "wv", "wz"), _qkvz)
+            | hf.fused("linear_attn.in_proj_ba.weight", weights("wb", "wa"), _ba)
         )
     },
-    other_homes=everywhere(STACKED),
+    alternative_hf_tensors=everywhere(STACKED),
     fields=FIELDS_OF_FILES | {"dense_hidden": ("intermediate_size",), "norm_topk": ("norm_topk_prob",)},
-    special=(hf.rope(1e4, part=0.25), hf.QWEN_BLOCKS, KINDS, hf.SHARED),
-    absent=ABSENT | {"norm_topk_prob": True},
+    conversions=(hf.rope(1e4, rotary_fraction=0.25), hf.QWEN_BLOCKS, KINDS, hf.SHARED),
+    defaults=DEFAULTS | {"norm_topk_prob": True},
     fixed=hf.FIXED | {"attention_bias": False, "use_sliding_window": False},
     mtp_key="num_nextn_predict_layers",
 )
