@@ -3,7 +3,7 @@
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, h head.
 A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width
 (titanmoe.parallel.parallel_plan). `recomputable_methods` are those that take little time for the memory of what they
-save: with selective recomputation (titanmoe.parallel.recompute) backward calls them again.
+save: with selective recomputation (titanmoe.parallel.recompute) backward calls them a second time.
 """
 
 from __future__ import annotations

@@ -73,10 +73,10 @@ def short_convolution(x_RcC: Tensor, before_RwC: Tensor, taps: Tensor, until: Te
     length, last = x_RcC.shape[1], before_RwC.shape[1]
     padded = torch.cat((before_RwC, x_RcC), 1)
     y_RcC = padded[:, last:] * taps[:, last]
-    for back in range(1, last + 1):
-        earlier_RcC = padded[:, last - back : last - back + length] * taps[:, last - back]
+    for distance in range(1, last + 1):
+        earlier_RcC = padded[:, last - distance : last - distance + length] * taps[:, last - distance]
         if until is not None:
-            end = until.shape[1] - back
+            end = until.shape[1] - distance
             same_Rc = until[:, end - length : end] == until[:, -length:]
             earlier_RcC = earlier_RcC.where(same_Rc.unsqueeze(-1), 0)
         y_RcC = y_RcC + earlier_RcC

@@ -28,7 +28,7 @@ from titanmoe.comm.collectives import NO_GROUP, Group, all_gather_autograd
 class SequenceSegments(NamedTuple):
     """The segments of each sequence that this rank has. By default one rank has full sequences."""
 
-    own: tuple[int, ...] = (0,)
+    local: tuple[int, ...] = (0,)
     """Numbers of this rank's segments in a sequence, in the order in which the rank has them."""
     order: tuple[int, ...] = (0,)
     """Numbers of all segments, in the order that concatenating the ranks' slices gives."""
@@ -37,11 +37,11 @@ class SequenceSegments(NamedTuple):
 
     def split(self, x_BS: Tensor) -> Tensor:
         """Return this rank's slices of the sequences as segments, (R, c)."""
-        return x_BS.unflatten(1, (len(self.own), -1)).flatten(0, 1)
+        return x_BS.unflatten(1, (len(self.local), -1)).flatten(0, 1)
 
     def join(self, x_Rc: Tensor) -> Tensor:
         """Return segments as slices of the sequences, (B, S): the inverse of `split`."""
-        return x_Rc.unflatten(0, (-1, len(self.own))).flatten(1, 2)
+        return x_Rc.unflatten(0, (-1, len(self.local))).flatten(1, 2)
 
     def of_full(self, x_BL: Tensor, before: int) -> Tensor:
         """Return this rank's segments of full sequences, each with `before` positions before it, (R, w + c).
@@ -49,7 +49,7 @@ class SequenceSegments(NamedTuple):
         Positions before the sequence are 0. No communication.
         """
         length, padded = x_BL.shape[1] // len(self.order), F.pad(x_BL, (before, 0))
-        return self._stack([padded[:, n * length : (n + 1) * length + before] for n in self.own])
+        return self._stack([padded[:, n * length : (n + 1) * length + before] for n in self.local])
 
     def inputs_before(self, xs: Sequence[Tensor], count: int) -> Sequence[Tensor]:
         """Return the last inputs before each segment, (R, w, C) for each (R, c, C). Collective over the group.
@@ -59,7 +59,7 @@ class SequenceSegments(NamedTuple):
         widths, begin = [x.shape[-1] for x in xs], max(0, xs[0].shape[1] - count)
         ends = self._gather(torch.cat([x[:, begin:] for x in xs], -1))
         each, padded = ends[0].shape[1], F.pad(torch.cat(ends, 1), (0, 0, count, 0))
-        return self._stack([padded[:, n * each : n * each + count] for n in self.own]).split(widths, -1)
+        return self._stack([padded[:, n * each : n * each + count] for n in self.local]).split(widths, -1)
 
     def states_before(self, M_RHkk: Tensor, gain_RHkv: Tensor) -> Tensor:
         """Return the state in which each segment begins, (R, H, k, v). Collective over the group."""
@@ -67,13 +67,13 @@ class SequenceSegments(NamedTuple):
         changes = [both.split(widths, -1) for both in self._gather(torch.cat((M_RHkk, gain_RHkv), -1))]
         # The first segment begins with 0, but every rank has to join in summing the gradients of what was gathered.
         states = [0 * changes[0][1]]
-        for M, gain in changes[: max(self.own)]:
+        for M, gain in changes[: max(self.local)]:
             states.append(gain + M @ states[-1])
-        return self._stack([states[n] for n in self.own])
+        return self._stack([states[n] for n in self.local])
 
     def _gather(self, x_R: Tensor) -> list[Tensor]:
         """Gather x of each segment of the sequence, in the order of the sequence."""
-        gathered = all_gather_autograd(x_R.unflatten(0, (-1, len(self.own))), 1, self.group).unbind(1)
+        gathered = all_gather_autograd(x_R.unflatten(0, (-1, len(self.local))), 1, self.group).unbind(1)
         return [gathered[self.order.index(n)] for n in range(len(self.order))]
 
     def _stack(self, segments: list[Tensor]) -> Tensor:

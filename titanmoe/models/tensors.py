@@ -224,8 +224,8 @@ def unmatched(field: str, patterns: Sequence[str], known: Collection[str]) -> It
     """
     if unmatched := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]:
         layers = [name.split(".")[1] for name in known if name.startswith("layers.")]
-        own = f"layers.{layers[-1] if layers else 0}."
-        shown = [name.replace(own, "layers.*.") for name in known if name.startswith(own) or "layers" not in name]
+        prefix = f"layers.{layers[-1] if layers else 0}."
+        shown = [name.replace(prefix, "layers.*.") for name in known if name.startswith(prefix) or "layers" not in name]
         listed = " and ".join(f'"{pattern}"' for pattern in unmatched)
         yield Violation(
             (field, "model.family"),

@@ -115,8 +115,8 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
         bias: added to the logits, -inf where a query does not see a key; None if all pairs are seen.
         causal: whether a query sees the keys up to its own position in the block.
     """
-    way = device.choose(q, _on_gpu, cpu=flash_attention.block, compiled=True)
-    out, lse = way(q, k, v, bias, causal)
+    implementation = device.choose(q, _on_gpu, cpu=flash_attention.block, compiled=True)
+    out, lse = implementation(q, k, v, bias, causal)
     if bias is not None:
         # The kernels leave the log-sum-exp undefined for a query that sees no key in this block.
         lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
@@ -136,8 +136,8 @@ def block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tenso
         lse: the final log-sum-exp.
         causal: as in `block`.
     """
-    way = device.choose(q, _backward_on_gpu, cpu=flash_attention.block_backward, compiled=True)
-    return way(grad, q, k, v, bias, out, lse, causal)
+    implementation = device.choose(q, _backward_on_gpu, cpu=flash_attention.block_backward, compiled=True)
+    return implementation(grad, q, k, v, bias, out, lse, causal)
 
 
 def _backward_on_gpu(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:

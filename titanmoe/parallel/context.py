@@ -108,9 +108,9 @@ def _backward_pairs(grad, q, k, v, pairs: list[BlockPair], mask: Mask, out, lse,
     """Add the gradients through these pairs to dq, dk, dv (wide)."""
     for pair in pairs:
         rows, columns = (pair.samples, slice(None), pair.rows), (pair.samples, slice(None), pair.columns)
-        own = (x[rows].contiguous() for x in (out, lse))
+        final = (x[rows].contiguous() for x in (out, lse))
         bias = mask.bias(pair, q)
-        gq, gk, gv = block_backward(grad[rows].contiguous(), q[rows], k[columns], v[columns], bias, *own, pair.causal)
+        gq, gk, gv = block_backward(grad[rows].contiguous(), q[rows], k[columns], v[columns], bias, *final, pair.causal)
         dq[rows] += gq
         dk[columns] += gk
         dv[columns] += gv

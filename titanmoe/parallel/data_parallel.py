@@ -116,8 +116,8 @@ def _prefetch(model: Transformer, meshes: Meshes, freed: bool) -> None:
     dense, experts = (mesh.size(mesh.ndim - 1) > 1 for mesh in (meshes.dense_data, meshes.expert_data))
 
     def units(block: Block, and_then: nn.Module | None) -> list[nn.Module]:
-        own = [block.moe.experts] if experts and block.moe is not None else []
-        return [*own, and_then] if dense and and_then is not None else own
+        prefetched = [block.moe.experts] if experts and block.moe is not None else []
+        return [*prefetched, and_then] if dense and and_then is not None else prefetched
 
     blocks = list(model.layers.values())
     head = model.head if isinstance(model.head, FSDPModule) else None

@@ -98,8 +98,8 @@ class LargestLogits:
         self._note(layer, largest(q, k, mask, placement, self.meshes.cp))
         return attend(q, k, v, mask, sinks)
 
-    def _note(self, layer: int, own: Tensor) -> None:
-        self.by_layer[layer] = torch.maximum(own, self.by_layer.get(layer, own))
+    def _note(self, layer: int, largest_H: Tensor) -> None:
+        self.by_layer[layer] = torch.maximum(largest_H, self.by_layer.get(layer, largest_H))
 
     def begin_step(self, step: int) -> None:
         """Forget the last step, and measure this one if it is due."""
@@ -115,8 +115,8 @@ class LargestLogits:
         self.measures = False
         out = torch.full(self.shape, -torch.inf, dtype=torch.float64, device=device)
         heads, cp = self.shape[1] // self.meshes.tp.size, self.meshes.cp.rank
-        for layer, own in self.by_layer.items():
+        for layer, largest_H in self.by_layer.items():
             # With ulysses each rank of cp has a part of the heads.
-            first = self.meshes.tp.rank * heads + cp * len(own) * (len(own) < heads)
-            out[layer, first : first + len(own)] = own
+            first = self.meshes.tp.rank * heads + cp * len(largest_H) * (len(largest_H) < heads)
+            out[layer, first : first + len(largest_H)] = largest_H
         return all_reduce(out, self.meshes.world, "max")

@@ -197,8 +197,8 @@ class UnshardedExperts:
             self.totals[computed] = grad.new_empty(shape, dtype=self.sum_dtype)
             for weight, total in zip(weights, self.totals[computed], strict=True):
                 weight.grad = total
-        how = {"grouped": products.grouped, "kernels": products.kernels}
-        add_gradient(self.totals[computed], grad, x, products.groups, add=add, **how)
+        options = {"grouped": products.grouped, "kernels": products.kernels}
+        add_gradient(self.totals[computed], grad, x, products.groups, add=add, **options)
 
     def _send(self, weight: Weight) -> None:
         if self.replicas.size > 1 and weight.reducing is None and weight.grad is not None:

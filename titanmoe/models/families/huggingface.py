@@ -253,7 +253,7 @@ def _rotary_dim(config: Json, fraction: Any, partial_rotary: bool) -> dict[str, 
     width = int(head * fraction)
     if not 0 < width < head or width % 2:
         raise Unrepresentable(
-            f"has an odd number of dims to rotate: partial_rotary_factor = {fraction} of heads {head} wide"
+            f"has no pairs of dims to rotate: partial_rotary_factor = {fraction} of heads {head} wide"
         )
     return {"rotary_dim": width}
 

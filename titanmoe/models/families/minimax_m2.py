@@ -47,12 +47,12 @@ def _read_rope(config: hf.Json) -> dict[str, object]:
     config = {"head_dim": 128, **config}
     if width := config.get("rotary_dim"):
         head, rope = config["head_dim"], config.get("rope_scaling") or config.get("rope_parameters") or {}
-        share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", width / head))
-        if share * head != width:
+        fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", width / head))
+        if fraction * head != width:
             raise hf.Unrepresentable(
-                f"has rotary_dim = {width}, and partial_rotary_factor = {share} of head_dim = {head}: they must agree"
+                f"has rotary_dim = {width}, but partial_rotary_factor = {fraction} of head_dim = {head}: must agree"
             )
-        config["partial_rotary_factor"] = share
+        config["partial_rotary_factor"] = fraction
     return _ROPE.read(config)
 
 
