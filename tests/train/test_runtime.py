@@ -252,7 +252,7 @@ def test_a_gpus_rank_joins_by_nccl_alone_and_its_first_step_may_take_long(monkey
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda *args, **options: joined.append((*args, options))
     )
-    monkeypatch.setattr(cpu_process, "prepare", None)  # for CPUs alone
+    monkeypatch.setattr(cpu_process, "configure_process", None)  # for CPUs alone
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for name, value in as_torchrun(1, 2, store.port).items():
         monkeypatch.setenv(name, value)
