@@ -57,7 +57,7 @@ def test_ranks_that_hang_die_or_refuse() -> None:
     found = [json.loads(line) for line in run.stdout.splitlines()]
     assert [of for of, _ in found] == [
         {"figures": {"sum": 2.0}},
-        {"error": "rank 1: no answer in its time, in: the long wait"},
+        {"error": "rank 1: not done in time, in: the long wait"},
         {"error": "rank 0: exit status 7, in: start of the process group"},
         {"unsupported": "not here"},
         {"error": "ValueError: wrong"},

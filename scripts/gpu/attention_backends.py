@@ -32,9 +32,11 @@ from titanmoe.parallel.flex import Masks, flex_attention_over  # noqa: E402
 
 
 class Case(NamedTuple):
+    """An attention to time: its mask, kernel and shape."""
+
     mask: str
     kernel: str
-    """An `attention_kernel`, "flex", or "plain" for what runs where flex does not."""
+    """An `attention_kernel`, "flex", or "plain" for the backend of devices without flex_attention."""
     samples: int = 8
     length: int = 4096
 

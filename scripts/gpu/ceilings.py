@@ -1,11 +1,11 @@
-"""Measure what the device can do at best: memory bandwidth, matrix products of several shapes, kernel launches.
+"""Measure what the device can do at best: memory bandwidth, matmuls of several shapes, kernel launches.
 
     python scripts/gpu/ceilings.py [--device cuda|cpu] [--json FILE] [--grid]
 
-Products are bfloat16 on random data. Experts are those of Mixtral-8x7B (4096 x 14336), Qwen3-30B-A3B (2048 x 768) and
-gpt-oss (2880 x 2880); grouped products spread 65,536 routed tokens evenly over E experts, forward and both gradients.
-`--grid` measures products of many sizes instead: the planner's curves. On a CPU all sizes are smaller than the names
-of the rows say: it only shows that the script runs.
+Matmuls are in bfloat16 on random data. Experts are those of Mixtral-8x7B (4096 x 14336), Qwen3-30B-A3B (2048 x 768)
+and gpt-oss (2880 x 2880); grouped matmuls have 65,536 routed tokens, evenly over E experts, forward and both gradients.
+`--grid` measures matmuls of many sizes instead, for the planner's curves. On a CPU all sizes are smaller than the names
+of the rows say: this only shows that the script runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--grid", action="store_true", help="products of many sizes, and nothing else")
+    parser.add_argument("--grid", action="store_true", help="measure matmuls of many sizes, and nothing else")
     args = parser.parse_args()
     device, cuda = args.device, args.device == "cuda"
     rows, (scale, narrow) = Rows(args.json), (1, 1) if cuda else (32, 8)

@@ -1,13 +1,13 @@
-"""Answer in minutes what a borrowed GPU is good for and what titanmoe does on it: one command, one table, one archive.
+"""Test and measure titanmoe on a GPU in minutes: one command writes one table and one archive.
 
     python scripts/gpu/first_light.py [--minutes 7] [--out DIR] [--only PART ...]
     python scripts/gpu/first_light.py --pretend                    on CPUs, tiny, with three planted faults
     python scripts/gpu/first_light.py --publish DIR/results.json   write the table into docs/benchmarks.md
 
-Each part is a process with a time limit, and those of one group run side by side. A part that fails, hangs or prints
-too much is a row of the table, and the next one runs. DIR holds results.json, table.md and first_light.tar.gz (logs and
-figures, under 5 MB), which are rewritten after every part. Packages that are missing are taken from the folder wheels/,
-which scripts/gpu/wheels.sh fills.
+Each part is a process with a time limit, and parts of one group run side by side. A part that fails, hangs or prints
+too much becomes a row of the table, and the next one runs. DIR holds results.json, table.md and first_light.tar.gz
+(logs and figures, under 5 MB), which are rewritten after every part. Missing packages are installed from the folder
+wheels/, which scripts/gpu/wheels.sh fills.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- first light begins -->", "<!-- first light ends -->"
 ARCHIVE_BYTES, LOG_BYTES, KEPT_BYTES, TABLE_LINES, ROWS_OF_A_PART = 5_000_000, 400_000, 3_000_000, 78, 18
 DUMP_SECONDS = 5
-"""A part gets SIGABRT, at which faulthandler prints all stacks, this long before it is killed."""
+"""The seconds between the SIGABRT of a late part, at which faulthandler prints all stacks, and its SIGKILL."""
 UNSUPPORTED = 77
-"""The exit status of a part which this machine cannot run."""
+"""The exit status of a part that this machine cannot run."""
 
 
 @dataclass
@@ -61,12 +61,12 @@ class Part:
     """A process to run.
 
     Args:
-        command: what follows `python`; {json} is a file for its rows, {folder} a folder of its own.
-        limit: seconds.
-        read: makes rows of its log and of the text of its JSON file.
-        group: parts of one group, one after the other in the list, run side by side.
-        program: a program that runs it in place of `python`'s own start; where it is missing the part is unsupported.
-        figures: whether its rows belong in the table when nothing failed.
+        command: The arguments of `python`; {json} is a file for its rows, {folder} a folder of its own.
+        limit: The seconds after which it is killed.
+        read: Makes rows from its log and from the text of its JSON file.
+        group: The name of its group. Consecutive parts of one group run side by side.
+        program: A program that starts `python`; if it is missing, the part is unsupported.
+        figures: Whether its rows belong in the table even if nothing failed.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Part:
 
 @dataclass
 class Result:
-    """Outcome of a part. Its state is "ok", "failed", "timed out", "unsupported" or "left out"."""
+    """The outcome of a part, whose state is "ok", "failed", "timed out", "unsupported" or "left out"."""
 
     name: str
     state: str
@@ -102,9 +102,9 @@ TRAIN = (
     "train.py --config train_configs/debug.toml --job.dump_folder {folder} --parallelism.tp 1 "
     "--parallelism.experts.ep 1 --training.mixed_precision_param bfloat16"
 )
-LAW = "scripts/gpu/law.py --json {json} --seconds 130"
+PARITY = "scripts/gpu/gpu_parity.py --json {json} --seconds 130"
 SLOW = "'compiled windows' 'compiled linear'"
-"""Checks that take inductor 40 and 60 seconds."""
+"""The checks that inductor compiles for 40 and 60 seconds."""
 GPU = [
     Part("ceilings", "scripts/gpu/ceilings.py --json {json}", 45, read_rows, figures=True),
     Part("plain run", f"{TRAIN} --training.device cuda --training.steps 20", 120, read_training, "side by side"),
@@ -115,10 +115,12 @@ GPU = [
         read_pytest,
         "side by side",
     ),
-    Part("families", f"{LAW} --only init float64 float32 bf16 --skip 'bf16 compiled'", 150, read_rows, "side by side"),
-    Part("options", f"{LAW} --skip init float64 float32 bf16 compiled", 150, read_rows, "side by side"),
-    Part("compiled", f"{LAW} --only compiled 'bf16 compiled' --skip {SLOW}", 150, read_rows, "side by side"),
-    Part("compiled attention", f"{LAW} --only {SLOW}", 150, read_rows, "side by side"),
+    Part(
+        "families", f"{PARITY} --only init float64 float32 bf16 --skip 'bf16 compiled'", 150, read_rows, "side by side"
+    ),
+    Part("options", f"{PARITY} --skip init float64 float32 bf16 compiled", 150, read_rows, "side by side"),
+    Part("compiled", f"{PARITY} --only compiled 'bf16 compiled' --skip {SLOW}", 150, read_rows, "side by side"),
+    Part("compiled attention", f"{PARITY} --only {SLOW}", 150, read_rows, "side by side"),
     Part("symmetric memory", "scripts/gpu/symmetric.py --json {json}", 120, read_rows, figures=True),
     Part("a step", "scripts/bench/trace_step.py qwen3 --keep {folder}/qwen3.json.gz", 70, read_lines, figures=True),
     Part("attention", "scripts/gpu/attention_backends.py --json {json}", 100, read_rows, figures=True),
@@ -158,7 +160,7 @@ PRETEND = [
     Part("GPU tests", "-m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py", 60, read_pytest),
     Part(
         "families",
-        "scripts/gpu/law.py --device cpu --tiny --only init 'float64 mixtral' muon --json {json}",
+        "scripts/gpu/gpu_parity.py --device cpu --tiny --only init 'float64 mixtral' muon --json {json}",
         60,
         read_rows,
     ),
@@ -178,7 +180,6 @@ PRETEND = [
 
 def run_part(part: Part, folder: Path, environment: dict[str, str], left: float) -> Result:
     """Run one part for `left` seconds at most and return its result; its log and figures stay in `folder`."""
-
     name = part.name.replace(" ", "-")
     found, own = folder / f"{name}.json", folder / name
     own.mkdir(parents=True, exist_ok=True)
@@ -224,7 +225,7 @@ def kill(process: subprocess.Popen, number: int) -> None:
 
 
 def keep_ends(stream: IO[bytes], file: Path) -> None:
-    """Copy a stream to a file: all of it, or half of LOG_BYTES from its begin and from its end."""
+    """Copy a stream to a file: all of it, or the first and the last LOG_BYTES / 2 of a longer one."""
     half, size, end = LOG_BYTES // 2, 0, b""
     with file.open("wb") as log:
         while chunk := stream.read1(65536):
@@ -238,7 +239,7 @@ def keep_ends(stream: IO[bytes], file: Path) -> None:
 
 
 def about_machine() -> dict[str, str]:
-    """Return card, driver, versions and date."""
+    """Return the names of card and driver, the versions and the date."""
     code = (
         "import importlib.metadata as m, json, platform, torch\n"
         "version = lambda name: next((d.version for d in m.distributions(name=name)), 'none')\n"
@@ -257,7 +258,7 @@ def about_machine() -> dict[str, str]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the report in Markdown: what failed first, then each part, then the figures."""
+    """Return the report in Markdown: failures, then each part, then the figures."""
     results = report["results"]
     lines = [", ".join(f"{key} {value}" for key, value in report["about"].items()) + ".", f"`{report['command']}`", ""]
     failed = [(r, row) for r in results for row in r["rows"] if not row["ok"]]
@@ -282,10 +283,12 @@ def cells(*texts: str) -> str:
 
 
 def write(out: Path, folder: Path, report: dict[str, Any]) -> None:
-    """Write results, table and archive; files that are too large stay out of it, the largest first."""
+    """Write results, table and archive. If the archive would be too large, the largest files are left out."""
     (out / "results.json").write_text(json.dumps(report, indent=1))
     (out / "table.md").write_text(table(report))
-    files = sorted((f for f in folder.rglob("*") if f.is_file() and keeps(f)), key=lambda f: f.stat().st_size)
+    files = sorted(
+        (f for f in folder.rglob("*") if f.is_file() and belongs_in_archive(f)), key=lambda f: f.stat().st_size
+    )
     while True:
         with tarfile.open(out / "first_light.tar.gz", "w:gz") as archive:
             for file in [out / "results.json", out / "table.md", *files]:
@@ -295,19 +298,19 @@ def write(out: Path, folder: Path, report: dict[str, Any]) -> None:
         files.pop()
 
 
-def keeps(file: Path) -> bool:
-    """Whether a file belongs in the archive: logs, figures and small traces, but nothing of a checkpoint."""
+def belongs_in_archive(file: Path) -> bool:
+    """Return whether a file is a log, figures or a small trace, and not of a checkpoint."""
     return "checkpoints" not in file.parts and file.stat().st_size <= KEPT_BYTES
 
 
 def groups(parts: list[Part]) -> Iterator[list[Part]]:
-    """Yield the parts that run together."""
+    """Yield lists of parts that run side by side."""
     for _, together in groupby(enumerate(parts), lambda pair: pair[1].group or pair[0]):
         yield [part for _, part in together]
 
 
 def install_wheels(folder: Path) -> str:
-    """Install what lies in wheels/ into a folder and return that; "" if nothing does. A failure is told, not raised."""
+    """Install the wheels of wheels/ into a folder and return it; "" if there are none. A failure is printed."""
     wheels = [str(wheel) for wheel in (ROOT / "wheels").glob("*.whl")]
     options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(folder)]
     command = [sys.executable, "-m", "pip", "install", "-q", *options, *wheels]
@@ -317,7 +320,7 @@ def install_wheels(folder: Path) -> str:
 
 
 def publish(files: list[Path]) -> None:
-    """Write the table of several reports into docs/benchmarks.md: a part is taken from the last one that has it."""
+    """Write the table of several reports into docs/benchmarks.md; each part is taken from the last report with it."""
     report, *later = (json.loads(file.read_text()) for file in files)
     for new in later:
         again = {result["name"] for result in new["results"]}

@@ -27,11 +27,11 @@ from titanmoe.models.layers import plain_norm  # noqa: E402
 from titanmoe.ops import kernels  # noqa: E402
 
 CHOICES = ((16, 16), (16, 20), (8, 32), (32, 12))
-"""Numbers per thread and warps per multiprocessor; titanmoe/ops/kernels/rms_norm.py takes the second."""
+"""Pairs of elements per thread and warps per multiprocessor; titanmoe/ops/kernels/rms_norm.py uses the second."""
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
-    """Return the median seconds of a call; on a GPU of its kernels alone, which queue up behind a pause."""
+    """Return the median seconds of a call; on a GPU those of its kernels alone, which are queued behind a pause."""
     run()
     if device == "cuda":
         torch.cuda._sleep(10**8)
@@ -39,7 +39,7 @@ def seconds(run: Callable[[], Any], device: str) -> float:
 
 
 def run(rows: int, width: int, choice: tuple[int, int] | None, device: str) -> dict[str, Any]:
-    """Return the figures of one implementation: torch's without a choice."""
+    """Return the figures of one implementation: Triton's with a choice of `CHOICES`, torch's with None."""
     norm = lambda x, weight: torchs_norm(x, weight.shape, weight, 1e-6)  # noqa: E731
     if choice is not None:
         if lack := kernels.missing(device == "cuda"):

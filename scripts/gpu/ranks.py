@@ -1,7 +1,7 @@
-"""Run a check as the ranks of a small world: each is a process that is killed when its time is over.
+"""Run a check as the ranks of a small world, each of which is a process that is killed after a time limit.
 
-A rank writes into a file what it has reached and at last what it found, so that a killed one still tells where it was.
-Processes are forked, which takes no imports: the one that calls `run` must not have used the GPU.
+A rank writes its phases and finally its figures into a file, so that a killed rank still shows where it was. Processes
+are forked, so they import nothing: the process that calls `run` must not have used the GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import torch.distributed as dist
 from titanmoe.comm.collectives import Group
 
 SPARE = 3.0
-"""Seconds before its end at which a process prints where it is, and that the others have once one has ended."""
+"""The seconds before the limit at which a rank prints its stack, and that the others have once a rank has ended."""
 
 
 class OverHost:
-    """Functional collectives of a device's tensors by way of the host: gloo's own for CUDA crash in torch 2.11."""
+    """Functional collectives of a device's tensors that go through the host: gloo's for CUDA crash in torch 2.11."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -39,12 +39,12 @@ class OverHost:
     def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
         operation = getattr(torch.ops._c10d_functional, name)
         if name == "wait_tensor":
-            return lambda flying: operation(flying).to(self.device)
+            return lambda result: operation(result).to(self.device)
         return lambda x, *options: operation(x.cpu(), *options)
 
 
 class Unsupported(Exception):
-    """This machine or this version of torch refuses what a check needs."""
+    """Raised if this machine or this version of torch refuses what a check needs."""
 
 
 @dataclass
@@ -52,29 +52,30 @@ class Rank:
     """A rank of a check: one process.
 
     Args:
-        device: where its tensors are.
-        group: the world's group, which has a name also when it has one rank.
-        report: the file that it writes.
+        device: The device of its tensors.
+        group: The world's group, which has a name even if it has one rank.
+        report: The file that it writes.
     """
 
     device: torch.device
     group: Group
     report: Path
 
-    def write(self, **what: Any) -> None:
+    def write(self, **content: Any) -> None:
+        """Replace the content of the report."""
         temporary = self.report.with_suffix(".new")
-        temporary.write_text(json.dumps(what))
+        temporary.write_text(json.dumps(content))
         temporary.replace(self.report)
 
     def reached(self, phase: str) -> None:
-        """Write what begins now, once the device has done what was before."""
+        """Write the name of the phase that begins now, after waiting for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.write(phase=phase)
 
     @contextmanager
     def forbidding_host_syncs(self) -> Iterator[None]:
-        """Raise if torch lets the host wait for the GPU."""
+        """Make torch raise where the host waits for the GPU, within this context."""
         if self.device.type != "cuda":
             yield
             return
@@ -118,8 +119,19 @@ def work(
 def run(
     check: Callable[[Rank], dict[str, Any]], device: str, ranks: int, seconds: float, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Run a check for so many seconds at most, and return what it found: "figures" of rank 0, or "unsupported" or
-    "error" of the rank that wrote it first, as a rank that ends makes the others fail."""
+    """Run a check on several ranks and return its outcome.
+
+    Args:
+        check: The check, called on each rank.
+        device: "cuda" or "cpu".
+        ranks: The number of ranks.
+        seconds: The time limit.
+        environment: More environment variables of the ranks.
+
+    Returns:
+        "figures" of rank 0; or "unsupported" or "error" of the rank that wrote it first, because a rank that ends makes
+        the others fail.
+    """
     with tempfile.TemporaryDirectory(prefix="ranks_") as name:
         folder, fork = Path(name), multiprocessing.get_context("fork")
         processes = [
@@ -138,17 +150,18 @@ def run(
             process.kill()
             process.join(5)  # a kernel that never ends can hold up the end of its process
         files = [folder / f"{rank}.json" for rank in range(ranks)]
-        found = [json.loads(file.read_text()) if file.exists() else {"phase": "start"} for file in files]
+        reports = [json.loads(file.read_text()) if file.exists() else {"phase": "start"} for file in files]
         by_time = sorted((file.stat().st_mtime_ns, rank) for rank, file in enumerate(files) if file.exists())
     for kind in ("unsupported", "error"):
-        if said := [found[rank][kind] for _, rank in by_time if kind in found[rank]]:
-            return {kind: said[0]}
-    for rank, one in enumerate(found):
+        if texts := [reports[rank][kind] for _, rank in by_time if kind in reports[rank]]:
+            return {kind: texts[0]}
+    for rank, one in enumerate(reports):
         if "phase" in one:
-            why = "no answer in its time" if late[rank] else f"exit status {processes[rank].exitcode}"
+            why = "not done in time" if late[rank] else f"exit status {processes[rank].exitcode}"
             return {"error": f"rank {rank}: {why}, in: {one['phase']}"}
-    return found[0]
+    return reports[0]
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, truncated to 300 characters."""
     return str(error).strip().partition("\n")[0][:300]

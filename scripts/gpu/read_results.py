@@ -1,4 +1,7 @@
-"""Turn what a part of first_light.py printed and wrote into rows of its table."""
+"""Read the log and the JSON file of a part of first_light.py as rows of its table.
+
+All readers take the log and the text of the JSON file, "" if there is none.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,22 @@ FIGURE = re.compile(r"^\s+(Duration|Memory Throughput|Achieved Occupancy)\s+(\S+
 
 @dataclass
 class Row:
-    """Result of one check of a part."""
+    """A row of the table: the result of one check of a part."""
 
     name: str
     ok: bool
     text: str
 
 
-def read_rows(log: str, found: str) -> list[Row]:
+def read_rows(log: str, results: str) -> list[Row]:
     """Return the rows that `rows.Rows` wrote."""
     return [
         Row(row["name"], row["ok"], f"{words(row['figures'])} {row['note']}".strip())
-        for row in json.loads(found or "[]")
+        for row in json.loads(results or "[]")
     ]
 
 
-def read_pytest(log: str, found: str) -> list[Row]:
+def read_pytest(log: str, results: str) -> list[Row]:
     """Return a row for each failed test, and one with pytest's last line."""
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", log, re.MULTILINE)
     last = re.findall(r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*? in .*?s)", log, re.MULTILINE)
@@ -36,10 +39,10 @@ def read_pytest(log: str, found: str) -> list[Row]:
     return [*rows, Row("all", bool(last) and not failed, last[-1] if last else "no summary of pytest")]
 
 
-def read_layers(log: str, found: str) -> list[Row]:
-    """Return a row of layers.py for each model and side, and one with its parts where they were timed."""
+def read_layers(log: str, results: str) -> list[Row]:
+    """Return a row for each model and side of layers.py, and one with the modules of a layer where they were timed."""
     rows = []
-    for row in json.loads(found or "{}").get("rows", []):
+    for row in json.loads(results or "{}").get("rows", []):
         name = f"{row['shape']} {row['side']}"
         figures = [figure(routing, row[routing]) for routing in ("balanced", "learned") if routing in row]
         peaks = [f"{row[f'{key}_GiB']:.1f} {key}" for key in ("allocated", "rehearsed") if f"{key}_GiB" in row]
@@ -63,31 +66,32 @@ def figure(routing: str, of: dict[str, float]) -> str:
     return f"{routing} {of['s'] * 1e3:.1f} ms, {of['tokens_per_s']:,.0f} tokens/s{mfu}"
 
 
-def read_lines(log: str, found: str) -> list[Row]:
-    """Return the first lines from trace_step.py's headline on as rows."""
+def read_lines(log: str, results: str) -> list[Row]:
+    """Return the lines of trace_step.py as rows, from its headline on."""
     lines = [line.strip() for line in log[max(0, log.find("qwen3, ")) :].splitlines() if line.strip()]
     return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:45], 1)]
 
 
-def read_nothing(log: str, found: str) -> list[Row]:
+def read_nothing(log: str, results: str) -> list[Row]:
+    """Return no rows."""
     return []
 
 
-def read_training(log: str, found: str) -> list[Row]:
+def read_training(log: str, results: str) -> list[Row]:
     """Return the last line of a run that names a step."""
     steps = re.findall(r"^.*\bstep \d+/.*$", log, re.MULTILINE)
     return [Row("last step", bool(steps), steps[-1].strip()[:160] if steps else "no step was reported")]
 
 
-def read_sanitizer(log: str, found: str) -> list[Row]:
+def read_sanitizer(log: str, results: str) -> list[Row]:
     """Return compute-sanitizer's verdict and pytest's."""
     verdicts = re.findall(r"ERROR SUMMARY: (\d+) errors?", log)
     errors = re.findall(r"^========= (Invalid .*|.*Race.*)$", log, re.MULTILINE)[:3]
     text = f"{verdicts[-1]} errors {'; '.join(errors)}" if verdicts else "it gave no verdict"
-    return [Row("memcheck", bool(verdicts) and verdicts[-1] == "0", text), *read_pytest(log, found)[-1:]]
+    return [Row("memcheck", bool(verdicts) and verdicts[-1] == "0", text), *read_pytest(log, results)[-1:]]
 
 
-def read_ncu(log: str, found: str) -> list[Row]:
+def read_ncu(log: str, results: str) -> list[Row]:
     """Return a row for each kernel that Nsight Compute profiled."""
     rows: list[Row] = []
     for line in log.splitlines():

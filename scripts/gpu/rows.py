@@ -1,4 +1,7 @@
-"""Rows of results that a part of `first_light.py` prints, and writes as one JSON list, rewritten after every row."""
+"""The rows of results of a part of `first_light.py`, and timing functions.
+
+A part prints its rows and writes them as one JSON list, which is rewritten after every row.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,20 @@ class Rows:
     """The results of one part. A check that raises is a failed row, and the next one runs.
 
     Args:
-        file: where the JSON list goes; None only prints.
-        seconds: no check begins later than this many seconds after the first.
+        file: The file of the JSON list; None only prints.
+        seconds: The seconds after which no further check begins.
     """
 
     def __init__(self, file: Path | None, seconds: float = float("inf")):
         self.file, self.rows, self.began, self.seconds = file, [], time.monotonic(), seconds
 
     def check(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        """Run one check and record its figures. `run` returns them, with "note" as its words; it raises if it fails."""
+        """Run one check and record its figures.
+
+        Args:
+            name: The name of the row.
+            run: Returns the figures, and under "note" a text; raises if the check fails.
+        """
         begin = time.monotonic()
         if begin - self.began > self.seconds:
             return self.record(name, False, 0.0, {}, f"left out: {self.seconds:.0f} s were over")
@@ -46,7 +54,7 @@ class Rows:
 
 
 def words(figures: dict[str, Any]) -> str:
-    """Return figures in one line."""
+    """Return figures as one line of text."""
     return ", ".join(f"{key} {short(value)}" for key, value in figures.items())
 
 
@@ -55,7 +63,7 @@ def short(value: Any) -> str:
 
 
 def median_seconds(run: Callable[[], Any], device: str, times: int = 20) -> float:
-    """Return the median seconds of a call: by events on a GPU, by the clock on a CPU; three calls warm up."""
+    """Return the median seconds of a call, after three untimed ones: by events on a GPU, by the clock on a CPU."""
     import torch
 
     for _ in range(3):
@@ -78,7 +86,7 @@ def elapsed(run: Callable[[], Any]) -> float:
 
 
 def both_ways(run: Callable[[], Any], inputs: Iterable[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return a call of `run` alone, and one of `run` with the gradients of `inputs`."""
+    """Return a call of `run` alone, and a call of `run` that also computes the gradients of `inputs`."""
     import torch
 
     leaves = list(inputs)

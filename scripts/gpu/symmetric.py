@@ -1,10 +1,10 @@
-"""Try the dispatcher over symmetric memory on one GPU: a rank alone, two ranks on the same GPU, and what it costs.
+"""Test the dispatcher over symmetric memory on one GPU: one rank, two ranks on the same GPU, and speed.
 
     python scripts/gpu/symmetric.py [--device cuda|cpu] [--json FILE] [--seconds S]
 
-Each check runs in processes of its own and is killed when its time is over, because a rendezvous that one rank does not
-reach waits for ever. A machine that refuses to share memory gets "unsupported" in torch's words; then the checks of a
-rank alone run on plain memory of the device, which takes the same kernels.
+Each check runs in processes of its own with a time limit, because a rendezvous that one rank does not reach waits
+forever. If the machine refuses to share memory, the row is "unsupported" with torch's reason; then the checks of one
+rank run on plain memory of the device, with the same kernels.
 
 Shapes as in titanmoe.moe.dispatchers.symm_mem.
 """
@@ -39,7 +39,7 @@ from titanmoe.train.runtime import describe_segments, use_expandable_segments  #
 
 
 class PlainHandle:
-    """A rank's own memory in place of what torch's rendezvous returns, for a group of one."""
+    """A replacement for the handle that torch's rendezvous returns, on plain memory, for a group of one rank."""
 
     def __init__(self, own: Tensor, group: str):
         self.own = own
@@ -48,18 +48,26 @@ class PlainHandle:
         return self.own.view(shape)
 
     def barrier(self) -> None:
-        """Return at once: there is nobody to wait for."""
+        """Return at once, because there is no other rank."""
 
 
 def prepare(here: Rank, plain: bool) -> None:
-    """Choose the memory, and share some of it; raises Unsupported in torch's words if that is refused."""
+    """Choose plain or symmetric memory, and share some of it.
+
+    Raises:
+        Unsupported: Sharing is refused; has torch's reason.
+    """
     if plain:
         symm_mem.empty, symm_mem.rendezvous = torch.empty, PlainHandle
     share_memory(here)
 
 
 def share_memory(here: Rank, numbers: int = 2**20) -> tuple[Tensor, Any]:
-    """Return an allocation and its handle. Collective; raises Unsupported in torch's words."""
+    """Return an allocation of float32 and its handle. Collective.
+
+    Raises:
+        Unsupported: Sharing is refused; has torch's reason.
+    """
     try:
         here.reached("rendezvous")
         own, handle = allocate_shared((numbers,), torch.float32, here.device, here.group.process_group)
@@ -71,7 +79,7 @@ def share_memory(here: Rank, numbers: int = 2**20) -> tuple[Tensor, Any]:
 
 
 def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Allocate, rendezvous over the world's group, write and read through the handle, and pass barriers."""
+    """Check allocation, rendezvous, writing and reading through the handle, and barriers; return their times."""
     seconds = elapsed(lambda: prepare(here, plain_memory))
     own, handle = share_memory(here)
     here.reached("write and read")
@@ -87,7 +95,8 @@ def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
     return figures | ({"note": describe_segments()} if kind == "cuda" else {})
 
 
-def options(dim: int, experts: int, top_k: int, factor: float) -> Config:
+def make_config(dim: int, experts: int, top_k: int, factor: float) -> Config:
+    """Return a config with the symmetric-memory dispatcher and these sizes."""
     config = Config()
     config.moe.dispatcher, config.moe.symm_mem_factor = "symm_mem", factor
     config.model.dim, config.model.expert_hidden = dim, dim
@@ -96,8 +105,7 @@ def options(dim: int, experts: int, top_k: int, factor: float) -> Config:
 
 
 def pair(here: Rank, config: Config, tokens: int, ep: int = 1, etp: int = 1) -> tuple[Symmetric, AllToAll]:
-    """Return the dispatcher with its buffers allocated, and the one to compare it with: of a rank alone, or of the same
-    ranks."""
+    """Return a symmetric dispatcher with buffers, and an all-to-all dispatcher of the same ranks to compare with."""
     here.reached("reserve")
     ranks, experts = ExpertRanks(here.group, ep, etp), config.model.num_experts
     symmetric, plain = Symmetric(experts), AllToAll(experts)
@@ -110,8 +118,10 @@ def pair(here: Rank, config: Config, tokens: int, ep: int = 1, etp: int = 1) -> 
 
 
 def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, routing weights, choices (every fifth token drops one) and the output's gradient; in small
-    integers, so that toy experts' sums do not depend on their order."""
+    """Return tokens, routing weights, choices (every fifth token drops one) and the output's gradient.
+
+    Tokens and gradient are small integers, so that the sums of toy experts do not depend on their order.
+    """
     model, generator = config.model, torch.Generator().manual_seed(here.group.rank)
     x_TD, grad_TD = (torch.randint(-2, 3, (tokens, model.dim), generator=generator).bfloat16() for _ in range(2))
     weights_TK = torch.rand(tokens, model.top_k, generator=generator)
@@ -120,8 +130,8 @@ def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tens
     return tuple(x.to(here.device) for x in (x_TD, weights_TK, chosen_TK, grad_TD))
 
 
-def scale(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return toy experts: number e multiplies a row by its routing weight and by (e + 1) of as many as there are."""
+def toy_experts(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return experts of which number e multiplies a token by its routing weight and by (e + 1) / num_experts."""
     group, etp, local = dispatcher.group, dispatcher.etp, dispatcher.local_experts
     first = group.rank // etp * local
 
@@ -134,24 +144,24 @@ def scale(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return experts
 
 
-def through(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return the way of tokens to the experts and back."""
+def dispatch_and_combine(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return a function that sends tokens to the experts and back."""
 
-    def there_and_back(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+    def round_trip_of_tokens(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
         return exchange.combine(experts(*exchange.receive_routed()))
 
-    return there_and_back
+    return round_trip_of_tokens
 
 
 def as_graph(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return the same as one graph of torch.compile, as `compile.enable` makes it."""
+    """Return `dispatch_and_combine` compiled as one graph, as `compile.enable` does."""
     backend = "inductor" if torch.cuda.is_available() else "aot_eager"
-    return torch.compile(through(dispatcher, experts), backend=backend, fullgraph=True, dynamic=False)
+    return torch.compile(dispatch_and_combine(dispatcher, experts), backend=backend, fullgraph=True, dynamic=False)
 
 
-def round_trip(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], *weights: Tensor) -> list[Tensor]:
-    """Return the output and the gradients of tokens, routing weights and of the experts' own weights."""
+def forward_backward(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], *weights: Tensor) -> list[Tensor]:
+    """Return the output of a function, and the gradients of tokens, routing weights and the experts' weights."""
     x_TD, weights_TK, chosen_TK, grad_TD = inputs
     leaves = [x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()]
     y_TD = forward(*leaves, chosen_TK)
@@ -159,8 +169,11 @@ def round_trip(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], *weig
 
 
 def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
-    """Return the largest difference by the largest number, and how many are equal in every bit. Raises if the outputs
-    differ by more than a rounding of bfloat16, or are zero."""
+    """Return the largest difference over the largest number, and how many tensors are equal to the bit.
+
+    Raises:
+        AssertionError: Tensors differ by more than a rounding of bfloat16, or are zero.
+    """
     assert all(bool(x.isfinite().all()) and float(x.abs().max()) > 0 for x in want), "the comparison shows nothing"
     worst = max(
         float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(got, want, strict=True)
@@ -170,16 +183,21 @@ def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
 
 
 def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Put rows, take them, and send gradients the other way: through toy experts, where all must be equal in every bit,
-    and through the grouped product without a wait of the host, eager and as one graph."""
+    """Compare one rank with all-to-all, forward and backward.
+
+    Through toy experts all tensors must be equal to the bit. Through real experts the host must not wait for the GPU,
+    eager and as one graph.
+    """
     prepare(here, plain_memory)
-    config = options(512, 32, 4, 2.0) if here.device.type == "cuda" else options(64, 8, 2, 2.0)
+    config = make_config(512, 32, 4, 2.0) if here.device.type == "cuda" else make_config(64, 8, 2, 2.0)
     tokens = 1024 if here.device.type == "cuda" else 32
     symmetric, plain = pair(here, config, tokens)
     inputs = batch(here, config, tokens)
     here.reached("toy experts")
-    moved = compare(*(round_trip(through(one, scale(one)), inputs) for one in (symmetric, plain)))
-    assert moved["equal"] == "3 of 3", f"rows or gradients came out different: {moved}"
+    moved = compare(
+        *(forward_backward(dispatch_and_combine(one, toy_experts(one)), inputs) for one in (symmetric, plain))
+    )
+    assert moved["equal"] == "3 of 3", f"tokens or gradients differ: {moved}"
     torch.manual_seed(0)
     with here.device:
         experts = Experts(config.model, config.moe, torch.bfloat16)
@@ -187,33 +205,35 @@ def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
         torch.nn.init.normal_(parameter, std=0.1)
     here.reached("experts")
     weights = list(experts.parameters())
-    want, figures = round_trip(through(plain, experts), inputs, *weights), {}
-    for name, way in (("eager", through), ("graph", as_graph)):
-        forward = way(symmetric, experts)
+    want, figures = forward_backward(dispatch_and_combine(plain, experts), inputs, *weights), {}
+    for name, wrap in (("eager", dispatch_and_combine), ("graph", as_graph)):
+        forward = wrap(symmetric, experts)
         here.reached(f"experts, {name}")
-        round_trip(forward, inputs, *weights)  # kernels compile at their first launch
+        forward_backward(forward, inputs, *weights)  # kernels compile at their first launch
         here.reached(f"experts without a wait of the host, {name}")
         with here.forbidding_host_syncs():
-            got = round_trip(forward, inputs, *weights)
+            got = forward_backward(forward, inputs, *weights)
         assert not bool(symmetric.memory.needs_repeat), "the buffers were too small"
         figures |= {f"{name} {word}": value for word, value in compare(got, want).items()}
     return figures
 
 
 def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Compare with alltoall over gloo, with experts on one rank each and with experts that are divided. Its
-    messages go by way of the host."""
+    """Compare two ranks with all-to-all over gloo, whose messages go through the host.
+
+    Each expert is on one rank, then sharded over both.
+    """
     prepare(here, plain_memory)
     collectives._ops = OverHost(here.device)
-    config, tokens = options(256, 16, 4, 2.0), 512 if here.device.type == "cuda" else 32
+    config, tokens = make_config(256, 16, 4, 2.0), 512 if here.device.type == "cuda" else 32
     inputs, figures = batch(here, config, tokens), {}
     for ep, etp in ((2, 1), (1, 2)):
         symmetric, plain = pair(here, config, tokens, ep, etp)
         here.reached(f"alltoall over gloo, ep {ep} etp {etp}")
-        want = round_trip(through(plain, scale(plain)), inputs)
-        for name, way in (("eager", through), ("graph", as_graph)):
+        want = forward_backward(dispatch_and_combine(plain, toy_experts(plain)), inputs)
+        for name, wrap in (("eager", dispatch_and_combine), ("graph", as_graph)):
             here.reached(f"symmetric memory, ep {ep} etp {etp}, {name}")
-            got = round_trip(way(symmetric, scale(symmetric)), inputs)
+            got = forward_backward(wrap(symmetric, toy_experts(symmetric)), inputs)
             here.reached(f"comparison, ep {ep} etp {etp}, {name}")
             assert not bool(symmetric.memory.needs_repeat), "the buffers were too small"
             figures |= {f"ep {ep} etp {etp} {name} {word}": value for word, value in compare(got, want).items()}
@@ -221,16 +241,16 @@ def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
 
 def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Time a Qwen3-sized exchange beside a copy of as many bytes, and both dispatchers without experts."""
+    """Time an exchange of Qwen3's size beside a copy of as many bytes, and both dispatchers without experts."""
     prepare(here, plain_memory)
     cuda = here.device.type == "cuda"
-    config, tokens = (options(2048, 128, 8, 1.0), 16384) if cuda else (options(64, 16, 4, 1.0), 64)
+    config, tokens = (make_config(2048, 128, 8, 1.0), 16384) if cuda else (make_config(64, 16, 4, 1.0), 64)
     symmetric, plain = pair(here, config, tokens)
     x_TD, weights_TK, chosen_TK, _ = batch(here, config, tokens)
     here.reached("times")
     buffers, kind = symmetric.memory, here.device.type
 
-    def there_and_back(dispatcher: Dispatcher) -> Tensor:
+    def round_trip_of_tokens(dispatcher: Dispatcher) -> Tensor:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
         return exchange.combine(exchange.receive_routed()[0])
 
@@ -244,8 +264,8 @@ def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
             "put": median_seconds(lambda: buffers.put([x_HD], rows, exchange.to_H), kind),
             "take": median_seconds(lambda: buffers.take(rows, exchange.from_A), kind),
             "exchange": median_seconds(lambda: buffers.exchange([x_HD], *places), kind),
-            "symm_mem both ways": median_seconds(lambda: there_and_back(symmetric), kind, 10),
-            "alltoall both ways": median_seconds(lambda: there_and_back(plain), kind, 10),
+            "symm_mem both ways": median_seconds(lambda: round_trip_of_tokens(symmetric), kind, 10),
+            "alltoall both ways": median_seconds(lambda: round_trip_of_tokens(plain), kind, 10),
         }
     moved = {"copy": 2, "put": 2, "take": 2, "exchange": 4}  # each row is read and written
     rates = {f"{name} GB/s": moved[name] * x_HD.nbytes / seconds[name] / 1e9 for name in moved}
@@ -256,7 +276,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=150.0, help="for all checks")
+    parser.add_argument("--seconds", type=float, default=150.0, help="time limit of all checks")
     args = parser.parse_args()
     use_expandable_segments()  # as in a training run
     rows, end = Rows(args.json), time.monotonic() + args.seconds
@@ -264,7 +284,7 @@ def main() -> int:
     def check(
         name: str, of: Callable[..., dict], limit: float, ranks: int = 1, plain: bool = False, **ask: str
     ) -> bool:
-        """Run one check, record its row, and return whether it can be done here."""
+        """Run one check, record its row, and return whether it passed."""
         begin, found = time.monotonic(), {"error": "left out: no time was left"}
         if (left := min(limit, end - begin)) > SPARE:
             try:

@@ -1,4 +1,4 @@
-"""Tiny models of every family, and their first steps on a device: what scripts/gpu/law.py compares."""
+"""Tiny models of every family, and their first steps on a device, which scripts/gpu/gpu_parity.py compares."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BASE: Changes = {
     "validation.interval": 0,
 }
 LONG = {"training.seq_len": 128, "training.local_batch_size": 1, "training.global_batch_size": 2}
-"""For flex_attention, which takes another kernel for fewer queries."""
+"""Sizes for flex_attention, which uses another kernel for fewer queries."""
 SHARED = {"model.shared_hidden": 32}
 DENSE = {"model.num_dense_layers": 1, "model.dense_hidden": 32}
 LATENT = DENSE | {
@@ -86,7 +86,7 @@ WIDTHS: dict[str, Changes] = {
     "qwen3_5_moe": LINEAR,
 }
 MAIN = ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
-"""The families that between them have every kind of layer."""
+"""The families that together have every kind of layer."""
 OTHERS = tuple(name for name in FAMILIES.table if name not in MAIN)
 DTYPES = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
 SINGLE = dict.fromkeys(DTYPES, "float32")
@@ -145,45 +145,49 @@ IN_BF16: dict[str, Changes] = {
     "lora": {"lora.rank": 8, "lora.experts_rank": 4},
     "loss in slices": {"training.loss_chunks": 5},
 }
-"""Options whose kernels are not those of float64, of mixtral."""
+"""Options of mixtral whose kernels in bfloat16 are not those of float64."""
 WITH_DOCUMENTS = ("dpo", "documents")
 
 
 @dataclass
 class Run:
-    """Some steps of one model on one device; all tensors are on the CPU."""
+    """The record of some steps of one model on one device. All tensors are on the CPU."""
 
     initial: dict[str, torch.Tensor]
     config: Any
     loss: list[float] = field(default_factory=list)
     norm: list[float] = field(default_factory=list)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Of the first step."""
+    """The gradients of the first step."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     chosen: list[torch.Tensor] = field(default_factory=list)
-    """The experts of each token, for every call of a router in the first step; empty if it is inside a graph."""
+    """The experts of each token, for every call of a router in the first step; empty if routers are compiled."""
     margin: float = math.inf
-    """The smallest distance between the score of a chosen expert and that of the best other one of the best groups."""
+    """The smallest difference between the scores of a chosen expert and the best other expert of the best groups."""
 
 
-def host(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+def to_cpu(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return copies of the local shards on the CPU."""
     return {name: local_shard(x.detach())[0].to("cpu", copy=True) for name, x in tensors.items()}
 
 
 class Side(NamedTuple):
+    """A device to compare."""
+
     device: torch.device
     pretended: Hardware | None = None
     """The hardware whose code runs, if it is not the device's own."""
     backend: str = ""
-    """What compiles the models that ask for it; "": nothing does."""
+    """The backend of torch.compile; "" compiles nothing."""
 
 
 CPU = Side(torch.device("cpu"))
 PRETENDED = {"moe.router_product": "float32", "parallelism.attention_backend": "plain"}
-"""In place of two operations that CPUs do not have: a float32 product of 16 bits, and flex_attention's backward."""
+"""Options that avoid what CPUs lack: a float32 matmul by bfloat16 splits, and flex_attention's backward."""
 
 
 def config_of(family: str, changes: Changes, side: Side) -> Any:
+    """Return the config of a tiny model on a side."""
     changes = changes | (PRETENDED if side.pretended else {})
     if changes.get("compile.enable"):
         changes = changes | {"compile.enable": bool(side.backend), "compile.backend": side.backend or "aot_eager"}
@@ -192,31 +196,41 @@ def config_of(family: str, changes: Changes, side: Side) -> Any:
 
 
 def trainer_of(config: Any, side: Side, documents: bool = False) -> Any:
+    """Build a trainer on a side; `documents` keeps documents apart."""
     runtime = Runtime(0, 0, 1, side.device, keep_timeouts=True)
     return parity.build_trainer(config, runtime, garbage=parity.no_collection, loader=parity.samples(documents))
 
 
 def run(
-    family: str, changes: Changes, side: Side, steps: int = 1, documents: bool = False, like: Run | None = None
+    family: str, changes: Changes, side: Side, steps: int = 1, documents: bool = False, initial: Run | None = None
 ) -> Run:
-    """Take steps on a side. like: the run whose initial weights this one begins with."""
+    """Take steps of a tiny model on a side.
+
+    Args:
+        family: The family.
+        changes: Options that differ from the tiny model's.
+        side: The device.
+        steps: The number of steps.
+        documents: Whether samples have several documents.
+        initial: A run whose initial weights are copied; None draws them.
+    """
     with imitate(side.pretended) if side.pretended else nullcontext():
-        return _run(config_of(family, changes, side), side, steps, documents, like)
+        return _run(config_of(family, changes, side), side, steps, documents, initial)
 
 
-def _run(config: Any, side: Side, steps: int, documents: bool, like: Run | None) -> Run:
+def _run(config: Any, side: Side, steps: int, documents: bool, initial: Run | None) -> Run:
     trainer = trainer_of(config, side, documents)
     parameters = trainer.training.parameters
     parity.random_b(trainer)
     with torch.no_grad():
-        for name, x in like.initial.items() if like else ():
+        for name, x in initial.initial.items() if initial else ():
             local_shard(parameters[name].detach())[0].copy_(x)
-    out = Run(host(parameters), config)
+    out = Run(to_cpu(parameters), config)
 
     class Capture(Observer):
         def gradients(self, step: int, work: Any, trained: dict[str, Any]) -> None:
             if step == 1:
-                out.grads = host({name: p.grad for name, p in trained.items()})
+                out.grads = to_cpu({name: p.grad for name, p in trained.items()})
 
     def note_choice(router: Any, _: Any, outputs: tuple[torch.Tensor, ...]) -> None:
         chosen, scores = outputs[3].cpu(), outputs[1].detach().cpu() + router.expert_bias.cpu()
@@ -237,7 +251,7 @@ def _run(config: Any, side: Side, steps: int, documents: bool, like: Run | None)
             out.norm.append(report["grad_norm"])
             while hooks:
                 hooks.pop().remove()
-    out.weights = host(parameters)
+    out.weights = to_cpu(parameters)
     if side.device.type == "cuda":
         torch.cuda.synchronize()  # copies of an offloaded optimizer may still read what is freed now
     return out

@@ -1,19 +1,21 @@
 """Compare training on a GPU with training on a CPU: steps of tiny models from the same weights and data.
 
-    python scripts/gpu/law.py [--device cuda|cpu|pretend] [--json FILE] [--only NAME ...] [--skip NAME ...]
+    python scripts/gpu/gpu_parity.py [--device cuda|cpu|pretend] [--json FILE] [--only NAME ...] [--skip NAME ...]
 
 It prints a line per check as soon as it is done, and exits with status 1 if any failed. `--only` and `--skip` take
 names of checks or their first words, `--seconds` ends it early, `--tiny` takes two families. With `--device cpu` both
-sides run on CPUs, which tries the script. With `--device pretend` the second side runs a GPU's code there, with kernels
-that Triton interprets: slowly, and without processes of its own.
+sides run on CPUs, to test the script. With `--device pretend` the second side runs the code of a GPU there, with
+kernels that Triton interprets: slowly, and without processes of its own.
 
     init            initial weights and random bits
-    float64 FAMILY  two steps: loss, norm, gradients (DESIGN 2.1's error) and weights within 1e-10
+    float64 FAMILY  two steps: loss, norm, gradients and weights within 1e-10 (relative, as in tests of parity)
     float32 FAMILY  one step: loss, norm and gradients within 1e-4, and the same experts chosen
-    bf16 FAMILY     one step with even routing: the GPU's error against float64 is at most 3 times the CPU's
+    bf16 FAMILY     one step with balanced routing: the GPU's error against float64 is at most 3 times the CPU's
     compiled ...    the GPU's side with compile.enable: as float64
     others          optimizers, objectives, recomputation, dispatch, linear attention: as float64
-    resume          train.py's losses after a checkpoint; deterministic: the same to the bit; generate: its text
+    resume          the losses of train.py after a checkpoint
+    deterministic   the same, equal to the bit
+    generate        the text that a checkpoint generates
 """
 
 from __future__ import annotations
@@ -49,8 +51,8 @@ from tiny_models import (
     Run,
     Side,
     config_of,
-    host,
     run,
+    to_cpu,
     trainer_of,
 )
 
@@ -62,11 +64,13 @@ from titanmoe.ops.device import Hardware
 
 PROCESS_SECONDS = 150
 MARGIN, SEEDS = 1e-4, 40
-"""Least margin of a choice of experts in float32, and how many seeds are tried for it."""
+"""The least margin of a choice of experts in float32, and the number of seeds tried for it."""
 
 
 @dataclass
 class Result:
+    """The result of a check, which passes if `error` is at most `allowed`."""
+
     error: float
     allowed: float
     figures: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +78,7 @@ class Result:
 
 
 def differences(got: Run, want: Run, with_weights: bool) -> dict[str, float]:
+    """Return the relative errors of loss, norm, gradients and weights, and the count of other choices of experts."""
     out = {}
     if not got.config.compile.enable:
         out["choices"] = math.inf if len(got.chosen) != len(want.chosen) else 0.0
@@ -85,7 +90,10 @@ def differences(got: Run, want: Run, with_weights: bool) -> dict[str, float]:
 
 
 def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, documents: bool = False) -> Result:
-    """The largest difference, relative as the law says. In float32 no choice of an expert is left to rounding."""
+    """Compare steps with the CPU's by the largest relative error.
+
+    In float32 it uses a seed whose choices of experts do not depend on rounding.
+    """
     changes = dict.fromkeys(DTYPES, dtype) | changes
     for seed in range(SEEDS):
         changes["training.seed"] = seed
@@ -94,7 +102,7 @@ def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, doc
             break
     else:
         raise ValueError(f"no margin above {MARGIN} with {SEEDS} seeds")
-    got = run(family, changes, side, steps, documents, like=want)
+    got = run(family, changes, side, steps, documents, initial=want)
     errors = differences(got, want, with_weights=steps > 1 and want.config.training.dtype == "float64")
     figures = {**errors, "margin": want.margin, "seed": seed, "worst gradient": worst_error(got.grads, want.grads)[1]}
     return Result(max(errors.values()), tolerance(want.config), figures)
@@ -103,16 +111,16 @@ def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, doc
 def bf16(
     family: str, side: Side, changes: Changes | None = None, times: float = 3.0, documents: bool = False
 ) -> Result:
-    """The ratio of the two devices' errors, of the loss or the gradient where it is largest.
+    """Compare a step in bfloat16 by the largest ratio of the device's error to the CPU's, over loss and gradients.
 
-    An error is |x - x64| / |x64| in the 2-norm, x64 from float64 on the CPU; one below 4 roundings, 4 u, counts as
-    these. The devices round at other places, but as often; `times` is what that may make of it. Twice that is allowed
-    where a GPU is pretended: Triton's interpreter truncates to bfloat16, whose errors are twice those of rounding.
+    An error is |x - x64| / |x64| in the 2-norm, with x64 from float64 on the CPU; smaller errors than 4 roundings, 4 u,
+    count as these. The devices round as often but at other places, which may make the ratio as large as `times`. Twice
+    that is allowed for a pretended GPU: Triton's interpreter truncates to bfloat16, with twice the error of rounding.
     """
     times *= 2 if side.pretended else 1
     even = {"moe.force_balance": True} | (changes or {})
     want = run(family, even, CPU, documents=documents)
-    on_cpu, on_gpu = (run(family, even | MIXED, where, documents=documents, like=want) for where in (CPU, side))
+    on_cpu, on_gpu = (run(family, even | MIXED, where, documents=documents, initial=want) for where in (CPU, side))
     floor, errors = 4 * unit_roundoff(torch.bfloat16), {}
     largest = max(float(x.norm()) / x.numel() ** 0.5 for x in want.grads.values())
     for name, x in want.grads.items():
@@ -130,14 +138,14 @@ def bf16(
 
 
 def by_fla(side: Side) -> Result:
-    """Linear attention by fla-core's kernels, whose chunks round their states more often than ours."""
+    """Check linear attention by fla-core's kernels, whose chunks round their states more often than ours."""
     if not gated_delta_rule.uses_fla("auto", torch.empty(1, dtype=torch.bfloat16, device=side.device)):
         return Result(0.0, 0.0, note="fla-core is not used here: not installed, a wrong Triton, or no GPU")
     return bf16("qwen3_next", side, times=6.0)
 
 
 def init(side: Side) -> Result:
-    """Largest relative difference; random bits, uniform numbers and float32 weights have none."""
+    """Compare random numbers and initial weights. Random bits, uniform numbers and float32 weights must be equal."""
     index, key = torch.arange(-(1 << 40), 1 << 40, 12345678901), counter_rng.key("law")
     pairs = {
         f"counter_rng.{make.__name__}": [make(key, index.to(where.device)).cpu() for where in (CPU, side)]
@@ -149,7 +157,7 @@ def init(side: Side) -> Result:
             sides = []
             for where in (CPU, side):
                 made = trainer_of(config_of(family, dict.fromkeys(DTYPES, dtype), where), where)
-                sides.append(host(made.training.parameters))
+                sides.append(to_cpu(made.training.parameters))
             pairs |= {f"{dtype} {family} {name}": [side[name] for side in sides] for name in sides[0]}
     for name, (want, got) in pairs.items():
         if torch.equal(want, got):
@@ -157,7 +165,7 @@ def init(side: Side) -> Result:
         rounded.append(name)
         off = float(((got - want).double().abs() / want.double().abs().clamp(min=1e-300)).max())
         in_roundings = nan_to_inf(off / torch.finfo(want.dtype).eps) if want.is_floating_point() else math.inf
-        # cos and log of float64 may err by a bit or two; a float32 weight made from them is the same.
+        # cos and log in float64 may be off by a bit or two; a float32 weight computed from them is equal.
         worst = max(worst, in_roundings if name.startswith("float64") else math.inf)
     unequal = [name for name in rounded if not name.startswith("float64")]
     figures = {"tensors": len(pairs), "not equal": len(rounded), "float32 not equal": unequal}
@@ -168,7 +176,11 @@ def init(side: Side) -> Result:
 
 
 def outputs(commands: list[list[str]]) -> list[str]:
-    """Run commands side by side; return what each printed. Raises with the end of an error's text."""
+    """Run commands side by side and return what each printed.
+
+    Raises:
+        RuntimeError: A command failed; has the end of its stderr.
+    """
     started = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for command in commands
@@ -184,7 +196,8 @@ def outputs(commands: list[list[str]]) -> list[str]:
     return [out for out, _ in texts]
 
 
-def training(folder: Path, side: Side, *more: str) -> list[str]:
+def training_command(folder: Path, side: Side, *more: str) -> list[str]:
+    """Return the command that trains four steps into a folder."""
     options = {"parallelism.tp": 1, "parallelism.experts.ep": 1, "data.source": "synthetic", "validation.interval": 0}
     options |= {"validation.held_out": 0, "training.steps": 4, "training.seq_len": 64, "training.global_batch_size": 4}
     options |= {"checkpoint.interval": 2, "checkpoint.keep_last": 0, "metrics.tensorboard": False, "job.name": "run"}
@@ -193,22 +206,24 @@ def training(folder: Path, side: Side, *more: str) -> list[str]:
 
 
 def losses(folder: Path) -> list[float]:
+    """Return the losses that a run in a folder has reported."""
     text = next(folder.rglob("metrics.jsonl")).read_text()
     return [json.loads(line)["loss"] for line in text.splitlines()]
 
 
 @functools.cache
 def scratch() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="law")
+    """Return a temporary folder for all runs of this process."""
+    return tempfile.TemporaryDirectory(prefix="gpu_parity")
 
 
 def resumed(side: Side, name: str, *more: str) -> Result:
-    """The losses of steps 3 and 4, in one go and from the checkpoint of step 2."""
-    whole, rest = (Path(scratch().name) / name / part for part in ("whole", "rest"))
-    outputs([training(whole, side, *more)])
-    checkpoint = next(whole.rglob("step-00000002"))
-    outputs([training(rest, side, *more, "--checkpoint.load", str(checkpoint))])
-    want, got = losses(whole), losses(rest)
+    """Compare the losses of steps 3 and 4 of an uninterrupted run and of one resumed at step 2."""
+    uninterrupted, rest = (Path(scratch().name) / name / run_name for run_name in ("uninterrupted", "resumed"))
+    outputs([training_command(uninterrupted, side, *more)])
+    checkpoint = next(uninterrupted.rglob("step-00000002"))
+    outputs([training_command(rest, side, *more, "--checkpoint.load", str(checkpoint))])
+    want, got = losses(uninterrupted), losses(rest)
     if (len(want), len(got)) != (4, 2):
         raise RuntimeError(f"4 steps reported {len(want)} losses, and 2 more {len(got)}")
     allowed = 0.0 if "--training.deterministic" in more else 1e-6
@@ -216,10 +231,10 @@ def resumed(side: Side, name: str, *more: str) -> Result:
 
 
 def generated(side: Side) -> Result:
-    """The number of most probable tokens that differ between the devices, in float32."""
-    folder = Path(scratch().name) / "resume" / "whole"
+    """Compare the greedily generated text of both devices, in float32."""
+    folder = Path(scratch().name) / "resume" / "uninterrupted"
     if not folder.exists():
-        outputs([training(folder, side)])
+        outputs([training_command(folder, side)])
     checkpoint = next(folder.rglob("step-00000004"))
     options = ["--temperature", "0", "--max-tokens", "32", "--dtype", "float32", "--json"]
     prompts = ["--prompt", "def law(", "--prompt", "the same"]
@@ -231,7 +246,7 @@ def generated(side: Side) -> Result:
 
 
 def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]:
-    """Names and checks: the most important ones first, those that compile flex_attention or start processes late."""
+    """Yield names and checks, the most important ones first, those that compile or start processes late."""
     main, others = (MAIN[:2], ()) if tiny else (MAIN, OTHERS)
 
     def in_bf16(name: str) -> tuple[str, Callable[[], Result]]:
@@ -267,7 +282,7 @@ def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]
 
 
 def last_frame(trace: Any) -> str:
-    """The last frame of titanmoe's that an error passed."""
+    """Return the last frame of titanmoe's that an error passed, as text; "" if there is none."""
     ours = [
         f for f in traceback.extract_tb(trace) if "titanmoe" in Path(f.filename).parts and "tests" not in f.filename
     ]
@@ -275,6 +290,7 @@ def last_frame(trace: Any) -> str:
 
 
 def attempt(name: str, check: Callable[[], Result]) -> dict[str, Any]:
+    """Run a check and return its row; an error is a failed row."""
     began = time.monotonic()
     try:
         result = check()
@@ -285,13 +301,13 @@ def attempt(name: str, check: Callable[[], Result]) -> dict[str, Any]:
         sys.stderr.flush()
         text = " ".join(str(caught).split())[:300]
         ok, note, figures = False, f"{type(caught).__name__}: {text}{last_frame(caught.__traceback__)}", {}
-    torch._dynamo.reset()  # or its graphs would count towards the limit for a function
+    torch._dynamo.reset()  # else its graphs would count towards the limit of a function
     seconds = round(time.monotonic() - began, 2)
     return {"name": name, "ok": ok, "seconds": seconds, "figures": figures, "note": note}
 
 
 def is_broken(side: Side) -> bool:
-    """Whether an error has made the device unusable for this process."""
+    """Return whether an error has made the device unusable for this process."""
     try:
         return torch.ones(1, device=side.device).item() != 1
     except Exception:
@@ -299,7 +315,7 @@ def is_broken(side: Side) -> bool:
 
 
 def restart() -> NoReturn:
-    """Begin again in a new process image, with what the environment says is done."""
+    """Start this script again in a new process image, which reads from the environment what is done."""
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
@@ -313,13 +329,13 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="only two families")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU: --device cpu tries the script")
-    began = float(os.environ.setdefault("LAW_BEGAN", str(time.time())))
-    done: list[dict[str, Any]] = json.loads(os.environ.get("LAW_DONE", "[]"))
+        parser.error("there is no GPU: use --device cpu to test the script")
+    began = float(os.environ.setdefault("GPU_PARITY_BEGAN", str(time.time())))
+    done: list[dict[str, Any]] = json.loads(os.environ.get("GPU_PARITY_DONE", "[]"))
     torch.set_num_threads(1)
     side, backend = Side(CPU.device, backend="aot_eager"), "gloo"
     if args.device == "pretend":
-        if os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported, which torch has done
+        if os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it on import, and torch has imported it
             os.environ["TRITON_INTERPRET"] = "1"
             restart()
         side = Side(CPU.device, Hardware("cuda", (9, 0)))
@@ -347,8 +363,8 @@ def main() -> int:
             new.write_text(json.dumps(done, indent=1))
             new.replace(args.json)
         if not one["ok"] and is_broken(side):
-            print("the GPU cannot be used any more: starting again", flush=True)
-            os.environ["LAW_DONE"] = json.dumps(done)
+            print("the GPU cannot be used any more: restarting", flush=True)
+            os.environ["GPU_PARITY_DONE"] = json.dumps(done)
             restart()
     if left_out:
         print(f"left out after {args.seconds:g} s: {', '.join(left_out)}", flush=True)
