@@ -43,7 +43,7 @@ LISTS = (
 KNOWN = " or ".join(names())
 """Families of which these tests say the same in the copy."""
 ELSEWHERE = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "wheels", ".*_cache", ".hypothesis")
-ROW = "| [train_configs/debug_small_moe.toml](../train_configs/debug_small_moe.toml) | 2 | of docs/extending.md |"
+ROW = "| [debug_small_moe](../train_configs/debug_small_moe.toml) | 2 | of docs/extending.md |"
 
 
 def blocks_of_page() -> list[tuple[str, str, str]]:
@@ -65,9 +65,9 @@ def test_the_examples_work(tmp_path: Path) -> None:
         file = copy / path
         assert file.exists() == (language == "diff"), path
         file.write_text(changed(file.read_text(encoding="utf-8"), text) if language == "diff" else text)
-    recipes = copy / "docs" / "recipes.md"
+    recipes = copy / "docs" / "get_started.md"
     rows = recipes.read_text(encoding="utf-8")
-    recipes.write_text(rows.replace("| [train_configs/debug.toml]", f"{ROW}\n| [train_configs/debug.toml]", 1))
+    recipes.write_text(rows.replace("| [debug](", f"{ROW}\n| [debug](", 1))
     tests = [path for path, _, _ in blocks if path.startswith("tests/")]
     assert len(tests) == 8
     done = run(

@@ -74,7 +74,7 @@ def test_the_page_works_from_top_to_bottom(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     newcomer = Newcomer(tmp_path)
-    page = (ROOT / "docs/get_started.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/get_started.md").read_text(encoding="utf-8").partition("\n## Recipes\n")[0]
     blocks = BLOCK.findall(page)
     assert len(blocks) == page.count("```") // 2
     for file, language, text in blocks:

@@ -43,7 +43,7 @@ def test_every_recipe_loads_and_is_on_its_page(recipe):
         stated = tomllib.load(file)
     without_model = ["--model.hf="] * ("hf" in stated["model"])  # its folder is not here
     load(["--config", str(recipe), *without_model], COMPONENTS, lambda config: [])
-    assert f"train_configs/{recipe.name}" in (ROOT / "docs" / "recipes.md").read_text()
+    assert f"train_configs/{recipe.name}" in (ROOT / "docs" / "get_started.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

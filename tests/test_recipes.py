@@ -132,7 +132,7 @@ def test_mappings_of_the_paper(name):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_page_says_its_ranks(recipe):
-    page = (ROOT / "docs" / "recipes.md").read_text()
+    page = (ROOT / "docs" / "get_started.md").read_text()
     row = re.search(rf"\(\.\./train_configs/{re.escape(recipe.name)}\) \| ([\d,]+) \|", page)
     assert row and int(row[1].replace(",", "")) == world(recipe)
 
