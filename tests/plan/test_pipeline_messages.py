@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.pipeline_messages import COMMUNICATORS, Event, Message, compare, step_time
+from scripts.pipeline_messages import Event, Message, compare, step_time
 from titanmoe.fold.pipeline_schedules import SCHEDULES, Action, bubble
 from titanmoe.plan.schedule_cost import schedule_rows
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/overlap.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/moe.md"
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -44,9 +44,9 @@ def test_a_finished_send_waits_for_an_early_receive_on_the_same_communicator() -
 def test_the_page_has_its_figures() -> None:
     text = PAGE.read_text()
     lines = re.findall(r"^\| (\w+) \| (\d) ((?:\| \d\.\d{3} )+)\|$", text, re.MULTILINE)
-    assert len(lines) == 10
+    assert len(lines) == 5
     for schedule, v, figures in lines:
         if schedule in ("Interleaved1F1B", "1F1B", "ZBVZeroBubble") and int(v) < 7:
             times = compare(schedule, 8, int(v), 32, 0.05)
-            assert [f"{time / (96 * int(v)):.3f}" for time in times.values()] == re.findall(r"\d\.\d+", figures)
-            assert len(times) == len(COMMUNICATORS)
+            shown = [times["one"], times["for each direction to each neighbour"]]
+            assert [f"{time / (96 * int(v)):.3f}" for time in shown] == re.findall(r"\d\.\d+", figures)

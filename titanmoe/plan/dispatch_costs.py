@@ -85,7 +85,7 @@ def hidden_by_pairs(pp: int, microbatches: int, layers: float) -> float:
     """Return the fraction of the routed tokens' messages that are in flight while the other half of a pair computes.
 
     It is that of DualPipeV's first rank, which has the fewest pairs. Of a pair's messages, four a layer, those of both
-    ends have nothing beside them (docs/overlap.md has what was measured).
+    ends have nothing beside them (docs/moe.md#overlap has what was measured).
     """
     unpaired = min(1.0, (3 * pp - 1) / (2 * microbatches))
     return min(PROFILED, (1 - unpaired) * (1 - 1 / (2 * max(layers, 1.0))))

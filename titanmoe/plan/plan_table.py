@@ -34,7 +34,7 @@ HELPS = {
     "waiting for the host": "a larger microbatch",
     "messages of tp": "a smaller tp, with cp or more data ranks instead",
     "messages of cp": "a smaller cp, or ring rather than allgather",
-    "rows to experts and back": "ep x etp within a node, a smaller etp, or rows that overlap (docs/overlap.md)",
+    "rows to experts and back": "ep x etp within a node, a smaller etp, or rows that overlap (docs/moe.md#overlap)",
     "messages of pp": "fewer stages per rank, or a smaller pp",
     "bubble": "more microbatches (a larger batch, fewer data ranks), more stages per rank, or a smaller pp",
     "weights and gradients": "more tokens a microbatch, a larger ep, or a pipeline, which gathers weights once a step",
