@@ -40,18 +40,22 @@ def read(results: Path) -> list[Outcome]:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table of outcomes by kind, with median and maximum of each figure, and the failures."""
-    names = list(dict.fromkeys(name for each in outcomes for name in each.figures))
-    rows = [("what happened", "trials", "as it should be", *names), ("---",) * (3 + len(names))]
-    for kind in [*dict.fromkeys(each.kind for each in outcomes), "all"]:
-        some = [each for each in outcomes if kind in (each.kind, "all")]
-        cells = [kind, str(len(some)), str(sum(not each.failure for each in some))]
+    """Return a Markdown table of outcomes by kind, with median and maximum of each figure, and the failures.
+
+    Figures that are 0 in all outcomes are left out.
+    """
+    figures = [figure for each in outcomes for figure in each.figures.items()]
+    names = list(dict.fromkeys(name for name, value in figures if value))
+    rows = [("what happened", "passed", *names), ("---",) * (2 + len(names))]
+    for kind in dict.fromkeys(each.kind for each in outcomes):
+        some = [each for each in outcomes if each.kind == kind]
+        cells = [kind, f"{sum(not each.failure for each in some)} of {len(some)}"]
         for name in names:
             values = [each.figures[name] for each in some if name in each.figures]
-            cells.append(f"{statistics.median(values):.3g}, at most {max(values):.3g}" if values else "")
+            cells.append(f"{statistics.median(values):.3g} ({max(values):.3g})" if values else "")
         rows.append(tuple(cells))
     failures = [f'* "{each.kind}" --first {each.seed} --trials 1: {each.failure}' for each in outcomes if each.failure]
-    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", f"{len(failures)} failures", *failures]) + "\n"
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), *([""] if failures else []), *failures]) + "\n"
 
 
 # ---- what the run logged
