@@ -70,7 +70,7 @@ def test_rope_is_as_wide_as_in_transformers(changes):
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"partial_rotary_factor": 0.25}, "rotary_dim = 64, and partial_rotary_factor = 0.25 of head_dim = 128"),
+        ({"partial_rotary_factor": 0.25}, "rotary_dim = 64, but partial_rotary_factor = 0.25 of head_dim = 128"),
         ({"attn_type_list": [1, 0] * 31}, "attention than 1, softmax, in the blocks [1, 3, 5"),
         ({"layernorm_mlp_beta": 3.5}, "layernorm_mlp_beta = 3.5: only 1 is followed"),
         ({"use_qk_norm": False}, "use_qk_norm = False, titanmoe's minimax_m2 only has true"),

@@ -176,4 +176,4 @@ def test_steps_without_labels_and_lost_chats_are_events_and_a_run_without_labels
     assert "1 of 2 chats are longer than seq_len = 128" in page
     config = recipe(tmp_path, [10, 300], training__steps=3, job__name="none")
     (ending,) = world.run(1, run, config, AlwaysUnlabelled)
-    assert ending.startswith("none of 3 steps had a label, so that nothing was learned")
+    assert ending.startswith("none of 3 steps had a label, so nothing was learned")
