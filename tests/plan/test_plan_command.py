@@ -58,6 +58,14 @@ def test_explanation_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     assert all(sum(rank["components"].values()) == rank["peak"] for rank in plan_json["memory"])
 
 
+@pytest.mark.parametrize("words", [["--lora.rank", "4"], ["--training.freeze", "*.experts.*"]])
+def test_mappings_are_searched_where_a_part_of_the_weights_is_trained(
+    words: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert plan("--ranks", "4", *words, *SMALL) == 0
+    assert "mappings on 4 h100" in capsys.readouterr().out
+
+
 def test_explaining_what_does_not_fit_exits_1(capsys: pytest.CaptureFixture) -> None:
     words = ["--ranks", "8", "--explain", "--hardware", "a100", "--training.dtype", "float32"]
     assert main(["plan", "--config", "train_configs/mixtral_8x7b.toml", *words]) == 1

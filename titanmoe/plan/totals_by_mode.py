@@ -54,23 +54,30 @@ def expert_seconds(
     costs: BlockCosts, share: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice
 ) -> SecondsByMode:
     """Return the seconds of all experts. `share`: ranks that share a sample, tp x cp."""
-    counts: Counter[float] = Counter()
-    for (experts, first), count in costs.kinds.items():
-        counts[costs.backward[first].ffn] += count * experts
     totals, degrees = [0.0] * len(MODES), (share, samples, tp, ep, etp)
-    for factor, count in counts.items():
-        if count:
-            forward, backward = costs.experts(*degrees, choice, factor)
-            modes = ("moe", *MODES[3:])
-            recomputed = {mode: costs.recomputed_experts(forward, mode, *degrees, choice) for mode in modes}
-            totals = _add(costs, totals, count, forward, backward, recomputed)
+    for factor, count in _moe_layers(costs).items():
+        forward, backward = costs.experts(*degrees, choice, factor)
+        modes = ("moe", *MODES[3:])
+        recomputed = {mode: costs.recomputed_experts(forward, mode, *degrees, choice) for mode in modes}
+        totals = _add(costs, totals, count, forward, backward, recomputed)
     return tuple(totals)
 
 
 def row_seconds(costs: BlockCosts, *experts: Any) -> float:
     """Return the seconds of the messages of routed tokens in `expert_seconds`, without recomputation."""
-    both = costs.experts(*experts)
-    return sum(count * has for (has, _), count in costs.kinds.items()) * sum(cost.rows for cost in both)
+    return sum(
+        count * sum(cost.rows for cost in costs.experts(*experts, factor))
+        for factor, count in _moe_layers(costs).items()
+    )
+
+
+def _moe_layers(costs: BlockCosts) -> dict[float, int]:
+    """Return the number of MoE layers by the FLOPs of their backward, relative to forward."""
+    counts: Counter[float] = Counter()
+    for (experts, first), count in costs.kinds.items():
+        if experts:
+            counts[costs.backward[first].ffn] += count
+    return counts
 
 
 def seconds_in_halves(config: Config, costs: BlockCosts, dispatcher: str, fold: Fold) -> SecondsByMode:
