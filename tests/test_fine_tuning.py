@@ -35,7 +35,7 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
     for folder in ("scripts", "train_configs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     page, user = (ROOT / "docs/fine-tuning.md").read_text(encoding="utf-8"), FineTuner(tmp_path)
-    page = page.partition("\n## Distillation")[0]  # which has no recipe of its own
+    page = page.partition("\n## Adapters (LoRA)")[0]  # the sections from there on have no recipes of their own
     for file, language, text in BLOCK.findall(page):
         if language == "console":
             for command in text.splitlines():

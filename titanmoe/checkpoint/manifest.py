@@ -178,7 +178,7 @@ def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
     if "base" in record:
         raise CheckpointError(
             f"{source} has only adapters, and none of the weights under them: titanmoe convert --to-hf merges them, "
-            "and titanmoe generate --adapter uses them (docs/adapters.md)"
+            "and titanmoe generate --adapter uses them (docs/fine-tuning.md)"
         )
 
 

@@ -261,7 +261,7 @@ class Training:
     mixed_precision_reduce: Dtype = "float32"
     """Dtype in which gradients are reduced over data ranks. bfloat16 halves the traffic and loses precision."""
     freeze: list[str] = field(default_factory=list)
-    """Name patterns of parameters that are not trained, such as ["embed.*", "layers.*.attention.*"], where * matches anything (docs/adapters.md). They have no gradients and no moments, do not count in the gradient norm, and are stored in mixed_precision_param (routers in float32 at least). The selection bias of a frozen router is frozen too, and balance losses then act only on the layers before it. Empty: all parameters are trained."""
+    """Name patterns of parameters that are not trained, such as ["embed.*", "layers.*.attention.*"], where * matches anything (docs/fine-tuning.md). They have no gradients and no moments, do not count in the gradient norm, and are stored in mixed_precision_param (routers in float32 at least). The selection bias of a frozen router is frozen too, and balance losses then act only on the layers before it. Empty: all parameters are trained."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on. auto: a GPU if there is one."""
     objective: str = "cross_entropy"
@@ -312,7 +312,7 @@ class DPO:
 
 @dataclass
 class LoRA:
-    """Low-rank adapters (arXiv 2106.09685) on frozen weights: y = W x + alpha / rank * B A x (docs/adapters.md)."""
+    """Low-rank adapters (arXiv 2106.09685) on frozen weights: y = W x + alpha / rank * B A x (docs/fine-tuning.md)."""
 
     rank: Annotated[int, Range(0, 2**16)] = 0
     """Rank of the adapters. Above 0 only the adapters are trained. 8 to 64 is usual, with ten times the learning rate of full fine-tuning. 0: no adapters."""
@@ -600,7 +600,7 @@ class Checkpoint:
     initial_hf: str = ""
     """Model in Hugging Face's format (a folder, a name on the hub or a URL, as model.hf) with the initial weights, used while the run has no checkpoint. Default: model.hf. "" with model.hf: random weights of its shapes."""
     initial_adapter: str = ""
-    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the initial adapters, used while the run has no checkpoint. lora.rank, experts_rank, alpha and targets must agree with it (docs/adapters.md). Empty: new adapters with B = 0."""
+    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the initial adapters, used while the run has no checkpoint. lora.rank, experts_rank, alpha and targets must agree with it (docs/fine-tuning.md). Empty: new adapters with B = 0."""
     verify: bool = True
     """Whether every file's checksum is verified before loading. false only where reading files twice costs too much."""
     timeout_s: Annotated[int, COUNT] = 1800
