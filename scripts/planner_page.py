@@ -1,9 +1,11 @@
 """The planner against published runs, what folding gains, and planned memory against rehearsals: tables of the docs.
 
-    python scripts/planner_page.py            accuracy by source and by kind of mapping, in docs/planner.md; rows in
-                                              docs/planner_rows.jsonl, those that are off in docs/planner_rows.md
-    python scripts/planner_page.py --memory   planned memory of the shipped recipes: rehearses them, ten CPU-minutes
-    python scripts/planner_page.py --folding  what folding gains, in docs/folding.md: some CPU-minutes
+    python scripts/planner_page.py            accuracy by source and by kind of mapping, in docs/planner.md; every row
+                                              in docs/planner_rows.jsonl
+    python scripts/planner_page.py --memory   planned memory of the shipped recipes, in docs/planner.md and
+                                              docs/planned_memory.jsonl: rehearses them, ten CPU-minutes
+    python scripts/planner_page.py --folding  what folding gains, in docs/folding.md and docs/folding_gains.jsonl: some
+                                              CPU-minutes
     python scripts/planner_page.py --fit      print the factors that the calibration rows give
 
 scripts/published_runs.py makes configurations of the rows. The calibration rows were chosen before anything was
@@ -34,7 +36,6 @@ sys.path[:0] = [str(ROOT)]
 from scripts.published_runs import (  # noqa: E402
     LATER,
     PAPER,
-    RULE,
     device_of,
     price_of,
     published_step,
@@ -55,14 +56,13 @@ from titanmoe.plan.price import Price  # noqa: E402
 from titanmoe.plan.search import PricedMapping, search  # noqa: E402
 from titanmoe.text_report import format_bytes  # noqa: E402
 
-PAGE, ROWS, EVERY, FOLDING_PAGE = (
-    ROOT / "docs" / name for name in ("planner.md", "planner_rows.md", "planner_rows.jsonl", "folding.md")
+PAGE, EVERY, MEMORY, FOLDING_PAGE, FOLDING = (
+    ROOT / "docs" / name
+    for name in ("planner.md", "planner_rows.jsonl", "planned_memory.jsonl", "folding.md", "folding_gains.jsonl")
 )
-FOLDING = ROOT / "docs" / "folding_gains.jsonl"
 ACCURACY = "<!-- from here: python scripts/planner_page.py -->\n"
 REHEARSED = "<!-- from here: python scripts/planner_page.py --memory -->\n"
 FOLDING_MARK = "<!-- from here: python scripts/planner_page.py --folding -->\n"
-MARK = "<!-- below this line: python scripts/planner_page.py -->\n"
 END = "<!-- to here -->\n"
 CALIBRATION = (
     "mpf-t3-mixtral-8x22b-mcore-128g-s4096",
@@ -79,8 +79,6 @@ START = Factors(matrix=1.0, attention=1.0, memory=0.8, link=0.7, network=0.7, ro
 DRAWN = {"matrix": 0.1, "attention": 0.15, "memory": 0.2, "link": 0.25, "network": 0.25, "rows": 0.25, "block": 0.7}
 """How loosely, as the standard deviation of a factor's logarithm; that of a row's is NOISE."""
 NOISE = 0.05
-MISS = 0.2
-"""Errors above it are listed."""
 
 
 # ---- published runs
@@ -143,9 +141,9 @@ def quantile(values: list[float], fraction: float) -> float:
 
 
 SOURCES: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "MoE Parallel Folding's paper: FSDP + EP": lambda row: row["framework"] == "FSDP+EP" and row["id"][:3] == "mpf",
-    "the same: TP + EP + DP (experts divided by etp)": lambda row: row["framework"] == "TP+EP+DP",
-    "the same: pipelines, unfolded and folded": lambda row: row["id"].startswith("mpf") and row["pp"] > 1,
+    "Folding paper: FSDP + EP": lambda row: row["framework"] == "FSDP+EP" and row["id"][:3] == "mpf",
+    "Folding paper: TP + EP + DP (experts sharded by etp)": lambda row: row["framework"] == "TP+EP+DP",
+    "Folding paper: pipelines, unfolded and folded": lambda row: row["id"].startswith("mpf") and row["pp"] > 1,
     "Megatron model zoo": lambda row: "ModelZoo" in row["source"],
     "Megatron Bridge but gpt-oss and Moonlight": lambda row: "qwen30b" in row["id"] and "Bridge" in row["framework"],
     "Megatron Bridge: gpt-oss": lambda row: "gpt-oss" in row["id"] or "later-gptoss" in row["id"],
@@ -166,7 +164,7 @@ def by_source(priced: list[Row]) -> list[tuple[str, ...]]:
     held_out = [one.error for one in priced if not one.fitted]
     worst = max(held_out, key=abs)
     total = f"{median(map(abs, held_out)):.0%}", f"{mean(held_out):+.0%}", f"{worst:+.0%}"
-    return [*body, ("all that fitted nothing", str(len(held_out)), *total)]
+    return [*body, ("all rows that were not used in the fit", str(len(held_out)), *total)]
 
 
 def ranges(priced: list[Row]) -> dict[str, float]:
@@ -220,30 +218,13 @@ def accuracy(priced: list[Row]) -> str:
     right, pairs, first, groups, ratio = order(priced)
     body = [(kind, f"{error:.0%}") for kind, error in sorted(ranges(priced).items())]
     text = (
-        f"Of the paper's mappings of one model, batch and world the planner knows the faster one in {right} of {pairs} "
-        f"pairs, and the fastest in {first} of {groups} groups. In four of five pairs the ratio of both is within "
-        f"{ratio:.0%} of the published one."
+        f"Order of the paper's mappings of one model, batch and number of GPUs: the planner names the faster of two in "
+        f"{right} of {pairs} pairs, and the fastest in {first} of {groups} groups. Four of five ratios of two step "
+        f"times are within {ratio:.0%} of the published ratio."
     )
     lines = ["", *table_of(("source", "rows", "median error", "mean", "worst"), by_source(priced))]
-    lines += [*wrap(text, 120), ""]
-    lines += ["Four of five rows are within:", "", *table_of(("kind of mapping", "error of step time"), body)]
-    return "\n".join(lines) + "\n"
-
-
-def rows_page(rows: list[dict[str, Any]], priced: list[Row]) -> str:
-    """Return docs/planner_rows.md below its mark."""
-    lines = ["", *wrap(f"What rows leave out: {RULE}", 120), "", f"Rows that are off by more than {MISS:.0%}:", ""]
-    lines += table_of(CELLS, [cells(one) for one in priced if abs(one.error) > MISS])
-    factors = [(key, f"{getattr(START, key):g}", f"{value:g}") for key, value in asdict(Factors()).items()]
-    lines += table_of(("factor (titanmoe/plan/links.py)", "guessed", "fitted"), factors)
-    lines += ["Not judged:", ""]
-    reasons = defaultdict(list)
-    for row in rows:
-        if why := why_not(row):
-            reasons[why].append(row["id"])
-    for why, left_out in reasons.items():
-        lines += wrap(f"* {', '.join(left_out)}: {why}", 120, subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join(lines) + "\n"
+    lines += [*wrap(text, 120), "", "Four of five published step times are within this error of the planned one:", ""]
+    return "\n".join([*lines, *table_of(("kind of mapping", "error"), body)]) + "\n"
 
 
 # ---- memory of the shipped recipes, planned and rehearsed
@@ -261,16 +242,18 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     return config, fold, {i: peaks[i] for i in sorted({0, fold.pp - 1, peaks.index(max(peaks))})}
 
 
-def rows_on_page() -> list[tuple[str, ...]]:
-    text = ROWS.read_text(encoding="utf-8").partition(REHEARSED)[2].partition(END)[0]
-    return [tuple(line.strip("| ").split(" | ")) for line in text.splitlines() if line.startswith("| ")][1:]
+MEMORY_HEAD = ("recipe", "pipeline rank", "planned", "rehearsed", "error")
+
+
+def read_memory() -> list[tuple[str, ...]]:
+    return [tuple(json.loads(line).values()) for line in MEMORY.read_text(encoding="utf-8").splitlines()]
 
 
 def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
-    """Return a row for each rank that is rehearsed; of recipes that are not named, the rows that the page has."""
+    """Return a row for each rank that is rehearsed; of recipes that are not named, the rows of docs/."""
     from titanmoe.rehearse.rehearsal import rehearse
 
-    old_rows, rows = rows_on_page(), []
+    old_rows, rows = read_memory(), []
     for name in shipped_recipes():
         if name in ("sft_debug", "dpo_debug"):  # their sizes are in a model that is made when it is needed
             continue
@@ -284,6 +267,20 @@ def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
             rows.append((name, place, format_bytes(planned), format_bytes(peak), f"{planned / peak - 1:+.1%}"))
             print(*rows[-1], flush=True)
     return rows
+
+
+def memory_table(rows: list[tuple[str, ...]]) -> str:
+    """Return the table of docs/planner.md: the fullest rehearsed rank of each recipe for GPUs."""
+    fullest: dict[str, tuple[str, ...]] = {}
+    for row in rows:
+        name, rehearsed = row[0], row[3]
+        if "debug" not in name and (name not in fullest or in_gb(rehearsed) > in_gb(fullest[name][3])):
+            fullest[name] = row
+    return "\n".join(table_of(MEMORY_HEAD, list(fullest.values())))
+
+
+def in_gb(text: str) -> float:
+    return float(text.removesuffix(" GB"))
 
 
 # ---- what folding gains
@@ -375,8 +372,26 @@ def folding_cells(row: dict[str, Any]) -> tuple[str, ...]:
 FOLDING_HEAD = ("recipe", "setting", "GPUs", "fastest: attention / experts", "fastest unfolded", "takes longer by")
 
 
-def folding_table(gains: list[dict[str, Any]]) -> str:
-    return "\n".join(table_of(FOLDING_HEAD, [folding_cells(row) for row in gains]))
+def gains_by_recipe(gains: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a row for each recipe: what folding gains in each setting, "-" where the same mapping is the fastest."""
+    cells: dict[str, list[str]] = defaultdict(list)
+    for row in gains:
+        percent = verdict(row).partition(",")[0]
+        cells[row["recipe"]].append("-" if verdict(row).endswith("the same") else percent)
+    return [(name, *found) for name, found in cells.items()]
+
+
+def folding_tables(gains: list[dict[str, Any]]) -> str:
+    """Return what folding gains for each recipe, and the mappings where it gains more than a tie."""
+    lines = table_of(("recipe", *SETTINGS), gains_by_recipe(gains))
+    lines += [f"The mappings where the gain is above {TIE:.0%}:", ""]
+    lines += table_of(FOLDING_HEAD, [folding_cells(row) for row in gains if "best" in row and is_large(row)])
+    return "\n".join(lines)
+
+
+def is_large(row: dict[str, Any]) -> bool:
+    """Return whether folding gains more than the error of a planned ratio, or alone fits."""
+    return "unfolded" not in row or gain(row) > TIE
 
 
 def between(page: Path, mark: str, text: str) -> None:
@@ -394,11 +409,13 @@ def main() -> None:
     if args.folding:
         gains = folding_gains()
         FOLDING.write_text("".join(json.dumps(row) + "\n" for row in gains), encoding="utf-8")
-        between(FOLDING_PAGE, FOLDING_MARK, "\n" + folding_table(gains) + "\n")
+        between(FOLDING_PAGE, FOLDING_MARK, "\n" + folding_tables(gains) + "\n")
         return
     if args.memory is not None:
-        head = ("recipe", "pipeline rank", "planned", "rehearsed", "error")
-        between(ROWS, REHEARSED, "\n".join(["", *table_of(head, memory_rows(args.memory)), ""]))
+        rows = memory_rows(args.memory)
+        lines = (json.dumps(dict(zip(MEMORY_HEAD, row, strict=True))) + "\n" for row in rows)
+        MEMORY.write_text("".join(lines), encoding="utf-8")
+        between(PAGE, REHEARSED, "\n" + memory_table(rows) + "\n")
         return
     rows = read_rows()
     if args.fit:
@@ -406,8 +423,6 @@ def main() -> None:
         return
     priced = priced_rows(rows + read_rows(LATER), Factors())
     between(PAGE, ACCURACY, accuracy(priced))
-    prose = ROWS.read_text(encoding="utf-8").partition(MARK)[0]
-    ROWS.write_text(prose + MARK + rows_page(rows, priced), encoding="utf-8")
     EVERY.write_text(every_row(priced), encoding="utf-8")
 
 

@@ -65,7 +65,7 @@ def test_legal_on_its_world(recipe):
 
 
 def test_memory_in_the_head_is_the_rehearsed_peak_of_the_planners_page():
-    page, peaks = (ROOT / "docs/planner_rows.md").read_text(), {}
+    page, peaks = (ROOT / "docs/planner.md").read_text(), {}
     for name, peak in re.findall(r"^\| (\w+) \| \d+ of \d+ \| \S+ GB \| (\S+) GB \|", page, re.MULTILINE):
         peaks[name] = max(peaks.get(name, 0), float(peak))
     assert peaks.keys() == {recipe.stem for recipe in RECIPES if "debug" not in recipe.stem}

@@ -1,4 +1,4 @@
-"""The script that makes docs/planner.md and docs/planner_rows.md."""
+"""The script that makes the tables of docs/planner.md and docs/folding.md."""
 
 from __future__ import annotations
 

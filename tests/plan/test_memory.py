@@ -143,11 +143,12 @@ def test_memory_is_that_of_a_rehearsal(case: str) -> None:
 
 def test_the_page_has_the_plans_of_all_recipes(script: ModuleType) -> None:
     """Small ones, which anyone may add, are left out or right."""
-    expected, shown = [], {row[0] for row in script.rows_on_page()}
+    expected, shown = [], {row[0] for row in script.read_memory()}
     for name in [name for name in shipped_recipes() if name in shown or "debug" not in name]:
         _, fold, peaks = script.planned_peaks(name)
         expected += [(name, f"{rank} of {fold.pp}", format_bytes(peak)) for rank, peak in peaks.items()]
-    assert [row[:3] for row in script.rows_on_page()] == expected
+    assert [row[:3] for row in script.read_memory()] == expected
+    assert script.memory_table(script.read_memory()) in script.PAGE.read_text()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_recipes_are_within_5_percent(name: str, script: ModuleType) -> None:
     config, fold, peaks = script.planned_peaks(name)
     if fold.pp > 1 and int(torch.__version__.split(".")[1]) > 14:
         pytest.skip("from torch 2.15 on a pipeline keeps receive buffers only while it uses them: plans are too high")
-    on_page = {row[:2]: row[3] for row in script.rows_on_page()}
+    on_page = {row[:2]: row[3] for row in script.read_memory()}
     for rank in peaks if name.startswith("debug") else [max(peaks, key=peaks.get)]:
         peak = agrees(config, fold.world, rank * fold.stage)
         assert on_page[name, f"{rank} of {fold.pp}"] == format_bytes(peak)
