@@ -137,6 +137,32 @@ def test_a_long_table_stays_short_and_begins_with_what_failed() -> None:
     assert all(line.count("|") in (0, 4, 6) for line in lines)
 
 
+def test_a_table_is_published_between_the_marks_with_the_latest_report_of_each_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def report(*results: tuple[str, str]) -> Path:
+        rows = [
+            {"name": name, "state": "ok", "seconds": 1, "note": "", "figures": True, "rows": [row(text)]}
+            for name, text in results
+        ]
+        file = tmp_path / f"{results[0][1]}.json"
+        file.write_text(json.dumps({"about": {"card": "x"}, "command": "c", "results": rows, "seconds": 1}))
+        return file
+
+    def row(text: str) -> dict[str, str | bool]:
+        return {"name": "check", "ok": True, "text": text}
+
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"# Title\n\n{first_light.BEGIN}\nold\n{first_light.END}\n\nend\n")
+    monkeypatch.setattr(first_light, "PAGE", page)
+    first, second = report(("layers", "slow"), ("a step", "trace")), report(("layers", "fast"))
+    assert first_light.main(["--publish", str(first), str(second)]) == 0
+    text = page.read_text()
+    assert text.startswith(f"# Title\n\n{first_light.BEGIN}\n") and text.endswith(f"{first_light.END}\n\nend\n")
+    assert "| layers | check | fast |" in text and "| a step | ok | 1 | 1 of 1 |" in text
+    assert "old" not in text and "slow" not in text and "trace" not in text
+
+
 def test_every_gpu_test_is_in_the_command() -> None:
     files = [file for file in ROOT.glob("tests/**/test_*.py") if re.search(r"mark\.gpu", file.read_text())]
     assert {str(file.relative_to(ROOT)) for file in files} == set(first_light.GPU_TESTS)

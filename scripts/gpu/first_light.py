@@ -52,6 +52,8 @@ BEGIN, END = "<!-- first light begins -->", "<!-- first light ends -->"
 ARCHIVE_BYTES, LOG_BYTES, KEPT_BYTES, TABLE_LINES, ROWS_OF_A_PART = 5_000_000, 400_000, 3_000_000, 78, 18
 DUMP_SECONDS = 5
 """The seconds between the SIGABRT of a late part, at which faulthandler prints all stacks, and its SIGKILL."""
+PUBLISHED = ("layers", "attention")
+"""Parts whose figures --publish writes; those of the others stay in table.md."""
 UNSUPPORTED = 77
 """The exit status of a part that this machine cannot run."""
 
@@ -326,6 +328,8 @@ def publish(files: list[Path]) -> None:
         again = {result["name"] for result in new["results"]}
         report["results"] = [result for result in report["results"] if result["name"] not in again] + new["results"]
         report["command"] += f"; {new['command']}"
+    for result in report["results"]:
+        result["figures"] = result["figures"] and result["name"] in PUBLISHED
     before, _, rest = PAGE.read_text().partition(BEGIN)
     text = table(report)
     PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}")
