@@ -82,7 +82,7 @@ def table(rows: list[dict]) -> str:
 
     def cell(values: list[float], form: str) -> str:
         texts = ["never" if math.isinf(v) else format(v, form) for v in (median(values), min(values), max(values))]
-        return f"{texts[0]} ({texts[1]} to {texts[2]})"
+        return texts[0] if texts[1] == texts[2] else f"{texts[0]} ({texts[1]} to {texts[2]})"
 
     head = ["optimizer", "rate", *(f"tokens to {target}" for target in TARGETS), "loss after 60 steps"]
     out = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

@@ -385,7 +385,7 @@ class Optimizer:
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """torch's implementation of AdamW. fused is fastest; for_loop needs the least extra memory."""
     offload: bool = False
-    """Whether both moments stay in host memory, page-locked for a GPU (2 numbers of training.dtype per parameter of the rank). For the update they are copied to the device in buffers of 64 MiB or of one larger parameter; three buffers overlap copies with the update. Results and checkpoints are unchanged. For runs short of memory with long steps. Not yet run on GPUs."""
+    """Whether both moments stay in host memory, page-locked for a GPU (2 numbers of training.dtype per parameter of the rank). For the update they are copied to the device in buffers of 64 MiB or of one larger parameter; three buffers overlap copies with the update. Results and checkpoints are unchanged. For runs short of memory with long steps. Its speed on GPUs has not been measured."""
 
 
 @dataclass
