@@ -48,12 +48,12 @@ def sums_in_backward(axis: str, cuts: dict[str, bool]) -> bool:
 
 
 def what_sums(axis: str, cuts: dict[str, bool]) -> str:
-    """Return the name of what sums a gradient over an axis, or "cut" if the parameter is sharded and nothing does."""
+    """Return the name of what sums a gradient over an axis, or "sharded" if nothing does."""
     if sums_in_backward(axis, cuts):
         if not cuts.get("edp", True):
             return "`UnshardedExperts`"
         return "FSDP reduce-scatter" if cuts[axis] else "FSDP all-reduce"
-    return "cut" if cuts[axis] else "`sum_replicated`"
+    return "sharded" if cuts[axis] else "`sum_replicated`"
 
 
 class HeldShard(NamedTuple):
