@@ -1,9 +1,10 @@
-"""docs/extending.md: its files and changes work in a copy of the code, as shown by the tests that it contains."""
+"""The examples of the pages on extending work: in a copy of the code with their tests, and from outside the package."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +13,9 @@ from tests.support import processes
 from titanmoe.models.families import names
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [(ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("extending", "extending_families")]
+CHECKS = "tests/support/extending"
+"""Folder with a recipe of the examples, and with tests that the pages link to; they only run in the copy."""
 BLOCK = re.compile(r"^`([\w./]+)`:\n\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -43,14 +47,13 @@ LISTS = (
 KNOWN = " or ".join(names())
 """Families of which these tests say the same in the copy."""
 ELSEWHERE = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "wheels", ".*_cache", ".hypothesis")
-ROW = "| [debug_small_moe](../train_configs/debug_small_moe.toml) | 2 | of docs/extending.md |"
+ROW = "| [debug_small_moe](../train_configs/debug_small_moe.toml) | 2 | the examples |"
 
 
-def blocks_of_page() -> list[tuple[str, str, str]]:
-    """Path, language and text of each."""
-    page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-    blocks = BLOCK.findall(page)
-    assert len(blocks) == page.count("```") // 2, "a block has no path above it"
+def blocks_of_pages() -> list[tuple[str, str, str]]:
+    """Return path, language and text of each block."""
+    blocks = [block for page in PAGES for block in BLOCK.findall(page)]
+    assert len(blocks) == sum(page.count("```") // 2 - page.count("```console") for page in PAGES), "one has no path"
     return blocks
 
 
@@ -59,17 +62,19 @@ def run(folder: Path, *words: str, **how: bool) -> subprocess.CompletedProcess[s
 
 
 def test_the_examples_work(tmp_path: Path) -> None:
-    copy, blocks = tmp_path / "copy", blocks_of_page()
+    copy, blocks = tmp_path / "copy", blocks_of_pages()
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ELSEWHERE)  # with compiled files, which stay valid
     for path, language, text in blocks:
         file = copy / path
         assert file.exists() == (language == "diff"), path
         file.write_text(changed(file.read_text(encoding="utf-8"), text) if language == "diff" else text)
+    shutil.copy(copy / CHECKS / "debug_small_moe.toml", copy / "train_configs")
     recipes = copy / "docs" / "get_started.md"
     rows = recipes.read_text(encoding="utf-8")
     recipes.write_text(rows.replace("| [debug](", f"{ROW}\n| [debug](", 1))
     tests = [path for path, _, _ in blocks if path.startswith("tests/")]
-    assert len(tests) == 8
+    tests += [f"{CHECKS}/{path.name}" for path in sorted((copy / CHECKS).glob("check_*.py"))]
+    assert len(tests) == 5 + 4
     done = run(
         copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", f"not ({KNOWN})", *tests, *LISTS
     )
@@ -84,22 +89,17 @@ def test_the_examples_work(tmp_path: Path) -> None:
     assert run(copy, *start).returncode == 0
 
 
-OUTSIDE = {
-    "titanmoe/models/families/conv_moe.py": "my_family.py",
-    "titanmoe/train/objectives/early_labels.py": "my_objective.py",
-    "titanmoe/train/optimizers/momentum.py": "my_momentum.py",
-}
-
-
 def test_a_family_an_objective_and_an_optimizer_outside_the_package(tmp_path: Path) -> None:
-    """In the folder where the run starts."""
-    for path, _, text in blocks_of_page():
-        if path in OUTSIDE:
-            (tmp_path / OUTSIDE[path]).write_text(text)
-    parts = ("--training.objective", "my_objective:EarlyLabels", "--optimizer.name", "my_momentum:Momentum")
-    steps = ("--ranks", "2", "--training.steps", "2", "--training.seq_len", "64", "--parallelism.tp", "2")
-    named = ("--model.family", "my_family:FAMILY", "--model.own.conv_width", "3", "--job.dump_folder", "runs/outside")
-    started = run(tmp_path, "-m", "titanmoe", "train", *steps, *named, *parts, forks=True)
+    """In the folder where the run starts, with the options of both pages' commands."""
+    for path, _, text in blocks_of_pages():
+        if Path(path).name in ("conv_moe.py", "early_labels.py", "momentum.py"):
+            (tmp_path / Path(path).name).write_text(text)
+    commands = [re.findall(r"^\$ titanmoe train debug (.*)$", page, re.MULTILINE) for page in PAGES]
+    assert list(map(len, commands)) == [1, 1]
+    shown = [word for (words,) in commands for word in shlex.split(words)]
+    small = ("--ranks", "2", "--parallelism.experts.ep", "2", "--training.steps", "2", "--training.seq_len", "64")
+    small += ("--validation.interval", "0", "--checkpoint.enable", "false", "--job.dump_folder", "runs/outside")
+    started = run(tmp_path, "-m", "titanmoe", "train", "debug", *shown, *small, forks=True)
     assert started.returncode == 0, started.stdout[-2000:] + started.stderr[-2000:]
     (metrics,) = (tmp_path / "runs/outside").glob("*/metrics.jsonl")
     assert len(metrics.read_text().splitlines()) == 2

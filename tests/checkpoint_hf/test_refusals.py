@@ -60,13 +60,17 @@ def refused(capsys, folder, *options):
 @pytest.mark.parametrize(
     "name, changes, reason",
     [
-        ("mixtral", {"model_type": "bert"}, ": docs/extending.md#a-family shows how to add one, as"),
+        ("mixtral", {"model_type": "bert"}, ": docs/extending_families.md shows how to add one, as"),
         ("mixtral", {"model_type": "deepseek_v2"}, "'deepseek_v2', not one of "),
         ("mixtral", {"model_type": "deepseek_v2"}, "a file of names and sizes, here from that of deepseek_v3"),
         ("mixtral", {"model_type": "glm_moe_dsa"}, "it needs attention to those keys alone that an indexer chooses"),
         ("mixtral", {"model_type": "deepseek_v32"}, "it needs attention to those keys alone that an indexer chooses"),
         ("mixtral", {"model_type": "deepseek_v4"}, "it needs attention to compressed keys"),
-        ("mixtral", {"model_type": "minimax_m3_vl"}, "which is not here: docs/extending.md#a-family-with-a-layer-of"),
+        (
+            "mixtral",
+            {"model_type": "minimax_m3_vl"},
+            "which is not here: docs/extending_families.md#a-layer-of-its-own",
+        ),
         ("mixtral", {"model_type": "nemotron_h"}, "it needs Mamba-2 layers and experts without a gate"),
         ("mixtral", {"model_type": "glm4_mo"}, "a file of names and sizes, here from that of glm4_moe"),
         ("glm4_moe", {"hidden_act": "gelu"}, "titanmoe's glm4_moe only has"),
@@ -150,7 +154,7 @@ def test_faults_of_different_kinds_at_once(copy, capsys):
     folder = copy(spoil)
     lines = refused(capsys, folder)
     assert "2 problems" in lines and "of type 'linear'" in lines
-    assert 'titanmoe\'s mixtral only has "silu": docs/extending.md#a-family shows how to add one' in lines
+    assert 'titanmoe\'s mixtral only has "silu": docs/extending_families.md shows how to add one' in lines
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": None}))
     lines = refused(capsys, folder)

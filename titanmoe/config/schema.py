@@ -37,7 +37,7 @@ OWN = "model.own"
 
 
 class Own(dict[str, int | float | bool | str]):
-    """Fields that only the layers of one family need. Each family declares its own (docs/extending.md)."""
+    """Fields that only the layers of one family need. Each family declares its own (docs/extending_families.md)."""
 
 
 @dataclass

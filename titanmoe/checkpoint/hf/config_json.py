@@ -54,7 +54,7 @@ UPCYCLE = (
     "trains that"
 )
 """Hint for a dense model."""
-ANOTHER_FAMILY = "docs/extending.md#a-family shows how to add one that has more"
+ANOTHER_FAMILY = "docs/extending_families.md shows how to add one that has more"
 
 KEYS_OF_EVERY_MODEL = {"is_causal": True, "per_layer_config": None}
 """Keys that transformers follows in every model, and their only values that [model] can express: the defaults."""
@@ -251,12 +251,12 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
             "it has experts, --from-hf converts it" if dense else f"it is dense: {UPCYCLE.format(Path(source).parent)}"
         )
     elif kind in LATER:
-        how = "docs/extending.md#a-family-with-a-layer-of-its-own shows how to add it"
+        how = "docs/extending_families.md#a-layer-of-its-own shows how to add it"
         hint = f"it needs {LATER[kind]}, which is not here: {how}"
     else:
         near = closest(str(kind), accepted_types, cutoff=0.5)
         begin = f", here from that of {near}" if near else ""
-        hint = f"docs/extending.md#a-family shows how to add one, as a file of names and sizes{begin}"
+        hint = f"docs/extending_families.md shows how to add one, as a file of names and sizes{begin}"
     raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(sorted(accepted_types))}: {hint}"])
 
 

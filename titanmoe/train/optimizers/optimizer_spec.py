@@ -267,7 +267,7 @@ class MuonSpec(AdamWSpec):
                     ("optimizer.name", "model.family"),
                     f"{name} has {shape[-2]} rows, and matrices of {' + '.join(map(str, rows.per_head))} rows for each "
                     f'head do not divide them: correct `rows` in the spec of model.family = "{config.model.family}" '
-                    "(docs/extending.md)",
+                    "(docs/extending_families.md)",
                 )
                 return
 
