@@ -266,7 +266,7 @@ def test_problem_in_a_recipe(recipe, text, line, says):
         (["--learning_rate", "1e-4"], "unknown option --learning_rate: it is --optimizer.lr 1e-4 here"),
         (["--max_seq_length=512"], "unknown option --max_seq_length: it is --training.seq_len 512 here"),
         (["--optimizer.lora_rank", "8"], "unknown option --optimizer.lora_rank: did you mean --lora.rank?"),
-        (["--lora-alpha", "8"], "unknown option --lora-alpha: did you mean --lora.alpha?"),
+        (["--lora-alpha", "8"], "unknown option --lora-alpha: it is --lora.alpha 8 here"),
         (
             ["--dry-run"],
             "unknown option --dry-run: --print-config prints every field and starts nothing, titanmoe plan",

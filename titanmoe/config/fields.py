@@ -272,7 +272,9 @@ def markdown() -> str:
 
 
 def update_page(page: str) -> str:
-    """Return the text of docs/config.md with its generated reference rewritten from the schema."""
+    """Return the text of docs/config.md with its generated reference rewritten; other pages as they are."""
+    if BEGIN not in page:
+        return page
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{markdown()}\n{END}{after}"

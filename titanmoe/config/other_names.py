@@ -1,16 +1,17 @@
 """Option names of Megatron-LM, TorchTitan, transformers, TRL, PEFT and Axolotl, and our options for them.
 
-An unknown option is looked up here before similar names are suggested. Names of earlier versions are in
+An unknown option is looked up here before similar names are suggested. `python -m titanmoe.config PAGE` writes tables
+of MEGATRON and TORCHTITAN into docs/from_megatron.md and docs/from_torchtitan.md. Names of earlier versions are in
 `titanmoe.config.old_names`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 RANKS = ("nproc", "nproc-per-node", "nprocs", "world", "world-size", "gpus", "num-gpus", "np")
-_FIELDS = {
-    # Megatron-LM (docs/from_megatron.md)
+MEGATRON = {
     "tensor-model-parallel-size": "parallelism.tp",
     "context-parallel-size": "parallelism.cp",
     "pipeline-model-parallel-size": "parallelism.pp",
@@ -33,9 +34,6 @@ _FIELDS = {
     "moe-router-topk-scaling-factor": "model.route_scale",
     "mtp-num-layers": "model.mtp_depth",
     "moe-z-loss-coeff": "moe.z_loss",
-    "lora.r": "lora.rank",
-    "lora.lora_alpha": "lora.alpha",
-    "lora.target_modules": "lora.targets",
     "moe-router-bias-update-rate": "moe.bias_update_rate",
     "moe-input-jitter-eps": "moe.jitter",
     "moe-router-force-load-balancing": "moe.force_balance",
@@ -47,22 +45,10 @@ _FIELDS = {
     "global-batch-size": "training.global_batch_size",
     "seq-length": "training.seq_len",
     "train-iters": "training.steps",
-    **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs", "training.num_epochs"), "training.epochs"),
     "seed": "training.seed",
     "deterministic-mode": "training.deterministic",
     "manual-gc-interval": "training.gc_every",
     "lr": "optimizer.lr",
-    # transformers, TRL, PEFT and Axolotl
-    "learning-rate": "optimizer.lr",
-    **dict.fromkeys(("max-seq-length", "max-length", "model-max-length", "sequence-len"), "training.seq_len"),
-    "max-steps": "training.steps",
-    "per-device-train-batch-size": "training.local_batch_size",
-    "logging-steps": "metrics.log_every",
-    "save-steps": "checkpoint.interval",
-    "save-total-limit": "checkpoint.keep_last",
-    "eval-steps": "validation.interval",
-    "lora-r": "lora.rank",
-    "lora-target-modules": "lora.targets",
     "clip-grad": "optimizer.max_grad_norm",
     "weight-decay": "optimizer.weight_decay",
     "adam-beta1": "optimizer.beta1",
@@ -83,7 +69,9 @@ _FIELDS = {
     "log-interval": "metrics.log_every",
     "wandb-project": "metrics.wandb",
     "profile-ranks": "profile.ranks",
-    # TorchTitan, now and before 0.2 (docs/from_torchtitan.md)
+}
+"""Our field for each flag of Megatron-LM that has one."""
+TORCHTITAN = {
     "parallelism.data_parallel_replicate_degree": "parallelism.dp_replicate",
     "parallelism.data_parallel_shard_degree": "parallelism.dp_shard",
     "parallelism.tensor_parallel_degree": "parallelism.tp",
@@ -98,6 +86,8 @@ _FIELDS = {
     "training.sequence_length": "training.seq_len",
     "training.max_norm": "optimizer.max_grad_norm",
     "training.gc_freq": "training.gc_every",
+    "adjust_lr_fn": "optimizer.adjust_lr",
+    "load_balance_coeff": "moe.bias_update_rate",
     "lr_scheduler.warmup_steps": "lr_schedule.warmup_steps",
     "lr_scheduler.decay_type": "lr_schedule.decay",
     "lr_scheduler.min_lr_factor": "lr_schedule.min_ratio",
@@ -108,8 +98,6 @@ _FIELDS = {
     "debug.moe_force_load_balance": "moe.force_balance",
     "model.name": "model.family",
     "model.flavor": "model.size",
-    "model-name-or-path": "model.hf",
-    "model.model_name_or_path": "model.hf",
     "hf_assets_path": "data.tokenizer",
     "model.hf_assets_path": "data.tokenizer",
     "validator.freq": "validation.interval",
@@ -123,7 +111,27 @@ _FIELDS = {
     "metrics.log_freq": "metrics.log_every",
     "metrics.enable_tensorboard": "metrics.tensorboard",
 }
-"""Our field for each foreign name; it takes the same values, or its refusal lists its own."""
+"""Our field for each field of TorchTitan that has one; some are of releases up to 0.2."""
+FINE_TUNING = {
+    **dict.fromkeys(("model-name-or-path", "model.model_name_or_path", "base-model"), "model.hf"),
+    **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs", "training.num_epochs"), "training.epochs"),
+    **dict.fromkeys(("max-seq-length", "max-length", "model-max-length", "sequence-len"), "training.seq_len"),
+    "max-steps": "training.steps",
+    "per-device-train-batch-size": "training.local_batch_size",
+    "learning-rate": "optimizer.lr",
+    "max-grad-norm": "optimizer.max_grad_norm",
+    "warmup-steps": "lr_schedule.warmup_steps",
+    **dict.fromkeys(("lr-scheduler-type", "lr-scheduler"), "lr_schedule.decay"),
+    "logging-steps": "metrics.log_every",
+    "save-steps": "checkpoint.interval",
+    "save-total-limit": "checkpoint.keep_last",
+    "eval-steps": "validation.interval",
+    "chat-template": "data.chat_template",
+    **dict.fromkeys(("lora.r", "lora-r"), "lora.rank"),
+    **dict.fromkeys(("lora.lora_alpha", "lora-alpha"), "lora.alpha"),
+    **dict.fromkeys(("lora.target_modules", "lora-target-modules", "target-modules"), "lora.targets"),
+}
+"""Our field for each option of transformers, TRL, PEFT and Axolotl that has one."""
 
 _WEIGHTS = "--checkpoint.load PATH with --checkpoint.model_only true"
 _ALWAYS = "it is always on here, so leave it out"
@@ -133,13 +141,20 @@ _ADVICE = {
     "gradient-accumulation-steps": "--training.global_batch_size N counts the samples of all ranks and microbatches",
     "gradient-checkpointing": "--activation_checkpoint.mode full, full_except_dispatch, selective or moe",
     "warmup-ratio": "--lr_schedule.warmup_steps N counts steps",
+    "optim": "--optimizer.name adamw; --optimizer.moments_dtype bfloat16 and --optimizer.offload true save memory",
+    "report-to": "--metrics.wandb PROJECT, or --metrics.tensorboard true",
+    **dict.fromkeys(("packing", "sample-packing"), "--data.packing best_fit, the default for chats"),
+    **dict.fromkeys(
+        ("assistant-only-loss", "train-on-inputs"), "the loss of chats is always on the assistant's messages alone"
+    ),
+    "modules-to-save": "--training.freeze has patterns of what is not trained",
     "output-dir": "--job.dump_folder DIR: a run saves into its own folder below it",
     **dict.fromkeys(("use-distributed-optimizer", "use-torch-fsdp2", "overlap-grad-reduce"), _ALWAYS),
     **dict.fromkeys(("overlap-param-gather", "moe-shared-expert-overlap", "manual-gc", "async-save"), _ALWAYS),
     **dict.fromkeys(("moe-grouped-gemm", "moe-permute-fusion", "moe-router-fusion"), _ALWAYS),
     **dict.fromkeys(("finetune", "no-load-optim", "no-load-rng"), _WEIGHTS),
     **dict.fromkeys(("reset-position-ids", "reset-attention-mask", "eod-mask-loss"), "--data.packing documents"),
-    "dist-ckpt-optim-fully-reshardable": _ALWAYS,
+    **dict.fromkeys(("dist-ckpt-optim-fully-reshardable", "calculate-per-token-loss"), _ALWAYS),
     "sequence-parallel": "it comes with --parallelism.tp, so leave it out",
     "cp-comm-type": "--parallelism.cp_kind ring is p2p, ulysses is a2a, allgather is all_gather",
     "num-layers-per-virtual-pipeline-stage": "--pipeline.virtual_stages N is the stages of a rank",
@@ -196,7 +211,12 @@ _ADVICE = {
     "training.dataset_path": "--data.source files with --data.paths",
     "lr_scheduler.decay_ratio": "--lr_schedule.decay wsd with --lr_schedule.decay_fraction",
     "parallelism.context_parallel_load_balancer": "--parallelism.cp_placement zigzag or contiguous",
-    "parallelism.pipeline_parallel_layers_per_stage": "--pipeline.layers_per_stage 3 4 4 3, or pipeline.virtual_stages",
+    **dict.fromkeys(
+        ("parallelism.pipeline_parallel_layers_per_stage", "parallelism.module_fqns_per_model_part"),
+        "--pipeline.layers_per_stage 3 4 4 3, or --pipeline.virtual_stages N",
+    ),
+    "parallelism.num_pp_microbatches": "it follows from the batch sizes, so leave it out",
+    "comm.mode": "titanmoe rehearse needs no GPU",
     "checkpoint.async_mode": "--checkpoint.save async or sync",
     "checkpoint.initial_load_in_hf": "--model.hf FOLDER",
     "checkpoint.last_save_in_hf": "titanmoe convert --to-hf does that afterwards",
@@ -220,7 +240,8 @@ def _plain(name: str) -> str:
     return name.replace("-", "_")
 
 
-FIELDS = {_plain(name): path for name, path in _FIELDS.items()}
+FIELDS = {_plain(name): path for name, path in (MEGATRON | TORCHTITAN | FINE_TUNING).items()}
+"""Our field for each foreign name; it takes the same values, or its refusal lists its own."""
 ADVICE = {_plain(name): text for name, text in _ADVICE.items()}
 
 
@@ -239,3 +260,22 @@ def hint(name: str, texts: Sequence[str]) -> str:
     if path := field_of(name):
         return f"it is {' '.join([f'--{path}', *texts])} here"
     return ""
+
+
+TABLES = {"MEGATRON": (MEGATRON, "--"), "TORCHTITAN": (TORCHTITAN, "")}
+"""Names that a page lists, by the name in the page's markers, each with what is written before a name."""
+MARKED = re.compile(r"(<!-- (\w+) of other_names\.py[^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def update_page(page: str) -> str:
+    """Return the text of a docs page with the tables between its markers rewritten."""
+    return MARKED.sub(lambda mark: f"{mark[1]}\n{_table(*TABLES[mark[2]])}\n{mark[3]}", page)
+
+
+def _table(names: Mapping[str, str], prefix: str) -> str:
+    """Return a Markdown table with a row for each field of ours, with all foreign names of it."""
+    theirs: dict[str, list[str]] = {}
+    for name, path in names.items():
+        theirs.setdefault(path, []).append(f"`{prefix}{name}`")
+    rows = [f"| {', '.join(names)} | `{path}` |" for path, names in theirs.items()]
+    return "\n".join(["| there | here |", "| --- | --- |", *rows]) + "\n"
