@@ -76,6 +76,12 @@ class Balance(nn.Module):
             value.fill_(coefficient)
             loss.begin_step()
 
+    def begin_pass(self) -> None:
+        """Add the counts of the step's microbatches so far to those of earlier passes."""
+        self.counts.begin_pass()
+        for loss in self.losses:
+            loss.begin_pass()
+
     def forward(
         self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, count_BE: Tensor, tokens: Tokens
     ) -> Tensor:

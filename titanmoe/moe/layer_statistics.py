@@ -121,17 +121,28 @@ class RowLayout:
 
 
 class StepCounts(nn.Module):
-    """One layer's counts on this rank in a step: a row for each microbatch."""
+    """One layer's counts on this rank in a step: a row for each microbatch of a pass, and the sum of earlier passes."""
 
     def __init__(self, layout: RowLayout, microbatches: int):
         super().__init__()
         self.layout = layout
         counts_MX = torch.zeros(microbatches, layout.width, dtype=torch.float64)
         self.register_buffer("counts_MX", counts_MX, persistent=False)
+        self.register_buffer("earlier_X", torch.zeros_like(counts_MX[0]), persistent=False)
 
     def begin_step(self) -> None:
         """Set all counts to 0."""
         self.counts_MX.zero_()
+        self.earlier_X.zero_()
+
+    def begin_pass(self) -> None:
+        """Add the rows to the sum of earlier passes, and set them to 0 for the microbatches of the next pass."""
+        self.earlier_X += self.counts_MX.sum(0)
+        self.counts_MX.zero_()
+
+    def total(self) -> Tensor:
+        """Return the sum over the microbatches of all passes of the step: (X,)."""
+        return self.earlier_X + self.counts_MX.sum(0)
 
     def record_load(self, microbatch: Tensor, count_BE: Tensor) -> None:
         """Write how often each expert was chosen in a microbatch."""
@@ -165,7 +176,7 @@ def sum_statistics(
     table_LX = torch.zeros(len(blocks), layout.width, dtype=torch.float64, device=device)
     for row, number in enumerate(blocks):
         if number in counts:
-            table_LX[row] = counts[number].counts_MX.sum(0)
+            table_LX[row] = counts[number].total()
     return all_reduce(table_LX, world) if blocks else table_LX
 
 

@@ -169,6 +169,12 @@ class Stage(PipelineStage):
         finally:
             self.has_backward = before
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Do nothing: shapes are static, so no forward has run to find them, and a step's gradients must stay.
+
+        torch 2.13 calls it whenever forward-only runs and training alternate, and frees all gradients there.
+        """
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.announce(self.stage_index, fwd_chunk_id, False):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)

@@ -217,4 +217,4 @@ class UnshardedExperts:
             if weight.grad is not None:
                 with region("reduce gradients"):
                     grad = gradient_from_local(weight.stored, weight.grad.to(weight.stored.dtype))
-                weight.stored.grad = grad
+                    weight.stored.grad = grad if weight.stored.grad is None else weight.stored.grad.add_(grad)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
-from titanmoe.checkpoint.checkpoint_folder import Checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint, save
 from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_folder, choose_start
-from titanmoe.checkpoint.manifest import flatten_record
+from titanmoe.checkpoint.manifest import Manifest, flatten_record
 from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -337,14 +337,29 @@ class Checkpoints:
         print_rank_0(f"saved      {self.saver.folder / layout.folder_name(self.state.step)}")
         return max(on_all_ranks(self.group, lambda: self.signals.number))
 
-    def _save(self) -> float:
-        """Start a save and return the seconds for which it paused training. Collective over the world."""
-        step, place = self.state.step, self.loader.state_dict()
-        record = {"step": step, "tokens": self.state.tokens, "loader": place} | self.run_record
-        record["skips"] = self.state.skips.state_dict()
+    def record(self) -> dict[str, Any]:
+        """Return the numbers of the run's state, which a checkpoint's manifest stores."""
+        record = {"step": self.state.step, "tokens": self.state.tokens, "loader": self.loader.state_dict()}
+        record |= self.run_record | {"skips": self.state.skips.state_dict()}
         if self.validation:
             record["validation"] = self.validation.state_dict()
-        blocked = self.saver.save(step, state.shards_to_save(self._targets(with_moments=True)), record)
+        return record
+
+    def save_to(self, folder: Path, group: Any) -> None:
+        """Write the state to a checkpoint folder of any name, and wait until it is on disk. Collective over the world.
+
+        Args:
+            folder: the checkpoint's folder; one that exists is replaced.
+            group: a process group of CPU tensors of all ranks; None for a single rank.
+        """
+        shards, step = state.shards_to_save(self._targets(with_moments=True)), self.state.step
+        record = self.record()
+        save(folder, shards, lambda sums: Manifest(step, 1, sums, record), group, finite=True)
+
+    def _save(self) -> float:
+        """Start a save and return the seconds for which it paused training. Collective over the world."""
+        step = self.state.step
+        blocked = self.saver.save(step, state.shards_to_save(self._targets(with_moments=True)), self.record())
         name = layout.folder_name(step)
         observe.active.event(step, "save", f"{name}, which paused training for {blocked:.2f} s")
         return blocked

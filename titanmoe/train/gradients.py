@@ -1,12 +1,13 @@
 """Computes a step's gradients, pipelined or not, and copies all scalars that the host needs in one transfer.
 
-`Trainer.train_step` makes the slices by `Slicer` and calls `Gradients.sums`. The objective's sums are divided by their
+`Trainer.train_step` makes the slices by `Slicer` and calls `Gradients.sums`. A `titanmoe.session.Session` calls what
+that consists of: `begin_step`, `add` for each pass of microbatches, `reduce`. The objective's sums are divided by their
 global count and every reduction is a sum, so no gradient is scaled twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -160,11 +161,17 @@ class Slicer:
     objective: Objective
     work: TrainingWork = NO_WORK
 
-    def count(self, batches: list[Batch]) -> Totals:
-        """Return the counts of a step's batch over the data ranks, by one all-reduce. Collective over them."""
+    def count(self, batches: list[Batch], objective: Objective | None = None) -> Totals:
+        """Return the counts of a step's batch over the data ranks, by one all-reduce. Collective over them.
+
+        Args:
+            batches: this data rank's microbatches.
+            objective: whose divisor to count; None for the slicer's own.
+        """
+        objective = objective or self.objective
         tokens = [b.valid_BS.sum().double() for b in batches]
         own = {
-            "count": sum(self.objective.count(b).double() for b in batches),
+            "count": sum(objective.count(b).double() for b in batches),
             "tokens": sum(tokens),
             "samples": sum(b.valid_BS.any(1).sum().double() for b in batches),
             "flops": sum(
@@ -228,13 +235,32 @@ class Gradients:
     def _sums(
         self, work: StepWork, first_pass: FirstPass | None, wants_to_stop: Callable[[], bool]
     ) -> tuple[StepSums, bool]:
-        """Make one forward and backward; return the step's numbers, and whether the pass is void.
+        """Make one forward and backward; return the step's numbers, and whether the pass is void."""
+        observe.active.phase("forward_backward", self.state.step)
+        own, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
+        sums, repeats = self._finish(own, summed, work.totals, self.objective.metrics, self.objective.constant)
+        return sums, first_pass is not None and first_pass.must_repeat(repeats)
+
+    def reduce(self, own: PassSums, totals: Totals, metrics: Sequence[str], constant: float) -> StepSums:
+        """Sum the gradients of all `add` calls of a step over the ranks; return its numbers. Collective over the world.
+
+        Args:
+            own: the sum of what `add` returned.
+            totals: counts of the step's batch.
+            metrics: names of `own.metrics`.
+            constant: added to the reported loss.
+        """
+        summed = PassSums(**sum_together(vars(own), self.meshes.world))
+        return self._finish(own, summed, totals, metrics, constant)[0]
+
+    def _finish(
+        self, own: PassSums, summed: PassSums, totals: Totals, metrics: Sequence[str], constant: float
+    ) -> tuple[StepSums, float]:
+        """Return a step's numbers, and how many ranks ask for the pass to be repeated. Collective over the world.
 
         All scalars come to the host in one transfer, the only one of a step outside its dispatchers; the norm and the
         statistics of the MoE layers are returned on the device too.
         """
-        observe.active.phase("forward_backward", self.state.step)
-        own, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
         self.finish_gradients()
         observe.active.phase("optimizer", self.state.step)
         norm = grad_norm(self.trained, self.meshes.world, self.tied.names, self.device)
@@ -244,10 +270,10 @@ class Gradients:
         rows = dict(zip(self.blocks, experts, strict=True))
         by_block = {} if logits is None else {"max_logits": logits.amax(1)}
         by_layer = {f"layer {number}": row for number, row in rows.items()}
-        known = to_host(vars(work.totals) | vars(summed) | {"norm": norm} | by_layer | by_block)
+        known = to_host(vars(totals) | vars(summed) | {"norm": norm} | by_layer | by_block)
         tp = self.meshes.tp.size  # only ranks of the last stage have a loss, and all ranks of a tp group the same one
         scalars = StepScalars(
-            loss=known["loss"] / tp + self.objective.constant,
+            loss=known["loss"] / tp + constant,
             mtp_loss=known["mtp_loss"] / tp,
             stop=bool(known["stop"]),
             norm=known["norm"],
@@ -256,11 +282,10 @@ class Gradients:
             flops=known["flops"],
             layers={number: self.layout.read(known[f"layer {number}"]) for number in rows},
             max_logits=known.get("max_logits", []),
-            metrics={name: x / tp for name, x in zip(self.objective.metrics, known["metrics"], strict=True)},
+            metrics={name: x / tp for name, x in zip(metrics, known["metrics"], strict=True)},
         )
         on_device = {number: self.layout.read(row) for number, row in rows.items()}
-        repeat = first_pass is not None and first_pass.must_repeat(known["repeat"])
-        return StepSums(scalars, norm, on_device, own, logits), repeat
+        return StepSums(scalars, norm, on_device, own, logits), known["repeat"]
 
     def begin_step(self, totals: Totals) -> None:
         """Reset what the layers count, and give them the number of the step and its totals."""
@@ -269,7 +294,35 @@ class Gradients:
         for moe in self.moe_layers.values():
             moe.begin_step(self.state.step, totals.tokens, totals.samples)
 
+    def begin_pass(self) -> None:
+        """Begin another pass of the same step: the microbatches so far count as those of earlier passes."""
+        for moe in self.moe_layers.values():
+            moe.balance.begin_pass()
+
     @named("forward backward")
+    def add(self, slices: list[BatchSlice], objective: Objective, count: Tensor, backward: bool = True) -> PassSums:
+        """Add the gradients of a pass of microbatches to the parameters' own; return the results of this rank.
+
+        Collective over the stage and the pipeline.
+
+        Args:
+            slices: this rank's microbatches, at most as many as the recipe's step has; with a pipeline, just as many.
+            objective: what to differentiate.
+            count: divisor of the objective's sum: its count over all microbatches and ranks of the step.
+            backward: whether to compute gradients.
+        """
+        # The objective's sums are divided by their global count. Every reduction is a sum, so nothing is scaled twice.
+        count = count.where(count > 0, 1)
+        mtps = [mtp for stage in self.stages for mtp in stage.mtp or ()]
+        for mtp in mtps:
+            mtp.loss_M.zero_()
+        loss = self.engine.run(slices, objective, count, backward)
+        mtp_loss = sum((mtp.loss_M.sum() / count for mtp in mtps), loss.new_zeros(()))
+        zero = torch.zeros_like(loss)
+        return PassSums(
+            loss=loss, mtp_loss=mtp_loss, stop=zero, repeat=zero, metrics=objective.take_metrics(loss) / count
+        )
+
     def forward_backward(
         self,
         slices: list[BatchSlice],
@@ -286,20 +339,11 @@ class Gradients:
             wants_to_stop: returns whether this rank wants to stop; called after the backward.
         """
         self.begin_step(totals)
-        # The objective's sums are divided by their global count. Every reduction is a sum, so nothing is scaled twice.
-        count = totals.count.where(totals.count > 0, 1)
         with first_pass.attached(self.moe_layers.values()) if first_pass else nullcontext():
-            loss = self.engine.run(slices, self.objective, count)
-        mtp_loss = sum(
-            (mtp.loss_M.sum() / count for stage in self.stages for mtp in stage.mtp or ()), loss.new_zeros(())
-        )
-        own = PassSums(
-            loss=loss,
-            mtp_loss=mtp_loss,
-            stop=torch.full_like(loss, wants_to_stop()),
-            repeat=first_pass.needs_repeat.to(loss.dtype) if first_pass else torch.zeros_like(loss),
-            metrics=self.objective.take_metrics(loss) / count,
-        )
+            own = self.add(slices, self.objective, totals.count)
+        own.stop = torch.full_like(own.loss, wants_to_stop())
+        if first_pass:
+            own.repeat = first_pass.needs_repeat.to(own.loss.dtype)
         return own, PassSums(**sum_together(vars(own), self.meshes.world))
 
     @named("finish gradients")

@@ -15,11 +15,35 @@ from titanmoe.moe.balance import update_expert_bias
 from titanmoe.parallel.batch_slice import check_alike
 from titanmoe.parallel.grad_norm import clip
 from titanmoe.train.checks import NumericalFault
-from titanmoe.train.gradients import StepWork
+from titanmoe.train.gradients import StepSums, StepWork
 from titanmoe.train.run_folder import rewind, typed_command
 from titanmoe.train.runtime import print_rank_0
 from titanmoe.train.timing import Profiler
 from titanmoe.train.training import Training
+
+
+def update(training: Training, work: StepWork, sums: StepSums, rate: float) -> dict[str, Any]:
+    """Update the weights from a step's gradients, unless the guard objects; return what to report of the step.
+
+    Collective over the world. The gradients are freed.
+    """
+    step, verdict = training.state.step, training.guard(work, sums)
+    scalars = verdict.sums.scalars
+    if verdict.update:
+        observe.active.gradients(step, work, training.gradients.trained)
+        norm = verdict.sums.norm
+        if training.max_grad_norm > 0:
+            norm = clip(training.gradients.trained.values(), norm, training.max_grad_norm)
+        with observe.region("optimizer"):
+            training.optimizer.step(rate, norm)
+            if training.qk_clip and verdict.sums.logits is not None:
+                training.qk_clip(verdict.sums.logits)
+        routers = {number: moe.router for number, moe in training.moe_layers.items()}
+        loads = {number: layer.load for number, layer in verdict.sums.layers.items()}
+        update_expert_bias(routers, loads, training.bias_update_rate)
+        training.state.tokens += scalars.tokens
+        observe.active.updated(step)
+    return training.report(scalars, rate)
 
 
 class Trainer:
@@ -131,24 +155,7 @@ class Trainer:
         self.stopping = sums.scalars.stop
 
         self._count_labels(sums.scalars.count)
-        verdict = training.guard(work, sums)
-
-        rate, scalars = training.rate(state.step), verdict.sums.scalars
-        if verdict.update:
-            observe.active.gradients(state.step, work, training.gradients.trained)
-            norm = verdict.sums.norm
-            if training.max_grad_norm > 0:
-                norm = clip(training.gradients.trained.values(), norm, training.max_grad_norm)
-            with observe.region("optimizer"):
-                training.optimizer.step(rate, norm)
-                if training.qk_clip and verdict.sums.logits is not None:
-                    training.qk_clip(verdict.sums.logits)
-            routers = {number: moe.router for number, moe in training.moe_layers.items()}
-            loads = {number: layer.load for number, layer in verdict.sums.layers.items()}
-            update_expert_bias(routers, loads, training.bias_update_rate)
-            state.tokens += scalars.tokens
-            observe.active.updated(state.step)
-        return training.report(scalars, rate)
+        return update(training, work, sums, training.rate(state.step))
 
     def _count_labels(self, count: float) -> None:
         """Count the step by whether its batch had labels; announce the 1st, 2nd, 4th, 8th, ... step without any."""

@@ -45,15 +45,21 @@ class AuxLossGlobal(BalanceLoss):
         # Integers, because a running sum of floating-point numbers is not deterministic on GPUs.
         count_ME = torch.zeros(microbatches, model.num_experts, dtype=torch.int64)
         self.register_buffer("count_ME", count_ME, persistent=False)
+        self.register_buffer("earlier_1E", torch.zeros_like(count_ME[:1]), persistent=False)
 
     def begin_step(self) -> None:
+        self.count_ME.zero_()
+        self.earlier_1E.zero_()
+
+    def begin_pass(self) -> None:
+        self.earlier_1E += self.count_ME.sum(0, keepdim=True)
         self.count_ME.zero_()
 
     def forward(self, routed: RouterOutput) -> Tensor:
         m = routed.tokens.microbatch.view(1)
         count_1E = all_reduce(routed.choice_counts().sum(0, keepdim=True), routed.data)
         self.count_ME.index_copy_(0, m, count_1E.to(torch.int64))
-        so_far_1E = self.count_ME.cumsum(0).index_select(0, m)
+        so_far_1E = self.earlier_1E + self.count_ME.cumsum(0).index_select(0, m)
         choices = so_far_1E.sum(dtype=torch.float64).clamp(min=1)
         constant_1E = so_far_1E / choices * self.model.num_experts
         return (routed.score_sums() * (constant_1E / routed.step_tokens)).sum()

@@ -102,6 +102,12 @@ class BalanceLoss(nn.Module):
     def begin_step(self) -> None:
         """Reset the state. Called before the first microbatch of a step."""
 
+    def begin_pass(self) -> None:
+        """Fold the state of the microbatches so far into the step's: the next microbatch has index 0 again.
+
+        Called in steps of several passes (titanmoe.session), before each but the first.
+        """
+
     @abstractmethod
     def forward(self, routed: RouterOutput) -> Tensor:
         """Return this rank's summand of the term, a scalar with its gradient, without the coefficient.

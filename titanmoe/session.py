@@ -1,0 +1,478 @@
+"""A training run as an object: forward and backward, update, log-probabilities and checkpoints, called from your code.
+
+    run = titanmoe.open("recipe.toml", {"training.steps": 100})     # on every rank, under torchrun
+    batch = run.batch(ids)                                          # ids of any number of samples
+    run.forward_backward(batch)
+    metrics = run.optim_step()
+
+`titanmoe train` makes its steps from the same parts: `Gradients` and `titanmoe.train.trainer.update`. All methods but
+`batch` are collective over the world: every rank calls them, in the same order. A step is any number of
+`forward_backward` calls and one `optim_step`; its result does not depend on how its samples are spread over calls.
+
+Shapes: N samples of a call, L positions of a sample (training.seq_len).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.comm.collectives import all_gather_autograd
+from titanmoe.components import COMPONENTS
+from titanmoe.config import ConfigError
+from titanmoe.config.component_kinds import ComponentError
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import Batch
+from titanmoe.data.loader import BatchLayout
+from titanmoe.fold.meshes import Meshes
+from titanmoe.models.vocabulary import HeadScores
+from titanmoe.parallel.batch_slice import BatchSlice, check_alike, to_device
+from titanmoe.parallel.context import Placement
+from titanmoe.tokens import IGNORE
+from titanmoe.train.build import build_training
+from titanmoe.train.gradients import PassSums, StepWork, Totals, sum_together
+from titanmoe.train.launch import read_config
+from titanmoe.train.objectives.objective import Objective
+from titanmoe.train.objectives.objective_spec import OBJECTIVES
+from titanmoe.train.runtime import Runtime, read_environment, start, stop, world_size
+from titanmoe.train.trainer import update
+from titanmoe.train.training import Training
+from titanmoe.train.world_batch import DataRankBatch, Samples, data_rank_batch, make_batch
+
+SampleLoss = Callable[[Tensor, Batch], Tensor]
+"""An objective of your own: a function of the log-probabilities of the labels (B, L) of a microbatch, 0 where there is
+no label, and of its Batch on the same device. It returns the sum of the loss over these samples, a scalar."""
+ObjectiveName = str | SampleLoss
+"""A name of training.objective, or a function."""
+
+
+class OfLogProbs(Objective):
+    """Objective from a function of the log-probabilities of full samples, gathered over the cp ranks."""
+
+    def __init__(self, meshes: Meshes, placement: Placement, device: torch.device, function: SampleLoss):
+        super().__init__(meshes)
+        self.placement, self.device, self.function = placement, device, function
+        self.batches: dict[int, Batch] = {}
+        """Full samples of the microbatches of a pass, by the id of their slice."""
+
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+        cp, batch = self.meshes.cp, self.batches[id(batch_slice)]
+        log_p_BL = self.placement.to_sequence_order(all_gather_autograd(-scores.loss_BS, 1, cp), 1)
+        fields = (x if x is None else to_device(x, self.device) for x in batch[:-1])
+        extra_fields = {name: to_device(x, self.device) for name, x in batch.extra_fields.items()}
+        loss = self.function(log_p_BL, Batch(*fields, extra_fields))
+        return loss / cp.size  # all cp ranks have computed it, and their gradients are summed
+
+    def count(self, batch: Batch) -> Tensor:
+        return (batch.labels_BS != IGNORE).sum()
+
+
+class WithLogProbs(Objective):
+    """An objective that also records the log-probabilities of a pass's labels."""
+
+    def __init__(self, inner: Objective):
+        super().__init__(inner.meshes)
+        self.inner, self.log_p_BS = inner, dict[int, Tensor]()
+        """Log-probabilities of each microbatch, by the id of its slice."""
+
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+        self.log_p_BS[id(batch_slice)] = 0 - scores.loss_BS.detach()  # without a label 0, not -0
+        return self.inner.sum(scores, batch_slice)
+
+    def count(self, batch: Batch) -> Tensor:
+        return self.inner.count(batch)
+
+    def take_metrics(self, like: Tensor) -> Tensor:
+        return self.inner.take_metrics(like)
+
+
+class NoSum(Objective):
+    """Objective of passes that only compute log-probabilities."""
+
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+        return scores.loss_BS.new_zeros(())
+
+    def count(self, batch: Batch) -> Tensor:
+        return (batch.labels_BS != IGNORE).sum()
+
+
+class NoLoader:
+    """What a run without a loader knows of data: the number of microbatches of a step."""
+
+    mix = SimpleNamespace(tokenizer=None, sources=())
+
+    def __init__(self, config: Config, data_rank: int, data_ranks: int):
+        layout = BatchLayout(config, data_rank, data_ranks)
+        self.microbatches, self.global_batch_size = layout.microbatches, layout.global_batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entry "loader" of checkpoints: which data was seen is the caller's to remember."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ignore a checkpoint's place in its data."""
+
+    def digest_samples(self, batches: list[Batch]) -> dict[int, str]:
+        """Return no digests: samples have no numbers in a run."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the terms of a step are divided by, over all its calls and ranks. Counts of several batches can be added."""
+
+    divisors: Mapping[ObjectiveName, Tensor]
+    """Count of each objective over the samples that it is computed on."""
+    tokens: Tensor
+    samples: Tensor
+    flops: Tensor
+
+    def __add__(self, other: Counts) -> Counts:
+        zero = torch.zeros_like(self.tokens)
+        names = self.divisors | other.divisors
+        divisors = {name: self.divisors.get(name, zero) + other.divisors.get(name, zero) for name in names}
+        rest = (getattr(self, name) + getattr(other, name) for name in ("tokens", "samples", "flops"))
+        return Counts(divisors, *rest)
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Result of a forward_backward call. Its tensors are on the device; reading them waits for it."""
+
+    loss: Tensor
+    """The objective's sum over the call's samples, divided by the step's count."""
+    metrics: dict[str, Tensor]
+    """Metrics of the objective, likewise."""
+    log_probs: Tensor | None
+    """Log-probability of each label (N, L), 0 where there is none; None unless asked for."""
+
+
+class Session:
+    """A run on all ranks, without a loader and a loop. `open_session` makes it."""
+
+    def __init__(self, config: Config, training: Training, owns_process_group: bool = False):
+        self.config, self.training, self.owns_process_group = config, training, owns_process_group
+        self.meshes, self.device = training.meshes, training.device
+        self.group = dist.new_group(backend="gloo") if training.runtime.world > 1 else None
+        """Process group for messages of CPU tensors."""
+        self.wide = torch.promote_types(getattr(torch, config.training.mixed_precision_param), torch.float32)
+        """Dtype of log-probabilities."""
+        self._objectives: dict[ObjectiveName, Objective] = {}
+        self._counts: Counts | None = None
+        """Counts of the open step; None between steps."""
+        self._results: list[tuple[Objective, PassSums]] = []
+        """Results of the open step's calls on this rank."""
+        self._samples = 0
+        """Samples of the open step so far."""
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank in the world."""
+        return self.training.runtime.rank
+
+    @property
+    def step(self) -> int:
+        """Number of steps made."""
+        return self.training.state.step - (self._counts is not None)
+
+    # ---- batches
+
+    def batch(
+        self, ids: Samples, labels: Samples | None = None, *, documents: Samples | None = None, **columns: Any
+    ) -> Batch:
+        """Return a batch of any number of samples (see titanmoe.train.world_batch.make_batch). Not collective."""
+        shape = {"seq_len": self.config.training.seq_len, "vocab_size": self.config.model.vocab_size}
+        return make_batch(ids, labels, documents=documents, columns=columns, **shape)
+
+    def count(
+        self,
+        batch: Batch | None,
+        objective: ObjectiveName = "",
+        divisor: float | None = None,
+        *,
+        per_data_rank: bool = False,
+    ) -> Counts:
+        """Return what a step that consists of this batch alone would be divided by.
+
+        Args:
+            batch: as in `forward_backward`.
+            objective: as in `forward_backward`.
+            divisor: count of the objective over the batch; None: its own, which is the number of labels for a function.
+            per_data_rank: as in `forward_backward`.
+        """
+        return self._count(self._local(batch, per_data_rank), objective, divisor)
+
+    def _count(self, local: DataRankBatch, name: ObjectiveName, divisor: float | None = None) -> Counts:
+        totals = self.training.slicer.count(local.microbatches, self._objective(name))
+        count = totals.count if divisor is None else torch.full_like(totals.count, divisor)
+        return Counts({name: count}, totals.tokens, totals.samples, totals.flops)
+
+    def _local(self, batch: Batch | None, per_data_rank: bool) -> DataRankBatch:
+        local = data_rank_batch(
+            batch,
+            self.meshes,
+            self.device,
+            rows=self.config.training.local_batch_size,
+            multiple=self.training.loader.microbatches if self.meshes.pp.size > 1 else 1,
+            offset=self._samples,
+            per_data_rank=per_data_rank,
+        )
+        check_alike(local.microbatches, self.meshes, self.device)
+        return local
+
+    def _objective(self, name: ObjectiveName) -> Objective:
+        """Return an objective by name, "" for the recipe's, or from a function. Raises ConfigError if it cannot be."""
+        if name not in self._objectives:
+            self._objectives[name] = self._build_objective(name)
+        return self._objectives[name]
+
+    def _build_objective(self, name: ObjectiveName) -> Objective:
+        config, own = self.config, self.config.training.objective
+        if not name:
+            return self.training.gradients.objective
+        if not isinstance(name, str):
+            if config.model.mtp_depth:
+                raise ConfigError(
+                    [
+                        f"model.mtp_depth = {config.model.mtp_depth} is trained by cross-entropy alone: set "
+                        "mtp_depth = 0 for an objective of your own"
+                    ]
+                )
+            return OfLogProbs(self.meshes, self.training.slicer.placement, self.device, name)
+        try:
+            spec, has = OBJECTIVES.look_up(name), OBJECTIVES.look_up(own)
+        except ComponentError as error:
+            raise ConfigError([str(error)]) from None
+        wanted = (spec.reads_entropy, spec.teacher_top_k(config), spec.allows_mtp or not config.model.mtp_depth)
+        if wanted != (has.reads_entropy and spec.reads_entropy, has.teacher_top_k(config), True) and name != own:
+            raise ConfigError(
+                [
+                    f'the head of this model computes what "{own}" reads, and objective "{name}" reads more: set '
+                    f'training.objective = "{name}"'
+                ]
+            )
+        return OBJECTIVES.implementation(name).build(config, self.meshes)
+
+    # ---- a step
+
+    def forward_backward(
+        self,
+        batch: Batch | None,
+        objective: ObjectiveName = "",
+        *,
+        counts: Counts | None = None,
+        log_probs: bool = False,
+        per_data_rank: bool = False,
+    ) -> PassResult:
+        """Add the gradients of a batch to those of the step.
+
+        Args:
+            batch: the samples, the same on all ranks or given on one with None on the others.
+            objective: name of an objective, "" for the recipe's, or a function of log-probabilities.
+            counts: what the step is divided by, if it has several calls: the sum of `count` over them. None: the batch
+                is the whole step.
+            log_probs: whether to return the log-probability of each label.
+            per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone.
+        """
+        local, computed = self._local(batch, per_data_rank), self._objective(objective)
+        if self._counts is not None and counts is not self._counts:
+            raise ConfigError(
+                [
+                    "this step has had a forward_backward call, which was divided by other counts: give all calls of a "
+                    "step counts=total, where total = run.count(a) + run.count(b) + ..."
+                ]
+            )
+        counts = counts or self._count(local, objective)
+        if objective not in counts.divisors:
+            raise ConfigError([f"counts has no objective {objective!r}: add run.count(batch, objective)"])
+        if self._counts is None:
+            self._begin_step(counts)
+        sums, recorded = self._run(local, computed, counts.divisors[objective], log_probs)
+        self._samples += local.samples
+        self._results.append((computed, sums))
+        world = sum_together({"loss": sums.loss, "metrics": sums.metrics}, self.meshes.world)
+        tp = self.meshes.tp.size  # all ranks of a tp group have the same loss
+        return PassResult(
+            loss=world["loss"] / tp,
+            metrics=dict(zip(computed.metrics, world["metrics"] / tp, strict=True)),
+            log_probs=recorded,
+        )
+
+    def _begin_step(self, counts: Counts) -> None:
+        self.training.state.step += 1
+        self._counts, self._samples, self._results = counts, 0, []
+        self.training.gradients.begin_step(self._totals(counts))
+
+    def _totals(self, counts: Counts) -> Totals:
+        return Totals(sum(counts.divisors.values()), counts.tokens, counts.samples, counts.flops)
+
+    def _run(
+        self, local: DataRankBatch, objective: Objective, divisor: Tensor, log_probs: bool, backward: bool = True
+    ) -> tuple[PassSums, Tensor | None]:
+        """Run the microbatches of a call, as many at a time as the recipe's step has; return this rank's sums."""
+        training, most = self.training, self.training.loader.microbatches
+        computed = WithLogProbs(objective) if log_probs else objective
+        total: PassSums | None = None
+        recorded: list[Tensor] = []
+        for first in range(0, len(local.microbatches), most):
+            batches = local.microbatches[first : first + most]
+            slices = training.slicer.slices(batches)
+            if isinstance(objective, OfLogProbs):
+                objective.batches = {id(one): batch for one, batch in zip(slices, batches, strict=True)}
+            if self._results or first:
+                training.gradients.begin_pass()
+            sums = training.gradients.add(slices, computed, divisor, backward)
+            if log_probs:
+                recorded += [computed.log_p_BS[id(one)] for one in slices if id(one) in computed.log_p_BS]
+                computed.log_p_BS.clear()
+            total = sums if total is None else _add(total, sums)
+        if not log_probs:
+            return total, None
+        gathered = local.gather(recorded, self.meshes, training.slicer.placement, self.device)
+        return total, gathered.to(self.wide)
+
+    def optim_step(self, rate: float | None = None) -> dict[str, Any]:
+        """Sum the step's gradients over the ranks, clip them and update the weights; return the step's metrics.
+
+        Args:
+            rate: learning rate; None for the recipe's schedule.
+        """
+        if self._counts is None:
+            raise ConfigError(["there are no gradients: call forward_backward before optim_step"])
+        training, counts = self.training, self._counts
+        by_name: dict[str, Tensor] = {}
+        for objective, sums in self._results:
+            for name, value in zip(objective.metrics, sums.metrics, strict=True):
+                by_name[name] = by_name.get(name, 0) + value
+        metrics = torch.stack([*by_name.values()]) if by_name else self._results[0][1].metrics
+        total = reduce(_add, (replace(sums, metrics=metrics) for _, sums in self._results))
+        constant = sum({id(objective): objective.constant for objective, _ in self._results}.values())
+        totals = self._totals(counts)
+        step = training.gradients.reduce(replace(total, metrics=metrics), totals, [*by_name], constant)
+        self._counts, self._results = None, []
+        rate = training.rate(training.state.step) if rate is None else rate
+        return update(training, StepWork([], [], totals), step, rate)
+
+    # ---- without gradients
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch | None, *, per_data_rank: bool = False) -> Tensor:
+        """Return the log-probability of each label (N, L), 0 where there is none. Gradients of an open step stay.
+
+        Args:
+            batch: as in `forward_backward`.
+            per_data_rank: as in `forward_backward`.
+        """
+        local, objective = self._local(batch, per_data_rank), NoSum(self.meshes)
+        with self._counts_set_aside():
+            if self._counts is None:
+                self.training.gradients.begin_step(self._totals(self._count(local, "")))
+            divisor = torch.ones((), dtype=torch.float64, device=self.device)
+            _, recorded = self._run(local, objective, divisor, True, backward=False)
+        return recorded
+
+    @contextmanager
+    def _counts_set_aside(self) -> Iterator[None]:
+        """Restore at the end what an open step has counted so far."""
+        logits = self.training.gradients.logits
+        measures = logits is not None and logits.measures
+        balances = [moe.balance for moe in self.training.moe_layers.values()]
+        buffers = [buffer for balance in balances for buffer in balance.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        if measures:
+            logits.measures = False
+        try:
+            yield
+        finally:
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+            if measures:
+                logits.measures = True
+
+    # ---- state
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a checkpoint to a folder, from which any mapping can go on (checkpoint.load); return its path."""
+        if self._counts is not None:
+            raise ConfigError(["a step is open: call optim_step before save"])
+        folder = Path(folder)
+        if self.rank == 0:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.training.checkpoints.save_to(folder, self.group)
+        except CheckpointError as error:
+            raise ConfigError([str(error)]) from None
+        return folder
+
+    def close(self) -> None:
+        """Leave the process groups, if `open_session` joined them."""
+        if self.owns_process_group:
+            stop()
+
+
+def _add(one: PassSums, other: PassSums) -> PassSums:
+    return PassSums(**{name: value + getattr(other, name) for name, value in vars(one).items()})
+
+
+def open_session(recipe: str | Path, changes: Mapping[str, Any] | None = None) -> Session:
+    """Build the run of a recipe on this rank, without its data, and load its weights. Collective over the world.
+
+    Args:
+        recipe: a TOML file, or the name of a shipped recipe.
+        changes: options to set in place of the recipe's, such as {"training.steps": 100}. checkpoint.load names a
+            checkpoint to go on from, checkpoint.initial_hf a Hugging Face model.
+
+    Raises:
+        ConfigError: with every problem, before any message between ranks.
+    """
+    # The recipe's data is not opened, so it cannot say how many steps an epoch has.
+    words = [str(recipe), *_command_line({"training.epochs": 0} | dict(changes or {}))]
+    config = read_config(words, world_size(), COMPONENTS)
+    quiz = replace(config.validation.quiz, interval=0)
+    config = replace(
+        config,
+        checkpoint=replace(config.checkpoint, enable=False),
+        validation=replace(config.validation, interval=0, quiz=quiz),
+    )
+    joined = dist.is_initialized()
+    runtime = _joined_runtime(config) if joined else start(config)
+    if config.moe.overlap == "auto":
+        from titanmoe.rank import plan_overlap
+
+        config, _ = plan_overlap(config, runtime)
+    training = build_training(config, runtime, loader=NoLoader, garbage=lambda every: None)
+    with training.checkpoints.in_folder(Path(config.job.dump_folder)) as checkpoints:
+        checkpoints.begin()
+    return Session(config, training, owns_process_group=not joined)
+
+
+def _joined_runtime(config: Config) -> Runtime:
+    """Return the runtime of a process that has joined a process group already."""
+    rank, local = dist.get_rank(), read_environment().local_rank
+    on_gpu = config.training.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return Runtime(rank, local, dist.get_world_size(), device, keep_timeouts=True)
+
+
+def _command_line(changes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words that set these options on a command line."""
+    for path, value in changes.items():
+        yield f"--{path}"
+        values: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+        yield from (str(x).lower() if isinstance(x, bool) else str(x) for x in values or [""])

@@ -1,0 +1,215 @@
+"""Batches given by content: checked and padded, cut into each data rank's microbatches, and results in their order.
+
+`titanmoe.session.Session` gets a batch of any number of samples. Sample j of a call is row b of microbatch m of data
+rank d, with j = (m * data_ranks + d) * local_batch_size + b, as in a run with a loader; what remains is padding.
+
+Shapes: N samples of a call, L ids of the longest, S positions of the recipe (training.seq_len), B samples of a
+microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanmoe.comm.collectives import all_gather, all_reduce
+from titanmoe.config import ConfigError
+from titanmoe.data.batch import Batch
+from titanmoe.fold.meshes import Meshes
+from titanmoe.parallel.context import Placement
+from titanmoe.tokens import IGNORE
+
+Samples = Tensor | Sequence[Sequence[int]]
+"""Ids of samples: a tensor (N, L), or a sequence of N sequences of different lengths."""
+
+
+def make_batch(
+    ids: Samples,
+    labels: Samples | None = None,
+    *,
+    documents: Samples | None = None,
+    columns: Mapping[str, Any] | None = None,
+    seq_len: int,
+    vocab_size: int,
+) -> Batch:
+    """Return a batch on the CPU, padded to seq_len positions.
+
+    Args:
+        ids: the samples.
+        labels: next token of each position, IGNORE (-100) where there is no loss; None: every next token of a document.
+        documents: number of the document that each position belongs to, ascending; a document sees only itself, and
+            its positions begin at 0. None: each sample is one document.
+        columns: further fields that the objective reads, by name: a number per position, or a number per sample.
+        seq_len: positions of a sample, as the recipe has them.
+        vocab_size: ids are below it.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    lengths = [len(sample) for sample in ids]
+    N, problems = len(lengths), list[str]()
+    if too_long := [i for i, n in enumerate(lengths) if n > seq_len]:
+        problems.append(
+            f"sample {too_long[0]} has {lengths[too_long[0]]} ids, and training.seq_len is {seq_len}: shorten it, or "
+            "raise seq_len"
+        )
+
+    def pad(name: str, rows: Any, value: float, dtype: torch.dtype | None = None) -> Tensor:
+        found = [len(row) for row in rows]
+        if found != lengths:
+            which = next(
+                (i for i, (a, b) in enumerate(zip(found, lengths, strict=False)) if a != b), min(len(found), N)
+            )
+            problems.append(
+                f"{name} has {len(found)} samples and ids {N}: give one of each"
+                if len(found) != N
+                else f"{name} has {found[which]} values for {lengths[which]} ids of sample {which}: give one for each"
+            )
+            return torch.zeros(0)
+        rows = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        if too_long or not N:
+            return torch.zeros(0, seq_len, dtype=dtype or torch.float32)
+        return torch.stack([F.pad(row, (0, seq_len - len(row)), value=value) for row in rows])
+
+    tokens_NS = pad("ids", ids, 0, torch.int64)
+    place_S = torch.arange(seq_len)
+    valid_NS = place_S < torch.tensor(lengths, dtype=torch.int64).view(-1, 1)
+    document_NS = position_NS = None
+    if documents is not None:
+        document_NS = pad("documents", documents, -1, torch.int64)
+    extra_fields = {}
+    for name, values in (columns or {}).items():
+        per_sample = len(values) == N and (values.dim() == 1 if isinstance(values, Tensor) else not _nested(values))
+        extra_fields[name] = torch.as_tensor(values) if per_sample else pad(name, values, 0)
+    labels_NS = None if labels is None else pad("labels", labels, IGNORE, torch.int64)
+    if not problems and N:
+        outside = (tokens_NS < 0) | (tokens_NS >= vocab_size)
+        if outside.any():
+            problems.append(f"id {int(tokens_NS[outside][0])} is not below model.vocab_size = {vocab_size}")
+    if problems:
+        raise ConfigError(problems, "the batch")
+    if document_NS is not None:
+        begins_NS = document_NS.diff(dim=1, prepend=document_NS[:, :1] - 1) != 0
+        position_NS = place_S - (place_S * begins_NS).cummax(1).values
+    if labels_NS is None:
+        labels_NS = F.pad(tokens_NS[:, 1:], (0, 1)).where(F.pad(valid_NS[:, 1:], (0, 1)), IGNORE)
+        if document_NS is not None:
+            labels_NS = labels_NS.where(~F.pad(begins_NS[:, 1:], (0, 1), value=True), IGNORE)
+    labels_NS = labels_NS.where(valid_NS, IGNORE)
+    return Batch(tokens_NS, labels_NS, valid_NS, document_NS, position_NS, extra_fields=extra_fields)
+
+
+def _nested(values: Any) -> bool:
+    return bool(len(values)) and hasattr(values[0], "__len__")
+
+
+@dataclass(frozen=True)
+class DataRankBatch:
+    """A data rank's microbatches of a call, and which sample of the result each of its rows is."""
+
+    microbatches: list[Batch]
+    sample_of_row: Tensor
+    """Sample of the call that each row of the microbatches is, one after the other; -1 for padding."""
+    first: int
+    """First sample of the call that this rank gets results of."""
+    end: int
+    """One past the last of them."""
+    samples: int
+    """Samples of the call on all data ranks."""
+
+    def gather(
+        self, values_of_microbatch: Sequence[Tensor], meshes: Meshes, placement: Placement, device: torch.device
+    ) -> Tensor:
+        """Return numbers per position in the order of the call's samples, on all ranks. Collective over the world.
+
+        Args:
+            values_of_microbatch: this rank's numbers of each microbatch (B, attention slice); [] on ranks without the
+                last pipeline stage. The ranks of a tp group have the same ones.
+            meshes: the run's.
+            placement: which chunks of the sequence each rank of cp has.
+            device: where the numbers are.
+        """
+        S = self.microbatches[0].tokens_BS.shape[1]
+        out_NS = torch.zeros(self.samples + 1, S, dtype=torch.float64, device=device)
+        if values_of_microbatch and meshes.tp.rank == 0:
+            place_S = placement.rank_slice(torch.arange(S).view(1, -1), meshes.cp.rank).flatten().to(device)
+            rows = self.sample_of_row.to(device)  # padding goes to the last row
+            out_NS[rows.unsqueeze(1), place_S] = torch.cat(list(values_of_microbatch)).double()
+        return all_reduce(out_NS, meshes.world)[self.first : self.end]
+
+
+def data_rank_batch(
+    batch: Batch | None,
+    meshes: Meshes,
+    device: torch.device,
+    *,
+    rows: int,
+    multiple: int,
+    offset: int,
+    per_data_rank: bool,
+) -> DataRankBatch:
+    """Split a batch into the microbatches of this data rank. Collective over the world.
+
+    Args:
+        batch: all samples of the call, on every rank or on some, None on the others; with `per_data_rank` this data
+            rank's own samples.
+        meshes: the run's.
+        device: the device that this rank computes on.
+        rows: samples of a microbatch (training.local_batch_size).
+        multiple: the number of microbatches is a multiple of it.
+        offset: samples of the step before this call.
+        per_data_rank: whether each data rank gives samples of its own; their order is that of the data ranks.
+    """
+    data = meshes.data
+    if per_data_rank:
+        if batch is None:
+            raise ConfigError(["with per_data_rank every rank gives the samples of its data rank, possibly none"])
+        counts = all_gather(torch.tensor([len(batch.tokens_BS)], device=device), 0, data).tolist()
+        first = sum(counts[: data.rank])
+        local, most = torch.arange(len(batch.tokens_BS)), max(counts)
+        samples, end = sum(counts), first + len(batch.tokens_BS)
+    else:
+        batch = _from_any_rank(batch)
+        samples, first, end = len(batch.tokens_BS), 0, len(batch.tokens_BS)
+        of_round = torch.arange(samples) // rows
+        local = (of_round % data.size == data.rank).nonzero().flatten()
+        most = -(-samples // (rows * data.size)) * rows
+    microbatches = max(-(-most // rows), 1)
+    microbatches = -(-microbatches // multiple) * multiple
+    padding = microbatches * rows - len(local)
+
+    def pick(x: Tensor | None, value: float) -> Tensor | None:
+        return None if x is None else torch.cat((x[local], x.new_full((padding, *x.shape[1:]), value)))
+
+    number = local + first if per_data_rank else local
+    padded = Batch(
+        pick(batch.tokens_BS, 0),
+        pick(batch.labels_BS, IGNORE),
+        pick(batch.valid_BS, False),
+        pick(batch.document_BS, 0),
+        pick(batch.position_BS, 0),
+        pick(batch.until_BS, 0),
+        torch.cat((number + offset, torch.zeros(padding, dtype=torch.int64))),
+        {name: pick(x, 0) for name, x in batch.extra_fields.items()},
+    )
+    sample_of_row = torch.cat((number, torch.full((padding,), -1)))
+    return DataRankBatch(padded.chunk(microbatches), sample_of_row, first, end, samples)
+
+
+def _from_any_rank(batch: Batch | None) -> Batch:
+    """Return the batch on all ranks, from the first that has it. Collective over the world."""
+    has = [None] * dist.get_world_size()
+    dist.all_gather_object(has, batch is not None)
+    if not any(has):
+        raise ConfigError(["no rank has a batch: give it on all ranks, or on one and None on the others"])
+    if all(has):
+        return batch
+    shared = [batch]
+    dist.broadcast_object_list(shared, src=has.index(True))
+    return shared[0]
