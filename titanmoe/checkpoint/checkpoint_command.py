@@ -67,7 +67,9 @@ def _run_or_error(run: Any, args: argparse.Namespace) -> int:
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """Return the checkpoints that a path names, by step: the path itself, or all in a run's or checkpoints' folder.
+    """Return the folders of all checkpoints that a path stands for, in ascending order of step.
+
+    The path of one checkpoint stands for itself, the folder of a run or of its checkpoints for all checkpoints in it.
 
     Raises:
         CheckpointError: the folder holds no checkpoint.
@@ -82,10 +84,10 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def latest_checkpoint(path: Path) -> Path:
-    """Return the path itself if it is a checkpoint, else the last checkpoint written in that run's folder.
+    """Return the path of a checkpoint unchanged, or that of the last checkpoint written in a run's folder.
 
     Raises:
-        CheckpointError: the folder holds no checkpoint, or the latest is a link.
+        CheckpointError: the folder holds no checkpoint, or the latest is a symbolic link.
     """
     checkpoints = checkpoints_in(path)
     if checkpoints == [path]:
@@ -217,7 +219,7 @@ def _axes(axes: dict[str, int]) -> str:
 
 
 def _natural_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that puts layers.2 before layers.10."""
+    """Return a sort key for a tensor's name that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 

@@ -53,12 +53,13 @@ def save(
 
     Args:
         target: the checkpoint's folder.
-        shards: what this rank holds of each tensor, by name in the checkpoint.
-        manifest: makes the manifest from the checksums of all files; called on the group's first rank.
+        shards: what this rank holds of each tensor, by the tensor's name in the checkpoint.
+        manifest: makes the manifest from the sizes and CRC-32 of all files, by file name; called on the group's first
+            rank.
         group: a process group of CPU tensors (gloo).
-        carried: files to copy into the subfolder hf/, by their names there.
-        progress: told what this rank is doing, for messages about a save that does not end.
-        finite: refuse NaN and infinity.
+        carried: paths of files to copy into the checkpoint's subfolder hf/, by the name of the copy.
+        progress: records what this rank is doing, for messages about a save that does not end.
+        finite: whether to raise if a tensor has NaN or infinite elements.
 
     Raises:
         CheckpointError: on all ranks, if anything fails on one.
@@ -132,7 +133,13 @@ class StoredTensors:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.stored.items()}
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a tensor in its stored dtype on the CPU, or the block of it with this offset and shape."""
+        """Return a block of a stored tensor, in its stored dtype on the CPU; CheckpointError if the name is unknown.
+
+        Args:
+            name: the tensor's name.
+            offset: where the block begins in the full tensor; None for the origin.
+            shape: the block's shape; None for the full tensor's.
+        """
         if name not in self.stored:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         full_shape, dtype = self.tensors[name]
@@ -144,7 +151,7 @@ class StoredTensors:
         """Fill local shards in place from the files, converting dtypes. Not collective.
 
         Args:
-            targets: the stored tensor's name and the shard to fill; the keys are the caller's own.
+            targets: pairs of a stored tensor's name and the shard of it to fill, under any keys, which are not used.
         """
         blocks_by_file: dict[str, dict[StoredBlock, list[tuple[str, TensorShard]]]] = {}
         for name, shard in targets.values():
@@ -198,7 +205,7 @@ class Checkpoint(StoredTensors):
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open one checkpoint's folder for reading; CheckpointError if it has no valid manifest."""
+    """Open one checkpoint's folder for reading, and read its manifest; CheckpointError if it has no valid one."""
     return Checkpoint(Path(path))
 
 
@@ -213,11 +220,11 @@ def write_checkpoint(
     """Write a checkpoint that does not come from training, such as a converted one. Collective over the group.
 
     Args:
-        path: its folder.
-        tensors: what this rank writes, by name in the checkpoint.
-        record: the manifest's record.
-        overwrite: replace what is there; otherwise an existing folder is refused.
-        carried: files to copy into hf/, by their names there.
+        path: the checkpoint's folder, which is made.
+        tensors: what this rank writes of each tensor, by the tensor's name in the checkpoint.
+        record: the record of manifest.json: the model's config, the step and the like.
+        overwrite: replace an existing folder; otherwise it raises a CheckpointError.
+        carried: paths of files to copy into the checkpoint's subfolder hf/, by the name of the copy.
         group: the ranks that write together; None for a single process.
     """
     target = Path(path)

@@ -18,23 +18,33 @@ from titanmoe.config.schema import Config, Job
 
 
 def is_resumable(options: Options) -> bool:
-    """Return whether starting a run of this name again resumes it; otherwise each start gets a folder of its own."""
+    """Return whether a run with these options resumes when it is started a second time under the same job.name.
+
+    If it does not, each start gets a folder of its own.
+    """
     return options.enable and options.load != "none"
 
 
 def run_folder(job: Job) -> Path:
-    """Return the folder of a run that can be resumed: {job.dump_folder}/{job.name}."""
+    """Return the folder of a run that resumes when started again: {job.dump_folder}/{job.name}."""
     return Path(job.dump_folder) / (job.name or "run")
 
 
 def checkpoints_folder(run: Path, options: Options) -> Path:
-    """Return the folder of a run's checkpoints: in the run's folder, or under an absolute checkpoint.folder."""
+    """Return the folder that holds a run's checkpoints.
+
+    It is in the run's folder, or under checkpoint.folder by the run's name if that option is an absolute path.
+
+    Args:
+        run: the run's folder.
+        options: [checkpoint] of the run's config.
+    """
     folder = Path(options.folder)
     return folder / run.name if folder.is_absolute() else run / folder
 
 
 def has_begun(config: Config) -> bool:
-    """Return whether the run has a checkpoint of its own to resume from; ConfigError if the disk does not answer."""
+    """Return whether the run's own folder has checkpoints to resume from; ConfigError if the disk does not answer."""
     try:
         return is_resumable(config.checkpoint) and _has_checkpoints(
             checkpoints_folder(run_folder(config.job), config.checkpoint)
@@ -61,9 +71,9 @@ def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]
     """Return the checkpoint that checkpoint.load asks for, or with "auto" the run's newest intact one.
 
     Args:
-        options: the recipe's [checkpoint].
+        options: [checkpoint] of the run's config.
         run: the run's folder.
-        damage: returns what is wrong with a checkpoint's folder, a line each.
+        damage: returns a line for each thing that is wrong with a checkpoint's folder; none if it is intact.
 
     Raises:
         CheckpointError: there are checkpoints and none can be used, or the one asked for is damaged or absent.
@@ -83,7 +93,10 @@ def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]
 
 
 def base_weights_name(options: Options) -> str:
-    """Return the name of the weights on which new adapters begin: a model, a checkpoint, or "" for random ones."""
+    """Return the name of the frozen weights on which a new run trains LoRA adapters.
+
+    It names a Hugging Face model or a checkpoint; "" for random weights.
+    """
     return options.initial_hf or (options.load if options.model_only else "")
 
 
@@ -100,7 +113,12 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def _newest_intact(folder: Path, damage: Callable[[Path], list[str]], is_own_run: bool = True) -> StartPoint:
-    """Return the newest intact checkpoint of a folder that has some.
+    """Return a start from the newest intact checkpoint in a folder, with notes on the newer ones that cannot be used.
+
+    Args:
+        folder: the checkpoints of a run.
+        damage: returns a line for each thing that is wrong with a checkpoint's folder; none if it is intact.
+        is_own_run: whether they are checkpoints of the run that starts, not of another run that it loads from.
 
     Raises:
         CheckpointError: none is intact. Starting from scratch instead would silently lose the run.
@@ -142,7 +160,15 @@ def _checkpoint_of_step(folder: Path | None, step: int, damage: Callable[[Path],
 
 
 def start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
-    """Return the checkpoint in a folder of any run: the folder itself, or the newest intact one in it."""
+    """Return a start from a checkpoint's folder, or from the newest intact checkpoint of a run's folder.
+
+    Args:
+        path: the folder of a checkpoint, of a run, or of a run's checkpoints.
+        damage: returns a line for each thing that is wrong with a checkpoint's folder; none if it is intact.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or none is intact.
+    """
     if safe_files.exists(path / layout.MANIFEST):
         _check_intact(path, damage)
         return StartPoint(path)
@@ -159,9 +185,10 @@ def _check_intact(path: Path, damage: Callable[[Path], list[str]]) -> None:
 
 
 def record_to_resume(config: Config) -> dict[str, Any]:
-    """Return the record of the checkpoint that this run will resume from, {} if none, before anything is built.
+    """Return the manifest's record of the checkpoint that this run will resume from; {} if it resumes from none.
 
-    Only manifests are read; damage to other files is found when they are loaded. Not collective: every rank looks.
+    The record has the config, mapping, step and tokens of the run that saved. Only manifests are read, before the model
+    is built; damage to other files is found when they are loaded. Not collective: every rank looks.
 
     Raises:
         ConfigError: the file system does not answer, so it is unknown whether there is a checkpoint.
@@ -170,7 +197,13 @@ def record_to_resume(config: Config) -> dict[str, Any]:
 
 
 def checkpoint_to_resume(config: Config) -> tuple[Path | None, dict[str, Any]]:
-    """Return the folder and the record of the checkpoint that this run will resume from; None and {} if none."""
+    """Return the folder and the manifest's record of the checkpoint that this run will resume from; (None, {}) if none.
+
+    Only manifests are read. Not collective: every rank looks.
+
+    Raises:
+        ConfigError: the file system does not answer, so it is unknown whether there is a checkpoint.
+    """
     try:
         start = choose_start(config.checkpoint, run_folder(config.job), _manifest_damage)
         if start.path is None or start.model_only:

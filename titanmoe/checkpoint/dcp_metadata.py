@@ -26,10 +26,10 @@ from titanmoe.checkpoint.safe_files import CheckpointError, write_error
 
 
 def write_dcp_metadata(path: Path) -> int:
-    """Write a checkpoint's .metadata, all of it or nothing, and return how many tensors it lists.
+    """Write a checkpoint's .metadata for torch.distributed.checkpoint, atomically; return how many tensors it lists.
 
     Raises:
-        CheckpointError: if files of the checkpoint are missing or have another size, or it cannot be written.
+        CheckpointError: files of the checkpoint are missing or have another size, or .metadata cannot be written.
     """
     if broken := layout.find_damage(path, contents=False):
         raise CheckpointError("; ".join(broken))

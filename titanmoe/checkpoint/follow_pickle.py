@@ -52,13 +52,15 @@ class DictItems(list[tuple[Any, Any]]):
 
 
 def follow(pickled: bytes, operations: Collection[str], what: str, names: Collection[str] | None = None) -> Any:
-    """Return what a pickle describes; ValueError if it is damaged or has other operations.
+    """Return what a pickle describes, without importing or calling anything; ValueError if it is damaged.
+
+    Functions and classes become GlobalName, calls and objects PickledCall, dicts DictItems, persistent ids StorageRef.
 
     Args:
-        pickled: The pickle.
-        operations: Names of the operations it may have.
-        what: What it should describe, for the message.
-        names: The functions and classes it may name; None for any.
+        pickled: the pickle.
+        operations: names of the pickle operations that it may have; a ValueError names any other.
+        what: what the pickle should describe, for the error's message.
+        names: the functions and classes that it may name, as "MODULE NAME"; None for any.
     """
     stack: list[Any] = []
     marks: list[int] = []

@@ -70,12 +70,12 @@ def find_full_model(path: Path) -> FullModel:
 
 
 def fill_shards(targets: Targets, source_model: FullModel, model: Model) -> None:
-    """Fill this rank's shards in place from a model's files. Not collective.
+    """Fill this rank's shards of a model in place from the files of `source_model`. Not collective.
 
     Args:
-        targets: the shards to fill (state.shards_to_load).
+        targets: the shards to fill, with the names of their stored tensors, as `shards_to_load` returns them.
         source_model: the model to read.
-        model: [model] of what is filled, which may lack multi-token prediction.
+        model: [model] of the model to fill; multi-token prediction in a Hugging Face folder is left out.
     """
     if source_model.step is not None:
         from titanmoe.checkpoint.checkpoint_folder import Checkpoint

@@ -83,7 +83,7 @@ def _explain_absent(folder: Path) -> str:
 
 
 def checkpoints_by_step(folder: Path) -> dict[int, Path]:
-    """Return the complete checkpoints in a folder by step, in ascending order."""
+    """Return the folders of all complete checkpoints in a folder, by step in ascending order."""
     by_step = {int(m[1]): folder / name for name in _entries(folder) if (m := _NAME.fullmatch(name))}
     return dict(sorted(by_step.items()))
 
@@ -96,7 +96,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def read_latest(folder: Path) -> str:
-    """Return the checkpoint's name in the file `latest`; "" if there is none or it cannot be read."""
+    """Return the name of the last checkpoint made, from the text file `latest`; "" if it cannot be read."""
     try:
         return safe_files.read(folder, LATEST, 256).decode().strip()
     except (*NOT_FOUND_ERRORS, CheckpointError, UnicodeDecodeError):
@@ -104,11 +104,11 @@ def read_latest(folder: Path) -> str:
 
 
 def newest_first(folder: Path, unfinished: bool = False) -> list[Path]:
-    """Return a folder's checkpoints, the last written first. Those whose manifest cannot be read come before all.
+    """Return the paths of a run's checkpoints, the last written first; those with unreadable manifests come before all.
 
     Args:
-        folder: a run's checkpoints.
-        unfinished: include checkpoints that are complete but for their name, which the next start will give them.
+        folder: the folder of a run's checkpoints.
+        unfinished: include checkpoints that lack only their final name, which the next start of the run will give them.
     """
     checkpoints = list(checkpoints_by_step(folder).values())
     if unfinished:
@@ -123,7 +123,7 @@ def newest_first(folder: Path, unfinished: bool = False) -> list[Path]:
 
 
 def save_number(path: Path) -> float:
-    """Return a checkpoint's number in the order in which the run wrote them; infinite if it cannot be read."""
+    """Return a checkpoint's number in the order in which the run wrote them; infinite without a readable manifest."""
     try:
         return read_manifest(path).number
     except CheckpointError:
@@ -131,12 +131,15 @@ def save_number(path: Path) -> float:
 
 
 def find_damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
-    """Return what is wrong with a checkpoint's files, a line each; an empty list if it is intact.
+    """Return a line for each file of a checkpoint that is missing or damaged; an empty list if all are intact.
 
     Args:
         folder: the checkpoint.
         files: names of the files to check; None for all.
         contents: whether to read the files and compare checksums, and not only sizes.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
     """
     expected = read_manifest(folder).files
     lines = (
@@ -146,7 +149,14 @@ def find_damage(folder: Path, files: Iterable[str] | None = None, contents: bool
 
 
 def _damage_of(folder: Path, name: str, expected: Checksum, contents: bool) -> str:
-    """Return what is wrong with a file; "" if nothing is."""
+    """Return a line on what is wrong with one file of a checkpoint; "" if it is intact.
+
+    Args:
+        folder: the checkpoint.
+        name: the file's path in it.
+        expected: the size and CRC-32 that the file must have.
+        contents: whether to read the file and compare the CRC-32, and not only the size.
+    """
     file = folder / name
     try:
         size = with_retries(file, lambda: os.lstat(safe_files.safe_path(folder, name)).st_size)
@@ -190,7 +200,7 @@ def carried_files(folder: Path) -> dict[str, Path]:
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """Return the files of a folder by name; {} if it does not exist. CheckpointError if one is a link."""
+    """Return the paths of a folder's files by name; {} if there is no folder. CheckpointError if a file is a link."""
     names = (name for name in sorted(_entries(folder)) if not (folder / name).is_dir())
     return {name: require_regular(folder.parent, f"{folder.name}/{name}") for name in names}
 
@@ -207,7 +217,14 @@ def require_regular(folder: Path, name: str) -> Path:
 
 
 def clean_up_interrupted(folder: Path) -> list[str]:
-    """Finish or remove what interrupted writers left in a run's checkpoints; return lines to report."""
+    """Complete or remove the unfinished checkpoints that killed writers left; return lines for the log.
+
+    A checkpoint that lacks only its final name is renamed, or set aside under another name if it is damaged; all others
+    are deleted. One rank calls it when a run starts, before anything is saved.
+
+    Args:
+        folder: the folder of a run's checkpoints.
+    """
     notes = []
     for name in _entries(folder):
         entry, target = folder / name, folder / name.removesuffix(WRITING)
@@ -245,20 +262,29 @@ def make_empty(unfinished: Path) -> None:
 
 
 def erase_incomplete(unfinished: Path) -> None:
-    """Remove what a failed save has written, unless it lacks nothing but its name; what cannot be removed stays."""
+    """Remove the folder of a failed save, unless it has a manifest and lacks only its final name. Ignore OSErrors."""
     if not unfinished.is_symlink() and not os.path.lexists(unfinished / MANIFEST):
         erase(unfinished)
 
 
 def leftover_bytes(folder: Path) -> int:
-    """Return the bytes that the next start will free: of saves that were interrupted, and of removals."""
+    """Return the bytes on disk that the next start of a run will free: of interrupted saves and removals.
+
+    Args:
+        folder: the folder of a run's checkpoints.
+    """
     names = [name for name in _entries(folder) if _LEFT.search(name) and not os.path.islink(folder / name)]
     left = [folder / name for name in names if not os.path.lexists(folder / name / MANIFEST) or WRITING not in name]
     return sum(file.lstat().st_size for entry in left for file in entry.rglob("*") if file.is_file())
 
 
 def check_files(folder: Path, files: dict[str, Checksum]) -> dict[str, Checksum]:
-    """Read files back and return their checksums as given; CheckpointError if one differs."""
+    """Read files back from disk and return `files`; CheckpointError if one has another size or CRC-32.
+
+    Args:
+        folder: the folder of the files.
+        files: the size and CRC-32 that each file must have, by name.
+    """
     if broken := [
         line for name, expected in files.items() if (line := _damage_of(folder, name, expected, contents=True))
     ]:
@@ -279,9 +305,9 @@ def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _rename_into_place(unfinished: Path, target: Path) -> list[str]:
-    """Rename a checkpoint; return lines to report.
+    """Rename the folder of a completely written checkpoint to `target`; return lines for the log.
 
-    A run that went back to an earlier step may have a checkpoint of that name, which is removed.
+    A checkpoint that has that name already, because the run went back to an earlier step, is removed.
     """
     replaced = _rename_with_suffix(target, REMOVING) if os.path.lexists(target) else None
     os.rename(unfinished, target)
@@ -290,7 +316,7 @@ def _rename_into_place(unfinished: Path, target: Path) -> list[str]:
 
 
 def write_latest(folder: Path, name: str) -> None:
-    """Write a checkpoint's name to the file `latest`, atomically."""
+    """Write the name of a run's latest checkpoint to the file `latest` in the checkpoints' folder, atomically."""
     new_file = folder / f"{LATEST}.new"
     write_text(new_file, name + "\n")
     os.replace(new_file, folder / LATEST)
@@ -298,14 +324,14 @@ def write_latest(folder: Path, name: str) -> None:
 
 
 def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[str]:
-    """Remove old checkpoints; return lines to report.
+    """Remove old checkpoints; return lines for the log on what could not be removed.
 
     Args:
-        folder: a run's checkpoints.
-        newest: the one that has just been written and read back. Only what was written before it is removed, and what
-            cannot be read stays.
-        keep_last: how many to keep; 0 keeps all.
-        keep_every: also keep multiples of this number of steps; 0 for none.
+        folder: the folder of a run's checkpoints.
+        newest: the checkpoint that has just been written and read back. Only checkpoints written before it are removed,
+            and those whose manifest cannot be read stay.
+        keep_last: how many of the newest checkpoints to keep; 0 keeps all.
+        keep_every: also keep checkpoints whose step is a multiple of this; 0 keeps no others.
     """
     number_of = {path: save_number(path) for path in checkpoints_by_step(folder).values()}
     if not keep_last or number_of.get(newest, math.inf) == math.inf:
@@ -325,7 +351,7 @@ def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int) -> l
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint so that no start uses it and no retention removes it; return its new path."""
+    """Rename a checkpoint to NAME.passed-over, which no start reads and no retention removes; return its new path."""
     return _rename_with_suffix(path, PASSED_OVER)
 
 
@@ -338,7 +364,11 @@ def _rename_with_suffix(path: Path, suffix: str) -> Path:
 
 
 def erase(path: Path) -> list[str]:
-    """Remove a file, a folder, or a link but not its target; return lines to report, OSErrors among them."""
+    """Remove a file, a folder, or a link but not its target. An OSError is not raised but returned.
+
+    Returns:
+        Lines for the log: one if the path was a link or could not be removed, else none.
+    """
     try:
         if path.is_symlink():
             link_target = os.readlink(path)
@@ -376,7 +406,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def next_save_number(folder: Path) -> int:
-    """Return the number for a new checkpoint's manifest: one more than the highest in the folder."""
+    """Return the number for a new checkpoint's manifest: one more than the highest among the folder's checkpoints."""
     numbers = [0]
     for path in checkpoints_by_step(folder).values():
         with contextlib.suppress(CheckpointError):

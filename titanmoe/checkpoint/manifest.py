@@ -60,7 +60,7 @@ class Manifest:
 
 
 def with_checksum(text: str) -> str:
-    """Return a manifest's text with the SHA-256 of everything else in it as its first entry."""
+    """Insert the SHA-256 of all other bytes into a manifest's JSON text, as its first entry; return the new text."""
     rest = f'",\n{text.removeprefix(OPEN)}'.encode()
     return (HEAD + _sha256(HEAD + rest) + rest).decode()
 
@@ -125,30 +125,34 @@ ENTRY_TYPES: dict[str, Any] = {
 """The type of each entry by key, "*" standing for any key. Other keys may hold anything nested at most DEEPEST."""
 
 
-def type_errors(value: Any, kind: Any, path: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield a line for each value that does not have the type that `kind` asks for.
+def type_errors(value: Any, expected: Any, path: str = "", depth: int = 0) -> Iterator[str]:
+    """Yield an error line for each value in parsed JSON that does not have the expected type.
 
     Args:
         value: parsed JSON.
-        kind: a type, one of COUNT, NUMBER, CRC and ANY, or a dict or list of these.
-        path: the value's place in the file, for the lines.
-        depth: how deep it is nested.
+        expected: a type, one of COUNT, NUMBER, CRC and ANY, or a dict or list of these.
+        path: the value's path in the file, for the lines.
+        depth: number of dicts and lists that the value is nested in.
     """
     if depth > DEEPEST:
         yield f"{path[:80]}... is nested deeper than {DEEPEST}"
-    elif isinstance(kind, dict) and isinstance(value, dict):
+    elif isinstance(expected, dict) and isinstance(value, dict):
         for key, item in value.items():
-            yield from type_errors(item, kind.get(key, kind.get("*", ANY)), f"{path}.{key}" if path else key, depth + 1)
-    elif isinstance(kind, list) and isinstance(value, list):
+            yield from type_errors(
+                item, expected.get(key, expected.get("*", ANY)), f"{path}.{key}" if path else key, depth + 1
+            )
+    elif isinstance(expected, list) and isinstance(value, list):
         for n, item in enumerate(value):
-            yield from type_errors(item, kind[0], f"{path}[{n}]", depth + 1)
-    elif kind == ANY:
+            yield from type_errors(item, expected[0], f"{path}[{n}]", depth + 1)
+    elif expected == ANY:
         if isinstance(value, dict | list):
             inner = value.values() if isinstance(value, dict) else value
             for item in inner:
                 yield from type_errors(item, ANY, path, depth + 1)
-    elif not _has_type(value, kind):
-        name = {dict: "a table", list: "a list"}.get(type(kind)) or (kind if isinstance(kind, str) else kind.__name__)
+    elif not _has_type(value, expected):
+        name = {dict: "a table", list: "a list"}.get(type(expected)) or (
+            expected if isinstance(expected, str) else expected.__name__
+        )
         yield f"{path} is {value_text(value)}, not {name}"
 
 
@@ -166,7 +170,7 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def flatten_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by path, such as "model.dim"."""
+    """Return the values of nested dicts in one dict by dotted path, such as "model.dim"."""
     out: dict[str, Any] = {}
     for name, value in table.items():
         out |= flatten_record(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -183,7 +187,11 @@ def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
 
 
 def unknown_fields(recorded: Mapping[str, Any]) -> list[str]:
-    """Return at most one line that names the fields of a recorded config that this version does not know."""
+    """Return one error line that names all fields of a recorded config that this version does not know; [] if none.
+
+    Args:
+        recorded: the config in a checkpoint's record, by dotted path.
+    """
     known = fields() | own_fields(recorded)
     unknown = [f"{path} = {value_text(value)}" for path, value in recorded.items() if path not in known]
     some = ", ".join(unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
@@ -191,7 +199,11 @@ def unknown_fields(recorded: Mapping[str, Any]) -> list[str]:
 
 
 def recorded_fields(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Return the values of a recorded config's fields, by path.
+    """Return the values of the config in a checkpoint's record by dotted path, converted to the fields' types.
+
+    Args:
+        record: the manifest's record.
+        source: the manifest's path, for messages.
 
     Raises:
         CheckpointError: this version does not know a field, one has the wrong type, or one names code that the user has

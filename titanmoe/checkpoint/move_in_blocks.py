@@ -45,7 +45,13 @@ def split_into_blocks(offset: Sizes, sizes: Sizes, itemsize: int, most: int) -> 
 
 
 def block_slices(offset: Sizes, sizes: Sizes, start: Sizes | None = None) -> tuple[slice, ...]:
-    """Return the index of a block in its tensor, or in a larger block that begins at `start`."""
+    """Return the slices that index a block in its tensor, or in a larger block of that tensor.
+
+    Args:
+        offset: where the block begins in the tensor.
+        sizes: the block's shape.
+        start: where the larger block begins in the tensor; None to index the tensor itself.
+    """
     at = [first - begin for first, begin in zip(offset, start or (0,) * len(offset), strict=True)]
     return tuple(slice(first, first + n) for first, n in zip(at, sizes, strict=True))
 
@@ -67,9 +73,12 @@ def empty(sizes: Sizes, dtype: torch.dtype) -> Tensor:
 
 
 def fill_in_blocks(out: Tensor, offset: Sizes, read: ReadBlock) -> Tensor:
-    """Fill `out`, the block of a tensor that begins at `offset`, in place and return it.
+    """Fill `out`, which is a block of a larger tensor, in place from smaller blocks, and return it.
 
-    Any dtype and device will do: blocks that `read` returns are converted as they are copied.
+    Args:
+        out: the block to fill, of any dtype and device: what `read` returns is converted as it is copied.
+        offset: where `out` begins in the larger tensor.
+        read: returns a block of the larger tensor, given its offset and sizes.
     """
     for at, sizes in split_into_blocks(offset, tuple(out.shape), out.itemsize, COPY_BLOCK_BYTES):
         out[block_slices(at, sizes, offset)].copy_(read(at, sizes))

@@ -16,10 +16,12 @@ Group = Any
 
 
 def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
-    """Return what `work` returns on each rank, in the group's order. Collective over the group; results are pickled.
+    """Call `work` on every rank and return the results of all ranks, in the group's order. Collective over the group.
+
+    Results are pickled.
 
     Raises:
-        CheckpointError: on all ranks with every distinct reason, if it raised one or an OSError on any.
+        CheckpointError: on all ranks with every distinct reason, if `work` raised one or an OSError on any rank.
     """
     own = _result(work)
     results: list[Any] = [own]
@@ -33,10 +35,12 @@ def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
 
 
 def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
-    """Return what work returns on the group's rank `source`, the only one that calls it. Collective over the group.
+    """Call `work` on the group's rank `source` alone and return its result on all ranks. Collective over the group.
+
+    The result is pickled.
 
     Raises:
-        CheckpointError: on all ranks, if it fails.
+        CheckpointError: on all ranks, if `work` raised one or an OSError.
     """
     answer: list[Any] = [None]
     if group is None or dist.get_rank(group) == source:
@@ -50,7 +54,7 @@ def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
 
 
 def _result(work: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what `work` returns and "", or None and why it failed."""
+    """Return what `work` returns and "", or None and the message of the CheckpointError or OSError that it raised."""
     try:
         return work(), ""
     except CheckpointError as error:

@@ -50,12 +50,12 @@ class Adapters:
         return [name for name in names.names(self.model) if adapter_names(name)[0] in self.tensors]
 
     def pair(self, matrix: str) -> tuple[LazyTensor, LazyTensor]:
-        """Return A and B of a weight."""
+        """Return the LoRA matrices A (rank, inputs) and B (outputs, rank) of the weight with this name."""
         down, up = adapter_names(matrix)
         return self.tensors[down], self.tensors[up]
 
     def rank(self, matrix: str) -> int:
-        """Return the rank of a weight's adapter."""
+        """Return the LoRA rank of the adapter of the weight with this name."""
         return self.tensors[adapter_names(matrix)[0]].shape[-2]
 
 
@@ -80,7 +80,10 @@ def read_checkpoint_adapters(path: Path) -> Adapters:
 
 
 def lora_mismatches(adapters: Adapters, config: Config) -> list[str]:
-    """Return how [lora] of a config differs from the adapters, a line each with what to set."""
+    """Return a line for each way in which a config's [lora] does not fit the adapters; [] if it fits.
+
+    Alpha, ranks and the choice of weights (lora.targets) are compared. Each line has the value to set.
+    """
     tuning, matrices = Tuning.of(config), adapters.matrices
     theirs = {"lora.alpha": adapters.lora.alpha}
     ours: dict[str, float] = {"lora.alpha": config.lora.alpha, "lora.rank": tuning.rank}
@@ -109,12 +112,12 @@ def _list_matrices(matrices: set[str]) -> str:
 
 
 def name_in_block(name: str) -> str:
-    """Return a weight's name without its block, such as attention.wq.weight."""
+    """Return a weight's name without the prefix of its layer: attention.wq.weight for layers.3.attention.wq.weight."""
     return re.sub(r"^(layers\.\d+|mtp\.\d+\.block)\.", "", name)
 
 
 def targets_choosing(model: Model, matrices: list[str]) -> list[str]:
-    """Return patterns for lora.targets that choose these weights and no others."""
+    """Return patterns for the option lora.targets that choose the weights in `matrices` and no others."""
     everything, chosen, out = names.names(model), set(matrices), {}
     for name in matrices:
         alike = [other for other in everything if name_in_block(other) == name_in_block(name)]

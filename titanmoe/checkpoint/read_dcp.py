@@ -36,11 +36,11 @@ class DcpFolder(StoredTensors):
     """Tensors that another program saved through torch.distributed.checkpoint, open for reading."""
 
     def __init__(self, path: Path, begins: tuple[str, ...]):
-        """Read .metadata.
+        """Parse the folder's .metadata and find the blocks of its tensors. No tensor is read yet.
 
         Args:
-            path: The folder.
-            begins: How the names of the tensors to read begin.
+            path: the folder.
+            begins: prefixes of the names of the tensors to read; names of other entries are kept in `others`.
 
         Raises:
             CheckpointError: with one line, if the folder or its .metadata is not what torch writes.
@@ -62,7 +62,15 @@ class DcpFolder(StoredTensors):
             raise safe_files.read_error(path / layout.DCP_METADATA, error) from None
 
     def _entries(self, metadata: Any, begins: tuple[str, ...]) -> dict[str, Any]:
-        """Return dtype, shape and blocks by name, as tensors.json has them."""
+        """Translate a parsed Metadata of torch to entries as in tensors.json.
+
+        Args:
+            metadata: what the pickle in .metadata describes.
+            begins: prefixes of the names of the tensors to read; names of other entries are added to `others`.
+
+        Returns:
+            By tensor name: a dict with the tensor's "dtype", "shape" and "blocks".
+        """
         fields = _fields(metadata, "Metadata")
         places = {}
         for key, value in _items(fields["storage_data"]):
@@ -89,11 +97,11 @@ class DcpFolder(StoredTensors):
         return entries
 
 
-def _fields(value: Any, kind: str, wrong: str = "") -> dict[str, Any]:
-    """Return the fields of an object of a class; ValueError if it is something else."""
-    name = kind if " " in kind else f"{_CLASSES} {kind}"
+def _fields(value: Any, class_name: str, wrong: str = "") -> dict[str, Any]:
+    """Return the attributes of a pickled object by name; ValueError if its class is not `class_name`."""
+    name = class_name if " " in class_name else f"{_CLASSES} {class_name}"
     if not isinstance(value, PickledCall) or value.function != GlobalName(name):
-        raise ValueError(wrong or f"something in it is not a {kind.rpartition(' ')[2]}")
+        raise ValueError(wrong or f"something in it is not a {class_name.rpartition(' ')[2]}")
     return {key: item for key, item in _items(value.state) if type(key) is str}
 
 

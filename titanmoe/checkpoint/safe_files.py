@@ -91,7 +91,7 @@ def exists(path: Path) -> bool:
 
 
 def safe_path(folder: Path, name: str) -> Path:
-    """Return the real path of a regular file inside the folder; CheckpointError if a link leads to it.
+    """Return the resolved path of a regular file in the folder; CheckpointError if a symbolic link leads to it.
 
     Folders of Hugging Face's cache (models--x/snapshots/y) consist of links to models--x/blobs, which are followed.
     """
@@ -120,10 +120,15 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def open_in(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file of the folder and return its descriptor. The folder itself may be a link.
+    """Open a regular file in a folder and return its descriptor. The folder itself may be a link.
 
     Each component is opened relative to the one before and not followed if it is a link, so nothing that is put in its
     place meanwhile leads elsewhere.
+
+    Args:
+        folder: the folder.
+        name: the file's path in the folder.
+        flags: flags of os.open.
 
     Raises:
         NotRegularFile: it is a link, a pipe, a folder or a device.
@@ -157,7 +162,7 @@ def _open_at(at: int, part: str, flags: int, shown: Path) -> int:
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:
-    """Open a regular file of the folder for reading; CheckpointError if it is something else."""
+    """Open a regular file in a folder for reading, retrying temporary errors; an error if it is a link."""
 
     def opened() -> BinaryIO:
         try:
@@ -171,7 +176,7 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 
 
 def write(folder: Path, name: str, data: bytes) -> None:
-    """Write a file of the folder, replacing an existing one; OSError if that is a link."""
+    """Write `data` to a file in a folder, replacing an existing file; OSError if the file is a link."""
     with open(open_in(folder, name, WRITE), "wb") as stream:
         stream.write(data)
 
@@ -186,7 +191,7 @@ def refuse_link(path: Path) -> Path:
 
 
 def read(folder: Path, name: str, limit: int) -> bytes:
-    """Return the contents of a file; CheckpointError if it has more than `limit` bytes."""
+    """Return the contents of a file in a folder; CheckpointError if it has more than `limit` bytes."""
 
     def read_stream() -> bytes:
         with open_file(folder, name) as stream:
@@ -210,7 +215,7 @@ def write_error(file: Path, error: OSError, missing: int) -> str:
 
     Args:
         file: the file being written.
-        error: what the system said.
+        error: the error that the write raised.
         missing: bytes that are still to be written, at least.
     """
     text = f"{file}: {error.strerror}"

@@ -54,9 +54,12 @@ class SavedTensor(NamedTuple):
 
 
 def read_saved_tensor(file: BinaryIO) -> SavedTensor:
-    """Return the layout of the one tensor in the file; ValueError if it is not what torch.save writes.
+    """Return dtype, shape, strides and position of the one tensor in a torch.save file, without its elements.
 
-    Reads only the archive's directory and its pickle, of at most MOST_BYTES each.
+    Reads only the zip archive's directory and its pickle, of at most MOST_BYTES each.
+
+    Raises:
+        ValueError: the file is not what torch.save writes for one tensor.
     """
     try:
         archive = zipfile.ZipFile(file)
@@ -79,7 +82,7 @@ def read_saved_tensor(file: BinaryIO) -> SavedTensor:
 
 
 def _place(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """Return where the contents of a file of the archive begin and end."""
+    """Return the positions in `file` of the first byte of a zip entry's contents, and after the last byte."""
     file.seek(entry.header_offset)
     mark, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     if mark != b"PK\3\4":

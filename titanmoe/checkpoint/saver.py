@@ -93,6 +93,11 @@ class Saver:
         With checkpoint.save = "async" the tensors are copied to CPU memory and written in a thread; with "sync" it
         returns once the checkpoint is complete. Collective over all ranks.
 
+        Args:
+            step: the training step, which names the checkpoint.
+            shards: this rank's shards of the run's state, by the tensor's name in the checkpoint.
+            record: the manifest's record of the run: config, mapping, tokens and the like.
+
         Raises:
             CheckpointError: the previous save failed, or with "sync" this one did.
         """
@@ -123,7 +128,7 @@ class Saver:
         return bool(self._failure) or late
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Collective over all ranks.
+        """Wait until the save that `save` began, if any, is complete. Collective over all ranks.
 
         Raises:
             CheckpointError: on all ranks, if the save failed on one or exceeded checkpoint.timeout_s.
@@ -149,7 +154,11 @@ class Saver:
         )
 
     def _copy_to_staging(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copy tensors to a CPU buffer that is reused by later saves; page-locked for GPUs, so the copies are async."""
+        """Copy tensors into one CPU buffer and return the copies, in the same order.
+
+        Later saves reuse the buffer. It is page-locked if the tensors are on a GPU: then the copies are asynchronous,
+        and not complete until the device is synchronised.
+        """
         ends = list(accumulate(-(-x.nbytes // ALIGNED) * ALIGNED for x in tensors))
         if not ends:
             return []
@@ -200,9 +209,12 @@ class Saver:
         return Manifest(step, number, sums, record)
 
     def carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
-        """Copy the files that `find` returns on rank 0 to the run's hf/, from which every checkpoint gets a copy.
+        """Copy config and tokenizer of the model that the run started from to the folder hf/ beside its checkpoints.
 
-        They are the config and tokenizer of the model that the run started from. Collective over all ranks.
+        Every checkpoint gets a copy of that folder. Collective over all ranks.
+
+        Args:
+            find: returns the files' paths by name; called on rank 0 alone.
         """
 
         def copy() -> None:

@@ -39,13 +39,17 @@ def shards_to_load(
     moments: Mapping[str, Mapping[str, Tensor]] | None,
     tied: bool,
 ) -> Targets:
-    """Return this rank's shards of the state, which a load fills in place.
+    """Return this rank's shards of weights, buffers and optimizer state, which a load fills in place.
 
     Args:
         parameters: parameters by their names in checkpoints.
         buffers: persistent buffers, full on this rank.
         moments: the optimizer's state by parameter and by name of the moment; None for weights alone.
         tied: whether the embedding and the head are one stored tensor.
+
+    Returns:
+        By name on this rank, such as "model.NAME" or "optimizer.MOMENT.NAME": the name of the stored tensor, and the
+            shard.
     """
     out: Targets = {}
     for name, parameter in parameters.items():
@@ -60,7 +64,11 @@ def shards_to_load(
 
 
 def shards_to_save(named_shards: Targets) -> dict[str, TensorShard]:
-    """Return the shards to write by stored name; of tied weights, only the first."""
+    """Return the shards to write by the stored tensor's name; of tied weights, which share one, only the first.
+
+    Args:
+        named_shards: this rank's shards, as `shards_to_load` returns them.
+    """
     return {stored: shard for name, (stored, shard) in named_shards.items() if name == stored}
 
 
@@ -76,7 +84,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def run_record(config: Config, fold: Fold) -> dict[str, Any]:
-    """Return the entries that describe the run in the record of each of its checkpoints."""
+    """Return the manifest entries that describe a run: "seed", "config", "mapping" and "versions" (titanmoe, torch)."""
     from titanmoe import __version__
 
     return {
@@ -99,10 +107,14 @@ DEFAULT_OPTIMIZER = "adamw"
 
 
 def keeps_weights(name: str, family: str) -> bool:
-    """Return whether changing a field of [model] keeps the names and shapes of all weights.
+    """Return whether a model has weights of the same names and shapes after this field of [model] is changed.
 
-    full_attention_every does in families whose other layers are attention with a window, and not in those with linear
-    attention, which has weights of its own.
+    The field full_attention_every keeps them in families whose other layers are attention with a window, but not in
+    those with linear attention, which has weights of its own.
+
+    Args:
+        name: the field's name, without "model.".
+        family: the model's family.
     """
     if name == "full_attention_every":
         return family_of(family).mixer is attention
@@ -115,11 +127,11 @@ def _determines_shapes(path: str, family: str) -> bool:
 
 
 def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return a line for each field of [model] that has changed and with which the checkpoint's weights do not fit.
+    """Return an error line for each changed field of [model] with which the checkpoint's weights do not fit the model.
 
     Args:
-        old: the config of the run that saved, by path.
-        new: the config of this run, by path.
+        old: the config of the run that saved, by dotted path.
+        new: the config of this run, by dotted path.
     """
     return [
         f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
@@ -133,12 +145,12 @@ ADAPTERS = ("lora.rank", "lora.experts_rank", "lora.targets")
 
 
 def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: bool, adapters: bool) -> list[str]:
-    """Return why a checkpoint's adapters do not fit this run.
+    """Return an error line for each reason why a checkpoint of LoRA adapters does not fit this run; [] if it fits.
 
     Args:
-        old: the config of the run that saved, by path.
-        new: the config of this run, by path.
-        has_base: whether the checkpoint has adapters alone.
+        old: the config of the run that saved, by dotted path.
+        new: the config of this run, by dotted path.
+        has_base: whether the checkpoint has adapters alone, for base weights that are stored elsewhere.
         adapters: whether this run trains adapters.
     """
     if has_base and adapters:
@@ -157,15 +169,15 @@ def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: b
 def refused_record(
     record: Mapping[str, Any], now: Mapping[str, Any], path: Any, adapters: bool, model_only: bool, initial_adapter: str
 ) -> list[str]:
-    """Return why a run cannot begin or resume from a checkpoint, as far as its manifest says, a line each.
+    """Return an error line for each reason, found in its manifest alone, why a run cannot start from a checkpoint.
 
     Args:
         record: the manifest's record.
-        now: the run's config, by path.
+        now: the run's config, by dotted path.
         path: the checkpoint's folder, for the messages.
         adapters: whether the run trains adapters.
-        model_only: whether it takes weights alone.
-        initial_adapter: the PEFT folder from which its adapters begin; "" if none.
+        model_only: whether the run takes weights alone, and begins at step 0.
+        initial_adapter: the PEFT folder from which the run's adapters begin; "" if none.
     """
     old, has_base = flatten_record(record.get("config", {})), "base" in record
     problems = unknown_fields(old) + refused_shapes(old, now) + refused_adapters(old, now, has_base, adapters)
@@ -187,7 +199,12 @@ def refused_record(
 
 
 def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return a line if checkpoint.initial_hf names another model than when the resumed run began."""
+    """Return an error line if checkpoint.initial_hf names another model than when the resumed run began; else [].
+
+    Args:
+        old: the config of the run that saved, by dotted path.
+        new: the config of this run, by dotted path.
+    """
     path = "checkpoint.initial_hf"
     before, now = old.get(path), new[path]
     if before is None or not now or resolve_place(before) == resolve_place(now):
@@ -203,7 +220,13 @@ def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 
 
 def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
-    """Return a line if training.freeze has changed, so that the checkpoint has moments of other parameters."""
+    """Return an error line if training.freeze has changed, so that the checkpoint lacks moments of parameters; else [].
+
+    Args:
+        old: the config of the run that saved, by dotted path.
+        new: the config of this run, by dotted path.
+        path: the checkpoint's folder, for the message.
+    """
     before, now = old.get("training.freeze", []), new["training.freeze"]
     if sorted(before) == sorted(now):
         return []
@@ -215,7 +238,13 @@ def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) ->
 
 
 def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
-    """Return a line if the checkpoint's moments are those of another optimizer."""
+    """Return an error line if the checkpoint has the optimizer state of another optimizer than this run's; else [].
+
+    Args:
+        old: the config of the run that saved, by dotted path.
+        new: the config of this run, by dotted path.
+        path: the checkpoint's folder, for the message.
+    """
     before, now = old.get("optimizer.name", DEFAULT_OPTIMIZER), new["optimizer.name"]
     routers = "optimizer.router_matrix"
     if before == now and old.get(routers, new[routers]) != new[routers]:
@@ -234,7 +263,14 @@ def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Any)
 
 
 def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return a line for each changed field outside [checkpoint], [job] and [metrics], and notes on what follows."""
+    """Return lines for the log on fields that differ between two configs, and notes on what the changes lead to.
+
+    Fields of [checkpoint], [job] and [metrics] are left out.
+
+    Args:
+        old: the config of the run that saved, by dotted path.
+        new: the config of this run, by dotted path.
+    """
     changed = [
         f"{path}: {toml_value(old[path])} -> {toml_value(new[path])}"
         for path in new
@@ -244,7 +280,12 @@ def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _grouping_notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return notes on losses and drops that change because samples or tokens are grouped differently than before."""
+    """Return lines for the log on losses and token drops that change because samples or tokens are grouped differently.
+
+    Args:
+        old: the config of the run that saved, by dotted path.
+        new: the config of this run, by dotted path.
+    """
     notes = []
     if old.get("training.global_batch_size") != new["training.global_batch_size"]:
         notes.append("note: the global batch has changed; the loss curve differs from here on")

@@ -51,7 +51,7 @@ class StoredTensor:
 
 
 def to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
-    """Return the contents of tensors.json, a line for each tensor."""
+    """Return the contents of tensors.json for a checkpoint's tensors, with one line for each tensor."""
     lines = []
     for name, tensor in sorted(tensors.items()):
         blocks = [[b.offset, b.shape, b.file, b.start, b.bytes] for b in tensor.blocks]
@@ -61,12 +61,21 @@ def to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def from_json(data: bytes, files: Mapping[str, Checksum]) -> dict[str, StoredTensor]:
-    """Parse tensors.json; ValueError, KeyError or TypeError if it is not something that to_json writes."""
+    """Parse the contents of tensors.json; ValueError, KeyError or TypeError if `to_json` cannot have written them.
+
+    Args:
+        data: the contents.
+        files: size and CRC-32 of the checkpoint's files by name; blocks must lie within these sizes.
+    """
     return parse_entries(parse_json(data), files)
 
 
 def parse_entries(entries: Mapping[str, Any], files: Mapping[str, Checksum]) -> dict[str, StoredTensor]:
     """Return the tensors that the entries of a tensors.json describe, checked against the sizes of the files.
+
+    Args:
+        entries: dicts with "dtype", "shape" and "blocks", by tensor name.
+        files: size and CRC-32 of the checkpoint's files, by name.
 
     Raises:
         ValueError, KeyError, TypeError: blocks do not make up a tensor, overlap, or are not within their file.
@@ -161,7 +170,16 @@ class StridedData(NamedTuple):
     dtype: torch.dtype
 
     def read(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
-        """Read a block: all bytes from its first element to its last, or in two reads if most would be in between."""
+        """Return a block of the tensor, read from an open file.
+
+        It reads all bytes from the block's first element to its last, or splits the block if most of them are not the
+        block's.
+
+        Args:
+            file: the open file.
+            offset: where the block begins in the tensor.
+            sizes: the block's shape.
+        """
         first, last = self._flat_index(offset), self._flat_index(tuple(map(add, offset, [n - 1 for n in sizes])))
         length = 1 + last - first
         if length > 2 * prod(sizes) and length * self.dtype.itemsize > COPY_BLOCK_BYTES:
@@ -184,12 +202,21 @@ class StridedData(NamedTuple):
         return sum(map(mul, indices, self.strides))
 
     def end(self, shape: Sizes) -> int:
-        """Return the position after the last byte of a tensor of this shape."""
+        """Return the position in the file after the last byte of the tensor, given its shape."""
         return self.start + (1 + self._flat_index(tuple(n - 1 for n in shape))) * self.dtype.itemsize
 
 
 def locate_data(block: StoredBlock, dtype: torch.dtype, file: BinaryIO) -> StridedData:
-    """Return where the elements of a block are in its file; ValueError if it does not hold what tensors.json says."""
+    """Return where in its file the elements of a stored block are.
+
+    Args:
+        block: the block, as tensors.json describes it.
+        dtype: the tensor's dtype in tensors.json.
+        file: the open file that has the block.
+
+    Raises:
+        ValueError: the file does not have a tensor of this shape and dtype there.
+    """
     saved = read_saved_tensor(_BlockFile(file, block))
     if (saved.shape, saved.dtype) != (block.shape, dtype):
         raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSOR_INDEX} says")
@@ -200,7 +227,13 @@ def locate_data(block: StoredBlock, dtype: torch.dtype, file: BinaryIO) -> Strid
 
 
 def intersection(block: StoredBlock, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:
-    """Return offset and sizes of what a stored block and a shard have in common; None if nothing."""
+    """Return the overlap of a stored block with a shard as offset in the full tensor and sizes; None if empty.
+
+    Args:
+        block: the stored block.
+        offset: where the shard begins in the full tensor.
+        sizes: the shard's shape.
+    """
     starts, common = [], []
     for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True):
         starts.append(max(a, b))
@@ -211,12 +244,12 @@ def intersection(block: StoredBlock, offset: Sizes, sizes: Sizes) -> tuple[Sizes
 
 
 def blocks_covering(stored: StoredTensor | None, full_shape: Sizes, offset: Sizes, sizes: Sizes) -> list[StoredBlock]:
-    """Return the stored blocks that a shard is made from; ValueError if they do not cover it.
+    """Return the stored blocks that overlap with a shard; ValueError if they do not cover all of it.
 
     Args:
-        stored: the stored tensor; None if the checkpoint has none of the name.
+        stored: the stored tensor; None if the checkpoint has no tensor of that name.
         full_shape: shape of the full tensor that the shard belongs to.
-        offset: where the shard begins in it.
+        offset: where the shard begins in the full tensor.
         sizes: the shard's shape.
     """
     if stored is None:

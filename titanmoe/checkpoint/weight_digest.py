@@ -27,7 +27,7 @@ INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_first_copy(parameter: nn.Parameter) -> bool:
-    """Return whether this rank is the first of the stage's ranks that hold this shard, so that copies count once."""
+    """Return whether this rank is the first of those that hold the same shard of a parameter."""
     if not isinstance(parameter, DTensor):
         return True
     place = parameter.device_mesh.get_coordinate()
@@ -36,7 +36,7 @@ def _is_first_copy(parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def digest_shard(name: str, parameter: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Return this rank's term of a parameter's digest, from its local shard. Not yet reduced modulo 2^64.
+    """Return the addend of this rank's local shard in the digest of a model's weights, not yet reduced modulo 2^64.
 
     Args:
         name: the parameter's name in checkpoints.
@@ -48,7 +48,14 @@ def digest_shard(name: str, parameter: Tensor, dtype: torch.dtype | None = None)
 
 
 def digest_in_blocks(name: str, shape: Sizes, read: ReadBlock, dtype: torch.dtype) -> int:
-    """Return the digest of a full tensor of which `read` returns one block at a time, cast to dtype."""
+    """Return the addend of a full tensor in the digest of a model's weights, reading the tensor block by block.
+
+    Args:
+        name: the tensor's name in checkpoints.
+        shape: the tensor's shape.
+        read: returns a block of the tensor, given its offset and sizes.
+        dtype: dtype to cast the elements to first.
+    """
     total = 0
     for offset, sizes in split_into_blocks((0,) * len(shape), shape, dtype.itemsize, COPY_BLOCK_BYTES):
         block = read(offset, sizes)
@@ -76,10 +83,10 @@ def frozen_digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
         group: the ranks that hold the model between them.
     """
 
-    def mine() -> int:
+    def local_digest() -> int:
         return sum(digest_shard(name, parameter) for name, parameter in frozen.items() if _is_first_copy(parameter))
 
-    return combine_digests(group, mine)
+    return combine_digests(group, local_digest)
 
 
 def model_digest(
@@ -94,7 +101,7 @@ def model_digest(
         group: the ranks that hold the model between them.
     """
 
-    def mine() -> int:
+    def local_digest() -> int:
         return sum(
             digest_shard(name, parameter, frozen_dtype(name, compute))
             for name, parameter in parameters.items()
@@ -103,9 +110,9 @@ def model_digest(
 
     by_rank = on_all_ranks(group, lambda: {name: digest_shard(name, buffer) for name, buffer in buffers.items()})
     of_buffers = {name: value for some in by_rank for name, value in some.items()}
-    return f"{(int(combine_digests(group, mine), 16) + sum(of_buffers.values())) % (1 << 64):016x}"
+    return f"{(int(combine_digests(group, local_digest), 16) + sum(of_buffers.values())) % (1 << 64):016x}"
 
 
-def combine_digests(group: Group, mine: Callable[[], int]) -> str:
-    """Sum the terms that `mine` returns on each rank into 16 hexadecimal digits. Collective over the group."""
-    return f"{sum(on_all_ranks(group, mine)) % (1 << 64):016x}"
+def combine_digests(group: Group, local_digest: Callable[[], int]) -> str:
+    """Sum `local_digest()` of all ranks, modulo 2^64, to 16 hexadecimal digits. Collective over the group."""
+    return f"{sum(on_all_ranks(group, local_digest)) % (1 << 64):016x}"

@@ -61,7 +61,7 @@ class TensorShard:
         return [(self.offset, self.sizes)] if self.tensor.numel() else []
 
     def get(self) -> Tensor:
-        """Return this rank's shard."""
+        """Return this rank's shard of the tensor, without copying."""
         return self.tensor
 
 
@@ -87,7 +87,7 @@ class LazyTensor:
         return split_into_blocks(self.offset, self.shape, self.dtype.itemsize, WRITE_BLOCK_BYTES)
 
     def get(self) -> Tensor:
-        """Return the full tensor."""
+        """Make and return the full tensor at once."""
         return self.read(self.offset, self.shape)
 
 
@@ -178,8 +178,8 @@ class CheckpointWriter(StorageWriter):
 
         Args:
             folder: where to write.
-            progress: told which file is being written.
-            finite: refuse NaN and infinity.
+            progress: records which file is being written, for messages about a save that does not end.
+            finite: whether to raise a NonFiniteError if a tensor has NaN or infinite elements.
         """
         self.folder, self.progress, self.finite = folder, progress, finite
         self.sums: dict[str, Checksum] = {}
@@ -232,9 +232,9 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def _check_finite(self, plan: SavePlan, planner: ShardPlanner) -> None:
-        """Raise NonFiniteError if what this rank writes has NaN or infinity.
+        """Raise NonFiniteError if a tensor that this rank writes has NaN or infinite elements. Not collective.
 
-        The plan is known by now, so replicas are checked by their writer alone and nothing is communicated.
+        The plan is known by now, so replicas are checked by the rank that writes them; small ones by all ranks.
         """
         own = {item.index.fqn for item in plan.items}
         shards = {
@@ -254,7 +254,7 @@ class CheckpointWriter(StorageWriter):
         self.progress.what = f"writing {self.current_file}"
 
     def _bytes_left(self, plan: SavePlan) -> int:
-        """Return the bytes that this rank still has to write."""
+        """Return the bytes of the plan that this rank has not yet written, for a message when the disk is full."""
         left = _planned_bytes(plan)
         with contextlib.suppress(OSError):
             left -= sum(file.stat().st_size for file in self.folder.glob(f"{plan.storage_data}-*"))
@@ -275,7 +275,11 @@ class CheckpointWriter(StorageWriter):
         self._write_bytes(TENSOR_INDEX, to_json(tensors))
 
     def copy_files(self, files: Mapping[str, Path]) -> None:
-        """Copy files into the checkpoint's hf/, under their names there."""
+        """Copy files into the checkpoint's subfolder hf/.
+
+        Args:
+            files: paths of the files, by the name of the copy.
+        """
         for name, source in files.items():
             (self.folder / layout.CARRIED).mkdir(exist_ok=True)
             self._write_bytes(
@@ -299,7 +303,7 @@ class CheckpointWriter(StorageWriter):
 
 @torch.no_grad()
 def describe_first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
-    """Return a text that names the first tensor with NaN or infinite elements and counts them; "" if there is none.
+    """Return a text that names the first tensor with NaN or infinite elements and counts them; "" if all are finite.
 
     Norms of all tensors come from one fused pass, and are finite only if every element is. A norm of finite elements
     can overflow too, so tensors with an infinite norm are checked element by element. Synchronises with the device.

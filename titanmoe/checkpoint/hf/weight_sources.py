@@ -206,7 +206,7 @@ def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases:
     """
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
 
-    def mine() -> int:
+    def local_digest() -> int:
         own = sorted(name for name in weights.tensors if biases or not name.endswith(EXPERT_BIAS))[rank::ranks]
         total = 0
         for name in own:
@@ -215,7 +215,7 @@ def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases:
             )
         return total
 
-    return weight_digest.combine_digests(group, mine)
+    return weight_digest.combine_digests(group, local_digest)
 
 
 def check_digest(
