@@ -52,15 +52,18 @@ FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). No
 
 
 class BackwardFactors(NamedTuple):
-    """FLOPs of a block's backward, relative to those of its forward."""
+    """FLOPs of backward relative to those of forward, for the parts of one block; below 2 where weights are frozen."""
 
     products: float = BACKWARD
+    """Of attention's projections."""
     scores: float = BACKWARD
+    """Of attention's scores and of their product with the values."""
     ffn: float = BACKWARD
+    """Of the dense network or the experts."""
 
 
 def _backward(config: Config) -> list[BackwardFactors]:
-    """Return the factors of each block, and last of the head (as ffn)."""
+    """Return the backward factors of each block, and as the last entry those of the head, whose `ffn` alone is used."""
     model, tuning = config.model, Tuning.of(config)
     if tuning.trains_all:
         return [BackwardFactors()] * (model.num_layers + model.mtp_depth + 1)
@@ -69,16 +72,24 @@ def _backward(config: Config) -> list[BackwardFactors]:
 
 
 def _slower_in_pieces(seq: int, cp: int) -> float:
-    """Return how much longer attention takes in cp shards than in one.
+    """Return the time of ring attention on cp ranks over the time of one kernel for the full sequence.
 
-    One shard is causal, over a rank's tokens, the others are not, and short ones are slower.
+    Each rank computes cp pairs of shards. One of them is causal, the others are not, and short ones are slower.
+
+    Args:
+        seq: tokens of a sample.
+        cp: ranks that the sample is sharded over.
     """
     short = cp / seq
     return ((1 + SHORT_CAUSAL * short) + (cp - 1) * (1 + SHORT * short)) / cp / (1 + SHORT_CAUSAL / seq)
 
 
 class BlockCosts(DispatchCosts):
-    """Costs of blocks for one model and batch. What several mappings share is priced once."""
+    """Forward and backward costs of a block for one model and batch, under any mapping.
+
+    Costs that several mappings share are cached: `attention`, `dense`, `experts`, `head` and `product` are the cached
+    versions of the private methods of those names.
+    """
 
     def __init__(
         self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0, stack: Stack = TITANMOE
@@ -110,30 +121,47 @@ class BlockCosts(DispatchCosts):
     # ---- pieces of both
 
     def _product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
-        """Return the seconds of one (m, k) by (k, n) product: by its FLOPs or its bytes, whichever take longer."""
+        """Return the seconds of one (m, k) by (k, n) product: by FLOPs or by bytes, whichever take longer.
+
+        Args:
+            m: rows of the left operand.
+            n: columns of the right operand.
+            k: the dim that is summed over.
+            peak: FLOPs per second of the device; 0 for those of the compute dtype.
+        """
         share = min(1.0, self.device.share(m, n, k) * self.factors.matrix)
         move_seconds = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
         return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
 
-    def _norms(self, elements: float, part: int) -> float:
-        return self.move_seconds(elements * (self.stack.norm[part] + self.stack.residual[part]))
+    def _norms(self, elements: float, direction: int) -> float:
+        return self.move_seconds(elements * (self.stack.norm[direction] + self.stack.residual[direction]))
 
-    def _activation(self, elements: float, part: int) -> float:
-        return self.move_seconds(elements * self.stack.swiglu[part])
+    def _activation(self, elements: float, direction: int) -> float:
+        return self.move_seconds(elements * self.stack.swiglu[direction])
 
-    def _row_copies(self, left: float, arrived: float, exchanged: bool, part: int) -> float:
-        """Return the seconds to copy routed tokens before they are sent, and back."""
-        regrouped = 2 * arrived * self.stack.regroup[part] * exchanged
-        return self.move_seconds(((left + arrived) * self.stack.permute[part] + regrouped) * self.model.dim)
+    def _row_copies(self, left: float, arrived: float, exchanged: bool, direction: int) -> float:
+        """Return the seconds to reorder routed tokens by expert before they are sent, and back after they return.
+
+        Args:
+            left: routed tokens that the rank sends.
+            arrived: routed tokens that the rank receives.
+            exchanged: whether there is an all-to-all, after which the arrived ones are reordered too.
+            direction: 0 forward, 1 backward.
+        """
+        regrouped = 2 * arrived * self.stack.regroup[direction] * exchanged
+        return self.move_seconds(((left + arrived) * self.stack.permute[direction] + regrouped) * self.model.dim)
 
     def _adapted(
         self, adapters: list[Adapter], prefix: str, rows: float, split: int, groups: float = 1.0
     ) -> tuple[Cost, Cost]:
-        """Return what adapters on matrices whose names begin with `prefix` add, forward and backward.
+        """Return the costs (forward, backward) that LoRA adapters add to the matrices whose names begin with `prefix`.
 
         Args:
-            rows: rows of each of the groups.
-            split: ranks of tp or etp.
+            adapters: all adapters of the block.
+            prefix: first part of the names, such as "attention.".
+            rows: tokens that each product multiplies.
+            split: ranks of tp or etp that divide an adapter's split dims.
+            groups: number of equal products, such as one for each expert.
         """
         forward = backward = Cost()
         for adapter in adapters:
@@ -153,15 +181,29 @@ class BlockCosts(DispatchCosts):
             forward, backward = forward + costs[0], backward + costs[1]
         return forward, backward
 
-    def _mixer_bytes(self, work: MixerWork, part: int) -> float:
-        """Return the bytes moved per position between a mixer's products: norms of heads, rotation, joins, others."""
+    def _mixer_bytes(self, work: MixerWork, direction: int) -> float:
+        """Return the bytes that a mixer moves per position between its matrix products, such as for rotation.
+
+        They are bytes of 16-bit numbers; `move_seconds` scales them to the compute dtype.
+
+        Args:
+            work: widths of the mixer's tensors on a rank.
+            direction: 0 forward, 1 backward.
+        """
         rotated = 4 * work.queries if self.stack.joins_latent_heads and self.model.kv_lora_rank else work.rotated
-        return rotated * self.stack.rope[part] + work.normed * self.stack.norm[part] + 2 * work.moved[part]
+        return (
+            rotated * self.stack.rope[direction] + work.normed * self.stack.norm[direction] + 2 * work.moved[direction]
+        )
 
     # ---- forward and backward of one microbatch
 
     def _attention(self, tp: int, cp: int, samples: int, layer: int) -> tuple[Cost, Cost]:
-        """Return forward and backward of attention in a block that is the first of its kind of mixer."""
+        """Return the costs (forward, backward) of the mixer of one microbatch, with its norm, tp's and cp's messages.
+
+        Args:
+            samples: samples of the microbatch.
+            layer: index of the block; of equal blocks the first, so that their price is cached once.
+        """
         model, mixer, seq = self.model, self.mixers[layer], self.config.training.seq_len
         X = samples * seq / cp
         T = X / tp
@@ -177,20 +219,25 @@ class BlockCosts(DispatchCosts):
         parts = []
         backward = self.backward[layer]
         adapted = self._adapted(self.adapters[layer], "attention.", X, tp)
-        for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(T * model.dim, part) + self.move_seconds(X * self._mixer_bytes(work, part))
-            attention = core * (1.0, ATTENTION_BACKWARD * backward.scores / BACKWARD)[part]
+        for direction, factor in enumerate((1.0, BACKWARD)):
+            memory = self._norms(T * model.dim, direction) + self.move_seconds(X * self._mixer_bytes(work, direction))
+            attention = core * (1.0, ATTENTION_BACKWARD * backward.scores / BACKWARD)[direction]
             cost = Cost(
-                products * (1.0, min(backward.products, self.most))[part], attention, memory, host * factor, tp_time
+                products * (1.0, min(backward.products, self.most))[direction],
+                attention,
+                memory,
+                host * factor,
+                tp_time,
             )
             if ring:
-                cost = cost + self._ring(group, X * work.queries, X * work.keys, attention, part)
+                cost = cost + self._ring(group, X * work.queries, X * work.keys, attention, direction)
             elif cp > 1:
                 cost = cost._replace(cp=self._context(group, X, samples, work) * factor)
-            parts.append(cost + adapted[part])
+            parts.append(cost + adapted[direction])
         return parts[0], parts[1]
 
     def _attention_rate(self, cp: int, ring: bool) -> float:
+        """Return the FLOPs per second of attention's kernels, on average over a ring's shards if `ring`."""
         rate = self.peak * self.device.attention * self.factors.attention
         if not (ring and self.stack.merges_ring):
             return rate
@@ -201,9 +248,15 @@ class BlockCosts(DispatchCosts):
         return rate / _slower_in_pieces(self.config.training.seq_len, cp)
 
     def _context(self, group: LinkGroup, X: float, samples: int, work: MixerWork) -> float:
-        """Return the seconds of the messages of ulysses or allgather, or of states of linear attention, in forward.
+        """Return the seconds of cp's messages in forward: of ulysses, allgather, or the states of linear attention.
 
         Backward sends twice as much.
+
+        Args:
+            group: the ranks of cp.
+            X: positions of a rank's attention slice.
+            samples: samples of the microbatch.
+            work: widths of the mixer's tensors on a rank.
         """
         query, keys, options = work.queries, work.keys, self.config.parallelism
         if work.state:
@@ -215,27 +268,30 @@ class BlockCosts(DispatchCosts):
             )
         return self.links.gather(group, group.size * X * keys * self.w)
 
-    def _ring(self, group: LinkGroup, query: float, keys: float, attention: float, part: int) -> Cost:
-        """Return what the ring of context parallelism adds to attention.
+    def _ring(self, group: LinkGroup, query: float, keys: float, attention: float, direction: int) -> Cost:
+        """Return the cost that ring attention over cp adds to attention's own: messages, copies and launches.
 
-        Keys and values pass from rank to rank, and in backward their gradients too, in float32 and once more, to come
-        home. Messages hide behind the attention of other shards.
+        Keys and values pass from rank to rank. In backward their gradients pass too, in float32, and once more than
+        they, to reach the rank that owns them. Messages hide behind the attention of other shards.
 
         Args:
+            group: the ranks of cp.
             query: elements of a rank's queries.
             keys: elements of a rank's keys and values.
+            attention: seconds of attention's kernels in this direction.
+            direction: 0 forward, 1 backward.
         """
         passes = group.size - 1
         message_seconds = passes * self.links.pass_on(group, keys * self.w)
         if not self.stack.merges_ring:
-            return Cost(cp=self.links.exposed(message_seconds * (1 + part), attention * passes / group.size))
-        if part:
+            return Cost(cp=self.links.exposed(message_seconds * (1 + direction), attention * passes / group.size))
+        if direction:
             message_seconds += group.size * self.links.pass_on(group, keys * max(self.w, 4))
         element_bytes = sum(
             elements * (fixed + passes * per_piece)
-            for elements, (fixed, per_piece) in zip((query, keys), RING[part], strict=True)
+            for elements, (fixed, per_piece) in zip((query, keys), RING[direction], strict=True)
         )
-        fixed, per_piece = RING_KERNELS[part]
+        fixed, per_piece = RING_KERNELS[direction]
         kernels = fixed + passes * per_piece
         return Cost(
             memory=self.move_seconds(element_bytes),
@@ -244,7 +300,7 @@ class BlockCosts(DispatchCosts):
         )
 
     def _head(self, tp: int, cp: int, samples: int) -> Cost:
-        """Return forward and backward of the head and the loss together."""
+        """Return the cost of the head and the loss for one microbatch, forward and backward added up."""
         X, D = samples * self.config.training.seq_len / cp, self.model.dim
         V = self.model.vocab_size / tp
         products = self.stack.head_products - BACKWARD + self.backward[-1].ffn
@@ -257,22 +313,34 @@ class BlockCosts(DispatchCosts):
     def _dense(
         self, tp: int, cp: int, samples: int, hidden: int, backward: float, shared: bool = False
     ) -> tuple[Cost, Cost]:
+        """Return the costs (forward, backward) of a dense or shared feed-forward network for one microbatch.
+
+        Args:
+            samples: samples of the microbatch.
+            hidden: width of the network.
+            backward: FLOPs of backward relative to forward.
+            shared: whether it is the shared expert of a MoE layer.
+        """
         D, X = self.model.dim, samples * self.config.training.seq_len / cp
         products = self.product(X, 2 * hidden / tp, D) + self.product(X, D, hidden / tp)
         tp_time = 2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w)
         adapted = self._adapted(self.ffn_adapters[shared, backward], "moe.shared." if shared else "ffn.", X, tp)
         costs = []
-        for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(X / tp * D, part) + self._activation(X * hidden / tp, part)
+        for direction, factor in enumerate((1.0, BACKWARD)):
+            memory = self._norms(X / tp * D, direction) + self._activation(X * hidden / tp, direction)
             cost = Cost(
-                products * (1.0, min(backward, self.most))[part], 0.0, memory, self.factors.block / 9 * factor, tp_time
+                products * (1.0, min(backward, self.most))[direction],
+                0.0,
+                memory,
+                self.factors.block / 9 * factor,
+                tp_time,
             )
-            costs.append(cost + adapted[part])
+            costs.append(cost + adapted[direction])
         return costs[0], costs[1]
 
     def _experts(
         self,
-        share: int,
+        sample_ranks: int,
         samples: int,
         tp: int,
         ep: int,
@@ -281,15 +349,18 @@ class BlockCosts(DispatchCosts):
         backward: float = BACKWARD,
         between: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[Cost, Cost]:
-        """Return forward and backward of a MoE layer.
+        """Return the costs (forward, backward) of a MoE layer for one microbatch: router, dispatch, experts, combine.
 
         Args:
-            share: ranks that share a sample, tp x cp.
+            sample_ranks: ranks that a sample is divided among, tp x cp.
+            samples: samples of the microbatch.
             tp: matters to the shared expert only.
-            between: as for `seconds_in_parts`, forward and backward.
+            choice: the dispatcher, and what overlaps with it.
+            backward: FLOPs of the experts' backward relative to forward.
+            between: seconds (forward, backward) computed between the sends of two halves, as for `seconds_in_parts`.
         """
         model, D = self.model, self.model.dim
-        T = samples * self.config.training.seq_len / share
+        T = samples * self.config.training.seq_len / sample_ranks
         R = T * model.top_k * etp * self.imbalance
         parts, exchanged = choice.parts, ep * etp > 1
         router = parts * self._router_product(T / parts)
@@ -299,37 +370,44 @@ class BlockCosts(DispatchCosts):
         costs = []
         shared_expert = None
         if model.shared_hidden:
-            shared_expert = self._dense(tp, share // tp, samples, model.shared_hidden, backward, True)
-        for part, factor in enumerate((1.0, BACKWARD)):
+            shared_expert = self._dense(tp, sample_ranks // tp, samples, model.shared_hidden, backward, True)
+        for direction, factor in enumerate((1.0, BACKWARD)):
             memory = (
-                self._norms(T * D, part)
-                + self._activation(R * model.expert_hidden / etp, part)
-                + self._row_copies(T * model.top_k, R, exchanged, part)
-                + self._expert_biases(R, etp, part)
+                self._norms(T * D, direction)
+                + self._activation(R * model.expert_hidden / etp, direction)
+                + self._row_copies(T * model.top_k, R, exchanged, direction)
+                + self._expert_biases(R, etp, direction)
             )
-            times = (1.0, min(backward, self.most))[part]
+            times = (1.0, min(backward, self.most))[direction]
             host = parts * self.factors.block * 2 / 9 * factor
-            cost = Cost((parts * products + router) * times, 0.0, memory, host) + adapted[part]
+            cost = Cost((parts * products + router) * times, 0.0, memory, host) + adapted[direction]
             if choice.halves:
-                cost = cost + self.cost_of_halves(self.expert_weights(ep, etp), T, part, times)
-            shared_cost = Cost() if shared_expert is None else shared_expert[part]
-            covering = self.covering(shared_cost.matrix)
-            messages = self.rows(choice, T * self.imbalance, ep, etp, products * times, covering, between[part])
+                cost = cost + self.cost_of_halves(self.expert_weights(ep, etp), T, direction, times)
+            shared_cost = Cost() if shared_expert is None else shared_expert[direction]
+            shared_seconds = self.seconds_beside_messages(shared_cost.matrix)
+            messages = self.routed_message_seconds(
+                choice, T * self.imbalance, ep, etp, products * times, shared_seconds, between[direction]
+            )
             cost = cost._replace(rows=messages)
             costs.append(cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2))
         return costs[0], costs[1]
 
-    def _expert_biases(self, R: float, etp: int, part: int) -> float:
-        """Return the seconds that experts' biases take in passes of their own."""
-        hidden, output = (per_element[part] for per_element in self.stack.expert_linear_bias)
+    def _expert_biases(self, R: float, etp: int, direction: int) -> float:
+        """Return the seconds to add the experts' biases, or their gradients; 0 if there are none.
+
+        Args:
+            R: routed tokens of the rank.
+            direction: 0 forward, 1 backward.
+        """
+        hidden, output = (per_element[direction] for per_element in self.stack.expert_linear_bias)
         elements = R * (self.model.expert_hidden / etp * hidden + self.model.dim * output)
         return self.move_seconds(elements) * self.model.expert_linear_bias
 
     def _router_product(self, T: float) -> float:
-        """Return the seconds of the router's product in forward.
+        """Return the seconds of the router's product of T tokens in forward.
 
-        It is in float32, or in 16 bits with as many columns as the weights' three parts have and their sum in float32
-        (docs/benchmarks.md, "The roofline of a layer, counted").
+        It is in float32; or in 16 bits with the weight split into three addends, which makes three times the columns,
+        and their sum in float32 (docs/benchmarks.md, "The roofline of a layer, counted").
         """
         E, D = self.model.num_experts, self.model.dim
         if not (self.stack.router_in_parts and splits_router_product(self.config)):
@@ -337,15 +415,23 @@ class BlockCosts(DispatchCosts):
         return self.product(T, 3 * E, D) + self.move_seconds(T * E * 16 + E * D * 12)
 
     def _grouped_rows(self, R: float, local_experts: float) -> tuple[float, float]:
-        """Return the rows and the number of the products that a grouped product is priced as.
+        """Return (rows, number) of the equal matrix products as which the experts' grouped product is priced.
 
-        It fills the device with the rows of all its experts.
+        One product for each expert would be too slow a price, because the kernels of all experts fill the device
+        together.
+
+        Args:
+            R: routed tokens of the rank.
+            local_experts: experts of the rank.
         """
         rows = (max(R / local_experts, min(R, 256.0)) * R) ** 0.5
         return rows, R / rows
 
     def _expert_products(self, R: float, ep: int, etp: int) -> float:
-        """Seconds of a rank's products forward. Each expert has its own weights to read."""
+        """Return the seconds of the forward products of a rank's experts, for R routed tokens.
+
+        It is at least the time to read each expert's weights.
+        """
         model, D, F = self.model, self.model.dim, self.model.expert_hidden / etp
         local_experts = model.num_experts / ep
         rows, groups = self._grouped_rows(R, local_experts)
@@ -355,14 +441,30 @@ class BlockCosts(DispatchCosts):
         return max(products, local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory))
 
     def recomputed_experts(
-        self, forward: Cost, mode: str, share: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice
+        self,
+        forward: Cost,
+        mode: str,
+        sample_ranks: int,
+        samples: int,
+        tp: int,
+        ep: int,
+        etp: int,
+        choice: DispatchChoice,
     ) -> Cost:
-        """Return what backward recomputes of the experts: all but the down product, a third of the products.
+        """Return the cost that backward adds by recomputing a MoE layer: its forward without the down product.
 
-        Routed tokens are sent to the experts at most, not back.
+        The down product is a third of the products. Routed tokens are sent to the experts again, unless the mode is
+        "full_except_dispatch", but outputs are not sent back.
+
+        Args:
+            forward: cost of the layer's forward.
+            mode: mode of recomputation.
+            sample_ranks: ranks that a sample is divided among, tp x cp.
+            samples: samples of the microbatch.
+            choice: the dispatcher, and what overlaps with it.
         """
         parts = choice.parts if ep * etp > 1 else 1
-        R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
+        R = samples * self.config.training.seq_len / sample_ranks * self.model.top_k * etp * self.imbalance
         down = parts * self.expert_products(R / parts, ep, etp) / 3
         rows = 0.0 if mode == "full_except_dispatch" else forward.rows / 2
         # Of the first half nothing hides, because attention of the second is not repeated here.
@@ -376,7 +478,13 @@ class BlockCosts(DispatchCosts):
     def attention_and_ffn(
         self, fold: Fold, samples: int, layer: int, choice: DispatchChoice
     ) -> tuple[tuple[Cost, Cost], ...]:
-        """Return forward and backward of attention, and of the feed-forward network or experts."""
+        """Return (forward, backward) of attention and (forward, backward) of the dense network or MoE layer.
+
+        Args:
+            samples: samples of the microbatch.
+            layer: index of the block.
+            choice: the dispatcher, and what overlaps with it.
+        """
         model = self.model
         if has_experts(model, layer) and choice.halves:
             return self._in_halves(fold, samples, layer, choice)
@@ -387,7 +495,7 @@ class BlockCosts(DispatchCosts):
         return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden, self.backward[layer].ffn)
 
     def _in_halves(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice) -> tuple[tuple[Cost, Cost], ...]:
-        """Return `attention_and_ffn` of a block with experts in halves.
+        """Return what `attention_and_ffn` does, for a MoE block that splits the microbatch into two halves.
 
         While routed tokens of the first half are in flight, attention of the second is computed.
         """
@@ -399,10 +507,18 @@ class BlockCosts(DispatchCosts):
         return attention, self.experts(*degrees, choice, backward.ffn, between)
 
     def launches(self, fold: Fold, mode: str) -> float:
-        """Return the seconds in which the host launches a block, forward and backward."""
+        """Return the seconds of the host to launch a block, forward and backward, under a recomputation mode."""
         return (self.stack.host_tp if fold.tp > 1 else self.stack.host) * (4 / 3 if mode in FULL else 1.0)
 
     def block(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice, mode: str) -> Cost:
+        """Return the cost of a block for one microbatch, forward and backward added up, recomputation included.
+
+        Args:
+            samples: samples of the microbatch.
+            layer: index of the block.
+            choice: the dispatcher, and what overlaps with it.
+            mode: mode of recomputation of this block.
+        """
         attention, ffn = self.attention_and_ffn(fold, samples, layer, choice)
         total = attention[0] + attention[1] + ffn[0] + ffn[1]
         if choice.hidden:

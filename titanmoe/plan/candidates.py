@@ -22,7 +22,13 @@ from titanmoe.plan.dispatch_costs import NEAR, DispatchChoice, hidden_by_pairs
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.saved_bytes import Widths, saved_bytes
 from titanmoe.plan.schedule_cost import backward_loads, schedule_cost
-from titanmoe.plan.totals_by_mode import MODES, expert_seconds, non_expert_seconds, row_seconds, seconds_in_halves
+from titanmoe.plan.totals_by_mode import (
+    MODES,
+    expert_seconds,
+    non_expert_seconds,
+    routed_message_seconds,
+    seconds_in_halves,
+)
 
 MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10
@@ -33,6 +39,8 @@ MappingKey = tuple[int, int, int, int]
 
 
 class Candidate(NamedTuple):
+    """Mapping, microbatch, recomputation, schedule and dispatcher that the search may price, with two lower bounds."""
+
     bound: float
     """Lower bound of the seconds of a step."""
     least_bytes: float
@@ -40,7 +48,9 @@ class Candidate(NamedTuple):
     fold: Fold
     """Degrees, with one replica."""
     samples: int
+    """Samples of a microbatch."""
     mode: str
+    """Mode of recomputation."""
     schedule: str
     stages: int
     """Stages per rank."""
@@ -52,6 +62,12 @@ class Candidate(NamedTuple):
 
 
 def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> Iterator[Candidate]:
+    """Yield the mappings of `world` ranks that divide the model and batch evenly, in no order, with lower bounds.
+
+    Args:
+        pricer: pricer of `config` on the device.
+        limit: bytes of a device; mappings whose lower bound of memory is above it are left out.
+    """
     model, training = config.model, config.training
     batch, fields, layers = training.global_batch_size, divided_fields(config), model.num_layers
     moe, deep, mixer_counts = moe_layers(model), model.num_layers - 1, Counter(pricer.first_alike[:layers])
@@ -119,14 +135,20 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                             continue
                         if experts_key not in experts:
                             experts[experts_key] = [
-                                (choice, *(f(pricer, *experts_key, choice) for f in (expert_seconds, row_seconds)))
+                                (
+                                    choice,
+                                    *(
+                                        f(pricer, *experts_key, choice)
+                                        for f in (expert_seconds, routed_message_seconds)
+                                    ),
+                                )
                                 for choice in map(DispatchChoice, dispatchers)
                             ]
-                        for plain, by_mode, travel in experts[experts_key]:
+                        for plain, by_mode, message_seconds in experts[experts_key]:
                             choice, more, dispatcher = plain, by_mode[i], plain.dispatcher
                             if name == "DualPipeV":
                                 hidden = hidden_by_pairs(pp, m, moe / pp / v)
-                                choice, more = pricer.in_pairs(choice, more, travel, hidden)
+                                choice, more = pricer.in_pairs(choice, more, message_seconds, hidden)
                             halves_key = tp, cp, samples, ep, etp, dispatcher
                             if halves_key not in halves:
                                 halves[halves_key] = seconds_in_halves(batch_config, pricer, dispatcher, fold)
@@ -138,16 +160,18 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
 
 
 def _loads_of_equal_stages(schedule: str, pp: int, stages: int, microbatches: int) -> list[tuple[float, float]]:
-    """Return the loads of the first rank where all stages are equal.
+    """Return what the first pipeline rank holds in those of its backward passes that may be the peak, for equal stages.
 
-    Of each: how many microbatches are in flight in all of its stages, and the fraction of its stages that have
-    gradients.
+    Returns:
+        For each such pass, the microbatches in flight in all stages of the rank over its stages, and the fraction of
+        its stages that have gradients already.
     """
     loads = backward_loads(schedule, pp, stages, microbatches, 0)
     return [(sum(load.in_flight) / stages, sum(load.begun) / stages) for load in loads]
 
 
 def _schedules(config: Config, pp: int, m: int) -> list[tuple[str, int]]:
+    """Return the (schedule, stages per rank) to try with `m` microbatches."""
     if pp == 1:
         return [("1F1B", 1)]
     most = config.model.num_layers // pp
@@ -160,6 +184,7 @@ def _schedules(config: Config, pp: int, m: int) -> list[tuple[str, int]]:
 
 
 def _dispatchers(config: Config, group: int, device: Device) -> list[str]:
+    """Return the dispatchers to try for groups of ep x etp ranks; the recipe's own if no other may replace it."""
     dispatcher = config.moe.dispatcher
     if not DISPATCHERS.look_up(dispatcher).search_tries:
         return [dispatcher]

@@ -14,7 +14,11 @@ from titanmoe.plan.links import LinkGroup
 
 
 def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, LinkGroup]]:
-    """Return the kind and group of each communicator of a rank. Axes of a kind over the same ranks share one."""
+    """Return (kind, ranks) of each NCCL communicator that a rank creates. Axes of a kind over the same ranks share one.
+
+    Args:
+        domain: devices that share the fast link.
+    """
     sequence, inner = fold.tp * fold.cp, fold.ep * fold.etp
     kinds_and_groups = {
         ("blocking", LinkGroup(fold.world, 1)),
@@ -44,11 +48,11 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
 
 
 def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
-    """Return the bytes that NCCL takes.
+    """Return the bytes of a device's memory that NCCL takes for communicators and for peers in direct messages.
 
-    Routed tokens and ulysses go to every rank of a group, ring and pipeline to two. The pipeline has several
-    communicators, but to the same two ranks; and what a communicator itself takes, it takes at its first collective
-    (NCCL_RUNTIME_CONNECT, from NCCL 2.22 on), which these never have. They are counted as one.
+    Routed tokens and ulysses go to every rank of a group, ring and pipeline to two. The pipeline's communicators count
+    as one: they reach the same two ranks, and a communicator takes its own memory at its first collective
+    (NCCL_RUNTIME_CONNECT, from NCCL 2.22 on), which these never have.
     """
     kinds_and_groups = {
         (kind, group) for kind, group in communicators(config, fold, device.domain) if "stages " not in kind

@@ -7,16 +7,24 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """Seconds of one microbatch."""
+    """Seconds of one microbatch by component. Added to another `Cost`, it adds up component by component."""
 
     matrix: float = 0.0
+    """Matrix products outside attention's kernels."""
     attention: float = 0.0
+    """Kernels of attention."""
     memory: float = 0.0
+    """Memory-bound work: norms, activations, permutations."""
     host: float = 0.0
+    """Seconds that the device waits for the host's launches."""
     tp: float = 0.0
+    """Exposed messages of tp."""
     cp: float = 0.0
+    """Exposed messages of cp."""
     rows: float = 0.0
+    """Exposed messages of routed tokens."""
     copies: float = 0.0
+    """Casts, copies and sums of weights and gradients."""
 
     def __add__(self, other: tuple) -> Cost:
         return Cost(*map(add, self, other))

@@ -53,6 +53,7 @@ class Device:
     domain: int
     """Devices that reach each other over the fast link; more than a node where racks are wired."""
     memory: float
+    """Bytes of the device."""
     reserved: float
     """Bytes that CUDA and the allocator's rounding take from tensors."""
     communicator: float
@@ -60,7 +61,9 @@ class Device:
     peer: float
     """Bytes that NCCL also takes for each rank of the fast link that is sent to directly, as in an all-to-all."""
     bandwidth: float
+    """Bytes per second of the device's memory."""
     peak_bfloat16: float
+    """FLOPs per second of dense matrix products."""
     peak_float32: float
     peak_fp8: float
     attention: float
@@ -68,20 +71,23 @@ class Device:
     message_share: float
     """Fraction of the multiprocessors that the kernels of messages take from computation meanwhile."""
     link: float
+    """Bytes per second of the fast link, one direction."""
     link_latency: float
     network: float
+    """Bytes per second of the device's network card, one direction."""
     network_latency: float
     price: float
     """US dollars per hour and device."""
     curve: tuple[tuple[float, float], ...]
     """Fraction of the peak that a matrix product reaches, by the harmonic mean of its three sizes."""
     sources: dict[str, str]
+    """Where each figure comes from, by name of the figure."""
 
     def peak(self, dtype: str) -> float:
         return {"bfloat16": self.peak_bfloat16, "fp8": self.peak_fp8}.get(dtype, self.peak_float32)
 
     def share(self, m: float, n: float, k: float) -> float:
-        """Return the fraction of the peak that a product reaches.
+        """Return the fraction of the peak FLOPs that a (m, k) by (k, n) product reaches on the device's curve.
 
         It is interpolated in log size, proportional below the curve, and constant above it.
         """
@@ -112,7 +118,7 @@ def known_device(gpu: str) -> Device | None:
 
 
 def read_device(name: str) -> Device:
-    """Read a shipped device by its name, or a file of the same form."""
+    """Return a shipped device by its name, or one read from a TOML file. Raises ConfigError with all that is wrong."""
     path = SHIPPED / f"{name}.toml" if name in names() else Path(name)
     if path.suffix != ".toml":
         raise ConfigError([f"--hardware = {name} is not known: use {', '.join(names())}, or a file of that form"])
@@ -149,7 +155,7 @@ def read_device(name: str) -> Device:
 
 
 def _figure(data: dict[str, Any], key: str) -> tuple[float, str, str]:
-    """Return a figure, its source, and what is wrong with it ("" if nothing)."""
+    """Return (value, source, problem) of one figure of a hardware file; the problem is "" if there is none."""
     entry = data.get(key)
     if entry is None:
         return 0.0, "", f'{key} is missing: give {key} = {{ value = ..., source = "..." }}'
@@ -160,6 +166,7 @@ def _figure(data: dict[str, Any], key: str) -> tuple[float, str, str]:
 
 
 def _curve(data: dict[str, Any]) -> tuple[tuple[tuple[float, float], ...], str, str]:
+    """Return (points, source, problem) of a hardware file's curve; a point is (size, fraction of the peak)."""
     entry = data.get("curve")
     if not isinstance(entry, dict) or not entry.get("source"):
         return (), "", 'curve is missing: give curve = { sizes = [...], shares = [...], source = "..." }'

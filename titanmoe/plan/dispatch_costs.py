@@ -31,7 +31,7 @@ join their outputs, and backward the gradients of their inputs; and per element 
 
 
 class DispatchChoice(NamedTuple):
-    """A dispatcher, and what is computed while its messages are in flight."""
+    """Dispatcher, and what is computed while its messages are in flight."""
 
     dispatcher: str
     halves: bool = False
@@ -41,37 +41,37 @@ class DispatchChoice(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """In how many parts the routed tokens of a microbatch are sent."""
+        """Number of parts in which a microbatch's routed tokens are sent: 2 with halves, else 1."""
         return 1 + self.halves
 
     @property
     def overlap(self) -> str:
-        """As moe.overlap."""
+        """The value of moe.overlap: "halves", "pairs" or "none"."""
         return "halves" if self.halves else "pairs" if self.hidden else "none"
 
 
 def seconds_in_parts(
     there: float, products: float, back: float, parts: int, before: float = 0.0, between: float = 0.0
 ) -> float:
-    """Return the seconds from the first message to the last.
+    """Return the seconds from the first dispatch message to the last combine message, of routed tokens sent in parts.
 
     Two workers each do one thing at a time: the wire and the experts. A part is sent `between` after the one before it,
-    and results queue behind all of them on the way back. If one takes `there` to arrive, `products` to be multiplied
-    and `back` to return, part i = 1..n
+    and outputs queue behind all dispatch messages. If one part takes `there` to arrive, `products` to be multiplied and
+    `back` to return, part i = 1..n
 
         arrives     here(i) = max((i - 1) * between, here(i - 1)) + there
         is done     done(i) = max(here(i), done(i - 1)) + products          done(0) = before + (n - 1) * between
         is back     back(i) = max(done(i), back(i - 1), here(n)) + back     T(n) = back(n)
 
-    Backward is the same with its own products and with `there` and `back` swapped: it starts by sending the gradients
-    of the tokens that came back.
+    Backward is the same with the products of backward and with `there` and `back` swapped: it starts by sending the
+    gradients of the outputs that came back.
 
     Args:
         there, products, back: seconds of one part.
         parts: n, one or two.
         before: seconds of other work of the experts' device, such as the shared expert's.
-        between: of what is computed before the next part can be sent, such as the attention of its samples. Backward
-            has that between its last two messages, which is the same read backwards.
+        between: seconds computed before the next part can be sent, such as the attention of the next half. In backward
+            they lie between the last two messages, which is the same sequence reversed in time.
     """
     here, done, returned = 0.0, before + (parts - 1) * between, 0.0
     arrivals = [here := max(i * between, here) + there for i in range(parts)]
@@ -82,17 +82,25 @@ def seconds_in_parts(
 
 
 def hidden_by_pairs(pp: int, microbatches: int, layers: float) -> float:
-    """Return the fraction of the routed tokens' messages that are in flight while the other half of a pair computes.
+    """Return the fraction of routed tokens' messages that another microbatch's computation hides (DualPipeV).
 
-    It is that of DualPipeV's first rank, which has the fewest pairs. Of a pair's messages, four a layer, those of both
-    ends have nothing beside them (docs/moe.md#overlap has what was measured).
+    It is the fraction on the first pipeline rank, which has the fewest pairs. A layer sends four messages in a pair;
+    the first and the last of the pair have no computation beside them (docs/moe.md#overlap has what was measured).
+
+    Args:
+        pp: pipeline ranks.
+        microbatches: microbatches of a step.
+        layers: MoE layers of a stage.
     """
     unpaired = min(1.0, (3 * pp - 1) / (2 * microbatches))
     return min(PROFILED, (1 - unpaired) * (1 - 1 / (2 * max(layers, 1.0))))
 
 
 class DispatchCosts:
-    """Seconds of the messages of routed tokens, and of what halves add, for one model on one device."""
+    """Seconds of the messages of routed tokens, and of what halves add, for one model on one device.
+
+    Base class of `BlockCosts`, which sets the fields.
+    """
 
     model: Model
     device: Device
@@ -103,24 +111,29 @@ class DispatchCosts:
     """Bytes of a number in the compute dtype."""
 
     def move_seconds(self, count: float) -> float:
+        """Return the seconds to move `count` bytes of 16-bit numbers, scaled to the compute dtype."""
         return count * self.stack.memory * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
-    def rows(
+    def routed_message_seconds(
         self,
         choice: DispatchChoice,
         T: float,
         ep: int,
         etp: int,
         products: float,
-        covering: float,
+        shared_seconds: float,
         between: float = 0.0,
     ) -> float:
-        """Return the seconds that the messages of T routed tokens add to a forward.
+        """Return the seconds that dispatch and combine of T tokens add to the computation that hides them.
+
+        Forward and backward alike, with the products of that direction.
 
         Args:
+            choice: the dispatcher, and what overlaps with it.
+            T: tokens of the rank, each of which is sent to top_k experts.
             products: seconds of the experts' products of one part.
-            covering: seconds of the shared expert's products, while which messages are in flight too.
-            between: as for `seconds_in_parts`.
+            shared_seconds: seconds of the shared expert's products, which run while routed tokens are in flight.
+            between: seconds computed between the sends of two parts, as for `seconds_in_parts`.
         """
         if ep * etp == 1:
             return 0.0
@@ -131,44 +144,60 @@ class DispatchCosts:
         all_messages = 2 * (whole + parts * part)
         hop = min(whole / 2, between) if choice.halves else 0.0  # of the first half, the only hop beside something
         between = 0.0 if whole else between
-        end = seconds_in_parts(part, products, part, parts, max(0.0, covering - whole), between)
-        exposed = 2 * whole - hop + end - covering - (parts - 1) * between - parts * products
+        end = seconds_in_parts(part, products, part, parts, max(0.0, shared_seconds - whole), between)
+        exposed = 2 * whole - hop + end - shared_seconds - (parts - 1) * between - parts * products
         return exposed + self.links.message_share * (all_messages - exposed)
 
     def expert_weights(self, ep: int, etp: int) -> float:
+        """Return the number of elements of the expert weights on a rank."""
         return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
 
-    def cost_of_halves(self, weights: float, T: float, part: int, times: float) -> Cost:
-        """Return what two halves of a microbatch add, apart from kernels.
+    def cost_of_halves(self, weights: float, T: float, direction: int, times: float) -> Cost:
+        """Return the cost that splitting a microbatch into halves adds, without launches.
 
-        That is the sum of their gradients of `weights` weights, and of T tokens their outputs, or the gradients of
-        their inputs, as one tensor.
+        Backward sums both halves' gradients of the weights. Both halves' outputs, or gradients of inputs, are joined.
+
+        Args:
+            weights: elements of the weights whose gradients are summed.
+            T: tokens whose outputs are joined.
+            direction: 0 forward, 1 backward.
+            times: FLOPs relative to forward; up to 1 there are no gradients of weights.
         """
         return Cost(
             memory=self.move_seconds(T * self.model.dim * HALVES),
-            copies=self.move_seconds(weights * HALVES_WEIGHTS) * part * (times > 1),
+            copies=self.move_seconds(weights * HALVES_WEIGHTS) * direction * (times > 1),
         )
 
     def in_pairs(
-        self, choice: DispatchChoice, seconds: float, travel: float, hidden: float
+        self, choice: DispatchChoice, seconds: float, message_seconds: float, hidden: float
     ) -> tuple[DispatchChoice, float]:
-        """Return the choice, with pairs that take turns if that pays, and the seconds of all experts then.
+        """Return (choice, seconds of all experts) with overlap in pairs if that is faster, else both unchanged.
 
         Args:
-            seconds: of all experts without pairs.
-            travel: seconds of messages among them.
-            hidden: fraction of these that pairs would hide.
+            choice: the dispatcher without pairs.
+            seconds: seconds of all experts without pairs.
+            message_seconds: the seconds of messages in `seconds`.
+            hidden: fraction of the messages that pairs would hide.
         """
-        spec, saved = DISPATCHERS.look_up(choice.dispatcher), hidden * (1 - self.links.message_share) * travel
+        spec, saved = DISPATCHERS.look_up(choice.dispatcher), hidden * (1 - self.links.message_share) * message_seconds
         pays = not choice.halves and not spec.cannot_overlap and NEAR * (seconds - saved) < seconds
         return (choice._replace(hidden=hidden), seconds - saved) if pays else (choice, seconds)
 
-    def covering(self, matrix: float) -> float:
-        """Return the seconds of the shared expert's products while which routed tokens are in flight."""
-        return matrix if self.stack.hides_behind_shared else 0.0
+    def seconds_beside_messages(self, products: float) -> float:
+        """Return the seconds of the shared expert's products beside messages; 0 if the stack has no overlap.
+
+        Args:
+            products: seconds of the shared expert's products.
+        """
+        return products if self.stack.hides_behind_shared else 0.0
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
-        """Return the seconds to send tokens to their experts and back in forward. Backward sends as much."""
+        """Return the seconds to dispatch and combine T tokens in forward, not overlapped. Backward sends as much.
+
+        Args:
+            dispatcher: name of the dispatcher.
+            T: tokens of the rank, each of which is sent to top_k experts.
+        """
         if self.stack.gathers_etp and dispatcher == "alltoall" and etp > 1:
             routed = T * self.model.top_k * self.model.dim * self.w
             gathered = self.links.gather(LinkGroup(etp, 1), routed * etp)
@@ -176,20 +205,25 @@ class DispatchCosts:
         return 0.0 if ep * etp == 1 else DISPATCHERS.look_up(dispatcher).seconds(self, T, ep, etp)
 
     def expert_group(self, ep: int, etp: int) -> LinkGroup:
+        """Return the group of ranks that a dispatcher's messages go to."""
         return LinkGroup(ep * etp, 1)
 
     def domains(self, ep: int, etp: int) -> int:
-        """Return how many domains of fast links the ranks of a group of experts are in."""
+        """Return the number of domains of fast links that a group of ep x etp ranks lies in, at least 1."""
         return max(1, ep * etp // self.expert_group(ep, etp).ranks_per_domain(self.device.domain))
 
     def groups_by_domain(self, ep: int, etp: int) -> tuple[LinkGroup, LinkGroup]:
-        """Return the ranks within a domain, and one rank of each domain."""
+        """Return two groups: the expert ranks within one domain, and one expert rank of each domain."""
         near = self.expert_group(ep, etp).ranks_per_domain(self.device.domain)
         return LinkGroup(near, 1), LinkGroup(self.domains(ep, etp), near)
 
     @cache  # noqa: B019  (few values, as long as the pricer)
     def visits(self, parts: int) -> float:
-        """Return in how many of so many equal parts of the experts a token has any, on average."""
+        """Return the mean number of parts that a token's experts lie in, of `parts` equal parts of all experts.
+
+        Args:
+            parts: number of parts, such as expert ranks or nodes.
+        """
         model = self.model
         K, groups = model.top_k, model.num_groups
         if groups <= 1:

@@ -37,6 +37,8 @@ class Factors:
 
 @dataclass(frozen=True)
 class LinkGroup:
+    """Group of `size` ranks whose numbers are `stride` apart."""
+
     size: int
     stride: int
 
@@ -56,6 +58,8 @@ eight H20 take 58 us for 1 to 4 MB (issue 314 of NVIDIA/nccl-tests)."""
 
 
 class Links:
+    """Seconds of messages over the fast link and the network of a device."""
+
     def __init__(self, device: Device, factors: Factors):
         self.domain, self.link, self.network = (
             device.domain,
@@ -67,16 +71,24 @@ class Links:
         self.message_share = device.message_share
 
     def exposed(self, message: float, behind: float) -> float:
-        """Return the seconds that a message adds to the computation that hides it; both given as they take alone."""
+        """Return the seconds that a message adds to the computation that hides it.
+
+        Its kernels slow the computation down even where they are hidden.
+
+        Args:
+            message: seconds of the message alone.
+            behind: seconds of the computation alone.
+        """
         return max(0.0, message - behind) + self.message_share * min(message, behind)
 
     def _delay(self, group: LinkGroup) -> float:
+        """Return the latency of a collective of logarithmic depth, in seconds."""
         near = group.ranks_per_domain(self.domain)
         domains = ceil(group.size / near)
         return self.link_latency * log2(max(near, 2)) + self.network_latency * (log2(domains) if domains > 1 else 0)
 
     def gather(self, group: LinkGroup, whole: float) -> float:
-        """Return the seconds of an all-gather to `whole` bytes on each rank, or of the reduce-scatter of as many."""
+        """Return the seconds of an all-gather that leaves `whole` bytes on each rank, or of a reduce-scatter."""
         n, near = group.size, group.ranks_per_domain(self.domain)
         if n == 1:
             return 0.0
@@ -85,7 +97,7 @@ class Links:
         return self._delay(group) + max(inside, between)
 
     def exchange(self, group: LinkGroup, size: float) -> float:
-        """Return the seconds of an all-to-all of `size` bytes per rank, those that stay included."""
+        """Return the seconds of an all-to-all of `size` bytes per rank, including what stays on the rank."""
         n, near = group.size, group.ranks_per_domain(self.domain)
         if n == 1:
             return 0.0
@@ -94,7 +106,13 @@ class Links:
         return delay + max(inside, across) / self.rows
 
     def relay(self, group: LinkGroup, across: float, inside: float) -> float:
-        """Return the seconds of one-sided kernels that send `across` bytes out of a domain and `inside` within."""
+        """Return the seconds of an exchange by one-sided kernels (HybridEP).
+
+        Args:
+            group: the ranks that exchange.
+            across: bytes that a rank sends out of its domain.
+            inside: bytes that a rank sends within its domain.
+        """
         near = group.ranks_per_domain(self.domain)
         within = inside * (near - 1) / near / self.link
         return self._delay(group) + max(within, across / self.fused + within / 2)
@@ -106,8 +124,8 @@ class Links:
         return self.link_latency + size / self.link
 
     def pass_on(self, group: LinkGroup, size: float) -> float:
-        """Return the seconds in which each rank of a ring sends to the next.
+        """Return the seconds in which each rank of a ring sends `size` bytes to the next.
 
-        They are those of a pair that leaves the domain, if any does.
+        If the ring crosses domains, they are those of a message between domains.
         """
         return self.send(group.stride if group.ranks_per_domain(self.domain) == group.size else self.domain, size)

@@ -36,13 +36,15 @@ class RankMemory:
     """Memory of a pipeline rank's first data rank, which has the most."""
 
     weights: int
+    """Bytes of this rank's shards of the weights."""
     gradients: int
     """Bytes of this rank's shards of the gradients after the step's backward."""
     moments: int
+    """Bytes of this rank's optimizer state."""
     components: dict[str, int]
     """Bytes at the peak, by component."""
     peak_during: str
-    """Moment of the step at which the peak is."""
+    """Description of the moment of the peak, such as "backward of the last block's experts"."""
 
     @property
     def peak(self) -> int:
@@ -50,7 +52,7 @@ class RankMemory:
 
 
 def rank_memories(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[RankMemory]:
-    """Return the memory of every pipeline rank.
+    """Return the memory of each pipeline rank, in their order.
 
     Args:
         imbalance: routed tokens of the busiest rank over the mean.
@@ -69,7 +71,7 @@ def rank_memories(config: Config, fold: Fold, imbalance: float = 1.0, only_ends:
 
 
 def _teacher_bytes(s: Widths, only_ends: bool) -> list[int]:
-    """Return, for each pipeline rank, bytes of the teacher's weights and of its outputs for a step; [] without one."""
+    """Return for each pipeline rank the bytes of a teacher's weights and outputs; [] without a teacher."""
     options = s.config.distillation
     if not options.teacher:
         return []
@@ -84,11 +86,23 @@ def _stages(key: ModelKey, seq_len: int, stages: int, explicit: tuple[int, ...])
 
 
 def stages_of(config: Config, stages: int, explicit: tuple[int, ...]) -> list[range]:
-    """Return the layers of each stage. `explicit`: numbers of layers, if the recipe gives them."""
+    """Return the range of layers of each stage, balanced by work unless `explicit` gives their numbers.
+
+    Args:
+        stages: number of stages.
+        explicit: layers of each stage, as pipeline.layers_per_stage gives them; () to balance.
+    """
     return _stages(ModelKey.of(config.model), config.training.seq_len, stages, explicit)
 
 
 def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher: int) -> RankMemory:
+    """Return the memory of one pipeline rank: the largest of all moments of a step that can be the peak.
+
+    Args:
+        s: sizes of the recipe under the mapping.
+        stages: layers of each stage of the rank, whether it is the first of all stages, and whether it is the last.
+        teacher: bytes of the teacher.
+    """
     config, fold, model, sizes = s.config, s.fold, s.model, s.sizes
     weight_width, w = WIDTHS[config.training.dtype], s.w
     reduced = max(w, WIDTHS[config.training.mixed_precision_reduce])
@@ -266,23 +280,32 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
 
 
 def _stored(unit: WeightUnit, parts: int, width: int) -> int:
-    """Return the bytes of a unit on one of `parts` data ranks. Routers are in float32 at least."""
+    """Return the bytes of a unit's shard on the first of `parts` data ranks. Routers are in float32 at least.
+
+    Args:
+        width: bytes of a number.
+    """
     wide = sum(unit.replicated)
     return (unit.shard_size(parts) - wide) * width + wide * max(width, 4)
 
 
 def _frozen_stored(unit: WeightUnit, parts: int, w: int) -> int:
-    """Return the bytes of a unit's frozen tensors on one of `parts` data ranks, stored in the compute dtype."""
+    """Return the bytes of a unit's frozen tensors on the first of `parts` data ranks, stored in the compute dtype.
+
+    Args:
+        w: bytes of the compute dtype.
+    """
     return _stored(unit, parts, w) - _stored(unit.trained, parts, w)
 
 
 def _layers_gradients(s: Widths, experts: WeightUnit, reduced: int, width: int, accumulated: bool) -> int:
-    """Return the most bytes that a layer's experts add while their gradients are added to the step's.
+    """Return the most bytes that one MoE layer needs while its experts' gradients are added to the step's sums.
 
     Args:
-        experts: the trained ones.
+        experts: the layer's trained experts.
+        reduced: bytes of a gradient while it is reduced.
         width: bytes of a stored weight.
-        accumulated: whether the sums exist already.
+        accumulated: whether the step's sums exist already, from earlier microbatches.
     """
     whole, fold = experts.whole, s.fold
     if experts_are_unsharded(s.config.parallelism, s.config.training, fold.edp):
@@ -296,19 +319,19 @@ def _layers_gradients(s: Widths, experts: WeightUnit, reduced: int, width: int, 
 
 
 def _block_stored(s: Widths, layer: int, width: int) -> int:
-    """Return the bytes of a block's trained weights on a rank."""
+    """Return the bytes of a rank's shard of a block's trained weights. `width`: bytes of a stored weight."""
     experts = _stored(s.sizes.experts_of(layer).trained, s.fold.edp, width) if has_experts(s.model, layer) else 0
     return _stored(s.sizes.block(layer).trained, fsdp(s.fold), width) + experts
 
 
 def _whole_of_block(s: Widths, layer: int) -> int:
-    """Return how many elements the gradients of a block have, unsharded."""
+    """Return the elements of a block's gradients on a rank before data ranks shard them."""
     experts = s.sizes.experts_of(layer).trained.whole if has_experts(s.model, layer) else 0
     return s.sizes.block(layer).trained.whole + experts
 
 
 def _whole_trained(s: Widths, layers: range, first: bool, last: bool) -> int:
-    """Return how many elements the gradients of a stage have, unsharded."""
+    """Return the elements of a stage's gradients on a rank before data ranks shard them."""
     extra = range(s.model.num_layers, s.model.num_layers + s.model.mtp_depth * last)
     units = units_of_stage(s.config, s.sizes, layers, first, last)[0]
     units += [s.sizes.experts_of(i) for i in (*layers, *extra) if has_experts(s.model, i)]
@@ -316,7 +339,12 @@ def _whole_trained(s: Widths, layers: range, first: bool, last: bool) -> int:
 
 
 def _loads(s: Widths, rank: int, stages: int) -> list[BackwardLoad]:
-    """Return the loads of a pipeline rank of `stages` stages in those of its backward passes that may be the peak."""
+    """Return the microbatches in flight and gradients begun in those backward passes of a rank that may be the peak.
+
+    Args:
+        rank: pipeline rank.
+        stages: number of stages of the rank.
+    """
     options = s.config.pipeline
     if s.fold.pp == 1:
         return [BackwardLoad((1.0,), (False,))]
@@ -326,6 +354,7 @@ def _loads(s: Widths, rank: int, stages: int) -> list[BackwardLoad]:
 
 
 def _head(s: Widths, add_candidate, resharded: bool, pipelined: bool, reduced: int) -> None:
+    """Add the moments of the head and the loss by calls of `add_candidate(name, component=bytes, ...)`."""
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
     unit, V = s.sizes.head, s.model.vocab_size // s.fold.tp
     requested = s.config.training.loss_chunks

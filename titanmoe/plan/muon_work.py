@@ -21,7 +21,7 @@ from titanmoe.plan.sizes import ModelKey
 
 
 class MuonWork(NamedTuple):
-    """Work of a step on the mean rank."""
+    """Work of Muon's update of one step, the mean of all ranks."""
 
     flops: float = 0.0
     attention_bytes: float = 0.0
@@ -31,20 +31,28 @@ class MuonWork(NamedTuple):
 
 
 class Alike(NamedTuple):
-    """Weights of several layers whose matrices have the same shapes."""
+    """Weights of several layers that have one name and one shape, and so the same matrices."""
 
     name: str
     """Last part of their names."""
     shape: Shape
+    """Shape of one weight, unsharded."""
     count: int
+    """Number of weights."""
     flops: int
-    """FLOPs of a Newton-Schulz step of one of them."""
+    """FLOPs of one Newton-Schulz step of all matrices in the last two dims of one weight."""
     copied: bool
-    """Whether every rank of tp has all of it."""
+    """Whether every rank of tp has the full weight."""
 
 
 @lru_cache(maxsize=64)
 def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning) -> list[Alike]:
+    """Return the trained weights that Muon treats as matrices, grouped by name and shape.
+
+    Args:
+        by_head: optimizer.by_head.
+        router: optimizer.router_matrix.
+    """
     whole = {
         name
         for mixer in key.mixers
@@ -64,7 +72,7 @@ def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning
 
 
 def muon_work(config: Config, fold: Fold) -> MuonWork:
-    """Return the work of a step's update. Replicas do the same work."""
+    """Return the FLOPs and message bytes of one step's Newton-Schulz. Replicas repeat the work."""
     model, options = config.model, config.optimizer
     width = 8 if config.training.dtype == "float64" else WIDTHS[options.ns_dtype]
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
@@ -95,7 +103,16 @@ def matrix_buffer_bytes(config: Config, fold: Fold) -> int:
 
 
 def _cut_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, width: int) -> float:
-    """Return the bytes that the ranks of an expert's matrix send: to its owner and back, or to sum Gram matrices."""
+    """Return the bytes that the ranks sharding one expert matrix send together in an update.
+
+    They send shards to the matrix's owner and back, or, where that is less, sum Gram matrices over the shards.
+
+    Args:
+        name: name of the weight.
+        shape: the matrix, unsharded.
+        sliced: whether data ranks shard matrices rather than take full ones.
+        width: bytes of a number in Newton-Schulz.
+    """
     ranks = fold.edp * fold.etp
     if fold.etp == 1 and not sliced:
         return 0.0

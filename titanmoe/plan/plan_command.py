@@ -21,6 +21,7 @@ MOST_GPUS = 16384
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand `plan`."""
     plan = commands.add_parser(
         "plan",
         help="the fastest mappings of a recipe on N GPUs, with memory and time by component",
@@ -53,6 +54,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
+    """Run `titanmoe plan` and return its exit code."""
     from titanmoe.components import COMPONENTS
     from titanmoe.plan.devices import read_device
     from titanmoe.plan.training_stacks import stack_of
@@ -72,6 +74,7 @@ Plan = tuple[list[str], dict[str, Any], dict[Path | None, str], int]
 
 
 def _plan(args: argparse.Namespace, device: Any) -> Plan:
+    """Price the recipe's own mapping (--explain) or search for the fastest ones, and return what to print and write."""
     from titanmoe.plan.communicators import usable_bytes
     from titanmoe.plan.links import Factors
     from titanmoe.plan.plan_table import as_json, budget, explanation, is_tie, table
@@ -112,7 +115,7 @@ def _check_imbalance(config: Config, imbalance: float) -> None:
 
 
 def _search(config: Config, args: argparse.Namespace, device: Any) -> Any:
-    """Search the fastest mappings; raise ConfigError with the reason if none is legal, or none fits."""
+    """Return the result of the search; raise ConfigError if no mapping is legal, or none fits."""
     from titanmoe.fold.legality import violations
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
@@ -132,6 +135,11 @@ def _search(config: Config, args: argparse.Namespace, device: Any) -> Any:
 
 
 def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: Any) -> str:
+    """Return the error message for a model that no mapping fits, with the single change that helps most.
+
+    Args:
+        nearest: the mapping that comes closest to fitting.
+    """
     from titanmoe.plan.communicators import usable_bytes
     from titanmoe.plan.links import Factors
     from titanmoe.plan.plan_table import row
@@ -193,7 +201,10 @@ def _short(cells: tuple[str, ...]) -> str:
 
 
 def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
-    """Return the recipe, and notes on what is assumed. Its own mapping has to be legal only for --explain."""
+    """Return the recipe, and notes to print on what the plan assumes or leaves out.
+
+    The recipe's own mapping has to be legal only for --explain.
+    """
     from titanmoe.components import COMPONENTS
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations

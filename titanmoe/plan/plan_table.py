@@ -45,6 +45,7 @@ HELPS = {
 
 
 def row(mapping: PricedMapping) -> tuple[str, ...]:
+    """Return the cells of a mapping in a plan's table, under HEAD."""
     config, fold, price = mapping.config, mapping.fold, mapping.price
     per_rank, overlap = stages_per_rank(config), config.moe.overlap
     return (
@@ -69,23 +70,25 @@ def stages_per_rank(config: Config) -> int:
 
 
 def is_tie(mapping: PricedMapping, best: PricedMapping) -> bool:
+    """Return whether the mapping is as fast as the best within the planner's own error."""
     return mapping.price.step <= (1 + TIE) * best.price.step
 
 
 def kind_of_mapping(fold: Fold, price: Price) -> str:
-    """Return the kind of mapping by which RANGES says how sure its price is."""
+    """Return the key of RANGES for a mapping: "launch-bound", "etp", "pipeline", "FSDP + EP" or "FSDP"."""
     if price.components["waiting for the host"] > LAUNCH_BOUND * price.step:
         return "launch-bound"
     return "etp" if fold.etp > 1 else "pipeline" if fold.pp > 1 else "FSDP + EP" if fold.ep > 1 else "FSDP"
 
 
 def range_text(mapping: PricedMapping) -> str:
-    """Return the range of a step's time, such as "2.1 to 2.9 s"."""
+    """Return the likely range of a step's time, from the errors of published runs, such as "2.1 to 2.9 s"."""
     error = RANGES[kind_of_mapping(mapping.fold, mapping.price)]
     return f"{mapping.price.step * (1 - error):.3g} to {mapping.price.step * (1 + error):.3g} s"
 
 
 def table(result: Search, device: Device, world: int) -> list[str]:
+    """Return the lines that `titanmoe plan` prints about the fastest mappings."""
     lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit:", ""]
     lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
     ties = sum(is_tie(mapping, result.best[0]) for mapping in result.best)
@@ -111,6 +114,7 @@ def table(result: Search, device: Device, world: int) -> list[str]:
 
 
 def explanation(mapping: PricedMapping, device: Device) -> list[str]:
+    """Return the lines of `titanmoe plan --explain`: time and memory of one mapping by component."""
     price, fold, rows = mapping.price, mapping.fold, overlap_text(mapping.config)
     axes = ", ".join(f"{name} {n}" for name in DEGREE_PATHS if (n := getattr(fold, name)) > 1)
     lines = [
@@ -147,16 +151,19 @@ def explanation(mapping: PricedMapping, device: Device) -> list[str]:
 
 
 def budget(mapping: PricedMapping, tokens: float, device: Device) -> list[str]:
+    """Return the lines on the days and US dollars of training on that many tokens."""
     days, cost = days_and_cost(mapping, tokens, device)
     return ["", f"{tokens:.3g} tokens: {days:,.1f} days, {cost:,.0f} US dollars at {device.price:g} per GPU and hour."]
 
 
 def days_and_cost(mapping: PricedMapping, tokens: float, device: Device) -> tuple[float, float]:
+    """Return the days and US dollars of training on that many tokens."""
     hours = tokens / (mapping.price.tokens * mapping.fold.world) / 3600
     return hours / 24, hours * mapping.fold.world * device.price
 
 
 def as_json(mapping: PricedMapping) -> dict[str, Any]:
+    """Return a priced mapping as data for `--json`. Times are in seconds, memory in bytes."""
     config, fold, price = mapping.config, mapping.fold, mapping.price
     return {
         "mapping": {name: getattr(fold, name) for name in DEGREE_PATHS},

@@ -22,15 +22,15 @@ def with_overlap(config: Config, overlap: str) -> Config:
 
 
 def planned_overlap(config: Config, world: int, device: Device) -> tuple[Config, str]:
-    """Return the config with the fastest moe.overlap, and a text that says what was chosen and why.
+    """Return the config with the fastest moe.overlap in place of "auto", and a text that says what was chosen and why.
 
-    If the recipe does not say "auto" these are the config itself and "". Every rank must get the same answer, so it
-    depends on nothing else.
+    If the recipe does not say "auto", return the config unchanged and "". All ranks get the same answer without
+    communication, because it depends on the arguments alone.
 
     Args:
-        config: with a global batch size.
-        world: the ranks of the run.
-        device: the GPU of all of them.
+        config: recipe with a global batch size.
+        world: number of ranks of the training job.
+        device: the GPU of all ranks.
     """
     if config.moe.overlap != "auto":
         return config, ""
@@ -52,5 +52,5 @@ def planned_overlap(config: Config, world: int, device: Device) -> tuple[Config,
 
 
 def overlap_text(config: Config) -> str:
-    """Return how routed tokens travel while something else is computed; "" if that is the shared expert alone."""
+    """Return the words for moe.overlap in a sentence, such as "in two halves"; "" for "none"."""
     return TEXTS.get(config.moe.overlap, "")

@@ -36,13 +36,18 @@ UPDATE = 28
 
 @dataclass
 class Price:
+    """Time of a training step under one mapping."""
+
     step: float
+    """Seconds of a step."""
     components: dict[str, float]
     """Seconds by component; they add up to the step."""
     tokens: float
     """Tokens per second and device."""
     mfu: float
+    """Model FLOPs utilization, a fraction of the peak of the compute dtype."""
     microbatches: int
+    """Microbatches of a step on each data rank."""
 
     @property
     def bottleneck(self) -> str:
@@ -64,18 +69,26 @@ NAMES = {
 
 
 class BlockKind(NamedTuple):
-    """Kind of a block: all that its price depends on, apart from the mapping."""
+    """Key of blocks that have the same price under one mapping."""
 
     experts: bool
+    """Whether the block has experts."""
     first_alike: int
-    """First block that mixes tokens in the same way."""
+    """Index of the first block with an equal mixer of which as much is trained."""
     recomputed: bool
+    """Whether the recipe's recomputation applies to the block."""
 
 
 def blocks_of_rank(
     stages: list[dict[BlockKind, tuple[int, int]]], owners: list[int], rank: int
 ) -> dict[BlockKind, int]:
-    """Return how many blocks of each kind a rank has."""
+    """Return the number of blocks of each kind on a pipeline rank.
+
+    Args:
+        stages: for each stage and kind, the number of blocks and the index of one of them.
+        owners: pipeline rank of each stage.
+        rank: the pipeline rank.
+    """
     counts: dict[BlockKind, int] = {}
     for owner, stage in zip(owners, stages, strict=True):
         if owner == rank:
@@ -85,7 +98,7 @@ def blocks_of_rank(
 
 
 class Pricer(BlockCosts):
-    """Price of mappings of one model, batch and world."""
+    """Step times of one model and batch on one device, under any mapping."""
 
     def __init__(
         self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0, stack: Stack = TITANMOE
@@ -95,7 +108,12 @@ class Pricer(BlockCosts):
         self.counts = cache(self._counts)
 
     def split(self, stages: int, uneven: tuple[int, ...]) -> list[range]:
-        """Return the layers of each stage. `uneven`: numbers of layers, where the recipe gives them."""
+        """Return the range of layers of each stage, as the stack divides them.
+
+        Args:
+            stages: number of stages.
+            uneven: layers of each stage, as pipeline.layers_per_stage gives them; () if it is empty.
+        """
         if self.stack.balances_stages or uneven:
             return stages_of(self.config, stages, uneven)
         each, more = divmod(self.model.num_layers, stages)
@@ -103,7 +121,13 @@ class Pricer(BlockCosts):
         return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _counts(self, stages: int, every: int, uneven: tuple[int, ...]) -> list[dict[BlockKind, tuple[int, int]]]:
-        """Return for each stage how many blocks of each kind it has, and the index of one of them."""
+        """Return, for each stage and kind of block, the number of blocks and the index of one of them.
+
+        Args:
+            stages: number of stages.
+            every: activation_checkpoint.every: each such layer is recomputed.
+            uneven: pipeline.layers_per_stage.
+        """
         stage_counts = []
         for layers in self.split(stages, uneven):
             stage: dict[BlockKind, tuple[int, int]] = {}
@@ -114,10 +138,10 @@ class Pricer(BlockCosts):
         return stage_counts
 
     def weights(self, config: Config, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float, float]:
-        """Return the seconds of the messages of a block's weights.
+        """Return the seconds of the messages of a block's weights, as (gather, reduce, last).
 
-        They are those to gather its weights once, to reduce its gradients once, and, once a step, to sum the gradients
-        of experts outside FSDP over their replicas.
+        `gather` is one gather of the weights, `reduce` one reduction of the gradients, and `last` the sum, once a step,
+        of the gradients of experts outside FSDP over their replicas.
         """
         reduced = max(self.w, WIDTHS[self.config.training.mixed_precision_reduce])
         gather = reduce = last = 0.0
@@ -146,7 +170,11 @@ class Pricer(BlockCosts):
         return gather, reduce, last
 
     def weight_copies(self, config: Config, fold: Fold, m: int) -> WeightCopies | None:
-        """Return how weights and gradients are copied; None if they are not."""
+        """Return the formulas of how FSDP2 copies weights and gradients; None for a stack without FSDP2.
+
+        Args:
+            m: microbatches of a step.
+        """
         if not self.stack.fsdp2:
             return None
         training = config.training
@@ -158,7 +186,12 @@ class Pricer(BlockCosts):
     def block_copies(
         self, copies: WeightCopies | None, config: Config, fold: Fold, sizes: Sizes, layer: int
     ) -> tuple[float, float]:
-        """Return the seconds of a block's copies for each microbatch and for each step."""
+        """Return the seconds to copy a block's weights and gradients, as (for each microbatch, for each step).
+
+        Args:
+            copies: result of `weight_copies`.
+            layer: index of the block.
+        """
         if copies is None:
             return 0.0, 0.0
         moved = [copies.moved(sizes.block(layer), fsdp(fold))]
@@ -171,24 +204,28 @@ class Pricer(BlockCosts):
         return self._copy_seconds(*moved)
 
     def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
-        """Return whether the experts are outside FSDP."""
+        """Return whether the experts are outside FSDP, because no two data ranks share them."""
         return self.stack.unshards_experts and experts_are_unsharded(config.parallelism, config.training, fold.edp)
 
     def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:
-        """Return the seconds of the copies of the embedding or the head, for each microbatch and for each step."""
+        """Return the seconds to copy the embedding's or the head's weights, as (for each microbatch, for each step)."""
         return (0.0, 0.0) if copies is None else self._copy_seconds(copies.moved(unit, fsdp(fold), 1))
 
     def _copy_seconds(self, *moved: tuple[int, int]) -> tuple[float, float]:
-        """Return the seconds of copies, which share the device with computation, so that nothing hides them."""
+        """Return the seconds of (each microbatch, each step) for copies given as such pairs of bytes.
+
+        Copies share the device with computation, so nothing hides them.
+        """
         microbatch, step = map(sum, zip(*moved, strict=True))
         rate = self.device.bandwidth * self.factors.memory
         return microbatch / rate, step / rate
 
     def price(self, config: Config, fold: Fold) -> Price:
-        """Price a mapping.
+        """Return the estimated time of a step by component, the tokens per second and the MFU.
 
         Args:
-            config: this pricer's, with another mapping, microbatch, schedule or recomputation.
+            config: the pricer's config, of which mapping, microbatch, schedule and recomputation may differ.
+            fold: the degrees of `config`.
         """
         training, model = config.training, self.model
         samples = training.local_batch_size
@@ -201,15 +238,15 @@ class Pricer(BlockCosts):
         choice = self.dispatch_choice(config, fold, m, len(owners))
         modes = {kind: options.mode if kind.recomputed else "none" for kind in layers}
         blocks = {kind: self.block(fold, samples, layer, choice, modes[kind]) for kind, layer in layers.items()}
-        how = self.weight_copies(config, fold, m)
-        copies = {kind: self.block_copies(how, config, fold, sizes, layer) for kind, layer in layers.items()}
+        copy_formulas = self.weight_copies(config, fold, m)
+        copies = {kind: self.block_copies(copy_formulas, config, fold, sizes, layer) for kind, layer in layers.items()}
         blocks = {kind: cost + Cost(copies=copies[kind][0]) for kind, cost in blocks.items()}
         seconds = {kind: cost.seconds for kind, cost in blocks.items()}
         hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
         ends = self.head(fold.tp, fold.cp, samples)
         if model.mtp_depth:
             ends = ends + (blocks[next(reversed(stages[-1]))] + ends).times(model.mtp_depth)
-        edge_copies = [self.edge_copies(how, fold, unit) for unit in (sizes.embedding, sizes.head)]
+        edge_copies = [self.edge_copies(copy_formulas, fold, unit) for unit in (sizes.embedding, sizes.head)]
         ranks = [0.0] * fold.pp
         for owner, stage in zip(owners, stages, strict=True):
             ranks[owner] += sum(seconds[kind] * count for kind, (count, _) in stage.items()) + 2 * hop
@@ -264,13 +301,14 @@ class Pricer(BlockCosts):
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
 
     def dispatch_choice(self, config: Config, fold: Fold, m: int, stages: int) -> DispatchChoice:
+        """Return the recipe's dispatcher and overlap. `m`: microbatches of a step. `stages`: stages of all ranks."""
         hidden = 0.0
         if config.moe.overlap == "pairs" and fold.pp > 1 and not config.pipeline.schedule_csv:
             hidden = hidden_by_pairs(fold.pp, m, moe_layers(self.model) / stages)
         return DispatchChoice(config.moe.dispatcher, config.moe.overlap == "halves", hidden)
 
     def matrices(self, config: Config, fold: Fold) -> float:
-        """Return the seconds of an update that works on full matrices, apart from moving numbers."""
+        """Return the seconds of Newton-Schulz and its messages in a step; 0 for other optimizers."""
         if not OPTIMIZERS.look_up(config.optimizer.name).numbers_per_matrix_weight:
             return 0.0
         work = muon_work(config, fold)
@@ -280,12 +318,24 @@ class Pricer(BlockCosts):
         # All that a rank sends goes there and back, in an all-to-all each.
         return work.flops / rate + sum(2 * self.links.exchange(group, sent / 2) for group, sent in (attention, experts))
 
-    def hop(self, pp: int, stage: int, samples: int, share: int) -> float:
-        """Return the seconds to send a microbatch's hidden states to the next stage. `share`: ranks of a sample."""
-        size = samples * self.config.training.seq_len / share * self.model.dim * self.w
+    def hop(self, pp: int, stage: int, samples: int, sample_ranks: int) -> float:
+        """Return the seconds to send a microbatch's hidden states to the next pipeline stage; 0 without a pipeline.
+
+        Args:
+            stage: ranks of a stage, and so the distance of the next one.
+            samples: samples of the microbatch.
+            sample_ranks: ranks that a sample is divided among, tp x cp.
+        """
+        size = samples * self.config.training.seq_len / sample_ranks * self.model.dim * self.w
         return self.links.send(stage, size) if pp > 1 else 0.0
 
     def idle(self, config: Config, fold: Fold, per_rank: int, m: int) -> float:
+        """Return the idle time of a pipeline rank in a step, over the busy time of one microbatch.
+
+        Args:
+            per_rank: stages of a rank.
+            m: microbatches of a step.
+        """
         if fold.pp == 1:
             return 0.0
         if config.pipeline.schedule_csv:
@@ -302,7 +352,13 @@ class Pricer(BlockCosts):
         return fold.pp == 1 and not config.parallelism.reduce_once
 
     def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
-        """Return the seconds that messages of weights and gradients add to a step."""
+        """Return the seconds that messages of weights and gradients add to a step, beyond hidden ones.
+
+        Args:
+            blocks: (number of blocks, index of one of them) for each kind on the first pipeline rank.
+            m: microbatches of a step.
+            busy: cost of a microbatch on the slowest pipeline rank.
+        """
         gather = reduce = last = 0.0
         for count, layer in blocks.values():
             times = self.weights(config, fold, sizes, layer)

@@ -25,18 +25,20 @@ from titanmoe.plan.sizes import ModelKey, Sizes
 
 
 class SavedBytes(NamedTuple):
-    """Activation memory of one microbatch in a block, and of its recomputation."""
+    """Activation bytes of one microbatch in a block: saved by forward, and recomputed in backward."""
 
     attention: int
+    """Bytes saved by the mixer and its norm."""
     ffn: int
+    """Bytes saved by the dense network or MoE layer and its norm."""
     rows: int
-    """The part of `ffn` that backward of the experts frees before their gradients are reduced."""
+    """Bytes of `ffn` that hold routed tokens: backward of the experts frees them before their gradients are reduced."""
     recomputed: int
     """Bytes of the recomputed half of the block while it is in backward."""
 
 
 class Widths:
-    """Sizes of a recipe under a mapping that the formulas of this room share."""
+    """Token counts, number widths in bytes and weight sizes of a recipe under one mapping."""
 
     def __init__(self, config: Config, fold: Fold, imbalance: float = 1.0):
         model, training = config.model, config.training
@@ -59,30 +61,35 @@ class Widths:
 
 
 class Flow(NamedTuple):
-    """Which gradients backward computes in a block: an input's only if something before it is trained."""
+    """Which gradients backward computes in a block: of an input only if something before it is trained."""
 
     into_attention: bool = True
     """Whether the output of attention's norm has a gradient."""
     attention_weights: bool = True
-    """Whether weights that read it are trained."""
+    """Whether weights that read the output of attention's norm are trained."""
     into_ffn: bool = True
+    """Whether the output of the norm before the dense network or experts has a gradient."""
     router_weights: bool = True
     ffn_weights: bool = True
     """Whether weights that read the input of the dense network or of the experts are trained."""
     shared_weights: bool = True
     out_of_ffn: bool = True
+    """Whether the block's output has a gradient."""
     attention_ranks: int = 0
     """Sum of the ranks of attention's adapters."""
     dense_ranks: int = 0
     """Sum of the ranks of adapters of the dense network or the shared expert."""
     expert_ranks: tuple[int, ...] = ()
+    """Rank of each of the experts' adapters."""
 
     @property
     def attention(self) -> bool:
+        """Whether any gradient in attention is computed."""
         return self.into_attention or self.attention_weights
 
     @property
     def ffn(self) -> bool:
+        """Whether any gradient in the dense network or MoE layer is computed."""
         return self.into_ffn or self.router_weights or self.ffn_weights
 
 
@@ -126,13 +133,15 @@ def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
 
 
 def _dense(s: Widths, hidden: int, selective: bool) -> int:
+    """Return the bytes that a dense or shared feed-forward network saves. `selective`: mode of recomputation."""
     return (2 if selective else 4) * s.X * hidden // s.fold.tp * s.w
 
 
 def _router(s: Widths, trained: bool) -> int:
-    """Return the bytes that the router saves.
+    """Return the bytes that the router saves: input or weights' parts, logits, scores, and places of routed tokens.
 
-    They are its input, wide or with the weights' parts; logits and scores; and the places of routed tokens.
+    Args:
+        trained: whether the router's weight is trained.
     """
     model, T, K = s.model, s.T, s.model.top_k
     by_parts = splits_router_product(s.config)
@@ -142,21 +151,23 @@ def _router(s: Widths, trained: bool) -> int:
 
 
 def _saved_of_recomputed(s: Widths, with_rows: bool) -> int:
-    """Return the bytes that a recomputed MoE layer saves.
+    """Return the bytes that a recomputed MoE layer saves besides its input: the places of routed tokens.
 
-    They are places of routed tokens, and with `with_rows` the routed tokens that arrived, with their weights.
+    Args:
+        with_rows: whether the routed tokens that arrived are saved too, with their weights ("full_except_dispatch").
     """
     order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
     return s.T * s.model.top_k * s.fold.etp * 2 * 8 + s.R * (order + with_rows * (s.model.dim * s.w + s.W))
 
 
 def mode_of(config: Config, layer: int) -> str:
+    """Return the layer's mode of recomputation: "none" unless `every` selects the layer."""
     options = config.activation_checkpoint
     return options.mode if layer % options.every == 0 else "none"
 
 
 def input_bytes(s: Widths, layer: int) -> int:
-    """Return the bytes saved of a mixer's input: its norm's input with a scale per token, and what products read."""
+    """Return the bytes that a block saves before its mixer: the norm's input and scales, and the projections' input."""
     flow, D, w = s.flows[layer], s.model.dim, s.w
     # The adapters' narrow products are kept for the gradients of B.
     inputs = s.mixers[layer].input_positions(s.model, s.batch) * D * flow.attention_weights
@@ -165,7 +176,12 @@ def input_bytes(s: Widths, layer: int) -> int:
 
 
 def saved_bytes(s: Widths, layer: int, mode: str = "") -> SavedBytes:
-    """Return what a layer saves for one microbatch, under the recipe's mode of recomputation or under `mode`."""
+    """Return what a block saves of one microbatch.
+
+    Args:
+        layer: index of the block.
+        mode: mode of recomputation; "" for the recipe's.
+    """
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     experts = has_experts(model, layer)
     mode = mode or mode_of(s.config, layer)

@@ -24,10 +24,13 @@ class BackwardLoad(NamedTuple):
     """Whether each stage has gradients of an earlier microbatch."""
 
     def is_within(self, other: BackwardLoad) -> bool:
+        """Return whether no stage holds more than in `other`."""
         return all(a <= b for a, b in zip(sum(self, ()), sum(other, ()), strict=True))
 
 
 class ScheduleCost(NamedTuple):
+    """Idle time and activation memory of a pipeline schedule."""
+
     idle: float
     """Idle time over the busy time of one microbatch."""
     in_flight: tuple[int, ...]
@@ -35,7 +38,7 @@ class ScheduleCost(NamedTuple):
 
 
 def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
-    """Return the rows of torch's own schedule, made without process groups."""
+    """Return each rank's cells of a schedule's table, in time order, from torch's class."""
     if schedule in SINGLE:
         return single_order(schedule, pp, microbatches)
     from torch.distributed.pipelining import schedules as torch_schedules
@@ -72,11 +75,13 @@ CHANGE = {"F": 1, "B": -1, "W": -1, "I": 0}
 
 
 def _in_flight(row: list[Cell]) -> int:
+    """Return the most pairs of microbatch and stage that a rank's cells have in flight at once."""
     return max(accumulate(sum(CHANGE[action.does] for action in cell) for cell in row), default=0)
 
 
 @lru_cache(maxsize=4096)
 def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ScheduleCost:
+    """Return the idle time and the microbatches in flight of a schedule: by formula, else by playing its table."""
     v, even = stages_per_rank, microbatches % pp == 0
     if schedule in ALL_AHEAD:
         return ScheduleCost((pp - 1) / v, (microbatches * v,) * pp)
@@ -94,7 +99,7 @@ def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: in
 
 
 def _enough(schedule: str, pp: int, microbatches: int) -> int:
-    """Return with how many of the microbatches a table has the same idle time and as many in flight."""
+    """Return the least number of microbatches whose table has the same idle time and as many microbatches in flight."""
     if SCHEDULES[schedule].v_shape:
         return min(microbatches, ROUNDS * pp + 1)
     return min(microbatches, ROUNDS * pp) if schedule == "1F1B" or microbatches % pp == 0 else microbatches
@@ -102,7 +107,7 @@ def _enough(schedule: str, pp: int, microbatches: int) -> int:
 
 @lru_cache(maxsize=4096)
 def backward_loads(schedule: str, pp: int, stages_per_rank: int, microbatches: int, rank: int) -> list[BackwardLoad]:
-    """Return the largest loads of a rank's backward passes: none is within another.
+    """Return the loads of a rank's backward passes that can be the memory peak: no load in the list exceeds another.
 
     With few microbatches the most are in flight only before a stage has gradients.
     """
@@ -127,7 +132,7 @@ def interleaved_row(pp: int, stages_per_rank: int, microbatches: int, rank: int)
 
 
 def largest_loads(row: list[Cell]) -> list[BackwardLoad]:
-    """Return the loads in `row`, the cells of one rank, that are not within another."""
+    """Return the loads of one rank's backward passes, without loads that another one exceeds."""
     stages = sorted({action.stage for cell in row for action in cell})
     in_flight, begun, loads = dict.fromkeys(stages, 0), dict.fromkeys(stages, False), set[BackwardLoad]()
     for cell in row:

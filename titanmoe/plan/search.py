@@ -38,13 +38,17 @@ SMALLEST = 40
 
 @dataclass
 class PricedMapping:
+    """Mapping of a recipe, with the time of a step and its memory."""
+
     config: Config
     fold: Fold
     price: Price
     memory: list[RankMemory]
+    """Memory of each pipeline rank; empty until it is computed."""
 
     @property
     def peak(self) -> int:
+        """Bytes at the peak of the fullest pipeline rank."""
         return max(rank.peak for rank in self.memory)
 
     @property
@@ -54,11 +58,12 @@ class PricedMapping:
 
     @property
     def unfolded(self) -> bool:
+        """Whether experts could use attention's own mesh."""
         return is_unfolded(self.fold)
 
 
 def is_unfolded(fold: Fold) -> bool:
-    """Return whether experts lie on attention's own axes: etp is tp, and ep divides its data ranks, cp x tp apart."""
+    """Return whether experts could use attention's mesh dp x cp x tp: etp equals tp, and ep divides dp."""
     return fold.etp == fold.tp and fold.dp % fold.ep == 0
 
 
@@ -70,7 +75,13 @@ def evaluate(
     imbalance: float = 1.0,
     stack: Stack = TITANMOE,
 ) -> PricedMapping:
-    """Price the recipe's own mapping."""
+    """Return time and memory of the recipe's own mapping; "auto" overlap and dispatcher are resolved first.
+
+    Args:
+        world: number of ranks.
+        imbalance: routed tokens of the busiest rank over the mean.
+        stack: software that is priced.
+    """
     fold = derive(world, config.parallelism)
     config, _ = planned_overlap(config, world, device)
     node = config.parallelism.node if config.parallelism.node != -1 else min(device.node, device.domain)
@@ -81,16 +92,22 @@ def evaluate(
 
 @dataclass
 class Search:
+    """Result of a search."""
+
     best: list[PricedMapping]
+    """Fastest mappings that fit, fastest first."""
     best_unfolded: PricedMapping | None
     """Fastest mapping on attention's own mesh."""
     nearest: PricedMapping | None
     """Mapping that comes closest to fitting, if none fits."""
     considered: int
+    """Number of mappings that have a lower bound."""
     priced: int
+    """Number of mappings that were priced in full."""
 
 
 def _illegal(config: Config, world: int) -> list[str]:
+    """Return the reasons why the config cannot run on `world` ranks; [] if it can."""
     return violations(config, world) or [*teacher_problems(config, world)]
 
 
@@ -103,12 +120,15 @@ def search(
     imbalance: float = 1.0,
     stack: Stack = TITANMOE,
 ) -> Search:
-    """Return the fastest mappings among those that divide everything evenly and may fit.
+    """Return the fastest mappings among those that divide everything evenly and fit into a device's memory.
 
     Args:
         config: recipe with a global batch size.
-        count: how many are returned.
+        world: number of ranks.
+        factors: efficiencies of links and kernels.
+        count: largest number of mappings to return.
         imbalance: routed tokens of the busiest rank over the mean.
+        stack: software that is priced.
     """
     pricer, one_mesh = (kind(config, device, factors, imbalance, stack) for kind in (Pricer, OneMesh))
     candidates = list(candidates_of(config, world, pricer, device.memory - device.reserved))
@@ -162,7 +182,7 @@ def search(
 
 
 def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
-    """Return whether any mapping fits into the devices' memory."""
+    """Return whether any legal mapping of `world` ranks fits into the devices' memory."""
     pricer = Pricer(config, device, factors)
     candidates = candidates_of(config, world, pricer, device.memory - device.reserved)
     return any(
@@ -196,7 +216,11 @@ def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> It
 
 
 def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
-    """Return the values of reshard_after_forward that differ for the candidate; the recipe's own unless it is auto."""
+    """Return the values of reshard_after_forward to price: the recipe's alone unless that is "auto".
+
+    Args:
+        edp: data ranks that share an expert.
+    """
     if config.parallelism.reshard_after_forward != "auto":
         return [config.parallelism.reshard_after_forward]
     if candidate.fold.pp == 1:  # "always" differs from "auto" for experts in no FSDP unit
@@ -205,7 +229,12 @@ def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
 
 
 def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str) -> Config:
-    """Return the recipe with the candidate's mapping. `reshard`: parallelism.reshard_after_forward."""
+    """Return the recipe with the candidate's mapping, microbatch, schedule, recomputation and dispatcher.
+
+    Args:
+        fold: the candidate's degrees, with the replicas chosen.
+        reshard: value of parallelism.reshard_after_forward.
+    """
     table, single = config.parallelism, SCHEDULES[candidate.schedule].stages_per_rank == 1
     choice = candidate.dispatch_choice
     experts = replace(table.experts, ep=fold.ep, etp=fold.etp, edp=-1, edp_replicate=-1)
@@ -228,16 +257,16 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str)
 
 
 class OneMesh(Pricer):
-    """Pricer of experts on attention's own mesh, as without folding.
+    """Pricer for experts that use attention's mesh dp x cp x tp, as without folding.
 
-    The mesh is dp x cp x tp: the ranks of a group of ep are cp x tp apart, so that a node has fewer of them.
+    The ranks of an ep group are cp x tp apart, so that fewer of them share a node.
     """
 
-    def _experts(self, share: int, samples: int, tp: int, *mapping: Any) -> tuple[Cost, Cost]:
+    def _experts(self, sample_ranks: int, samples: int, tp: int, *mapping: Any) -> tuple[Cost, Cost]:
         whole = self.device, self.links
-        self.device = replace(self.device, domain=max(tp, self.device.domain * tp // share))
+        self.device = replace(self.device, domain=max(tp, self.device.domain * tp // sample_ranks))
         self.links = Links(self.device, self.factors)
         try:
-            return super()._experts(share, samples, tp, *mapping)
+            return super()._experts(sample_ranks, samples, tp, *mapping)
         finally:
             self.device, self.links = whole

@@ -27,7 +27,7 @@ EVERYTHING = Tuning()
 
 @dataclass(frozen=True)
 class WeightUnit:
-    """Tensors that FSDP gathers and reduces at once, with their shapes on a rank after tp, ep and etp."""
+    """Tensors that FSDP gathers and reduces together, with their shapes on a rank after tp, ep and etp."""
 
     shapes: tuple[Shape, ...]
     dims: tuple[int, ...]
@@ -49,7 +49,7 @@ class WeightUnit:
 
     @cached_property
     def whole(self) -> int:
-        """Elements that FSDP gathers."""
+        """Elements of the tensors that FSDP gathers, after the gather."""
         return sum(map(prod, self.shapes))
 
     @cached_property
@@ -61,7 +61,7 @@ class WeightUnit:
 
     @lru_cache(maxsize=65536)  # noqa: B019  (a unit is a value, and few are ever made)
     def shard_size(self, parts: int, index: int = 0) -> int:
-        """Return the elements that one of `parts` data ranks stores; the first stores the most.
+        """Return the elements that data rank `index` of `parts` stores; the first stores the most.
 
         Uneven dims are sharded as torch.chunk does.
         """
@@ -73,7 +73,7 @@ class WeightUnit:
         return total
 
     def sharded_size(self, parts: int) -> int:
-        """Return `shard_size` without the elements that every data rank holds in full."""
+        """Return the elements that the first of `parts` data ranks stores of the sharded tensors."""
         return self.shard_size(parts) - sum(self.replicated)
 
     def __len__(self) -> int:
@@ -83,18 +83,23 @@ class WeightUnit:
 def _unit(
     split: int, parts: list[Split], replicated: tuple[int, ...] = (), frozen: tuple[bool, ...] = ()
 ) -> WeightUnit:
-    """Return the unit of a rank.
+    """Return a rank's unit of tensors that tp may divide.
 
     Args:
-        split: ranks that divide a tensor.
-        parts: shape of each tensor, and the dim that they divide, if any.
+        split: ranks of tp.
+        parts: full shape of each tensor, and the dim that tp divides; None if it divides none.
+        replicated: elements of each tensor that every data rank holds in full.
+        frozen: whether each tensor is frozen.
     """
     shapes = tuple(tuple(n // split if dim == i else n for i, n in enumerate(shape)) for shape, dim in parts)
     return WeightUnit(shapes, (0,) * len(shapes), replicated, frozen)
 
 
 class ModelKey:
-    """Hashable key of a model for caches. Models are not hashable, and hashing their fields each time is slow."""
+    """Hashable key of a model's options, so that functions of a model can be cached.
+
+    Models are not hashable, and hashing their fields each time is slow.
+    """
 
     _cache: dict[tuple, ModelKey] = {}
 
@@ -107,16 +112,19 @@ class ModelKey:
 
     @classmethod
     def of(cls, model: Model) -> ModelKey:
+        """Return the key of a model; equal models have the same object."""
         values = vars(model) | {"own": tuple(model.own.items()), "change": (), "media_tokens": ()}
         return cls._cache.setdefault(tuple(values.values()), cls(model))
 
 
 def _flags(names: Iterable[str], tuning: Tuning) -> tuple[bool, ...]:
+    """Return whether each named tensor is frozen; () if all are trained."""
     return () if tuning.trains_all else tuple(map(tuning.freezes, names))
 
 
 @lru_cache(maxsize=4096)
 def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
+    """Return a block's unit on a rank, without its experts."""
     model, mixer, experts = key.model, key.mixers[layer], has_experts(key.model, layer)
     parts, router = tensors.block_splits(model, mixer, experts, tp), tensors.router_splits(model) if experts else {}
     name = tensors.block_name(model, layer)
@@ -127,7 +135,7 @@ def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
 
 @lru_cache(maxsize=4096)
 def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning: Tuning = EVERYTHING) -> WeightUnit:
-    """Return the experts of a rank. `layer` matters only if not all of a block's tensors are trained."""
+    """Return the unit of one block's experts on a rank. `layer` matters only if some tensors are frozen or adapted."""
     model, name = key.model, tensors.block_name(key.model, layer)
     parts = tensors.expert_splits(model)
     parts |= tuning.adapters(name, parts)
@@ -142,12 +150,13 @@ def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning:
 
 @lru_cache(maxsize=4096)
 def _first_alike(key: ModelKey, layer: int) -> int:
+    """Return the first block with an equal mixer and the same kind of feed-forward network."""
     kinds = [(mixer, has_experts(key.model, i)) for i, mixer in enumerate(key.mixers)]
     return kinds.index(kinds[layer])
 
 
 class Sizes:
-    """Units of a model under a mapping."""
+    """Weight units of a model on a rank of a mapping."""
 
     def __init__(self, model: Model, tp: int, ep: int, etp: int, edp: int, tuning: Tuning = EVERYTHING):
         self.model, self.tuning = model, tuning
@@ -160,16 +169,18 @@ class Sizes:
         self.head = WeightUnit(((dim,), (split, dim)), (0, 0), (), _flags(ends, self.tuning))
 
     def block(self, layer: int) -> WeightUnit:
+        """Return a block's unit without its experts."""
         # Without anything frozen, blocks that are alike are one unit.
         first = _first_alike(self._key, layer) if self.tuning.trains_all else layer
         return _block(self._key, self._tp, first, self.tuning)
 
     def experts_of(self, layer: int) -> WeightUnit:
-        """`experts`, with what is frozen or added in this block."""
+        """Return the unit of a block's experts, with the frozen tensors and adapters of that block."""
         return self.experts if self.tuning.trains_all else _experts(self._key, *self._of_experts, layer, self.tuning)
 
     @property
     def multi_token(self) -> WeightUnit:
+        """Norms and projection of a block of multi-token prediction, besides the block itself."""
         dim = self.model.dim
         frozen = _flags((f"mtp.0.{n}.weight" for n in ("hidden_norm", "embed_norm", "norm", "project")), self.tuning)
         return _unit(1, [((dim,), None)] * 3 + [((dim, 2 * dim), None)], (), frozen)
@@ -178,7 +189,13 @@ class Sizes:
 def units_of_stage(
     config: Config, sizes: Sizes, layers: range, first: bool, last: bool
 ) -> tuple[list[WeightUnit], int]:
-    """Return the units of a stage that attention's data ranks shard, and the number of its blocks with experts."""
+    """Return the weight units of a stage without experts, and the number of its blocks with experts.
+
+    Args:
+        layers: layers of the stage.
+        first: whether the stage has the embedding.
+        last: whether the stage has the head.
+    """
     model = config.model
     numbers = [*layers, *range(model.num_layers, model.num_layers + model.mtp_depth * last)]
     units = [sizes.block(layer) for layer in numbers]
@@ -218,7 +235,7 @@ class Adapter(NamedTuple):
 
 
 def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
-    """Yield the adapters of a block. w: bytes of the compute dtype."""
+    """Yield the LoRA adapters of a block. `w`: bytes of the compute dtype."""
     if not config.lora.rank:
         return
     model, experts = config.model, has_experts(config.model, layer)
@@ -246,8 +263,10 @@ def state_bytes(
     """Return the bytes of the optimizer's state on a rank.
 
     Args:
-        parts: units of the rank.
-        stored: bytes of a unit on one of so many data ranks, given the width of a number.
+        parts: weight units of the rank.
+        stages: layers of each stage of the rank, whether it has the embedding, and whether it has the head.
+        blocks: indices of the rank's blocks.
+        stored: function (unit, data ranks, bytes of a number) that returns the bytes of a unit's shard.
     """
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     as_weights, width = WIDTHS[config.training.dtype], optimizer.moment_width(config)
@@ -270,7 +289,7 @@ def state_bytes(
 def _parts_without(
     config: Config, fold: Fold, stages: list[tuple[range, bool, bool]], blocks: list[int], patterns: tuple[str, ...]
 ) -> Parts:
-    """Return the rank's units, with what these patterns match left out of what is trained."""
+    """Return the rank's weight units with the tensors that `patterns` match marked as frozen."""
     model, tuning = config.model, Tuning((*config.training.freeze, *patterns))
     sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, tuning)
     dense = [unit for layers, first, last in stages for unit in units_of_stage(config, sizes, layers, first, last)[0]]

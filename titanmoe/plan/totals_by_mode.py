@@ -27,9 +27,13 @@ def _add(
     backward: Cost,
     recomputed: dict[str, Cost] | None = None,
 ) -> list[float]:
-    """Return the totals with this part of `count` blocks added.
+    """Return `totals` with `count` equal layers added, for each mode of recomputation.
 
-    `recomputed`: what each mode recomputes of it; by default full recomputation recomputes all.
+    Args:
+        totals: seconds in the order of MODES.
+        forward: cost of one layer's forward.
+        backward: cost of one layer's backward without recomputation.
+        recomputed: cost of recomputation by mode; by default both full modes repeat the forward.
     """
     once = sum(forward) + sum(backward)
     recomputed = recomputed or {"full": forward, "full_except_dispatch": forward}
@@ -40,7 +44,10 @@ def _add(
 
 
 def non_expert_seconds(costs: BlockCosts, tp: int, cp: int, samples: int) -> SecondsByMode:
-    """Return the seconds of all that the experts' mapping does not change."""
+    """Return the seconds of one microbatch's head, attention and dense networks, by mode of recomputation.
+
+    They do not depend on the mapping of the experts.
+    """
     totals = [sum(costs.head(tp, cp, samples))] * len(MODES)
     for (experts, first), count in costs.kinds.items():
         totals = _add(costs, totals, count, *costs.attention(tp, cp, samples, first))
@@ -51,10 +58,16 @@ def non_expert_seconds(costs: BlockCosts, tp: int, cp: int, samples: int) -> Sec
 
 
 def expert_seconds(
-    costs: BlockCosts, share: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice
+    costs: BlockCosts, sample_ranks: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice
 ) -> SecondsByMode:
-    """Return the seconds of all experts. `share`: ranks that share a sample, tp x cp."""
-    totals, degrees = [0.0] * len(MODES), (share, samples, tp, ep, etp)
+    """Return the seconds of one microbatch's MoE layers, by mode of recomputation.
+
+    Args:
+        sample_ranks: ranks that a sample is divided among, tp x cp.
+        samples: samples of the microbatch.
+        choice: the dispatcher, and what overlaps with it.
+    """
+    totals, degrees = [0.0] * len(MODES), (sample_ranks, samples, tp, ep, etp)
     for factor, count in _moe_layers(costs).items():
         forward, backward = costs.experts(*degrees, choice, factor)
         modes = ("moe", *MODES[3:])
@@ -63,8 +76,13 @@ def expert_seconds(
     return tuple(totals)
 
 
-def row_seconds(costs: BlockCosts, *experts: Any) -> float:
-    """Return the seconds of the messages of routed tokens in `expert_seconds`, without recomputation."""
+def routed_message_seconds(costs: BlockCosts, *experts: Any) -> float:
+    """Return the seconds of dispatch and combine in one microbatch, without recomputation.
+
+    Args:
+        costs: prices of the model's blocks.
+        experts: further arguments of `expert_seconds`.
+    """
     return sum(
         count * sum(cost.rows for cost in costs.experts(*experts, factor))
         for factor, count in _moe_layers(costs).items()
@@ -72,7 +90,7 @@ def row_seconds(costs: BlockCosts, *experts: Any) -> float:
 
 
 def _moe_layers(costs: BlockCosts) -> dict[float, int]:
-    """Return the number of MoE layers by the FLOPs of their backward, relative to forward."""
+    """Return the number of MoE layers for each ratio of their backward's FLOPs to those of forward."""
     counts: Counter[float] = Counter()
     for (experts, first), count in costs.kinds.items():
         if experts:
@@ -81,10 +99,10 @@ def _moe_layers(costs: BlockCosts) -> dict[float, int]:
 
 
 def seconds_in_halves(config: Config, costs: BlockCosts, dispatcher: str, fold: Fold) -> SecondsByMode:
-    """Return the seconds of a model whose blocks take a microbatch in two halves; infinite where they cannot.
+    """Return the seconds of a microbatch whose blocks split it into halves, by mode of recomputation; inf if illegal.
 
     Args:
-        config: that of `costs`, with its own microbatch.
+        config: the config that `costs` was made with; its microbatch may differ.
     """
     if fold.ep * fold.etp == 1 or any(halves_violations(config, DISPATCHERS.look_up(dispatcher))):
         return (inf,) * len(MODES)

@@ -17,6 +17,8 @@ Bytes = tuple[float, float]
 
 @dataclass(frozen=True)
 class Stack:
+    """Training software as a plan prices it: bytes of kernels, seconds of launches, messages it hides."""
+
     name: str
     norm: Bytes = (4, 8)
     rope: Bytes = (4, 4)
@@ -24,9 +26,9 @@ class Stack:
     permute: Bytes = (3, 7)
     residual: Bytes = (6, 4)
     regroup: Bytes = (4, 4)
-    """For each routed token that an all-to-all brings, from the order of senders to that of experts."""
+    """Reordering of a routed token after an all-to-all, from the order of senders to that of experts."""
     expert_linear_bias: tuple[Bytes, Bytes] = ((0, 0), (0, 0))
-    """Of experts with biases, per hidden element and per output element, where they are no part of other kernels."""
+    """Adding experts' biases, per hidden element and per output element, where no other kernel adds them."""
     memory: float = 1.0
     """Factor on all memory-bound work of a block."""
     router_in_parts: bool = True
@@ -36,9 +38,9 @@ class Stack:
     head_products: int = 4
     """Products of the head in forward and backward together: 4 if backward computes the logits again."""
     joins_latent_heads: bool = False
-    """Whether queries and keys of latent attention are copied to join what RoPE turns."""
+    """Whether latent attention copies queries and keys to join their rotated and unrotated parts."""
     merges_ring: bool = True
-    """Whether the ring of context parallelism merges its results by passes over memory."""
+    """Whether ring attention merges the outputs of shards by kernels of their own."""
     fsdp2: bool = True
     """Whether weights and gradients are copied as torch's FSDP2 copies them."""
     unshards_experts: bool = True
@@ -52,7 +54,7 @@ class Stack:
     host: float = 0.01
     """Seconds in which the host launches a block, forward and backward."""
     host_tp: float = 0.01
-    """The same with tp, where that differs."""
+    """Seconds in which the host launches a block with tp > 1, forward and backward."""
     busiest: float = 1.0
     """Routed tokens of the busiest rank over the mean, under learned routing."""
 
@@ -108,7 +110,7 @@ STACKS = {stack.name: stack for stack in (TITANMOE, MEGATRON, AUTOMODEL, TORCHTI
 
 
 def stack_of(name: str) -> Stack:
-    """Return the stack of that name; raise ConfigError with the known ones."""
+    """Return the stack of that name; raise ConfigError with the known names if there is none."""
     if name not in STACKS:
         raise ConfigError([f"--stack = {name} is not known: use {', '.join(STACKS)}"])
     return STACKS[name]

@@ -14,7 +14,7 @@ from titanmoe.plan.sizes import WeightUnit
 
 @dataclass(frozen=True)
 class WeightCopies:
-    """How a run copies weights and gradients, and the bytes that this moves."""
+    """Formulas for the bytes that a training job moves on a device to cast, copy and add weights and gradients."""
 
     stored: int
     """Bytes of a weight as it is stored between steps."""
@@ -27,15 +27,16 @@ class WeightCopies:
     pipelined: bool
     """Whether gradients are summed over microbatches and reduced once a step, rather than for each microbatch."""
     microbatches: int
+    """Microbatches of a step."""
     accumulated: bool = False
     """Whether experts in no FSDP unit add their gradients up inside the products that compute them."""
 
     def moved(self, unit: WeightUnit, ranks: int, gathers: int = 2) -> tuple[int, int]:
-        """Return the bytes moved for each microbatch, and for each step.
+        """Return the bytes that FSDP reads and writes for a unit, as (for each microbatch, for each step).
 
         Args:
-            ranks: those that shard the unit.
-            gathers: how often a microbatch needs the weights, if they are freed meanwhile.
+            ranks: number of ranks that shard the unit.
+            gathers: how often a microbatch gathers the weights, if they are freed meanwhile.
         """
         gathered, reduced = self.gather(unit, ranks), self.reduce(unit, ranks)
         return (
@@ -44,11 +45,15 @@ class WeightCopies:
         )
 
     def moved_unsharded(self, unit: WeightUnit, replicas: int) -> tuple[int, int]:
-        """Return the bytes moved for experts outside FSDP (titanmoe.parallel.unsharded), for each microbatch and step.
+        """Return the bytes read and written for experts outside FSDP, as (for each microbatch, for each step).
 
         Weights are cast once a step, and each microbatch's gradients are added to their sum. If products do that
         (titanmoe/ops/kernels/add_gradient.py), they read and write the sum, where they would write a gradient, which is
-        in their own price.
+        in the products' price.
+
+        Args:
+            unit: the experts of a block.
+            replicas: ranks of edp_replicate.
         """
         summed = self.reduced if self.pipelined else self.stored
         summed = max(summed, self.reduced) if replicas > 1 else summed
@@ -58,7 +63,7 @@ class WeightCopies:
         return unit.trained.whole * added, unit.trained.whole * (cast + last)
 
     def gather(self, unit: WeightUnit, ranks: int) -> int:
-        """Return the bytes that one gather of a unit copies, besides its message.
+        """Return the bytes that one gather of a unit reads and writes on a device, besides its message.
 
         They are a cast, then a copy into the message and one out of it, or two where a dim other than the first is
         sharded; on one rank a single copy.
@@ -74,10 +79,10 @@ class WeightCopies:
         return unit.trained.whole * (self.computed + 2 * self.reduced)
 
     def reduce(self, unit: WeightUnit, ranks: int) -> int:
-        """Return the bytes that one reduction of a unit's gradients copies, besides its message.
+        """Return the bytes that one reduction of a unit's gradients reads and writes on a device, besides its message.
 
-        Gradients go into the message and, on one rank, out of it; to the stored dtype; and to the sum of earlier
-        microbatches.
+        Gradients are copied into the message and, on one rank, out of it; cast to the stored dtype; and added to the
+        sum of earlier microbatches.
         """
         trained = unit.trained
         shard, width = trained.sharded_size(ranks), self.reduced if self.pipelined else self.computed
@@ -89,5 +94,5 @@ class WeightCopies:
 
 
 def inner(unit: WeightUnit) -> int:
-    """Return the elements of tensors that are sharded along a dim other than the first."""
+    """Return the elements of the unit's tensors that are sharded along a dim other than the first."""
     return sum(prod(shape) for shape, dim in zip(unit.shapes, unit.dims, strict=True) if dim)
