@@ -21,17 +21,17 @@ from titanmoe.train.checkpoints import Checkpoints
 
 
 class AdapterCheckpoints(Checkpoints):
-    """Loading and saving of the state of a run that trains LoRA adapters."""
+    """Checkpoints of a run that trains LoRA adapters: adapters are saved and loaded, base weights only loaded."""
 
-    def _begin_anew(self) -> dict[str, str]:
-        notes = super()._begin_anew()
+    def _start_without_checkpoint(self) -> dict[str, str]:
+        notes = super()._start_without_checkpoint()
         self._record_base_digest()
         return self._load_peft_adapters(notes)
 
-    def _begin_from(self, beginning: StartPoint) -> dict[str, str]:
+    def _start_from_checkpoint(self, beginning: StartPoint) -> dict[str, str]:
         if "base" in Checkpoint(beginning.path).record:
             self._load_base()
-        notes = super()._begin_from(beginning)
+        notes = super()._start_from_checkpoint(beginning)
         return self._load_peft_adapters(notes) if beginning.model_only else notes
 
     def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
@@ -53,7 +53,12 @@ class AdapterCheckpoints(Checkpoints):
     # ---- which tensors
 
     def _targets(self, with_moments: bool, base: bool = False) -> state.Targets:
-        """Return the adapters as the tensors of a checkpoint, or with `base` the base weights."""
+        """Return this rank's shards of the adapters by name, or with `base` of the frozen base weights.
+
+        Args:
+            with_moments: whether to add the optimizer's moments of these weights.
+            base: whether to return the base weights and the persistent buffers instead of the adapters.
+        """
         moments = self.optimizer.moments() if with_moments else None
         parameters = {name: p for name, p in self.parameters.items() if p.requires_grad != base}
         return state.shards_to_load(parameters, self.buffers if base else {}, moments, self.model.tie_embeddings)
@@ -67,7 +72,10 @@ class AdapterCheckpoints(Checkpoints):
     # ---- the weights under the adapters
 
     def _load_base(self) -> None:
-        """Load the base weights from where the run took them when it began. Collective over the world."""
+        """Load the base weights from checkpoint.initial_hf or checkpoint.load; nothing if they come from the seed.
+
+        Then record their digest. Collective over the world.
+        """
         options = self.options
         if options.initial_hf:
             self.begin_from_hf()
@@ -78,7 +86,7 @@ class AdapterCheckpoints(Checkpoints):
         self._record_base_digest()
 
     def _record_base_digest(self) -> None:
-        """Add the digest of the base weights to every checkpoint's record. Collective over the world."""
+        """Store the digest of the base weights in `run_record`, part of every checkpoint. Collective over the world."""
         frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
         own = {name: p for name, p in frozen.items() if name == stored_name(name, self.model.tie_embeddings)}
         self.run_record["base"] = frozen_digest(own, self.group)
@@ -86,7 +94,16 @@ class AdapterCheckpoints(Checkpoints):
     # ---- adapters that PEFT made
 
     def _load_peft_adapters(self, notes: dict[str, str]) -> dict[str, str]:
-        """Fill new adapters from checkpoint.initial_adapter, if it is set; return the rows with a note on it."""
+        """Fill new adapters with those that PEFT saved in checkpoint.initial_adapter, if that option is set.
+
+        Collective over the world.
+
+        Args:
+            notes: lines of the startup header so far, by label.
+
+        Returns:
+            `notes`, with where the adapters came from added to the line "begins from".
+        """
         if not (folder := self.options.initial_adapter):
             return notes
         from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
@@ -103,7 +120,11 @@ class AdapterCheckpoints(Checkpoints):
         return notes | {"begins from": f"{notes['begins from']}\n{origin}" if "begins from" in notes else origin}
 
     def _compare_base(self, adapters: Adapters) -> str:
-        """Return a note on how the run's base weights compare with those that PEFT's adapters were trained on."""
+        """Return a text that compares the base weights of the run with those that PEFT's adapters were trained on.
+
+        Raises:
+            ConfigError: if the adapters name another base model.
+        """
         from titanmoe.checkpoint.hf.peft_base import compare_base, refuse_other_base
         from titanmoe.checkpoint.hf.weight_sources import open_weights
 

@@ -47,7 +47,10 @@ class SpikeAlarm:
         self.high = False
 
     def check(self, loss: float) -> str:
-        """Return the text of the event, or "": a spike is reported once, at its first step."""
+        """Add the loss of a step; return the text of a "spike" event, or "".
+
+        A spike of several steps is reported once, at its first step. A loss that is not finite is ignored.
+        """
         if not math.isfinite(loss):  # the step was skipped; a NaN would make the median meaningless
             return ""
         text, was_high, self.high = "", self.high, False
@@ -75,7 +78,10 @@ ADVICE = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe
 
 
 def warn_of_no_balancing(model: Model, moe: MoE) -> str:
-    """Return the header's warning for a run without balance losses or selection biases; "" if it has some."""
+    """Return a warning if no balance loss and no selection bias keeps the experts evenly loaded; else "".
+
+    It is printed in the table of settings at the start of a run.
+    """
     balanced = moe.bias_update_rate or any(term.spec.evens_loads for term in active_losses(moe))
     a_choice = moe_blocks(model) and model.num_experts > model.top_k
     if not a_choice or moe.force_balance or balanced:
@@ -95,10 +101,10 @@ class LoadAlarm:
         self._collapsed: Counter[int] = Counter()
 
     def check(self, loads: dict[int, list[float]]) -> Iterator[str]:
-        """Yield the texts of events.
+        """Add the loads of a step; yield a text for each "collapse" event, such as a dying expert or very uneven loads.
 
         Args:
-            loads: by layer, the number of tokens that each expert received in this step.
+            loads: number of tokens that each expert received in this step, by layer number.
         """
         for layer, load in loads.items():
             mean = sum(load) / len(load)
@@ -166,12 +172,14 @@ class DivergenceAlarm:
         """Text of the alarm while it lasts, else ""."""
 
     def check(self, step: int, loss: float, smoothed: float) -> str:
-        """Return the text of an event, or "".
+        """Add the loss of a step; return the text of a "divergence" event, or "".
+
+        An event is returned once when the loss has become too high, and once when it has recovered.
 
         Args:
             step: number of the step.
-            loss: of the step.
-            smoothed: average of recent losses.
+            loss: loss of the step.
+            smoothed: running average of the loss.
         """
         if not math.isfinite(loss):  # the step was skipped
             return ""

@@ -69,7 +69,7 @@ def build_training(
     returns_top_k: bool = False,
     notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Training:
-    """Build what a run needs on this rank. Collective over the world.
+    """Build all objects of a run on this rank: model, data, optimizer, checkpoints, metrics. Collective over the world.
 
     The first five keyword arguments let tests and tools replace an object of the run.
 
@@ -80,10 +80,11 @@ def build_training(
         garbage: makes the garbage collection from training.gc_every.
         checks: makes the numerical checks from the config and the model with its gradients and optimizer.
         build: makes this rank's stages; has the signature of titanmoe.parallel.apply.build.
-        reserve_buffers: makes the buffers that dispatchers use in the first pass of a step.
+        reserve_buffers: makes the buffers of fixed size that dispatchers use in a step's first forward and backward;
+            has the signature of titanmoe.parallel.expert.reserve_buffers.
         returns_top_k: whether the head returns the top-k ids and their log-probabilities, as a teacher's does. Such a
             run cannot train.
-        notes: rows to add to the header.
+        notes: lines to add to the header that is printed at the start, by label.
     """
     training, device = config.training, runtime.device
     fold = derive(runtime.world, config.parallelism)
@@ -195,7 +196,19 @@ def build_model(
     first_pass: SharedBuffers | None,
     returns_top_k: bool,
 ) -> RankModel:
-    """Build this rank's stages and what computes and applies their gradients. Collective over the world."""
+    """Build this rank's stages, the computation of their gradients and the optimizer. Collective over the world.
+
+    Args:
+        config: the resolved config, with a dispatcher chosen.
+        runtime: this process, its rank and device.
+        fold: the degrees of parallelism.
+        meshes: the device meshes of the run.
+        loader: this data rank's data loader.
+        objective: the loss to minimise.
+        build: makes this rank's stages; has the signature of titanmoe.parallel.apply.build.
+        first_pass: buffers of fixed size for a step's first forward and backward; None if the dispatcher needs none.
+        returns_top_k: whether the head returns the top-k ids and their log-probabilities instead of a loss.
+    """
     training, device = config.training, runtime.device
     spec, distillation = OBJECTIVES.look_up(training.objective), config.distillation
     candidates, temperature = spec.teacher_top_k(config)
@@ -252,25 +265,29 @@ def build_model(
 
 
 def prepare_reference(config: Config, training: Training) -> dict[str, str]:
-    """Store the reference model's log-probabilities of the data unless they exist; return a row of the header."""
+    """Compute and store the reference model's log-probabilities of the data, unless the run has them (for DPO).
+
+    Returns one line of the startup header, by label. Collective over the world.
+    """
     from titanmoe.train.reference import Reference  # few runs need it, and it takes a while
 
     return Reference(config, training).prepare()
 
 
 def no_notes(training: Training) -> dict[str, str]:
+    """Return no lines for the header, in place of `prepare_reference` if the objective reads no reference model."""
     return {}
 
 
 def make_evaluations(
     config: Config, model: RankModel, slicer_for: Callable[..., Slicer]
 ) -> tuple[Validation | None, QuizEvaluation | None]:
-    """Build the evaluations that the recipe asks for, with None for each of the others.
+    """Build the validation and the quiz that the recipe asks for; None in place of one that it does not ask for.
 
     Args:
         config: the resolved config.
         model: this rank's model and data.
-        slicer_for: makes the Slicer of an objective.
+        slicer_for: makes from `objective` the Slicer that takes this rank's part of a batch.
     """
     data, loader, last = model.meshes.data, model.loader, config.training.steps
     validation = quiz = None
@@ -299,7 +316,7 @@ def make_evaluations(
 
 
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:
-    """Build the writer of metrics and events with the header of the run."""
+    """Build the object that prints the header and writes metrics and events on rank 0."""
     name, count = device_name(runtime.device), parameters(config.model)
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(name, config.training.mixed_precision_param)
     known = OBJECTIVES.look_up(config.training.objective).uniform_guess_loss(config)

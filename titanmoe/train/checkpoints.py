@@ -42,12 +42,12 @@ REFERENCE = "reference"
 
 @dataclass(eq=False, kw_only=True)
 class Checkpoints:
-    """Loading and saving of a run's state; a context in which signals stop the run after a save."""
+    """Loading and saving of a run's state. As a context manager it catches signals, so that a run ends with a save."""
 
     options: Options
     model: Model
     run_record: dict[str, Any]
-    """Entries of every checkpoint's record (`checkpoint.state.run_record`)."""
+    """Facts of the run that every checkpoint's record contains: config, mapping (`checkpoint.state.run_record`)."""
     runtime: Runtime
     state: RunState
     loader: Loader
@@ -68,7 +68,7 @@ class Checkpoints:
         self.signals = Signals()
 
     def in_folder(self, run: Path) -> Checkpoints:
-        """Set the run's folder and return self, to be used as a context manager."""
+        """Set the run's folder and return self, which the caller enters as a context manager."""
         self.run, self.signals = run, Signals()
         try:
             self.saver = (
@@ -92,7 +92,11 @@ class Checkpoints:
     # ---- loading
 
     def begin(self) -> dict[str, str]:
-        """Load what the config asks for, if anything; return rows of the header. Collective over the world."""
+        """Load the checkpoint or weights that the config asks for, if any. Collective over the world.
+
+        Returns:
+            Lines for the header that is printed at the start, by label: what was loaded, and warnings.
+        """
         notes = self._load_start()
         if note := self._context_note():
             notes["context"] = note
@@ -102,20 +106,20 @@ class Checkpoints:
         return notes
 
     def _load_start(self) -> dict[str, str]:
-        """Choose what the run starts from and load it; return rows of the header. Collective over the world."""
+        """Choose what to start from and load it; return lines of the header by label. Collective over the world."""
         beginning = self.choose_start(lambda: choose_start(self.options, self.run, self.find_damage))
         for line in beginning.notes:
             print_rank_0(f"checkpoint: {line}")
         if self.saver:
             self.saver.passed_over = [path for path in beginning.passed_over if path.parent == self.saver.folder]
-        return self._begin_anew() if beginning.path is None else self._begin_from(beginning)
+        return self._start_without_checkpoint() if beginning.path is None else self._start_from_checkpoint(beginning)
 
-    def _begin_anew(self) -> dict[str, str]:
-        """Fill the weights of a run without a checkpoint, if they come from files; return rows of the header."""
+    def _start_without_checkpoint(self) -> dict[str, str]:
+        """Load checkpoint.initial_hf if it is set; return lines of the header by label. Collective over the world."""
         return self.begin_from_hf() if self.options.initial_hf else {}
 
-    def _begin_from(self, beginning: StartPoint) -> dict[str, str]:
-        """Load the checkpoint that the run starts from; return rows of the header. Collective over the world."""
+    def _start_from_checkpoint(self, beginning: StartPoint) -> dict[str, str]:
+        """Load a checkpoint or its weights alone; return lines of the header by label. Collective over the world."""
         self.origin = beginning.path
         changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         if self.saver:
@@ -127,7 +131,7 @@ class Checkpoints:
         return {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
 
     def _context_note(self) -> str:
-        """Return the header's note on samples longer than the context of the model that the run began from; or ""."""
+        """Return a note if samples are longer than the context that the loaded Hugging Face model supports; else ""."""
         from titanmoe.checkpoint.hf.config_json import CONFIG, context_note
         from titanmoe.checkpoint.hf.fetch import local_folder
 
@@ -141,14 +145,18 @@ class Checkpoints:
         return context_note(folder, self.model, self.run_record["config"]["training"]["seq_len"])
 
     def _copy_files(self, find: Callable[[], Mapping[str, Path]]) -> None:
-        """Copy files into the run's folder; from there they go into every checkpoint."""
+        """Copy files to the run's folder, from which every checkpoint gets a copy. Collective over the world.
+
+        Args:
+            find: called on rank 0; returns the path of each file by the name of the copy.
+        """
         try:
             self.saver.carry(find)
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
 
     def begin_from_hf(self) -> dict[str, str]:
-        """Fill the weights from checkpoint.initial_hf; return rows of the header. Collective over the world."""
+        """Load the weights of checkpoint.initial_hf; return lines of the header by label. Collective over the world."""
         from titanmoe.checkpoint.hf.huggingface_source import open_first_weights
         from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files
 
@@ -161,10 +169,9 @@ class Checkpoints:
         return {"begins from": "\n".join([f"weights of {self.options.initial_hf}", *source.notes])}
 
     def _find_hf_folder(self, name: str) -> Path:
-        """Return this machine's folder of a Hugging Face model. Collective over the world.
+        """Return this machine's folder of a Hugging Face model, given by folder or by name on the hub.
 
-        Raises:
-            ConfigError: unless all ranks have the same files.
+        Collective over the world. Raises a ConfigError if the files differ between ranks.
         """
         from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
         from titanmoe.checkpoint.hf.fetch import fingerprint, weights_folder
@@ -183,10 +190,10 @@ class Checkpoints:
         return folder
 
     def choose_start(self, choose: Callable[[], StartPoint]) -> StartPoint:
-        """Return the start that rank 0 chooses. Collective: all ranks verify checksums, each of some of the files.
+        """Return the checkpoint that rank 0 chooses to start from, on all ranks. Collective over the world.
 
         Args:
-            choose: called on rank 0; it may call `find_damage`, which the other ranks take part in.
+            choose: called on rank 0; it may call `find_damage`, for which each rank verifies some of the files.
         """
         try:
             while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
@@ -196,33 +203,37 @@ class Checkpoints:
         return answer
 
     def find_damage(self, path: Path) -> list[str]:
-        """Return what is damaged in a checkpoint. Called on rank 0 while the other ranks are in `choose_start`."""
+        """Return one line for each damaged file of a checkpoint; [] if it is intact.
+
+        Only rank 0 calls it, in the `choose` of `choose_start`, where the other ranks wait to verify some of the files.
+        """
         layout.read_manifest(path)  # raises before the other ranks are involved if this is not a checkpoint
         from_rank(self.group, 0, lambda: path)
         return self._check_together(path)
 
     def _check_together(self, path: Path) -> list[str]:
-        """Verify a checkpoint's files, each rank some of them; return what is damaged on all ranks. Collective."""
+        """Verify a checkpoint's files, each rank some of them; return all ranks' lines on damage. Collective."""
 
-        def mine() -> list[str]:
+        def find_damage_of_some() -> list[str]:
             files = sorted(layout.read_manifest(path).files)
             return layout.find_damage(
                 path, files[self.runtime.rank :: self.runtime.world], contents=self.options.verify
             )
 
         try:
-            return [line for lines in on_all_ranks(self.group, mine) for line in lines]
+            return [line for lines in on_all_ranks(self.group, find_damage_of_some) for line in lines]
         except CheckpointError as error:  # a rank cannot see the files
             return [str(error)]
 
     def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
-        """Fill the run from a checkpoint of any mapping; return lines on what has changed since it was saved.
-
-        Collective over the world.
+        """Fill the run from a checkpoint, which may have another mapping, in place. Collective over the world.
 
         Args:
             saved: the checkpoint.
             model_only: whether to load the weights alone, and start at step 0 with a new optimizer.
+
+        Returns:
+            One line for each option that differs from the checkpoint's config; [] with `model_only`.
         """
         before, now = (flatten_record(record.get("config", {})) for record in (saved.record, self.run_record))
         problems = self._refusals(saved, now, model_only)
@@ -256,7 +267,13 @@ class Checkpoints:
         return state.changed_fields(before, now) + describe_rate_change(self.state.step, before, self.rate)
 
     def _check_names(self, saved: Checkpoint, targets: state.Targets, model_only: bool) -> None:
-        """Raise a CheckpointError unless the ranks together use every stored tensor and none is missing. Collective."""
+        """Raise a CheckpointError unless a checkpoint has exactly the tensors that all ranks load. Collective.
+
+        Args:
+            saved: the checkpoint.
+            targets: this rank's shards to load.
+            model_only: whether moments in the checkpoint may remain unused.
+        """
         names = {
             name for theirs in on_all_ranks(self.group, lambda: {s for s, _ in targets.values()}) for name in theirs
         }
@@ -270,33 +287,33 @@ class Checkpoints:
             raise CheckpointError("; ".join(lines))
 
     def _refusals(self, saved: Checkpoint, now: Mapping[str, Any], model_only: bool) -> list[str]:
-        """Return why the run cannot start from a checkpoint; [] if it can.
+        """Return one message for each reason why the run cannot start from a checkpoint; [] if it can.
 
         Args:
             saved: the checkpoint.
-            now: fields of the run's config by path.
+            now: fields of the run's config by path, such as "model.dim".
             model_only: whether only the weights are loaded.
         """
         trains_adapters, initial = self.lora.rank > 0, self.options.initial_adapter
         return state.refused_record(saved.record, now, saved.path, trains_adapters, model_only, initial)
 
     def _targets(self, with_moments: bool) -> state.Targets:
-        """Return the tensors that a checkpoint of the run holds."""
+        """Return this rank's shards of all tensors that a checkpoint of this run contains, by name."""
         moments = self.optimizer.moments() if with_moments else None
         return state.shards_to_load(self.parameters, self.buffers, moments, self.model.tie_embeddings)
 
     def _hf_targets(self) -> state.Targets:
-        """Return the tensors that checkpoint.initial_hf fills."""
+        """Return this rank's shards of the tensors that checkpoint.initial_hf fills, by name."""
         return self._targets(with_moments=False)
 
     def _stored_targets(self, saved: Checkpoint, with_moments: bool) -> state.Targets:
-        """Return the tensors that the checkpoint `saved` fills."""
+        """Return this rank's shards of the tensors to load from `saved`, by name."""
         return self._targets(with_moments)
 
     # ---- saving
 
     def wants_to_stop(self) -> bool:
-        """Return whether this rank wants to stop, after a signal or a failed save; if one does, all ranks stop."""
+        """Return whether this rank wants to stop, after a signal or a failed save; the loop then stops all ranks."""
         return bool(self.signals.number or (self.saver and self.saver.failed_or_late))
 
     @property
@@ -306,16 +323,20 @@ class Checkpoints:
 
     @property
     def has_saved(self) -> bool:
-        """Whether a checkpoint of this run exists, so that the run can be restored."""
+        """Whether a checkpoint is on disk from which the run can continue after a NumericalFault."""
         return bool(self.saver and self.saver.saved_step >= 0)
 
     def after_step(self) -> dict[str, float]:
-        """Save if it is due; return the metric checkpoint_blocked_s, the seconds for which that paused training."""
+        """Save if checkpoint.interval asks for it after this step. Collective over the world.
+
+        Returns:
+            The metric checkpoint_blocked_s, the seconds for which the save paused training; {} without a save.
+        """
         return {"checkpoint_blocked_s": self._save()} if self.is_due else {}
 
     @property
     def long_timeout_groups(self) -> list[Any]:
-        """Process groups that wait for disks and therefore keep their long time-out."""
+        """Process groups whose collectives wait for disks, and therefore keep the long time-out of the start."""
         return [self.saver.group] if self.saver and self.saver.group else []
 
     def wait(self) -> None:
@@ -324,9 +345,9 @@ class Checkpoints:
             self.saver.wait()
 
     def finish(self) -> int:
-        """Save the last step if it is not saved, and wait until it is on disk; return the signal that came, or 0.
+        """Save the last step unless it is saved already, and wait until it is on disk. Collective over the world.
 
-        Collective over the world.
+        Returns the number of the signal that any rank has received, or 0.
         """
         if not self.saver or self.state.step == self.start_step:
             return 0
@@ -338,7 +359,7 @@ class Checkpoints:
         return max(on_all_ranks(self.group, lambda: self.signals.number))
 
     def record(self) -> dict[str, Any]:
-        """Return the numbers of the run's state, which a checkpoint's manifest stores."""
+        """Return what a checkpoint's manifest stores besides tensors: step, tokens, data position and `run_record`."""
         record = {"step": self.state.step, "tokens": self.state.tokens, "loader": self.loader.state_dict()}
         record |= self.run_record | {"skips": self.state.skips.state_dict()}
         if self.validation:
@@ -346,7 +367,7 @@ class Checkpoints:
         return record
 
     def save_to(self, folder: Path, group: Any) -> None:
-        """Write the state to a checkpoint folder of any name, and wait until it is on disk. Collective over the world.
+        """Write a checkpoint into a folder of any name, and wait until it is on disk. Collective over the world.
 
         Args:
             folder: the checkpoint's folder; one that exists is replaced.
@@ -357,7 +378,7 @@ class Checkpoints:
         save(folder, shards, lambda sums: Manifest(step, 1, sums, record), group, finite=True)
 
     def _save(self) -> float:
-        """Start a save and return the seconds for which it paused training. Collective over the world."""
+        """Start a save, write an event, and return the seconds for which training paused. Collective over the world."""
         step = self.state.step
         blocked = self.saver.save(step, state.shards_to_save(self._targets(with_moments=True)), self.record())
         name = layout.folder_name(step)

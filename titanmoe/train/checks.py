@@ -15,35 +15,38 @@ class NumericalFault(RuntimeError):
 
 
 class Restore(NumericalFault):
-    """Numbers of a step that are wrong, so that training should go on from the newest checkpoint."""
+    """Wrong numbers in a step, after which training continues from the newest checkpoint. Raised on all ranks."""
 
 
 class Checks(Observer):
-    """Default checks, which accept every step. An observer that listens while a run trains."""
+    """Default numerical checks, which accept every step; `titanmoe.watch` has real ones. An observer of the run."""
 
     def suspect(self, why: str, work: Any, sums: Any) -> Any:
-        """Examine a step with an unusual loss or gradient norm, after its gradients and before its update.
+        """Examine a step whose loss or gradient norm is unusual. The Guard calls it before the update.
 
         Args:
             why: what is unusual.
-            work: the step's StepWork.
-            sums: the step's Sums.
+            work: the step's microbatches, a StepWork.
+            sums: the step's loss, gradient norm and statistics, a StepSums.
 
         Returns:
-            New Sums if forward and backward were repeated, else None.
+            New StepSums if forward and backward were repeated, else None.
         """
 
     def after_step(self, saves: bool) -> None:
-        """Check the state after a step, before it is saved if `saves`.
+        """Check weights and optimizer state after a step. Collective over the world.
+
+        Args:
+            saves: whether a checkpoint is saved after this step.
 
         Raises:
             NumericalFault: on all ranks, if training cannot go on.
         """
 
     def report(self) -> dict[str, float]:
-        """Return metrics to add to the step's line."""
+        """Return metrics of the checks by name, to add to those of the step."""
         return {}
 
     def explained(self) -> str:
-        """Return what was found about the last suspect step, as sentences; "" if nothing was."""
+        """Return what was found out about the last step with an unusual loss or norm, as sentences; "" if nothing."""
         return ""

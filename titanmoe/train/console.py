@@ -42,13 +42,13 @@ class ConsoleSettings(NamedTuple):
 
 
 def open_console(style: str, run: ConsoleSettings, name: str, console: Console | None = None) -> ReportTarget:
-    """Return the live panel or the line printer.
+    """Return the console output of a run: a live panel, or a printer of lines.
 
     Args:
         style: metrics.console: "live", "lines", or "auto" for the panel on a terminal that can show it.
         run: settings of the recipe to show.
-        name: of the run, the panel's title.
-        console: rich's console to draw the panel on.
+        name: name of the run, the panel's title.
+        console: rich's console to draw the panel on; None makes one of standard output.
     """
     console = console or Console(highlight=False)
     if style == "live" or (style == "auto" and console.is_terminal and not console.is_dumb_terminal):
@@ -57,7 +57,11 @@ def open_console(style: str, run: ConsoleSettings, name: str, console: Console |
 
 
 def format_metrics(record: dict[str, float]) -> dict[str, str]:
-    """Return the metrics that the console shows of a line of metrics.jsonl, formatted, by label."""
+    """Select the metrics that the console shows and return them as text, by their labels on the console.
+
+    Args:
+        record: one line of metrics.jsonl, by name of the metric.
+    """
     shown = {
         "loss": f"{record['loss']:.4f}",
         "grad norm": f"{record['grad_norm']:.3f}",
@@ -101,16 +105,16 @@ def print_closing_line(
     folder: Path,
     wrong: str = "",
 ) -> None:
-    """Print how a run ended.
+    """Print how a run ended: steps, loss, seconds, the last checkpoint and the command that makes a report.
 
     Args:
         step: the last step made.
         steps: the step at which the run was to end.
         first: the first step that this process reported, and its loss.
         last_loss: the loss of the last step.
-        seconds: that this process trained for.
+        seconds: how long this process trained.
         checkpoint: text of `describe_last_checkpoint`.
-        folder: the run's.
+        folder: the run's folder.
         wrong: what is wrong with the loss and what to change; "" if nothing is.
     """
     began, loss = first
@@ -127,7 +131,12 @@ def print_closing_line(
 
 
 def describe_last_checkpoint(options: Checkpoint, run: Path) -> str:
-    """Return the closing line's text on the newest complete checkpoint."""
+    """Return where the newest complete checkpoint is, as text for the last line that a run prints.
+
+    Args:
+        options: the recipe's [checkpoint].
+        run: the run's folder.
+    """
     if not options.enable:
         return "nothing was saved (checkpoint.enable = false)"
     folder = checkpoints_folder(run, options)
@@ -173,7 +182,7 @@ class LivePanel:
         self.run, self.name, self.console = run, name, console
         self.losses: deque[float] = deque(maxlen=CURVE)
         self.held_out = ""
-        """Text of the last validation, shown until the next one."""
+        """Text of the last validation loss and perplexity, shown until the next validation."""
         what = "compiling and making the first step" if run.compiles else "making the first step"
         self.live = Live(Spinner("dots", f"{what} ..."), console=console, refresh_per_second=2)
         self.live.start()
@@ -192,6 +201,7 @@ class LivePanel:
         self.live.stop()
 
     def panel(self, report: Report) -> Panel:
+        """Return the panel for a report: progress, metrics, loss curve, fractions of the step's time, warnings."""
         steps, record = self.run.steps, report.record
         eta = "ETA ..." if report.eta is None else f"ETA {format_duration(report.eta)}"
         head = Table.grid(padding=(0, 2), expand=True)
@@ -239,9 +249,13 @@ def draw_curve(values: deque[float]) -> str:
 
 
 def format_phases(record: dict[str, float]) -> str:
-    """Return the phases of a step with their fractions of its time, those of at least 0.5 %.
+    """Return the phases of a step with the percentage of the step's time that each takes, in one line.
 
-    The time of dispatch is within that of forward and backward, and is shown in parentheses after it.
+    Phases below 0.5 % are left out. The time of dispatch is part of that of forward and backward, and is shown in
+    parentheses after it.
+
+    Args:
+        record: one line of metrics.jsonl; times are under "time.PHASE", in seconds.
     """
     phases = {name.removeprefix("time."): value for name, value in record.items() if name.startswith("time.")}
     dispatch, total = phases.pop("dispatch", 0.0), sum(phases.values())
@@ -254,7 +268,11 @@ def format_phases(record: dict[str, float]) -> str:
 
 
 def print_header(rows: dict[str, str | Text]) -> None:
-    """Print the header of a run as a table of names and texts."""
+    """Print the settings of a run as a table.
+
+    Args:
+        rows: the text of each line, by label.
+    """
     table = Table.grid(padding=(0, 2))
     for name, text in rows.items():
         table.add_row(Text(name, style="bold"), Text(text, overflow="fold") if isinstance(text, str) else text)
@@ -262,7 +280,7 @@ def print_header(rows: dict[str, str | Text]) -> None:
 
 
 def describe_saving(options: Checkpoint, each: int, run: Path) -> Text:
-    """Return the header's text on when and where the run saves, in red if nothing is saved or the disk is too full.
+    """Return text on when and where the run saves, for the header; red if nothing is saved or the disk is too full.
 
     Args:
         options: the recipe's [checkpoint].
@@ -288,12 +306,16 @@ def format_size(size: int) -> str:
 
 
 def format_mapping(axes: dict[str, int]) -> str:
-    """Return a mapping's axes of more than one rank, as "dp_shard 4 x tp 2"."""
+    """Return the axes with more than one rank as text, such as "dp_shard 4 x tp 2"; "one rank" if there is none.
+
+    Args:
+        axes: number of ranks by name of the axis.
+    """
     return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
 
 
 class RankPrefixed:
-    """Output stream that puts the rank before each line, for ranks that only print if something is wrong."""
+    """Text stream that writes the rank before each line; for standard output and errors of ranks other than 0."""
 
     def __init__(self, stream: TextIO, rank: int):
         self.stream, self.mark, self.open = stream, f"[rank {rank}] ", False

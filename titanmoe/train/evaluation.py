@@ -35,10 +35,15 @@ from titanmoe.train.run_state import RunState
 def forward_only(
     samples: Iterable[list[Batch]], slicer: Slicer, gradients: Gradients
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run the batches of one step after another forward. Collective over the world.
+    """Run the forward pass over batches without gradients, one step's batches after another. Collective over the world.
+
+    Args:
+        samples: for each step a list of microbatches, on this data rank.
+        slicer: takes this rank's slices of the microbatches, and has the objective to evaluate.
+        gradients: has the stages and the engine that runs them.
 
     Yields:
-        The objective's sum on this rank, and its count over all ranks.
+        For each step the objective's sum on this rank and its count over all ranks, float64 scalars.
     """
     one = torch.ones((), dtype=torch.float64, device=slicer.device)
     for batches in samples:
@@ -49,7 +54,7 @@ def forward_only(
 
 @dataclass(eq=False, kw_only=True)
 class Evaluation:
-    """Evaluation that is due every `interval` steps and after step `last`."""
+    """Evaluation of the model that runs after every `interval` steps and after step `last`, the end of the run."""
 
     interval: int
     last: int
@@ -60,20 +65,24 @@ class Evaluation:
 
     @property
     def is_due(self) -> bool:
-        """Whether the step just made is one after which to measure."""
+        """Whether an evaluation follows the step just made."""
         return self.state.step % self.interval == 0 or self.state.step == self.last
 
 
 @dataclass(eq=False, kw_only=True)
 class Validation(Evaluation):
-    """Validation loss: cross-entropy, or the loss of preference pairs."""
+    """Validation loss: cross-entropy, or for preference pairs the loss of the run's objective."""
 
     samples: ValidationSet
     best: float = math.inf
     """Lowest validation loss of the run so far."""
 
     def after_step(self) -> dict[str, float]:
-        """Return the validation loss and related metrics if one is due, else {}. Collective over the world."""
+        """Measure and return validation metrics if they are due after this step, else {}. Collective over the world.
+
+        Returns:
+            val_loss, val_best (the lowest so far), val_s (seconds), and the objective's metrics or else val_perplexity.
+        """
         if not self.is_due:
             return {}
         begin = time.monotonic()
@@ -92,9 +101,9 @@ class Validation(Evaluation):
         self.best = math.inf if best is None else best
 
     def measure(self) -> tuple[float, dict[str, float]]:
-        """Return the loss over the validation set, and the objective's own metrics. Collective over the world.
+        """Return the mean loss over the validation set, and the objective's own metrics by name.
 
-        "preference.accuracy" of a step is "preference.val_accuracy" here.
+        Collective over the world. A metric "preference.accuracy" gets the name "preference.val_accuracy".
         """
         meshes, objective = self.slicer.meshes, self.slicer.objective
         total, count = (torch.zeros((), dtype=torch.float64, device=self.slicer.device) for _ in range(2))
@@ -111,10 +120,18 @@ class Validation(Evaluation):
 
 
 class ChoiceSums(CrossEntropy):
-    """Objective that adds up the log-probabilities of each choice over the batches of a set; its own sum is 0."""
+    """Objective that sums the log-probabilities of the tokens of each quiz choice over all batches of an evaluation.
+
+    The sums are in `sums_C`; the loss that it reports is 0.
+    """
 
     def clear(self, choices: int, device: torch.device) -> None:
-        """Set the sums of this many choices to 0."""
+        """Reset the sums of log-probabilities to 0, before a quiz.
+
+        Args:
+            choices: number of choices of all questions together.
+            device: device of the sums.
+        """
         self.sums_C = torch.zeros(choices + 1, dtype=torch.float64, device=device)
         """Log-probability of each choice; padding is added to one more entry at the end."""
 
@@ -125,7 +142,12 @@ class ChoiceSums(CrossEntropy):
 
 
 def score_question(question: Question, log_p: np.ndarray) -> dict[str, float]:
-    """Return the metrics of a question from the log-probability of each choice."""
+    """Return the metrics of one multiple-choice question: bits_per_byte, margin, accuracy and accuracy_norm.
+
+    Args:
+        question: the question, its choices and the number of the right one.
+        log_p: log-probability of each choice, summed over the choice's tokens.
+    """
     right = question.answer
     bytes_of_right = len(question.choices[right].encode())
     lengths = np.array([len(choice) for choice in question.choices])
@@ -139,14 +161,15 @@ def score_question(question: Question, log_p: np.ndarray) -> dict[str, float]:
 
 @dataclass(eq=False, kw_only=True)
 class QuizEvaluation(Evaluation):
-    """Multiple-choice questions, by task. The slicer's objective is ChoiceSums."""
+    """Evaluation on multiple-choice questions, which are grouped in tasks. The slicer's objective is ChoiceSums."""
 
     questions: QuizSet
 
     def after_step(self) -> dict[str, Any]:
-        """Return the mean of each metric by task, and the lines for quiz.jsonl, if due; else {}.
+        """Ask all questions if the quiz is due after this step and return metrics, else {}. Collective over the world.
 
-        Collective over the world.
+        Returns:
+            The mean of each metric under "quiz.TASK.METRIC", lines for quiz.jsonl under "quiz", seconds under "quiz_s".
         """
         if not self.is_due:
             return {}
@@ -163,7 +186,10 @@ class QuizEvaluation(Evaluation):
         return report | {"quiz": lines, "quiz_s": time.monotonic() - begin}
 
     def log_probabilities(self) -> np.ndarray:
-        """Return the log-probability of every choice, summed over its tokens. Collective over the world."""
+        """Return the log-probability of every choice of every question, summed over the choice's tokens, shape (C,).
+
+        Collective over the world.
+        """
         sums, meshes = self.slicer.objective, self.slicer.meshes
         sums.clear(len(self.questions.encoded), self.slicer.device)
         for _ in forward_only(self.questions, self.slicer, self.gradients):

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 @functools.cache  # a run that is still training may have a newer checkpoint the next time
 def find_teacher(folder: str) -> FullModel:
-    """Return the model in a run's folder, a checkpoint or a Hugging Face folder; raise a ConfigError if none is."""
+    """Return the teacher's full model from a run's folder, a checkpoint or a Hugging Face folder.
+
+    The result is cached for this process.
+
+    Raises:
+        ConfigError: if the folder holds no model that can be read.
+    """
     from titanmoe.checkpoint.full_model import find_full_model  # imports safetensors
 
     try:
@@ -34,7 +40,14 @@ def find_teacher(folder: str) -> FullModel:
 
 
 def teacher_config(config: Config, teacher: FullModel) -> Config:
-    """Return the run's config for the teacher's model: all weights frozen, no recomputation, no dropped tokens."""
+    """Return the config under which the teacher runs in this run: with the run's mapping and batches, nothing trained.
+
+    All weights are frozen, nothing is recomputed, and no tokens are dropped.
+
+    Args:
+        config: the run's config.
+        teacher: the teacher, whose [model] is used.
+    """
     return replace(
         config,
         model=replace(teacher.config.model, mtp_depth=0),
@@ -48,7 +61,12 @@ def teacher_config(config: Config, teacher: FullModel) -> Config:
 
 
 def teacher_problems(config: Config, world: int) -> Iterator[str]:
-    """Yield why the teacher that the recipe names, if any, cannot be used on this number of ranks."""
+    """Yield one message for each reason why the run's teacher (distillation.teacher) cannot be used.
+
+    Args:
+        config: the run's config; nothing is yielded if it names no teacher.
+        world: number of ranks.
+    """
     if not config.distillation.teacher:
         return
     try:
@@ -69,7 +87,9 @@ def teacher_problems(config: Config, world: int) -> Iterator[str]:
 
 
 def check_tokenizer(teacher: FullModel, identity: str) -> None:
-    """Raise a ConfigError if the teacher learned the tokens of another tokenizer than the data's, if both are known.
+    """Raise a ConfigError if the teacher was trained with another tokenizer than the data's.
+
+    Nothing is raised if either tokenizer is unknown.
 
     Args:
         teacher: the teacher.

@@ -48,7 +48,7 @@ class StepVerdict(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Guard:
-    """Function from a step's numbers to the decision whether they become an update."""
+    """Decision whether a step's gradients become an update, made after the gradients are summed over all ranks."""
 
     options: Options
     skipped_steps: list[range]
@@ -61,7 +61,10 @@ class Guard:
     checks: Checks
 
     def skips_batch(self) -> bool:
-        """Return whether the step's batch is not to be used; if so, count the step as skipped and write an event."""
+        """Return whether data.skip_steps names this step, whose batch is then not used.
+
+        If so, the step is counted as skipped, and an event is written.
+        """
         step = self.state.step
         if not any(step in steps for steps in self.skipped_steps):
             return False
@@ -70,7 +73,11 @@ class Guard:
         return True
 
     def __call__(self, work: StepWork, sums: StepSums) -> StepVerdict:
-        """Return whether the step's gradients become an update. Collective over the world.
+        """Decide whether the step's gradients become an update. Collective over the world.
+
+        Args:
+            work: the step's microbatches.
+            sums: the step's loss, gradient norm and statistics over all ranks.
 
         Raises:
             NumericalFault: on all ranks, if the run cannot go on.
@@ -89,7 +96,14 @@ class Guard:
         return self.state.skips.find_outlier(scalars.loss, scalars.norm, self.options.skip_spikes or DEFAULT_SIGMAS)
 
     def _skip(self, why: str, batches: list[Batch]) -> None:
-        """Free the gradients, count the step as skipped, and write an event with its samples. Collective."""
+        """Free the gradients, count the step as skipped, and write an event that lists its samples.
+
+        Collective over the world.
+
+        Args:
+            why: what is unusual about the step.
+            batches: this data rank's microbatches.
+        """
         self.gradients.drop()
         self.state.skips.skip()
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -100,9 +114,10 @@ class Guard:
         self.state.skips.check_limit(self.state.step, why)
 
     def check_finite(self, loss: float, norm: float) -> None:
-        """Raise NonFinite if the loss or the norm is not finite, with the first bad gradient and weight.
+        """Raise NonFinite on all ranks if the loss or the gradient norm of the step is not finite.
 
-        Collective over the world in that case.
+        Both numbers must be the same on all ranks. The message names the first parameter with a non-finite gradient and
+        the first non-finite weight of any rank.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             return
@@ -128,7 +143,12 @@ class Guard:
     # ---- going back
 
     def run_with_restores(self, train: Callable[[], int]) -> int:
-        """Call `train`, and call it again from the newest checkpoint after each Restore, at most RESTORES times."""
+        """Call `train`, and call it again after each Restore error, at most RESTORES times.
+
+        Args:
+            train: loads the newest checkpoint and trains until the end of the run; returns the number of the signal
+                that stopped it, or 0.
+        """
         for _ in range(RESTORES):
             try:
                 return train()
@@ -137,9 +157,11 @@ class Guard:
         return train()
 
     def record_end(self, error: NumericalFault, has_saved: bool) -> NumericalFault:
-        """Write the event that ends training or restores a checkpoint; return the error to raise.
+        """Write the event "restore" or "stop" for an error that ends training; return the error to raise.
 
-        A Restore without a saved checkpoint becomes a NumericalFault.
+        Args:
+            error: the error that a check raised.
+            has_saved: whether a checkpoint of the run exists. Without one a Restore becomes a plain NumericalFault.
         """
         restores = isinstance(error, Restore) and has_saved
         observe.active.event(self.state.step, "restore" if restores else "stop", str(error))

@@ -1,4 +1,4 @@
-"""Builds the rows of the header that a run prints before its first step, as a table of names and texts."""
+"""Builds the header of a run: a table of labels and texts that it prints before its first step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TESTED_VERSIONS = ("2.11", "2.13", "2.14", "2.15")
 
 @dataclass(frozen=True)
 class Header:
-    """Rows of the header that depend on the recipe, the mapping and the device alone."""
+    """Lines of the header, by label, that depend on the recipe, the mapping and the device alone."""
 
     mapping: dict[str, str]
     batches: dict[str, str | Text]
@@ -36,10 +36,10 @@ class Header:
     checkpoint_bytes: int
 
     def rows(self, notes: dict[str, str], run: Path) -> dict[str, str | Text]:
-        """Return all rows in the order in which they are printed.
+        """Return all lines of the header by label, in the order in which they are printed.
 
         Args:
-            notes: rows that are known once the run is built and its checkpoint loaded.
+            notes: lines that are known once the run is built and its checkpoint loaded, by label.
             run: the run's folder.
         """
         where = {"run folder": str(run), "checkpoint": describe_saving(self.checkpoint, self.checkpoint_bytes, run)}
@@ -47,14 +47,14 @@ class Header:
 
 
 def make_header(config: Config, fold: Fold, parameters: Parameters, device_name: str, peak: float | None) -> Header:
-    """Return the header's rows on model, mapping, devices, batch and data.
+    """Return the lines of the header on model, mapping, devices, batch and data.
 
     Args:
         config: the resolved config.
-        fold: the mapping.
-        parameters: numbers of the model's parameters.
-        device_name: as PyTorch names the device.
-        peak: FLOP/s of one device; None if unknown.
+        fold: the degrees of parallelism.
+        parameters: numbers of the model's parameters, total and active per token.
+        device_name: the device's name as PyTorch gives it.
+        peak: peak FLOP/s of one device; None if unknown.
     """
     model, training = config.model, config.training
     dp = fold.dp_replicate * fold.dp_shard
@@ -95,7 +95,15 @@ def make_header(config: Config, fold: Fold, parameters: Parameters, device_name:
 def setup_rows(
     config: Config, pp: int, microbatches: int, engine: WithoutPipeline | Pipeline, device: torch.device
 ) -> dict[str, str]:
-    """Return the header's rows on PyTorch's version, GPU memory, compilation, the pipeline and recomputation."""
+    """Return the header's lines on PyTorch, GPU memory, compilation, the pipeline and recomputation, by label.
+
+    Args:
+        config: the resolved config.
+        pp: number of pipeline ranks.
+        microbatches: number of microbatches in a step.
+        engine: runs the stages; a pipeline's knows the fraction of time in which ranks are idle.
+        device: the device of this rank.
+    """
     rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TESTED_VERSIONS)):

@@ -65,10 +65,10 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def disk_shortage(config: Config, step: int = 0) -> str:
-    """Return the message for a disk without room for the run's checkpoints; "" if there is room.
+    """Return a message if the disk has no room for the run's checkpoints; "" if it has.
 
-    At one time there are checkpoint.keep_last checkpoints and the one being written, or fewer if the run saves less
-    often. With checkpoint.keep_last = 0, which removes none, only the next one has to fit. Files of an interrupted save
+    Room is needed for checkpoint.keep_last checkpoints and the one being written, or fewer if the run saves less often.
+    With checkpoint.keep_last = 0, which removes none, only the next one has to fit. Files of an interrupted save
     count as free space, because the start removes them.
 
     Args:

@@ -45,12 +45,12 @@ def resolve(
     world: int,
     read_record: Callable[[Config], dict[str, Any]] = record_to_resume,
 ) -> Config:
-    """Return the config with derived degrees, batch sizes and numbers of steps filled in.
+    """Return the config with derived values filled in: degrees of parallelism, batch sizes, number of steps.
 
     Args:
         config: the config as given.
         world: number of ranks.
-        read_record: reads the record of the checkpoint that the run resumes from, {} if there is none.
+        read_record: returns what the checkpoint that the run resumes from records besides tensors; {} without one.
     """
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
@@ -72,11 +72,11 @@ def resolve(
 
 
 def _steps_of_epochs(config: Config, record: dict[str, Any]) -> int:
-    """Return the number of steps of a run of training.epochs.
+    """Return the number of steps that training.epochs take, those before a resume included.
 
     Args:
         config: the config.
-        record: of the checkpoint that the run resumes from; {} if there is none.
+        record: what the checkpoint that the run resumes from records besides tensors; {} without one.
     """
     from titanmoe.data.sources import count_steps_of_epochs
 
@@ -98,9 +98,9 @@ def with_ranks_per_node(config: Config, ranks: int) -> Config:
 
 
 def fit_to_world(config: Config, node: int, world: int) -> tuple[Config, str]:
-    """Set the ranks per machine, and fit the mapping of a restarted or resumed run to the number of ranks.
+    """Set the ranks per machine, and adapt the mapping of a restarted or resumed run to the number of ranks it has now.
 
-    The first start of a run gets the mapping that it asks for or is refused.
+    The mapping of a run that starts for the first time is not changed.
 
     Args:
         config: the config as given.
@@ -118,13 +118,16 @@ def fit_to_world(config: Config, node: int, world: int) -> tuple[Config, str]:
 
 
 def read_config(argv: list[str], world: int, components: Components, check_inputs: bool = False) -> Config:
-    """Return the resolved config of a command line; raise a ConfigError with every problem.
+    """Read recipe and command line, check them, and return the resolved config.
 
     Args:
         argv: arguments of the command line.
         world: number of ranks.
-        components: the components that a recipe may name.
+        components: the components (optimizers, dispatchers, ...) that a recipe may name.
         check_inputs: whether to check the files that the run reads, too; one rank does so for all.
+
+    Raises:
+        ConfigError: with every problem.
     """
     use_expandable_segments()  # before a check initialises CUDA
     change, node = "", -1
@@ -155,9 +158,12 @@ def read_config(argv: list[str], world: int, components: Components, check_input
 
 
 def receive_config(checked: CheckedConfig, world: int) -> Config:
-    """Return the resolved config that a launcher has passed on.
+    """Return the resolved config of a rank whose launcher has read and checked the recipe.
 
     A restart may have another number of ranks than the config was checked for, and is then checked again.
+
+    Raises:
+        ConfigError: if the config cannot run on this number of ranks.
     """
     use_expandable_segments()
     try:
@@ -174,7 +180,7 @@ def receive_config(checked: CheckedConfig, world: int) -> Config:
 
 
 def scoring_config(config: Config) -> Config:
-    """Return the config of a run that only computes log-probabilities: nothing is saved, weights are frozen.
+    """Return the config for a run that only computes log-probabilities: all weights frozen, nothing saved.
 
     Adapters stay trainable, because a checkpoint of adapters needs them.
     """
@@ -184,9 +190,9 @@ def scoring_config(config: Config) -> Config:
 
 
 def problems_without_launcher(config: Config, draft: Draft) -> list[str]:
-    """Return the problems of a recipe for several ranks that is started as one process without a launcher.
+    """Return the problems of a recipe for several ranks that was started as one process, not by a launcher.
 
-    They advise the command with a launcher, and not how to change the mapping. [] in all other cases.
+    The last line gives the command that starts all ranks. [] if there is a launcher, or the recipe is for one rank.
     """
     recipe = draft.command_line.recipe
     if read_environment().launched or recipe is None:
@@ -207,11 +213,11 @@ def main(
     overlap: Callable[[Config, Runtime], tuple[Config, str]] = lambda config, runtime: (config, ""),
     **replacements: Any,
 ) -> int:
-    """Run one rank and return its exit code.
+    """Run one rank, from the command line to the end of training, and return its exit code.
 
     Args:
         argv: arguments of the command line.
-        components: the components that a recipe may name.
+        components: the components (optimizers, dispatchers, ...) that a recipe may name.
         watch: makes from the config and the Training a context that is entered while the run trains.
         overlap: sets moe.overlap where it is "auto"; returns the config and the header's text on the choice.
         replacements: keyword arguments of build_training that replace objects of the run, such as `checks`.

@@ -31,7 +31,7 @@ ERASE = "\r\x1b[K"
 
 
 def show_status(what: str) -> None:
-    """Show on a terminal's last line what the run waits for, on rank 0 alone; "" removes the line."""
+    """Show what the run is waiting for on the last line of the terminal, if this is rank 0; "" removes the line."""
     if os.environ.get("RANK", "0") != "0" or os.environ.get("TERM") == "dumb":
         return
     with contextlib.suppress(OSError, ValueError):  # a console that fails, or is closed, must not end the run
@@ -59,7 +59,10 @@ class CheckedConfig(NamedTuple):
 
 @contextmanager
 def pass_config(checked: CheckedConfig) -> Iterator[Path]:
-    """Return a context in which a file with the checked config exists, as long as ranks may be started."""
+    """Write the checked config to a temporary file, yield its path, and remove it when the context ends.
+
+    The launcher names the file in CONFIG_FILE of the environment of the ranks that it starts.
+    """
     with tempfile.NamedTemporaryFile("w", prefix="titanmoe-", suffix=".json", encoding="utf-8") as file:
         json.dump(checked._replace(config=flatten(checked.config))._asdict(), file)
         file.flush()
@@ -67,7 +70,7 @@ def pass_config(checked: CheckedConfig) -> Iterator[Path]:
 
 
 def read_passed_config(components: Components) -> CheckedConfig | None:
-    """Return the config that the launcher has passed on; None if there is none."""
+    """Return the config that the launcher has written for its ranks; None if this process has no such launcher."""
     if not (file := os.environ.get(CONFIG_FILE)):
         return None
     values = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -95,13 +98,13 @@ def write_failure_note(
     during: Mapping[int, str] | None = None,
     following: Iterable[int] = (),
 ) -> bool:
-    """Write this rank's failure note for the launcher; return False if no launcher can read it.
+    """Write a file that tells the launcher why this rank failed; return False if no launcher reads it.
 
     Args:
         text: the message for the user.
         consequence: whether another rank failed before this one.
         alike: whether all ranks write the same text.
-        during: the part of the step that other ranks were in, by rank, for ranks that cannot write it themselves.
+        during: phase of the step that other ranks were in, by rank, for ranks that cannot write it themselves.
         following: ranks of this machine that end because of the failure in this note.
     """
     if not (file := os.environ.get(NOTE_FILE)):
@@ -112,7 +115,7 @@ def write_failure_note(
 
 
 def _write(file: Path, text: str) -> bool:
-    """Write a file, completely or not at all, in memory if its disk is full; return whether that was possible."""
+    """Write a file completely or not at all, or in memory if the disk is full; return whether it was written."""
     for place in note_paths(file):
         new = place.with_name(f"{place.name}.new")
         try:
@@ -126,16 +129,16 @@ def _write(file: Path, text: str) -> bool:
 
 
 def note_paths(file: Path) -> list[Path]:
-    """Return the paths that a note may have: in the folder of the logs, or in memory."""
+    """Return the paths at which a failure note may be: in the folder of the logs, and in memory if the disk is full."""
     spare = os.environ.get(NOTES_FOLDER)
     return [file, Path(spare, file.name)] if spare else [file]
 
 
 @contextlib.contextmanager
 def notes_in_memory() -> Iterator[None]:
-    """Return a context in which the ranks that this process starts have a folder in memory for their notes.
+    """Create a folder in memory for the failure notes of the ranks started in this context; remove it at the end.
 
-    They use it if the disk of the logs is full.
+    Ranks write there if the disk of the logs is full; the environment variable NOTES_FOLDER names the folder.
     """
     memory = Path("/dev/shm")
     where = memory if os.access(memory, os.W_OK | os.X_OK) else None
@@ -152,13 +155,17 @@ def notes_in_memory() -> Iterator[None]:
 
 
 def write_memory_advice(make: Callable[[], str]) -> None:
-    """Write the advice that the launcher prints if the kernel kills this rank for lack of memory."""
+    """Write advice that the launcher prints if the kernel kills this rank for lack of memory.
+
+    Args:
+        make: returns the advice; called only if this process has a launcher that reads it.
+    """
     if file := os.environ.get(NOTE_FILE):
         _write(Path(f"{file}{ADVICE_SUFFIX}"), make())
 
 
 def exit_refused(error: ConfigError) -> NoReturn:
-    """End this process with exit code 2 and the error's problems, printed once for all ranks."""
+    """Print the problems of a refused config, once for all ranks, and end this process with exit code 2."""
     if write_failure_note(str(error), alike=True):
         sys.exit(2)
     exit_with(error.problems, error.source)
@@ -174,7 +181,7 @@ def write_error_note(error: BaseException) -> None:
 
 
 def caused_by_other_rank(error: BaseException) -> bool:
-    """Return whether the failure of another rank caused this error, or an error that it was raised from."""
+    """Return whether an error looks like the consequence of another rank's failure, such as a closed connection."""
     if error.__cause__ is not None and caused_by_other_rank(error.__cause__):
         return True
     distributed = type(error).__name__.startswith("Dist") or isinstance(error, RuntimeError | ConnectionError)

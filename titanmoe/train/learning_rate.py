@@ -21,10 +21,10 @@ USUAL_LR = {
 
 
 def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
-    """Return the rate of a step as a fraction of the peak rate.
+    """Return the learning rate of a step as a fraction of the peak rate.
 
     Args:
-        step: 1 to `steps`.
+        step: number of the step, from 1 to `steps`.
         steps: number of steps of the run.
         options: the recipe's [lr_schedule].
     """
@@ -44,7 +44,7 @@ def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
-    """Function from a step to its learning rate."""
+    """Learning rate as a function of the number of the step, which begins at 1."""
 
     peak: float
     steps: int
@@ -56,7 +56,7 @@ class LearningRate:
 
 
 def warn_of_high_rate(options: Options) -> str:
-    """Return the header's warning of peak rates that are too high for most models; "" if none is."""
+    """Return a warning, for the header, about peak learning rates that are too high for most models; "" if none is."""
     of_adamw = {"optimizer.lr": options.lr}
     of_matrices: dict[str, float] = {}
     if options.name == "muon":
@@ -77,11 +77,11 @@ def warn_of_high_rate(options: Options) -> str:
 
 
 def describe_rate_change(step: int, before: Mapping[str, Any], rate: LearningRate) -> list[str]:
-    """Return notes on a learning rate that changes by more than 1 % when a run resumes; [] if it does not.
+    """Return a note if the learning rate changes by more than 1 % when a run resumes from a checkpoint; else [].
 
     Args:
         step: the step that the run resumes from.
-        before: fields of the config that the checkpoint was saved with, by path.
+        before: fields of the config that the checkpoint was saved with, by path, such as "optimizer.lr".
         rate: the learning rate of the resumed run.
     """
     try:

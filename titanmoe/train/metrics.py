@@ -77,7 +77,10 @@ def memory_gib(device: torch.device) -> float:
 
 
 def as_json(record: dict[str, float]) -> str:
-    """Return one line of strict JSON: NaN and infinities become null, and "nonfinite" has them as strings, by name."""
+    """Return metrics as one line of strict JSON, in which NaN and infinities are null.
+
+    The field "nonfinite" then has these numbers as strings, by name.
+    """
     nonfinite = {name: str(value) for name, value in record.items() if not math.isfinite(value)}
     line: dict[str, object] = {name: None if name in nonfinite else value for name, value in record.items()}
     return json.dumps(line | {"nonfinite": nonfinite} if nonfinite else line, allow_nan=False)
@@ -85,7 +88,7 @@ def as_json(record: dict[str, float]) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class Metrics(Observer):
-    """Writer of a run's metrics and events, on rank 0; it does nothing on other ranks."""
+    """Writer of a run's header, metrics and events on rank 0. On other ranks its methods do nothing."""
 
     options: Options
     model: Model
@@ -108,12 +111,12 @@ class Metrics(Observer):
         self.steps, self.writes = self.shown.steps, self.runtime.rank == 0
 
     def begin(self, folder: Path, step: int = 0, notes: dict[str, str] | None = None) -> None:
-        """Print the header, open the files of the run's folder, and start to measure time.
+        """Print the header, open the files of the run's folder, and start to measure the time of steps.
 
         Args:
-            folder: the run's.
-            step: the number of steps that the run has made already.
-            notes: rows to add to the header.
+            folder: the run's folder.
+            step: number of steps that the run has made already.
+            notes: lines to add to the header, by label.
         """
         if not self.writes:
             return
@@ -177,7 +180,7 @@ class Metrics(Observer):
             )
 
     def _describe_machine(self, step: int) -> None:
-        """Write the event with the machine, the software and the mapping, which the run's numbers depend on."""
+        """Write the "start" or "restart" event, which names the machine, the software and the mapping."""
         fold, device = self.fold, device_name(self.runtime.device)
         machine = {
             "ranks": fold.world,
@@ -202,12 +205,12 @@ class Metrics(Observer):
             self.event(step, "start", f"{fold.world} rank{'s' * (fold.world > 1)} on {device}", environment=machine)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Record a step, and report it if metrics.log_every says so.
+        """Record a step's metrics, write the events that they cause, and report them if metrics.log_every asks for it.
 
         Args:
             step: the number of the step just made.
             values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A
-                list is the load of a layer's experts, or under "quiz" the lines for quiz.jsonl.
+                list under "layers.N..." has the number of tokens of each expert; "quiz" has the lines for quiz.jsonl.
         """
         if not self.writes:
             return
@@ -258,11 +261,11 @@ class Metrics(Observer):
         return self._smoothed / max(self._weight, 0.1)
 
     def _track_loss(self, step: int, loss: float, steps: int = 1) -> str:
-        """Add a loss to the average and to the divergence alarm; return the text of an event, or "".
+        """Add a loss to the running average and to the divergence alarm; return the text of its event, or "".
 
         Args:
             step: number of the step.
-            loss: of the step.
+            loss: loss of the step.
             steps: number of steps since the last loss that was added.
         """
         if math.isfinite(loss):
@@ -283,11 +286,11 @@ class Metrics(Observer):
             self._experts.put(lambda file: file.write(json.dumps(line, separators=(",", ":"))))
 
     def rank_times(self, steps: list[int], seconds: dict[str, np.ndarray]) -> None:
-        """Record the times of all ranks in some steps; write their means to ranks.jsonl.
+        """Record how long each rank took in some steps; write means over several steps to ranks.jsonl.
 
         Args:
             steps: numbers of the steps.
-            seconds: by phase, an array of steps x ranks.
+            seconds: by phase of the step, an array of shape (steps, ranks).
         """
         every = math.ceil(self.steps / RANK_LINES)
         for i, step in enumerate(steps):
@@ -299,12 +302,12 @@ class Metrics(Observer):
                 self._times = []
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """Write an event to events.jsonl and to the report targets.
+        """Write an event to events.jsonl, the console and the other report targets.
 
         Args:
             step: number of the step.
             kind: start, restart, save, spike, skip, divergence, collapse, stop, ... (docs/watching.md).
-            text: for the user.
+            text: what happened, for the user.
             more: further fields of the line in events.jsonl.
         """
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -314,7 +317,7 @@ class Metrics(Observer):
             writer.put(lambda target: target.event(step, kind, text))
 
     def close(self) -> None:
-        """Close all files and targets and print the closing line."""
+        """Close all files and report targets, and print how the run ended."""
         if not self.writes:
             return
         for writer in (self._file, self._experts, self._ranks, self._quiz, self._events, *self._targets):
@@ -329,7 +332,7 @@ class Metrics(Observer):
 
 
 def read_losses(file: Path) -> Iterator[tuple[int, float]]:
-    """Yield the step and loss of each readable line of a metrics.jsonl; nothing if there is no such file."""
+    """Yield (step, loss) of each readable line of a metrics.jsonl; nothing if there is no such file."""
     with (
         contextlib.suppress(OSError),
         open(safe_files.open_in(file.parent, file.name), encoding="utf-8") as lines,
@@ -341,7 +344,11 @@ def read_losses(file: Path) -> Iterator[tuple[int, float]]:
 
 
 def read_last_environment(events: Path) -> dict[str, Any]:
-    """Return the environment in the last start or restart event of an events.jsonl; {} if it cannot be read."""
+    """Return the machine, software and mapping of the last "start" or "restart" event; {} if none can be read.
+
+    Args:
+        events: path of an events.jsonl.
+    """
     try:
         with open(safe_files.open_in(events.parent, events.name), encoding="utf-8") as stream:
             lines = [json.loads(line) for line in stream if "environment" in line]
@@ -351,6 +358,11 @@ def read_last_environment(events: Path) -> dict[str, Any]:
 
 
 def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return texts on the ranks, mapping or device of two environments that differ, as "ranks 8 -> 16"."""
+    """Return a text such as "ranks 8 -> 16" for each difference in ranks, mapping or device.
+
+    Args:
+        before: machine, software and mapping of an earlier start of the run, by name.
+        now: the same facts of this start.
+    """
     names = ("ranks", "attention", "experts", "device")
     return [f"{name} {before[name]} -> {now[name]}" for name in names if before.get(name) not in (None, now[name])]

@@ -47,7 +47,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_advice(training: Training, config: Config) -> str:
-    """Return the launcher's text for a rank killed for lack of memory: what a rank holds, and settings that help."""
+    """Return text for the case that the kernel kills this rank: bytes that it holds, and settings that save memory.
+
+    The launcher prints it (launch_messages.write_memory_advice).
+    """
     state = _state_bytes(*_weights(training), config, training.device)
     size, room = sum(state.values()), _capacity(training.device)
     lines = advise_settings(config, size, max(0, room - size), room)
@@ -55,12 +58,12 @@ def memory_advice(training: Training, config: Config) -> str:
 
 
 def explain(error: BaseException, training: Training | None, rank: int, config: Config) -> str:
-    """Return the message of a rank that is out of memory.
+    """Return the message for a rank that is out of memory: what it was doing, what holds how much, what would help.
 
     Args:
         error: PyTorch's error.
         training: the run; None if it was still being built.
-        rank: this rank.
+        rank: number of this rank.
         config: the resolved config.
     """
     step = training.state.step if training else 0
@@ -81,18 +84,18 @@ def explain(error: BaseException, training: Training | None, rank: int, config: 
 
 
 def _weights(training: Training) -> tuple[int, int]:
-    """Return the bytes of this rank's weights, and of those among them that are trained."""
+    """Return the bytes of all weights of this rank, and the bytes of its trained weights."""
     return _bytes(training.parameters.values()), _bytes(training.gradients.trained.values())
 
 
 def _state_bytes(weights: int, trained: int, config: Config, device: torch.device) -> dict[str, int]:
-    """Return the bytes of weights, gradients and optimizer state on the device, by name.
+    """Estimate the bytes on the device of "weights", "gradients" and "optimizer state", by these names.
 
     Args:
         weights: bytes of this rank's weights.
-        trained: bytes of those that are trained.
+        trained: bytes of this rank's trained weights.
         config: the resolved config.
-        device: where the model is.
+        device: device of the model; optimizer state that is offloaded from a GPU counts 0.
     """
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     moments = optimizer.state_numbers(config) * optimizer.moment_width(config)
@@ -103,7 +106,12 @@ def _state_bytes(weights: int, trained: int, config: Config, device: torch.devic
 
 
 def _activity(error: BaseException, otherwise: str) -> str:
-    """Return what the innermost known frame of titanmoe was doing, as "in attention"; `otherwise` if none is known."""
+    """Return what titanmoe was doing when an error was raised, as "in attention" or "in backward of attention".
+
+    Args:
+        error: the error with its traceback.
+        otherwise: text in place of "attention" if no frame of the traceback is known.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f"{f.filename}:{f.name}".rpartition("/titanmoe")[2] for f in frames if "/titanmoe/" in f.filename]
     activities = (text for place in reversed(ours) for words, text in ACTIVITIES.items() if words in place)
@@ -112,13 +120,17 @@ def _activity(error: BaseException, otherwise: str) -> str:
 
 
 def _torch_message(error: BaseException) -> str:
-    """Return PyTorch's message without its file and line, and without its advice on the allocator."""
+    """Return the text of PyTorch's out-of-memory error without its file and line and its advice on the allocator."""
     text = re.sub(r".*DefaultCPUAllocator: |CUDA out of memory\. ", "", " ".join(str(error).split()))
     return re.split(" See documentation| If reserved but| Error code", text)[0] or "?"
 
 
 def held_bytes(training: Training) -> dict[str, int]:
-    """Return the bytes in use on this rank by purpose; memory of other purposes is under OTHER_MEMORY."""
+    """Return the bytes of memory in use on this rank by purpose.
+
+    The names are weights, gradients, optimizer state, OTHER_MEMORY for the rest of this process, on a GPU the use of
+    other programs, and "of" with the bytes that this rank may use, if known.
+    """
     weights = training.parameters.values()
     held = {
         "weights": _bytes(weights),
@@ -135,26 +147,26 @@ def held_bytes(training: Training) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of this rank's shards of the tensors; entries that are None count 0."""
+    """Return the total bytes of this rank's shards of the tensors; entries that are None count 0."""
     shards = (t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, torch.Tensor))
     return sum(t.nbytes for t in shards)
 
 
 def _capacity(device: torch.device) -> int:
-    """Return the bytes that this rank may use, 0 if unknown: its GPU's, or the machine's divided by its ranks."""
+    """Return the bytes that this rank may use, 0 if unknown: its GPU's memory, or the host's divided by its ranks."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return host_resources.memory_limit() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def advise_settings(config: Config, state: int, rest: int, room: int) -> list[str]:
-    """Return the three settings that save most memory, as numbered lines; none changes what the model learns.
+    """Return the three settings that would save most memory as numbered lines; none changes what the model learns.
 
     Args:
         config: the resolved config.
         state: bytes of this rank's weights, gradients and moments.
-        rest: bytes of everything else that it holds.
-        room: bytes that it may use; 0 if unknown.
+        rest: bytes of everything else that this rank holds.
+        room: bytes that this rank may use; 0 if unknown.
     """
     batch, mode, cp = config.training.local_batch_size, config.activation_checkpoint.mode, config.parallelism.cp
     copies, expert_copies = config.parallelism.dp_replicate, config.parallelism.experts.edp_replicate

@@ -22,7 +22,7 @@ from titanmoe.parallel.materialize import local_shard
 
 
 class Target(NamedTuple):
-    """Query or key weight of a layer, and the rows of it that belong to each head."""
+    """Query or key weight of a layer that QK-Clip may scale, and which of its rows belong to each head."""
 
     layer: int
     rows: ClippedRows
@@ -30,7 +30,7 @@ class Target(NamedTuple):
 
 
 class QKClip:
-    """Function that scales this rank's query and key weights in place by the largest logits of a step."""
+    """QK-Clip of a run: called after a step, it scales this rank's query and key weights in place."""
 
     def __init__(self, limit: float, model: Model, parameters: dict[str, nn.Parameter]):
         self.limit = limit
@@ -43,7 +43,11 @@ class QKClip:
 
     @torch.no_grad()
     def __call__(self, largest_LH: Tensor) -> None:
-        """Scale the weights of heads whose largest logit, over all ranks, is above the limit."""
+        """Scale the query and key weights of each head whose largest logit exceeds the limit, in place.
+
+        Args:
+            largest_LH: largest attention logit of the step, of each layer and query head, over all ranks.
+        """
         for layer, rows, parameter in self.targets:
             # Query heads that share a key head are neighbours.
             largest = largest_LH[layer].view(rows.key_heads, -1).amax(1)

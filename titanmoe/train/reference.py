@@ -49,16 +49,22 @@ from titanmoe.train.training import Training
 
 
 class Reference:
-    """Reference model of a run, and the stored log-probabilities that it gave to the run's data."""
+    """Reference model of a DPO run, and its stored log-probabilities of the run's data.
+
+    `titanmoe score` also uses this class, to store a model's log-probabilities for another run.
+    """
 
     def __init__(self, config: Config, training: Training):
         self.config, self.training = config, training
         self.group = training.checkpoints.group
 
     def prepare(self) -> dict[str, str]:
-        """Let the loader read the stored log-probabilities, after computing them if there are none.
+        """Give the loader the reference model's stored log-probabilities, after computing them if there are none.
 
-        Called once the weights are loaded. Collective over the world. Returns rows of the header.
+        Called once the weights are loaded, and before the first step. Collective over the world.
+
+        Returns:
+            The line "reference" of the header, by label.
         """
         training, run_record = self.training, self.training.checkpoints.run_record
         goes_on = REFERENCE in run_record and not self.config.lora.rank
@@ -86,7 +92,7 @@ class Reference:
         return {"reference": f"{model}, {note}"}
 
     def digest(self) -> str:
-        """Return the digest of the weights without adapters, in the compute dtype. Collective over the world."""
+        """Return a hash of the weights without adapters, cast to the compute dtype. Collective over the world."""
         compute = getattr(torch, self.config.training.mixed_precision_param)
         tied = self.config.model.tie_embeddings
         own = {
@@ -97,7 +103,11 @@ class Reference:
         return model_digest(own, self.training.buffers, compute, self.group)
 
     def sources(self) -> list[ShardDocuments]:
-        """Return the token shards of training and validation data; raise a ConfigError if some data has none."""
+        """Return the token shards that the training and validation data come from.
+
+        Raises:
+            ConfigError: if some data does not come from token shards.
+        """
         loader, validation = self.training.loader, self.training.validation
         mixes = [loader.mix, *([validation.samples.mix] if validation else [])]
         packers = [source.packer for mix in mixes for source in mix.sources]
@@ -108,12 +118,16 @@ class Reference:
         return documents
 
     def _load_scores(self, sources: list[ShardDocuments], model: str) -> bool:
-        """Attach the stored log-probabilities of this model to all sources; return whether all ranks found all of them.
+        """Give the loader the stored log-probabilities of a model; return whether all ranks found those of all shards.
 
         Collective over the world.
+
+        Args:
+            sources: the token shards.
+            model: digest of the model.
         """
 
-        def mine() -> bool:
+        def attach_stored_scores() -> bool:
             problems: list[str] = []
             for documents in sources:
                 try:
@@ -124,7 +138,7 @@ class Reference:
                 raise ConfigError([*dict.fromkeys(problems)])
             return all(documents.stored_reference_scores for documents in sources)
 
-        complete = raise_on_all_ranks(self.group, mine)
+        complete = raise_on_all_ranks(self.group, attach_stored_scores)
         return all(on_all_ranks(self.group, lambda: complete))
 
 
@@ -145,7 +159,10 @@ def run_scoring(config: Config, training: Training, top_k: bool) -> int:
 
 
 def _score_top_k(reference: Reference) -> dict[str, str]:
-    """Store the model's top-k ids of all data unless they exist; return a line for the console. Collective."""
+    """Compute and store the model's top-k ids of all data unless they exist; return a line for the console by label.
+
+    Collective over the world.
+    """
     config, training, options = reference.config, reference.training, reference.config.distillation
     if config.lora.rank:
         raise ConfigError(["--top needs a model without adapters: merge them (titanmoe convert), and score the result"])
@@ -164,14 +181,14 @@ PROGRESS_INTERVAL_S = 30
 
 
 def compute_scores(config: Config, training: Training, model: str, top_k: TopK | None = None) -> None:
-    """Compute the log-probabilities of all data of the run and write them beside its shards, by one rank per machine.
+    """Compute the log-probabilities of all data of the run and write them beside the token shards.
 
-    Collective over the world.
+    One rank of each machine writes. Collective over the world.
 
     Args:
         config: the resolved config.
         training: the model and its data.
-        model: digest of the model.
+        model: digest of the model, part of the files' names.
         top_k: the top-k ids that the head returns; None for the log-probabilities of labels.
     """
     steps = ScoringSteps(config, training)
@@ -195,7 +212,7 @@ def compute_scores(config: Config, training: Training, model: str, top_k: TopK |
         for count, step in enumerate(steps, 1):
             numbers_GLR = _forward(steps.slicer, training, step, top_k)
             if writers:
-                _write(writers, step, _records(numbers_GLR, record))
+                _write(writers, step, _to_records(numbers_GLR, record))
             if time.monotonic() - shown > PROGRESS_INTERVAL_S:
                 shown = time.monotonic()
                 print_rank_0(f"scores     {count:,} batches of {len(step.samples)} sequences are done")
@@ -206,7 +223,13 @@ def compute_scores(config: Config, training: Training, model: str, top_k: TopK |
 
 
 def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.ndarray) -> None:
-    """Write the scores of a step's samples at the positions of their tokens in the shards."""
+    """Write the scores of a step's samples at the positions of their tokens in the shards.
+
+    Args:
+        writers: writer of each folder of token shards, by folder.
+        step: the samples.
+        scores_GL: one record of the stored dtype for each label of each sample.
+    """
     for sample, score_L in zip(step.samples, scores_GL, strict=True):
         if sample is None:
             continue
@@ -218,8 +241,13 @@ def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.nd
                 first += end - begin
 
 
-def _records(numbers_GLR: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the numbers of each label as one record of the stored dtype, of shape (G, L)."""
+def _to_records(numbers_GLR: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Convert the head's numbers of each label to one record of the stored dtype, shape (G, L).
+
+    Args:
+        numbers_GLR: the log-probability of the label, or top-k ids and log-probabilities of ids and of all others.
+        dtype: a plain dtype for the former, or one with the fields "ids" and "log_p".
+    """
     if dtype.names is None:
         return numbers_GLR.squeeze(-1)
     records_GL = np.empty(numbers_GLR.shape[:2], dtype)
@@ -241,7 +269,7 @@ class ScoringStep(NamedTuple):
 
 
 class ScoringSteps:
-    """Iterable of the batches of the run's first epoch, and then of its validation data."""
+    """Batches to compute log-probabilities of: one epoch of the training data, and then the validation data."""
 
     def __init__(self, config: Config, training: Training):
         meshes, validation = training.meshes, config.validation
@@ -264,7 +292,7 @@ class ScoringSteps:
 
     @property
     def documents(self) -> list[ShardDocuments]:
-        """Folders of token shards that the batches come from."""
+        """Folders of token shards that the batches come from, each once."""
         sources = [source for mix in (self.mix, self.rest and self.rest.mix) if mix for source in mix.sources]
         stored = [stored_documents(source.packer.documents) for source in sources]
         return list({documents.folder: documents for documents in stored}.values())
@@ -282,14 +310,28 @@ class ScoringSteps:
                 yield self._step(plans, samples)
 
     def _step(self, plans: StepPlans, samples: list[Sample | None]) -> ScoringStep:
-        """Read this data rank's batches of the samples of a step."""
+        """Read this data rank's microbatches of a step.
+
+        Args:
+            plans: assigns samples to data ranks.
+            samples: samples of the step on all data ranks; None for padding.
+        """
         own, number_N = plans.samples_of_rank(samples)
         batches = self.layout.read(plans.mix, own, number_N).chunk(self.layout.microbatches)
         return ScoringStep(plans.mix, samples, batches, self.layout.round_robin_N if number_N is None else number_N)
 
 
 def _forward(slicer: Slicer, training: Training, step: ScoringStep, top_k: TopK | None) -> np.ndarray:
-    """Run a step forward and return its numbers, of shape (G, L, R), on every rank. Collective over the world."""
+    """Run the forward pass of a step and return the head's numbers of every label, shape (G, L, R), on every rank.
+
+    Collective over the world.
+
+    Args:
+        slicer: takes this rank's slices of the microbatches.
+        training: the model.
+        step: the step's samples and microbatches.
+        top_k: the top-k ids that the head returns; None if it returns the loss of labels.
+    """
     gradients, meshes, device = training.gradients, training.meshes, training.device
     slices, length = slicer.slices(step.batches), step.batches[0].tokens_BS.shape[1]
     numbers = 2 * top_k.top + 1 if top_k else 1

@@ -32,13 +32,13 @@ from titanmoe.train.runtime import read_environment
 
 
 def refusals(config: Config, world: int) -> list[str]:
-    """Return every reason why the config cannot run on this machine with this number of ranks; [] if it can."""
+    """Return one message for each reason why this number of ranks cannot run the config on this machine; [] if none."""
     on_machine = _with_machine(config)
     return [*violations(on_machine, world), *teacher_problems(on_machine, world), *machine_problems(config, world)]
 
 
 def ranks_per_node(config: Config) -> int:
-    """Return the ranks per machine: parallelism.node, or if it is not set the number on this machine."""
+    """Return the number of ranks per machine: parallelism.node, or if that is not set the number on this machine."""
     ranks = config.parallelism.node
     return read_environment().local_world if ranks == -1 else ranks
 
@@ -60,7 +60,7 @@ def _has_gpu() -> bool:
 
 
 def machine_problems(config: Config, world: int) -> Iterator[str]:
-    """Yield what the recipe asks for and this machine, its PyTorch or its packages do not have."""
+    """Yield a message for each thing that the recipe asks for and this machine, its PyTorch or its packages lack."""
     moe, options, training = config.moe, config.parallelism, config.training
     degrees, _ = resolve_degrees(world, options)
     on_gpu = training.device != "cpu" and _has_gpu()
@@ -106,13 +106,13 @@ T = TypeVar("T")
 
 
 class CollectedErrors:
-    """Collector of the errors of several checks, which are raised together."""
+    """Errors of several checks, collected so that they are raised together."""
 
     def __init__(self) -> None:
         self.errors: list[ConfigError] = []
 
     def collect(self, check: Callable[[], T]) -> T | None:
-        """Call a check; return its result, or None if it raises, and keep the error."""
+        """Call a check and return its result; store a ConfigError or CheckpointError that it raises, return None."""
         try:
             return check()
         except ConfigError as error:
@@ -133,14 +133,14 @@ class CollectedErrors:
 def check_inputs_and_resolve(
     config: Config, resolve: Callable[[Config], Config], checked: Config | None = None
 ) -> Config:
-    """Check the files that a run reads and the disk it writes to; return the resolved config.
+    """Check the files that a run reads and the space on its disk; return the resolved config.
 
-    Inputs are checked first, because resolving the config of a run of epochs tokenizes its data.
+    Inputs are checked first, because resolving a config with training.epochs tokenizes the data.
 
     Args:
         config: the config, fitted to the number of ranks.
         resolve: fills in derived fields.
-        checked: a config without the inputs that are not used, as `titanmoe score` has; None to check all of `config`.
+        checked: the config to check, without inputs that are not used, as in `titanmoe score`; None for `config`.
 
     Raises:
         ConfigError: with every problem.
@@ -148,7 +148,7 @@ def check_inputs_and_resolve(
     checked = checked or config
     show_status("checking what the run reads")
     collected = CollectedErrors()
-    start, record = collected.collect(lambda: _start(checked)) or (None, {})
+    start, record = collected.collect(lambda: _choose_start(checked)) or (None, {})
     goes_on = record and start and not start.model_only
     collected.collect(lambda: _check_data(checked, record.get("loader") if goes_on else None))
     if start is not None:
@@ -169,8 +169,12 @@ def _check_data(config: Config, state: Any) -> None:
     check_data(config, state)
 
 
-def _start(config: Config) -> tuple[StartPoint, dict[str, Any]]:
-    """Return where the run starts, and the record of that checkpoint, {} if there is none; tensors are not read."""
+def _choose_start(config: Config) -> tuple[StartPoint, dict[str, Any]]:
+    """Return where the run starts, and what that checkpoint records besides tensors ({} without a checkpoint).
+
+    Raises:
+        ConfigError: if the run cannot start from this checkpoint.
+    """
     from titanmoe.checkpoint.state import refused_record
 
     options = config.checkpoint
@@ -185,7 +189,15 @@ def _start(config: Config) -> tuple[StartPoint, dict[str, Any]]:
 
 
 def _check_first_weights(config: Config, start: StartPoint, record: dict[str, Any]) -> None:
-    """Check the Hugging Face model and the PEFT adapters that the run begins from, if this start reads them."""
+    """Raise a ConfigError if the Hugging Face model or PEFT adapters that the run begins from cannot be used.
+
+    Nothing is checked if this start does not read them.
+
+    Args:
+        config: the config.
+        start: the checkpoint that the run starts from, if any.
+        record: what that checkpoint records besides tensors.
+    """
     options, collected = config.checkpoint, CollectedErrors()
     if options.initial_hf and (start.path is None or (config.lora.rank and "base" in record)):
         collected.collect(lambda: _check_model(config))

@@ -21,11 +21,11 @@ from titanmoe.load_colours import opaque_colours
 
 
 class Report(NamedTuple):
-    """Metrics of a step, with speeds averaged over the steps since the last report."""
+    """Metrics of a step, as the console, TensorBoard and W&B get them. Speeds are means since the last report."""
 
     step: int
     record: dict[str, float]
-    """Line of metrics.jsonl."""
+    """Metrics by name, as a line of metrics.jsonl has them."""
     load: dict[int, list[float]]
     """Number of tokens that each expert received in this step, by layer."""
     smoothed: float
@@ -37,7 +37,7 @@ class Report(NamedTuple):
 
 
 class ReportTarget(Protocol):
-    """Interface of what shows or stores reports and events."""
+    """Interface of an object that shows or stores reports and events, such as the console or TensorBoard."""
 
     def log(self, report: Report) -> None: ...
 
@@ -58,7 +58,7 @@ P = TypeVar("P", bound=Closable)
 
 
 class RetriedWriter(Generic[P]):
-    """File or service that is closed when it fails and reopened after a pause.
+    """File or service that must not end the run: it is closed when it fails, and opened again after a pause.
 
     `warn` is called with a text when it fails and when it works again.
     """
@@ -70,14 +70,17 @@ class RetriedWriter(Generic[P]):
         self._pause, self._retry_at = 0.0, 0.0  # no pause: it works
 
     def open(self) -> None:
-        """Open the file or service at the start of a run; only an OSError is tolerated then."""
+        """Open the file or service at the start of a run. An OSError only warns; any other error is raised."""
         try:
             self.opened = self.make()
         except OSError as error:
             self._failed(error)
 
     def put(self, write: Callable[[P], None]) -> None:
-        """Call `write` with the opened file or service; count a lost line if that fails or it is paused."""
+        """Call `write` with the opened file or service, such as to write a line; on failure warn, and retry later.
+
+        During the pause before the next try nothing is written; the lines that are lost are counted in `lost`.
+        """
         if self._pause and time.monotonic() < self._retry_at:
             self.lost += 1
             return
@@ -111,7 +114,7 @@ class RetriedWriter(Generic[P]):
 
 
 class LineFile:
-    """File of lines that are in the kernel when `write` returns; a line that is only partly written is removed."""
+    """File of lines; `write` returns once the kernel has the line, and removes one that was written only partly."""
 
     def __init__(self, path: Path):
         self.descriptor = safe_files.open_in(path.parent, path.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -146,7 +149,12 @@ COLUMNS = 200
 
 
 def chart_name(name: str, balance_losses: Sequence[str]) -> str:
-    """Return a metric's name in TensorBoard and W&B: "group/name", with all layers of a metric in one group."""
+    """Return a metric's name in TensorBoard and W&B, "group/name"; all layers of a metric are in one group.
+
+    Args:
+        name: the metric's name in metrics.jsonl.
+        balance_losses: names of the metrics of balance losses, which are in the group "experts".
+    """
     if name.startswith("layers."):
         _, layer, quantity = name.split(".", 2)
         return f"layers {quantity}/layer {layer}"
@@ -158,13 +166,13 @@ def chart_name(name: str, balance_losses: Sequence[str]) -> str:
 
 
 class TensorBoardWriter:
-    """ReportTarget that writes to the folder `tensorboard` of a run."""
+    """ReportTarget that writes to TensorBoard, in the folder `tensorboard` of a run."""
 
     def __init__(self, folder: Path, recipe: str, step: int, steps: int, balance_losses: Sequence[str]):
         """Open the event file.
 
         Args:
-            folder: the run's.
+            folder: the run's folder.
             recipe: the resolved config as TOML.
             step: the number of steps that the run has made already.
             steps: the step at which the run ends.
@@ -199,7 +207,7 @@ class TensorBoardWriter:
             self.images = report.step
 
     def _draw(self, step: int) -> None:
-        """Write for each layer an image of the load over time and a histogram of the latest load.
+        """Write for each layer an image of the experts' loads over time and a histogram of the latest loads.
 
         The image has a row per expert and a column per report; grey is the mean load, blue less, red more.
         """
@@ -255,7 +263,7 @@ class WandbWriter:
 
 
 def _wandb_id(folder: Path) -> str:
-    """Return the id in the folder's file wandb-id, which is drawn at random the first time."""
+    """Return the W&B id in the file wandb-id of a run's folder, which is drawn at random the first time."""
     file = folder / "wandb-id"
     if not file.exists():
         safe_files.write(folder, file.name, uuid.uuid4().hex[:12].encode())

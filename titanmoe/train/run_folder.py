@@ -36,7 +36,11 @@ COMMAND = "TITANMOE_COMMAND"
 
 
 def typed_command(without: str = "") -> str:
-    """Return the shell command that started this run, with the option `without` and its value left out."""
+    """Return the shell command that started this run, with the option `without` and its value left out.
+
+    Args:
+        without: name of an option, such as "--checkpoint.load"; "" to leave out nothing.
+    """
     typed, words = iter(shlex.split(os.environ.get(COMMAND, "")) or sys.argv), []
     for word in typed:
         if without and word == without:
@@ -47,7 +51,7 @@ def typed_command(without: str = "") -> str:
 
 
 class RunFolder:
-    """Folder of the run, which rank 0 chooses and locks."""
+    """Folder of the run, which rank 0 chooses and locks against other processes."""
 
     def __init__(self, job: Job, checkpoint: Checkpoint, rank: int):
         self.job, self.checkpoint, self.rank = job, checkpoint, rank
@@ -73,9 +77,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def cleaned_up_if_refused(self) -> Iterator[None]:
-        """Return a context for the start of a run: a ConfigError in it removes the files of `claim`.
+        """Remove the files that `claim` made if the run's start, the body of this context, raises a ConfigError.
 
-        That is the lock or the empty metrics.jsonl, and the folders that are empty without it.
+        These are the lock or the empty metrics.jsonl, and folders that are then empty.
         """
         try:
             yield
@@ -95,10 +99,11 @@ class RunFolder:
 
 
 def claim_folder(job: Job, continues: bool, checkpoints: str = "checkpoints") -> tuple[Path, TextIO | None]:
-    """Choose and create the run's folder; only one rank calls this.
+    """Choose and create the run's folder. Only one rank may call this.
 
-    A run that continues uses the folder {dump_folder}/{name}. Any other gets a new one: that, or name-2, name-3, ... if
-    it is taken. Such a run claims a folder by creating its metrics.jsonl, so two that start at once never share one.
+    A run that continues uses {dump_folder}/{name} and locks it. Any other run gets a new folder: that one, or name-2,
+    name-3, ... if it is taken. It claims the folder by creating metrics.jsonl, so two that start at once never share
+    one.
 
     Args:
         job: the recipe's [job].
@@ -107,6 +112,9 @@ def claim_folder(job: Job, continues: bool, checkpoints: str = "checkpoints") ->
 
     Returns:
         The folder, and for a run that continues the open lock file. Closing that file releases the lock.
+
+    Raises:
+        ConfigError: if the folder cannot be written to, or another process holds the lock.
     """
     parent, name = Path(job.dump_folder), job.name or "run"
     folder, n = parent / name, 1
@@ -172,7 +180,7 @@ def refuse_links(folder: Path, checkpoints: str) -> None:
 
 
 def refuse_live_folder(config: Config) -> None:
-    """Raise a ConfigError if the run would continue in the folder of a run that is alive."""
+    """Raise a ConfigError if this run would continue in the folder of a run that another process is still making."""
     folder = choose_checkpoint.run_folder(config.job)
     if choose_checkpoint.is_resumable(config.checkpoint):
         refuse_links(folder, config.checkpoint.folder)
@@ -182,9 +190,13 @@ def refuse_live_folder(config: Config) -> None:
 
 
 def rewind(folder: Path, step: int) -> None:
-    """Remove the lines of steps after `step` from the run's JSONL files; with step 0 rename existing files instead.
+    """Remove lines of steps after `step` from the JSONL files of a resumed run; at step 0 rename the files instead.
 
-    Of the events only spikes, skips and divergences are removed: that the run was started or saved remains true.
+    Of later events only spikes, skips and divergences are removed: that the run was started or saved remains true.
+
+    Args:
+        folder: the run's folder.
+        step: the step that the run resumes from.
     """
     if step == 0 and (folder / METRICS).exists() and (folder / METRICS).stat().st_size:
         n = 1
@@ -196,7 +208,7 @@ def rewind(folder: Path, step: int) -> None:
     for name in FILES:
         file = folder / name
         lines = _read_lines(folder, name) if file.exists() else []
-        remaining = [line for line in lines if _is_until(line, step)]
+        remaining = [line for line in lines if _is_still_true(line, step)]
         if len(remaining) < len(lines):
             fresh = folder / f"{name}.new"
             layout.write_text(fresh, "".join(remaining))
@@ -208,8 +220,11 @@ def _read_lines(folder: Path, name: str) -> list[str]:
         return stream.read().splitlines(keepends=True)
 
 
-def _is_until(line: str, step: int) -> bool:
-    """Return whether a line is valid and says nothing about a step after this one."""
+def _is_still_true(line: str, step: int) -> bool:
+    """Return whether a line of a JSONL file remains when a run resumes from `step`.
+
+    Lines that are not valid are removed, and those about later steps, except events such as "save".
+    """
     try:
         record = json.loads(line)
         return record["step"] <= step or record.get("kind", "spike") not in ("spike", "skip", "divergence")

@@ -24,23 +24,23 @@ MIN_DEVIATION = 1e-3
 
 
 class SkipRule:
-    """Rule by which steps make no update, and the number of steps that made none."""
+    """Rule that decides which steps make no update (optimizer.skip_spikes), and counts of the steps it skipped."""
 
     def __init__(self, options: Options):
         self.options = options
         self.before = {name: deque[float](maxlen=options.skip_window) for name in ("loss", "gradient norm")}
         self.skipped = 0
-        """Number of steps of the run without an update, for any reason."""
+        """Number of steps of the run without an update, for any reason, such as data.skip_steps."""
         self.in_a_row = 0
         """Number of consecutive steps up to now that this rule has skipped."""
 
     def find_outlier(self, loss: float, norm: float, sigmas: float) -> str:
-        """Return what is unusual about a step's loss or gradient norm; "" if nothing is.
+        """Return a text on what is unusual about a step's loss or gradient norm; "" if nothing is.
 
         Args:
-            loss: of the step.
-            norm: of the step's gradient.
-            sigmas: standard deviations above the mean of recent steps from which a value is unusual.
+            loss: loss of the step.
+            norm: gradient norm of the step.
+            sigmas: number of standard deviations above the mean of recent steps from which a value is unusual.
         """
         for (name, before), value in zip(self.before.items(), (loss, norm), strict=True):
             if not math.isfinite(value):
@@ -54,18 +54,23 @@ class SkipRule:
         return ""
 
     def skip(self) -> None:
-        """Count a step that this rule skips."""
+        """Count a step that makes no update because its loss or gradient norm is unusual."""
         self.skipped += 1
         self.in_a_row += 1
 
     def accept(self, loss: float, norm: float) -> None:
-        """Add the numbers of a step that makes an update to the recent ones."""
+        """Add the loss and gradient norm of a step that makes an update to those of recent steps."""
         self.in_a_row = 0
         for before, value in zip(self.before.values(), (loss, norm), strict=True):
             before.append(value)
 
     def check_limit(self, step: int, why: str) -> None:
-        """Raise a NumericalFault if optimizer.skip_limit updates in a row were skipped, the last because of `why`."""
+        """Raise a NumericalFault if optimizer.skip_limit steps in a row made no update.
+
+        Args:
+            step: number of the step.
+            why: why the last of these steps was skipped, for the message.
+        """
         if self.in_a_row >= self.options.skip_limit:
             raise NumericalFault(
                 f"step {step}: {self.in_a_row} updates in a row were skipped (optimizer.skip_limit), the last because "
@@ -74,11 +79,11 @@ class SkipRule:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint's record stores under "skips"."""
+        """Return the numbers to store in a checkpoint under "skips": counts, and losses and norms of recent steps."""
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "before": {k: [*v] for k, v in self.before.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint; {} stands for a run that skipped nothing."""
+        """Restore the numbers that a checkpoint stores under "skips"; {} stands for a run that skipped nothing."""
         self.skipped, self.in_a_row = int(state.get("skipped", 0)), int(state.get("in_a_row", 0))
         for name, before in self.before.items():
             before.clear()

@@ -42,7 +42,7 @@ STOP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Environment:
-    """Ranks of a process, as torchrun sets them in its environment."""
+    """Rank, local rank and world size of this process, as torchrun sets them in its environment."""
 
     rank: int = 0
     local_rank: int = 0
@@ -55,7 +55,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Rank and device of a process that has joined the others."""
+    """Rank, world size and device of a process that has joined the others."""
 
     rank: int
     local_rank: int
@@ -69,7 +69,7 @@ class Runtime:
 
         Args:
             seconds: the new time-out.
-            patient: process groups that keep theirs.
+            patient: process groups whose time-out is not changed.
         """
         if self.keep_timeouts:
             return
@@ -90,7 +90,7 @@ class Runtime:
 
 
 def read_environment() -> Environment:
-    """Return the ranks that the environment variables name; raise a ConfigError if some are missing or wrong."""
+    """Return rank and world size from torchrun's variables; raise a ConfigError if some are missing or wrong."""
     present = [name for name in VARIABLES if os.environ.get(name)]
     if not present:
         return Environment()
@@ -115,7 +115,7 @@ def read_environment() -> Environment:
 
 
 def world_size() -> int:
-    """Return the number of ranks of the run from the environment."""
+    """Return the run's number of ranks, which torchrun sets in the environment; 1 without torchrun."""
     return read_environment().world
 
 
@@ -149,7 +149,7 @@ def use_expandable_segments() -> None:
 
 
 def describe_segments() -> str:
-    """Return the header's text on whether PyTorch's CUDA allocator uses expandable segments, and if not, why."""
+    """Return text for the header on whether PyTorch's CUDA allocator uses expandable segments, and if not, why."""
     import torch
 
     try:
@@ -184,7 +184,7 @@ def start(config: Config) -> Runtime:
 
 
 def _choose_device(choice: str, environment: Environment) -> torch.device:
-    """Return the device of this rank, and make it the current one; raise a ConfigError if the GPUs do not suffice."""
+    """Return this rank's device and make it the current one; raise a ConfigError if there are too few GPUs."""
     import torch
 
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
@@ -263,7 +263,7 @@ def _init_process_group(environment: Environment, device: torch.device, timeout:
 
 
 def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -> str:
-    """Return a name that the ranks of this attempt share and that no earlier attempt had. Collective over the world.
+    """Return a prefix for keys of the store that no earlier attempt of this run has used. Collective over the world.
 
     torchrun's agents keep one store for all attempts (pytorch#135712), so restarted ranks would find the addresses of
     dead ones. No variable identifies the attempt on all nodes: each agent counts its own restarts, and does not count
@@ -289,7 +289,7 @@ def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -
 
 
 def port_problem(port: int) -> str:
-    """Return why this process cannot listen on a port; "" if it can. torch's own error would fill a screen."""
+    """Return why this process cannot listen on a port; "" if it can."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -301,7 +301,7 @@ def port_problem(port: int) -> str:
 
 
 def stop(abandon: bool = False) -> None:
-    """End the process groups; call it in a `finally`.
+    """End the process groups; call it at the end of the process, in a `finally`.
 
     During an exception, or with `abandon`, a collective may be in flight that the other ranks will never join, and its
     group cannot end before its time-out. Then this gives up after STOP_SECONDS. If nothing catches the exception, the
@@ -344,7 +344,7 @@ def _print_error_and_exit(kind: type[BaseException], error: BaseException, trace
 
 
 def print_rank_0(*parts: object) -> None:
-    """Print on rank 0 alone, as torchrun's variable RANK says; errors of the console are ignored."""
+    """Print like `print`, but only in the process whose variable RANK is 0 or not set; ignore an OSError."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # a console that fails must not end the run
             print(*parts, flush=True)
@@ -362,7 +362,7 @@ class GarbageCollection:
         gc.collect()
 
     def collect(self, step: int) -> None:
-        """Collect recent garbage in every n-th step."""
+        """Collect recent garbage if the number of the step is a multiple of training.gc_every."""
         if step % self.every == 0:
             gc.collect(1)  # a full pass over the model's objects is slow and finds nothing new
 

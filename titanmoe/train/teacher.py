@@ -35,9 +35,9 @@ from titanmoe.train.run_state import RunState
 
 
 def allocate_uninitialized(model: Transformer, seed: int, device: torch.device) -> None:
-    """Allocate a model's weights without initial values, and its buffers as zeros.
+    """Allocate a model's weights without initial values, and its buffers as zeros, on the device.
 
-    It has the signature of functions that initialize weights; the seed is not used.
+    A stand-in for functions that initialize weights, for weights that will be loaded; `seed` is not used.
     """
     model.to_empty(device=device)
     for buffer in model.buffers():
@@ -45,7 +45,10 @@ def allocate_uninitialized(model: Transformer, seed: int, device: torch.device) 
 
 
 class TeacherOutputs(CrossEntropy):
-    """Objective that stores the teacher's top-k ids and log-probabilities of each microbatch; its own sum is 0."""
+    """Objective that stores the teacher's top-k ids and log-probabilities of each microbatch instead of a loss.
+
+    The loss that it reports is 0.
+    """
 
     def __init__(self, meshes: Meshes, top: int):
         super().__init__(meshes)
@@ -58,7 +61,7 @@ class TeacherOutputs(CrossEntropy):
         return scores_NBS.new_zeros(())
 
     def add_to(self, slices: list[BatchSlice]) -> list[BatchSlice]:
-        """Return the slices with the stored ids and log-probabilities among their extra fields, and forget these."""
+        """Return the microbatches with the stored ids and log-probabilities as extra fields, and clear the store."""
         of_slice, self.of_slice = self.of_slice, {}
         return [
             batch_slice._replace(extra_fields={**batch_slice.extra_fields, **of_slice.get(id(batch_slice), {})})
@@ -67,9 +70,10 @@ class TeacherOutputs(CrossEntropy):
 
 
 class SlicerWithTeacher(Slicer):
-    """Slicer whose slices have the teacher's distributions, on ranks with the last stage.
+    """Slicer that runs the teacher on each microbatch and adds its distributions to the slices (distillation).
 
-    It loads the teacher's weights when it is made, and that is collective over the world.
+    Only ranks with the last pipeline stage get the distributions. Making one loads the teacher's weights, and is
+    collective over the world.
     """
 
     def __init__(
@@ -102,7 +106,11 @@ class SlicerWithTeacher(Slicer):
         self._load_weights()
 
     def _load_weights(self) -> None:
-        """Fill the teacher's weights from its files; raise a ConfigError on all ranks if that fails. Collective."""
+        """Fill the teacher's weights from its files. Collective over the world.
+
+        Raises:
+            ConfigError: on all ranks, if the files cannot be read.
+        """
         model = self.stages[0].shape
         named = {name: weight for stage in self.stages for name, weight in stage.named_parameters()}
         buffers = {name: buffer for stage in self.stages for name, buffer in state.persistent_buffers(stage).items()}
@@ -115,7 +123,13 @@ class SlicerWithTeacher(Slicer):
             raise ConfigError([f"distillation.teacher: {error}"]) from None
 
     def slices(self, batches: list[Batch]) -> list[BatchSlice]:
-        """Run the teacher on the microbatches and return this rank's slices of them. Collective over the world."""
+        """Run the teacher on the microbatches; return this rank's slices of them, with the teacher's distributions.
+
+        Collective over the world.
+
+        Args:
+            batches: this data rank's microbatches.
+        """
         slices = super().slices(batches)
         for moe in (moe for stage in self.stages for moe in stage.moe_layers().values()):
             moe.begin_step(self.state.step, self.one, self.one)

@@ -27,7 +27,10 @@ MEASURED_REGIONS = {"dispatch": "dispatch", "combine": "dispatch"}
 
 
 class Clock(Observer):
-    """Clock of the phases of a step, and of some regions of forward and backward, on the rank that reports."""
+    """Clock of a step on the rank that reports: seconds of its phases, and of dispatch in forward and backward.
+
+    An observer: it hears when phases and regions begin.
+    """
 
     def __init__(self, device: torch.device):
         self.gpu = device.type == "cuda"
@@ -35,10 +38,10 @@ class Clock(Observer):
         self._open: deque[tuple[str, Any, Any]] = deque()
         self._seconds: Counter[str] = Counter()
         self._begun: dict[int, tuple[str, Any]] = {}
-        """Region that each thread is in, and the mark of its begin."""
+        """Measured region that each thread is in, and the mark of its begin."""
 
     def phase(self, name: str, step: int) -> None:
-        """Begin a phase, which ends the phase before, so that phases add up to the time of the step."""
+        """Begin a phase of the step, such as "optimizer", and end the one before, so that phases add up to the step."""
         self._read()
         now = self._mark()
         if self._phase is not None:
@@ -46,7 +49,7 @@ class Clock(Observer):
         self._phase = name, now
 
     def region(self, name: str) -> AbstractContextManager[None] | None:
-        """Return a context that measures a region, or None for a region that is not measured."""
+        """Return a context that measures a region of forward and backward; None if MEASURED_REGIONS lacks it."""
         if self._phase is None or self._phase[0] != "forward_backward":
             return None
         if name == OTHERS_TURN:
@@ -55,7 +58,7 @@ class Clock(Observer):
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Return a context whose time is added to the metric `name`; measured contexts inside it are not measured."""
+        """Add the time of this context's body to the metric time.NAME; measured contexts inside it do not count."""
         me = get_ident()
         if me in self._begun:
             yield
@@ -68,7 +71,7 @@ class Clock(Observer):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Return a context in which another thread works: its time does not count for this thread's region."""
+        """Stop to measure this thread's region in this context, in which another thread works."""
         me = get_ident()
         begun = self._begun.pop(me, None)
         if begun is None:
@@ -81,22 +84,25 @@ class Clock(Observer):
             self._begun[me] = begun[0], self._mark()
 
     def take(self, steps: int) -> dict[str, float]:
-        """Return the seconds per step of each phase and region since the last call, `steps` steps ago.
+        """Return mean seconds per step by phase or region, of the intervals that ended since the last call.
 
-        On a GPU only what it has completed is included; the rest is in the next call's.
+        On a GPU, intervals that the GPU has not completed yet are included in a later call.
+
+        Args:
+            steps: number of steps since the last call.
         """
         self._read()
         seconds, self._seconds = self._seconds, Counter()
         return {name: total / steps for name, total in seconds.items()}
 
     def _read(self) -> None:
-        """Add up the seconds of all intervals that the device has completed."""
+        """Add the seconds of all intervals that the device has completed to the sums by phase and region."""
         while self._open and (not self.gpu or self._open[0][2].query()):
             name, begin, end = self._open.popleft()
             self._seconds[name] += begin.elapsed_time(end) / 1e3 if self.gpu else end - begin
 
     def _mark(self) -> Any:
-        """Return the time on a CPU, or an event recorded on the current stream on a GPU."""
+        """Return the present time: in seconds on a CPU; on a GPU an event recorded on the current stream."""
         if not self.gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -113,7 +119,7 @@ TABLE_ROWS = 40
 
 
 class RegionsInTrace(observe.Observer):
-    """Observer that names the regions of a step in a trace of torch's profiler."""
+    """Observer that gives the regions of a step their names in a trace of torch's profiler."""
 
     def region(self, name: str) -> AbstractContextManager[None]:
         return record_function(name)
@@ -140,7 +146,11 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Return a context around a step, which is profiled if the recipe names it."""
+        """Profile the step made in this context if the recipe's [profile] names it; write the trace at the end.
+
+        Args:
+            number: number of the step.
+        """
         chosen = number in self.options.steps
         try:
             if chosen and self.mine:

@@ -32,13 +32,14 @@ from titanmoe.train.timing import Clock
 
 @dataclass(eq=False, kw_only=True)
 class StepReport:
-    """Function that collects a step's metrics under their names in metrics.jsonl, TensorBoard and W&B."""
+    """Names of a step's metrics in metrics.jsonl, TensorBoard and W&B: called with a step, it returns them by name."""
 
     with_mtp: bool
     """Whether the model predicts further tokens (model.mtp_depth > 0)."""
     with_skips: bool
     """Whether optimizer.skip_spikes is set."""
     first_pass: FirstPass | None
+    """Buffers of fixed size of a step's first forward and backward, which have metrics; None without such buffers."""
     state: RunState
 
     def __call__(self, scalars: StepScalars, lr: float) -> dict[str, Any]:
@@ -66,9 +67,11 @@ class RankModel:
     meshes: Meshes
 
     stages: list[Transformer]
-    """This rank's pipeline stages; parameters and buffers of all of them are in the next two, by name."""
+    """This rank's pipeline stages."""
     parameters: dict[str, nn.Parameter]
+    """Parameters of all stages of this rank, by name."""
     buffers: dict[str, Tensor]
+    """Persistent buffers of all stages of this rank, by name."""
     moe_layers: dict[int, MoE]
     """This rank's MoE layers by the number of their block in the model."""
 
@@ -109,15 +112,15 @@ class Training(RankModel):
     validation: Validation | None
     quiz: QuizEvaluation | None
     setup_rows: dict[str, str]
-    """Rows of the header that are known once the model is built."""
+    """Lines of the header, by label, that are known once the model is built."""
     metrics: Metrics
     clock: Clock
     profile: Profile
     garbage: GarbageCollection
     prepare: Callable[[Training], dict[str, str]]
-    """Function called once the weights are loaded, before the first step. Returns rows of the header."""
+    """Function called once the weights are loaded, before the first step. Returns lines of the header, by label."""
 
     @property
     def evaluations(self) -> list[Validation | QuizEvaluation]:
-        """The evaluations that the recipe asks for."""
+        """The evaluations between steps that the recipe asks for."""
         return [evaluation for evaluation in (self.validation, self.quiz) if evaluation]

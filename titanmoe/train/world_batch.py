@@ -38,7 +38,7 @@ def make_batch(
     seq_len: int,
     vocab_size: int,
 ) -> Batch:
-    """Return a batch on the CPU, padded to seq_len positions.
+    """Check samples given as ids and return them as one batch on the CPU, padded to seq_len positions.
 
     Args:
         ids: the samples.
@@ -111,29 +111,34 @@ def _nested(values: Any) -> bool:
 
 @dataclass(frozen=True)
 class DataRankBatch:
-    """A data rank's microbatches of a call, and which sample of the result each of its rows is."""
+    """One data rank's microbatches of a batch that was given by content, and the order of the given samples."""
 
     microbatches: list[Batch]
     sample_of_row: Tensor
-    """Sample of the call that each row of the microbatches is, one after the other; -1 for padding."""
+    """Index in the given batch of each sample of all microbatches, one microbatch after the other; -1 for padding."""
     first: int
-    """First sample of the call that this rank gets results of."""
+    """Index of the first sample of the given batch whose results this rank gets."""
     end: int
-    """One past the last of them."""
+    """One past the index of the last sample whose results this rank gets."""
     samples: int
-    """Samples of the call on all data ranks."""
+    """Number of samples given on all data ranks together."""
 
     def gather(
         self, values_of_microbatch: Sequence[Tensor], meshes: Meshes, placement: Placement, device: torch.device
     ) -> Tensor:
-        """Return numbers per position in the order of the call's samples, on all ranks. Collective over the world.
+        """Gather numbers of each position from all ranks; return them (N, S) in the order of the given samples.
+
+        Collective over the world.
 
         Args:
             values_of_microbatch: this rank's numbers of each microbatch (B, attention slice); [] on ranks without the
                 last pipeline stage. The ranks of a tp group have the same ones.
-            meshes: the run's.
+            meshes: the device meshes of the run.
             placement: which chunks of the sequence each rank of cp has.
-            device: where the numbers are.
+            device: device of the numbers.
+
+        Returns:
+            Float64 numbers of all samples, or if each data rank gave its own, of this data rank's samples.
         """
         S = self.microbatches[0].tokens_BS.shape[1]
         out_NS = torch.zeros(self.samples + 1, S, dtype=torch.float64, device=device)
@@ -154,17 +159,20 @@ def data_rank_batch(
     offset: int,
     per_data_rank: bool,
 ) -> DataRankBatch:
-    """Split a batch into the microbatches of this data rank. Collective over the world.
+    """Split a batch into microbatches, and return those of this data rank. Collective over the world.
 
     Args:
-        batch: all samples of the call, on every rank or on some, None on the others; with `per_data_rank` this data
-            rank's own samples.
-        meshes: the run's.
+        batch: all samples, on every rank or on some, None on the others; with `per_data_rank` this data rank's own
+            samples.
+        meshes: the device meshes of the run.
         device: the device that this rank computes on.
-        rows: samples of a microbatch (training.local_batch_size).
-        multiple: the number of microbatches is a multiple of it.
-        offset: samples of the step before this call.
+        rows: number of samples in a microbatch (training.local_batch_size).
+        multiple: number that the number of microbatches must be a multiple of.
+        offset: number of samples of the step in earlier calls.
         per_data_rank: whether each data rank gives samples of its own; their order is that of the data ranks.
+
+    Raises:
+        ConfigError: on ranks that lack a batch that they must give.
     """
     data = meshes.data
     if per_data_rank:
@@ -203,7 +211,11 @@ def data_rank_batch(
 
 
 def _from_any_rank(batch: Batch | None) -> Batch:
-    """Return the batch on all ranks, from the first that has it. Collective over the world."""
+    """Return on all ranks a batch that some rank has; the first one broadcasts it. Collective over the world.
+
+    Raises:
+        ConfigError: if no rank has one.
+    """
     has = [None] * dist.get_world_size()
     dist.all_gather_object(has, batch is not None)
     if not any(has):

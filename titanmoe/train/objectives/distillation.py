@@ -23,7 +23,7 @@ from titanmoe.train.objectives.cross_entropy import CrossEntropy
 
 
 class DistillationObjective(CrossEntropy):
-    """Weighted sum of the divergence from the teacher and cross-entropy."""
+    """Objective of distillation: weighted sum of the KL divergence from the teacher and cross-entropy."""
 
     def __init__(self, meshes: Meshes, options: Distillation):
         super().__init__(meshes)

@@ -25,7 +25,7 @@ from titanmoe.parallel.batch_slice import BatchSlice
 
 
 class Objective:
-    """Base class of objectives; a subclass defines `sum` and `count`."""
+    """Base class of objectives; a subclass defines `sum` and `count`, whose quotient over a step is the loss."""
 
     metrics: tuple[str, ...] = ()
     """Names of the metrics besides the loss, such as "preference.accuracy"; their sums are divided as the loss is."""
@@ -37,27 +37,36 @@ class Objective:
 
     @classmethod
     def build(cls, config: Config, meshes: Meshes) -> Objective:
-        """Make the objective of a run; a subclass with options reads them from the config here."""
+        """Make the objective of a run; a subclass with options overrides this and reads them from the config."""
         return cls(meshes)
 
     def __call__(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
         return self.sum(HeadScores.of(scores_NBS), batch_slice)
 
     def report(self, batch_slice: BatchSlice, *sums: Tensor) -> None:
-        """Record this rank's sums of a microbatch, one for each of `metrics`; `sum` calls it.
+        """Record this rank's sums of a microbatch for the metrics named in `metrics`. Called by a subclass's `sum`.
 
-        They replace those of an earlier pass over the same microbatch.
+        A second forward over the same microbatch replaces the sums of the first, and does not add to them. The sums are
+        later added over microbatches and ranks, and divided by the step's count. Not collective.
+
+        Args:
+            batch_slice: the microbatch, which only identifies it.
+            sums: scalar tensors, in the order of `metrics`.
         """
         self._sums[id(batch_slice)] = torch.stack(sums).detach().double()
 
     def take_metrics(self, like: Tensor) -> Tensor:
-        """Return the sums of `metrics` since the last call, zeros on ranks without the head, of the dtype of `like`."""
+        """Return this rank's sums of `metrics` since the last call, and reset them to 0.
+
+        Args:
+            like: tensor whose device and dtype the zeros have that ranks without the head return.
+        """
         sums, self._sums = sum(self._sums.values(), like.new_zeros(len(self.metrics))), {}
         return sums
 
     @abstractmethod
     def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
-        """Return this rank's sum over the labels of a microbatch, with gradients.
+        """Return this rank's sum of the loss over a microbatch, a scalar that gradients flow through.
 
         Args:
             scores: what the head has computed of each label: cross-entropy, and entropy or classes if asked for.
@@ -67,5 +76,9 @@ class Objective:
 
     @abstractmethod
     def count(self, batch: Batch) -> Tensor:
-        """Return the divisor of `sum` for a microbatch, before it is sliced over cp and tp, on the host."""
+        """Return what a microbatch adds to the divisor of the loss, such as its number of labels, a scalar on the host.
+
+        Args:
+            batch: the microbatch of a data rank, before it is sliced over cp and tp.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no method `count`")

@@ -30,11 +30,17 @@ class ObjectiveSpec(Spec):
     """Number of completions per sample: 2 for preference pairs, which are then validated by this objective too."""
 
     def teacher_top_k(self, config: Config) -> tuple[int, float]:
-        """Return how many top-k ids of a teacher the objective reads at each position, and the temperature."""
+        """Return how many of a teacher's top-k ids this objective reads at each position, and the softmax temperature.
+
+        (0, 1.0) for an objective without a teacher.
+        """
         return 0, 1.0
 
     def uniform_guess_loss(self, config: Config) -> float:
-        """Return the loss of a uniform distribution over all tokens, for the divergence alarm; infinite if unknown."""
+        """Return the loss of a model that gives every token the same probability, in nats; infinite if unknown.
+
+        The divergence alarm compares the run's loss with it.
+        """
         return math.inf
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
@@ -61,7 +67,7 @@ class ObjectiveSpec(Spec):
             )
 
     def _other_data(self, config: Config) -> Iterator[Violation]:
-        """Yield data with preference pairs that the objective cannot use, and data without pairs that it needs."""
+        """Yield a violation for each data set that has preference pairs and must not, or has none and must."""
         objective, data = config.training.objective, config.data
         sources = [*data.paths, *config.validation.paths] if data.source == "files" else [data.source]
         for path in sources:

@@ -21,16 +21,16 @@ from titanmoe.train.optimizers.optimizer_spec import GroupRates, group_rates, ra
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """Return a bfloat16 tensor in float32, and any other tensor itself."""
+    """Convert a bfloat16 tensor to float32; return any other tensor unchanged, not copied."""
     return x.float() if x.dtype == torch.bfloat16 else x
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 to bfloat16, away from zero with a probability equal to the dropped fraction (stochastic rounding).
+    """Round float32 to bfloat16, away from zero with a probability equal to the dropped fraction.
 
     Args:
         x: float32 numbers.
-        bits: random integers, of which the lowest 16 bits are used.
+        bits: a random integer for each, of which the lowest 16 bits are used.
     """
     mantissa = x.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     return (mantissa & -0x10000).view(torch.float32).where(x.isfinite(), x).to(torch.bfloat16)
@@ -49,7 +49,7 @@ class Rounding:
 
         Args:
             parameters: the weights, by name.
-            seed: of the random bits; None to round to nearest.
+            seed: seed of the random bits; None to round to nearest.
             tied: whether the head shares the embedding's weight.
         """
         self.seed, self.update = seed, 0
@@ -58,17 +58,17 @@ class Rounding:
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], config: Config) -> Rounding:
-        """Make the rounding of a run."""
+        """Make the rounding that the recipe asks for."""
         seed = config.training.seed if config.optimizer.stochastic_rounding else None
         return cls(parameters, seed, config.model.tie_embeddings)
 
     def store(self, target: Tensor, value: Tensor, name: str, what: str) -> None:
-        """Round a value into its bfloat16 tensor; do nothing if the value is that tensor.
+        """Round `value` into the stored tensor `target`, in place; do nothing if they are the same tensor.
 
         Args:
-            target: the stored tensor.
+            target: the stored tensor, in bfloat16.
             value: its new value in float32.
-            name: of the parameter.
+            name: name of the parameter.
             what: which tensor of the parameter this is: "weight", or the name of a moment.
         """
         if value is target:
@@ -87,12 +87,12 @@ MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 def has_weight_decay(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether weight decay applies: not to vectors, biases, routers and the shared expert's gate."""
+    """Return whether weight decay applies to a parameter: not to vectors, biases, routers, the shared expert's gate."""
     return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight", "bias"))
 
 
 def moment_dtype(options: Options) -> torch.dtype | None:
-    """Return the dtype of the moments; None for the dtype of each weight."""
+    """Return the dtype of the optimizer's moments; None if each has the dtype of its weight."""
     return torch.bfloat16 if options.moments_dtype == "bfloat16" else None
 
 
@@ -107,12 +107,12 @@ class AdamW(Optimizer):
         lr: float | None = None,
         rounding: Rounding | None = None,
     ):
-        """Group the parameters by rate and weight decay.
+        """Group the parameters by learning rate and weight decay, and make torch's AdamW of these groups.
 
         Args:
             parameters: this rank's trained weights, by name.
             options: the recipe's [optimizer].
-            groups: rates of the parameters that are in [[optimizer.groups]].
+            groups: rates of the parameters that are in [[optimizer.groups]], by name.
             lr: peak rate of the other parameters; None for optimizer.lr.
             rounding: how bfloat16 tensors are rounded; None to round to nearest.
         """
@@ -146,7 +146,10 @@ class AdamW(Optimizer):
         return cls(parameters, config.optimizer, group_rates(parameters, config), None, Rounding.of(parameters, config))
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Return both moments of each parameter, zeros before the first step."""
+        """Return this rank's shards of the moments "exp_avg" and "exp_avg_sq", by name of the parameter.
+
+        They are zeros before the first step.
+        """
         states = self._states()
         if self.offload is not None:
             return {name: dict(zip(MOMENTS, both, strict=True)) for name, both in self.offload.moments().items()}
@@ -162,7 +165,7 @@ class AdamW(Optimizer):
         return [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
-        """Return torch's state of each parameter by name, created with zeros before the first step."""
+        """Return torch's optimizer state of each parameter by name, created with zeros before the first step."""
         out = {}
         for name, shard in self.local_shards.items():
             state = self.adamw.state[shard]
@@ -198,7 +201,10 @@ class AdamW(Optimizer):
                     del states[name][key]
 
     def _update(self, names: Iterable[str]) -> None:
-        """Update these parameters: the others have no gradient, and torch's AdamW skips them."""
+        """Make the AdamW update of the named parameters, and free their gradients.
+
+        The gradients of all other shards are None, so torch's AdamW skips them.
+        """
         if self.narrow:
             for name in names:
                 self._update_narrow(name)
@@ -210,7 +216,7 @@ class AdamW(Optimizer):
             self.local_shards[name].grad = self.parameters[name].grad = None
 
     def _update_narrow(self, name: str) -> None:
-        """Update one parameter in float32 and round it and its moments to their dtypes."""
+        """Update one parameter in float32, and round it and its moments to the dtypes in which they are stored."""
         shard, parameter, options = self.local_shards[name], self.parameters[name], self.options
         group = next(group for group in self.adamw.param_groups if any(p is shard for p in group["params"]))
         state, grad = self.adamw.state[shard], to_float32(local_grad(parameter))

@@ -35,7 +35,13 @@ MAX_ELEMENTS = 1 << 27
 
 
 def muon_weights(parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None) -> list[ShardedWeight]:
-    """Return this rank's weights that Muon trains, with their matrices and the ranks that share them."""
+    """Return this rank's weights that Muon trains, each with its matrices and the ranks that hold its other shards.
+
+    Args:
+        parameters: this rank's trained weights, by name.
+        config: the resolved config.
+        meshes: the device meshes of the run; None for a single rank.
+    """
     attention = experts = NOT_SHARDED
     if meshes is not None and meshes.fold.world > 1:
         fold = meshes.fold
@@ -67,7 +73,7 @@ class Muon(Optimizer):
             parameters: this rank's trained weights, by name.
             options: the recipe's [optimizer].
             weights: the weights among them that Muon trains.
-            groups: rates of the parameters that are in [[optimizer.groups]].
+            groups: rates of the parameters that are in [[optimizer.groups]], by name.
             rounding: how bfloat16 tensors are rounded; None to round to nearest.
         """
         super().__init__(parameters, options)
@@ -102,7 +108,7 @@ class Muon(Optimizer):
 
     @property
     def notes(self) -> dict[str, str]:
-        """Rows of the header: how this rank orthogonalizes its matrices, and the weights that AdamW trains."""
+        """Lines of the header: "muon", how this rank orthogonalizes matrices, and "adamw", what AdamW trains."""
         owned = sum(len(exchange.matrices) for one in self.rounds for exchange in one.exchanges)
         grams = [weight for one in self.rounds for weights in one.grams.values() for weight in weights]
         summed, width = sum(len(weight.sharding.matrices) for weight in grams), self.dtype.itemsize
@@ -148,17 +154,23 @@ class Muon(Optimizer):
             # In the gradients' memory, where each direction becomes the update.
             shards = {name: self._direction(name, mean) for name, (mean,) in own.items()}
             for weight in one.local:
-                self._local(weight, shards[weight.name], eps_norm)
+                self._orthogonalize_local(weight, shards[weight.name], eps_norm)
             for group, weights in one.grams.items():
-                self._by_gram(weights, shards, sum_grams(weights, shards, group), eps_norm)
+                self._orthogonalize_by_gram(weights, shards, sum_grams(weights, shards, group), eps_norm)
             for exchange in one.exchanges:
                 exchange.run(shards, work, self.scale, self.dtype)
             for name in own:
-                self._move(name, shards.pop(name), lr)
+                self._apply(name, shards.pop(name), lr)
         next(visits, None)  # the last bucket's copy to the host
 
-    def _move(self, name: str, update: Tensor, lr: float) -> None:
-        """Apply weight decay and an update to this rank's shard of a weight."""
+    def _apply(self, name: str, update: Tensor, lr: float) -> None:
+        """Apply weight decay and an update to this rank's shard of a weight, in place.
+
+        Args:
+            name: name of the weight.
+            update: this rank's shard of the orthogonalized and scaled update.
+            lr: learning rate of the step.
+        """
         shard, options, group = self.local_shards[name], self.options, self.groups.get(name, GroupRates())
         usual = options.weight_decay if options.decay_all or has_weight_decay(name, shard) else 0.0
         decay = usual if group.weight_decay is None else group.weight_decay
@@ -168,16 +180,20 @@ class Muon(Optimizer):
         self.rounding.store(weight, wide, name, "weight")
 
     def scale(self, matrix: Matrix) -> float:
-        """Return the factor of a matrix's update (optimizer.adjust_lr), from the shape of the full matrix."""
+        """Return the factor of a matrix's update (optimizer.adjust_lr), computed from the full matrix's shape."""
         rows, columns = matrix.shape
         if self.options.adjust_lr == "original":
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
 
     def _direction(self, name: str, momentum: Tensor) -> Tensor:
-        """Add the gradient to the momentum; return the direction of the update, in the gradient's memory.
+        """Update the momentum with the gradient; return the direction of the weight's update.
 
-        The parameter's gradient is None afterwards.
+        The direction uses the gradient's memory; the parameter's gradient is None afterwards.
+
+        Args:
+            name: name of the weight.
+            momentum: this rank's shard of the weight's momentum, which is updated in place.
         """
         parameter, mean, mu = self.parameters[name], to_float32(momentum), self.options.momentum
         grad, parameter.grad = to_float32(local_grad(parameter)), None
@@ -186,8 +202,14 @@ class Muon(Optimizer):
         self.rounding.store(momentum, mean, name, "momentum")
         return direction
 
-    def _local(self, weight: ShardedWeight, shard: Tensor, eps_norm: Tensor | float) -> None:
-        """Orthogonalize in place the matrices of a weight that are on this rank in full."""
+    def _orthogonalize_local(self, weight: ShardedWeight, shard: Tensor, eps_norm: Tensor | float) -> None:
+        """Orthogonalize and scale in place the matrices of a weight that this rank has in full.
+
+        Args:
+            weight: the weight.
+            shard: this rank's shard of the update's direction.
+            eps_norm: what is added to a matrix's norm before it is divided by that.
+        """
         if weight.sharding.has_full_experts:
             for some in shard.split(max(1, MAX_ELEMENTS // max(1, shard[:1].numel()))):
                 some.copy_(orthogonalize(some.to(self.dtype), self.steps, eps_norm))
@@ -197,14 +219,21 @@ class Muon(Optimizer):
             out = orthogonalize(part.read(shard).to(self.dtype), self.steps, eps_norm)
             part.write(shard, out.to(shard.dtype) * self.scale(matrix))
 
-    def _by_gram(
+    def _orthogonalize_by_gram(
         self,
         weights: list[ShardedWeight],
         shards: dict[str, Tensor],
         grams: list[Tensor],
         eps_norm: Tensor | float,
     ) -> None:
-        """Orthogonalize in place this rank's rows or columns of sharded matrices, from their summed Gram matrices."""
+        """Orthogonalize and scale in place this rank's rows or columns of matrices that are sharded over ranks.
+
+        Args:
+            weights: the weights.
+            shards: this rank's shards of the update's directions, by name of the weight.
+            grams: Gram matrix of each full matrix, summed over the ranks, in the order of weights and their matrices.
+            eps_norm: what is added to a matrix's norm before it is divided by that.
+        """
         every = ((weight, i) for weight in weights for i in range(len(weight.sharding.matrices)))
         for (weight, i), gram in zip(every, grams, strict=True):
             sharding, shard = weight.sharding, shards[weight.name]

@@ -27,29 +27,30 @@ Moments = tuple[Tensor, ...]
 
 
 class Copies:
-    """Copies between host and device on CPUs, where a copy is finished when the call returns and events are None."""
+    """Copies between host and device on a machine without GPU: done when the call returns; all events are None."""
 
     page_locked = False
+    """Whether host memory has to be page-locked for these copies."""
 
     def copy(self, to: str, target: Tensor, source: Tensor, *after: Any) -> Any:
-        """Start a copy and return the event of its end.
+        """Start to copy a tensor; return an event (CUDA's) that is complete when the copy is done.
 
         Args:
-            to: "device" or "host".
+            to: side that the copy goes to, "device" or "host".
             target: the tensor to write.
             source: the tensor to read.
-            after: events that the copy waits for.
+            after: events that must be complete before the copy begins; None is ignored.
         """
         target.copy_(source)
 
     def mark(self) -> Any:
-        """Return the event that ends all work the device has been given so far."""
+        """Return an event that is complete when the device has done all work that it has been given so far."""
 
     def wait_on_device(self, event: Any) -> None:
-        """Make the device wait for the event."""
+        """Make later work on the device wait for the event."""
 
     def wait_on_host(self, event: Any) -> None:
-        """Make the host wait for the event."""
+        """Block this thread until the event is complete."""
 
 
 class CudaCopies(Copies):
@@ -90,14 +91,18 @@ class Bucket:
     host: Tensor
     """Bytes of all moments in host memory."""
     copied_out: Any = None
-    """Event that ends the last copy to the host."""
+    """Event that ends the last copy to the host; None before the first."""
 
-    def unpack(self, every: Tensor) -> dict[str, Moments]:
-        """Return the moments of each parameter as views of the bucket's bytes, which `every` holds."""
+    def unpack(self, data: Tensor) -> dict[str, Moments]:
+        """Return the moments of each parameter as views of `data`, by name.
+
+        Args:
+            data: bytes of all moments of the bucket, in host memory or on the device.
+        """
         out, begin = {}, 0
         for name, like in self.like.items():
             end = begin + like.nbytes
-            out[name] = tuple(x[begin:end].view(like.dtype).view(like.shape) for x in every.view(self.count, -1))
+            out[name] = tuple(x[begin:end].view(like.dtype).view(like.shape) for x in data.view(self.count, -1))
             begin += _align(like.nbytes)
         return out
 
@@ -107,7 +112,7 @@ def _align(size: int) -> int:
 
 
 class Offload:
-    """Moments of an optimizer in host memory, in buckets."""
+    """Optimizer moments in host memory, in buckets of a few parameters that are copied to the device together."""
 
     def __init__(
         self,
@@ -123,7 +128,7 @@ class Offload:
             local_shards: this rank's shard of every weight, by name.
             copies: how to copy; None to choose by the device of the weights.
             count: number of moments of each weight.
-            dtype: of the moments; None for the dtype of each weight.
+            dtype: dtype of the moments; None for the dtype of each weight.
             bucket_names: names of the parameters of each bucket; None for buckets of BUCKET_BYTES bytes.
         """
         first = next(iter(local_shards.values()))
@@ -133,13 +138,18 @@ class Offload:
         self.buckets = [self._bucket({name: like[name] for name in names}, count) for names in groups]
         most = max(bucket.host.nbytes for bucket in self.buckets)
         self.buffers = [first.new_empty(most, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self.buckets)))]
-        """Buffers on the device, each of the bytes of one bucket."""
+        """Buffers on the device, each large enough for the moments of any bucket."""
         self.free: list[Any] = [None] * len(self.buffers)
         """Event after which each buffer may be overwritten."""
 
     @staticmethod
     def _group_names(like: dict[str, Tensor], count: int) -> Iterator[list[str]]:
-        """Yield the names of each bucket: as many as have at most BUCKET_BYTES bytes of moments, at least one."""
+        """Yield the names of the parameters of each bucket: moments of at most BUCKET_BYTES bytes, or one parameter.
+
+        Args:
+            like: meta tensors with the shape and dtype of each parameter's moments, by name.
+            count: number of moments of each parameter.
+        """
         names: list[str] = []
         for name in like:
             if names and count * _aligned_bytes(like[n] for n in (*names, name)) > BUCKET_BYTES:
@@ -154,16 +164,16 @@ class Offload:
         return Bucket(like, count, torch.zeros(count * _aligned_bytes(like.values()), dtype=torch.uint8, **where))
 
     def moments(self) -> dict[str, Moments]:
-        """Return the moments of each parameter in host memory, after waiting for all copies to it."""
+        """Wait for all copies to the host; return the moments of each parameter in host memory, not copied, by name."""
         for bucket in self.buckets:
             if bucket.copied_out is not None:
                 self.copies.wait_on_host(bucket.copied_out)
         return {name: every for bucket in self.buckets for name, every in bucket.unpack(bucket.host).items()}
 
     def visit_buckets(self) -> Iterator[dict[str, Moments]]:
-        """Yield the moments of one bucket after another, on the device.
+        """Yield the moments of one bucket after another, on the device, by parameter.
 
-        The caller updates them in place before it asks for the next; then they are copied to the host.
+        The caller updates them in place before it asks for the next bucket; then they are copied to the host.
         """
         arrived = self._fetch(0)
         for number, bucket in enumerate(self.buckets):
@@ -177,7 +187,7 @@ class Offload:
             self.free[slot] = bucket.copied_out = self.copies.copy("host", bucket.host, every, self.copies.mark())
 
     def _fetch(self, number: int) -> Any:
-        """Start to copy a bucket to the device; return the event that ends the copy."""
+        """Start to copy the moments of a bucket to the device; return the event that ends the copy."""
         bucket, slot = self.buckets[number], number % len(self.buffers)
         target, after = self.buffers[slot][: bucket.host.nbytes], (bucket.copied_out, self.free[slot])
         return self.copies.copy("device", target, bucket.host, *after)

@@ -20,11 +20,11 @@ class Optimizer:
     """Base class of optimizers; one object updates all trained weights of a rank."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], options: Options):
-        """Take the weights to train.
+        """Keep the weights to train, and views of this rank's shards of them.
 
         Args:
-            parameters: this rank's trained weights, by name, possibly none; of a sharded weight the gradient has this
-                rank's shard alone.
+            parameters: this rank's trained weights, by name, possibly none. The gradient of a sharded weight covers
+                only this rank's shard.
             options: the recipe's [optimizer].
         """
         self.parameters = parameters
@@ -34,44 +34,58 @@ class Optimizer:
 
     @classmethod
     def build(cls, parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes) -> Optimizer:
-        """Make the optimizer of a run; a subclass that needs the model or the mapping reads them here."""
+        """Make the optimizer of a run; a subclass that needs the model or the mapping overrides this.
+
+        Args:
+            parameters: this rank's trained weights, by name.
+            config: the resolved config.
+            meshes: the device meshes of the run.
+        """
         return cls(parameters, config.optimizer)
 
     @abstractmethod
     def step(self, lr: float, norm: Tensor) -> None:
-        """Update the local shards in place and free the gradients, whose memory it may use.
+        """Update this rank's shards of all weights in place, and free the gradients, whose memory it may use.
+
+        All ranks call it. `titanmoe.parallel.grad_norm.local_grad(parameter)` is the gradient of this rank's shard,
+        summed over the ranks and clipped.
 
         Args:
             lr: learning rate of this step.
             norm: norm of the gradients of the full model, after clipping.
-
-        The gradient of a parameter's local shard, summed over the ranks and clipped, is
-        `titanmoe.parallel.grad_norm.local_grad(parameter)`.
         """
         raise NotImplementedError
 
     @abstractmethod
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer's state tensors by parameter and name, not copied, shaped like the local shards.
+        """Return this rank's optimizer state: tensors by name of the parameter, then by name of the moment.
 
-        They exist before the first step. Checkpoints store them for any mapping, and fill them on loading.
+        They are not copies, have the shape of this rank's shards, and exist before the first step. Checkpoints store
+        them, and fill them in place on loading, under any mapping.
         """
         raise NotImplementedError
 
     @property
     def notes(self) -> dict[str, str]:
-        """Rows of the run's header."""
+        """Lines that the optimizer adds to the header that a run prints at the start, by label."""
         return {}
 
     def resume(self, updates: int) -> None:
-        """Restore state other than the moments, after `updates` updates; called once the moments are loaded."""
+        """Restore state other than the moments, such as counters. Called once a checkpoint has filled the moments.
+
+        Args:
+            updates: number of updates that the run has made.
+        """
 
     @property
     def device_tensors(self) -> list[Tensor]:
-        """Tensors on the device now. Must not allocate: a rank that is out of memory reads it."""
+        """Optimizer state and buffers now in device memory, to count their bytes.
+
+        A rank that is out of memory reads this, so a subclass must not allocate on the device here.
+        """
         return [x for tensors in self.moments().values() for x in tensors.values()]
 
     @property
     def host_tensors(self) -> list[Tensor]:
-        """Tensors in host memory, if the moments are offloaded."""
+        """Optimizer state in host memory, to count its bytes; [] unless the moments are offloaded."""
         return []

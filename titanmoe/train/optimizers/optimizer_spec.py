@@ -28,16 +28,21 @@ GROUPS = "optimizer.groups"
 
 
 class GroupRates(NamedTuple):
-    """Learning rate and weight decay of a group of parameters ([[optimizer.groups]])."""
+    """Peak learning rate and weight decay that a [[optimizer.groups]] table gives to its parameters."""
 
     lr: float | None = None
-    """Peak learning rate; None for that of parameters in no group."""
+    """Peak learning rate; None if the group has that of parameters in no group."""
     weight_decay: float | None = None
-    """Weight decay; None for that of parameters in no group."""
+    """Weight decay; None if the group has that of parameters in no group."""
 
 
 def group_rates(parameters: Iterable[str], config: Config) -> dict[str, GroupRates]:
-    """Return by name the rates of those parameters that are in a group."""
+    """Return the rates of each parameter that [[optimizer.groups]] names, by the parameter's name.
+
+    Args:
+        parameters: names of parameters.
+        config: the resolved config.
+    """
     out, tied = {}, config.model.tie_embeddings
     for name in parameters:
         for table in config.optimizer.groups:
@@ -47,12 +52,17 @@ def group_rates(parameters: Iterable[str], config: Config) -> dict[str, GroupRat
 
 
 def rate_factor(rate: float | None, options: Options) -> float:
-    """Return a group's peak rate as a multiple of optimizer.lr, by which the scheduled rate is multiplied."""
+    """Return a group's peak rate as a multiple of optimizer.lr; the schedule's rate is multiplied by it.
+
+    Args:
+        rate: the group's peak rate; None for optimizer.lr.
+        options: the recipe's [optimizer].
+    """
     return 1.0 if rate is None else rate / options.lr
 
 
 def group_contradictions(config: Config) -> Iterator[Violation]:
-    """Yield what is wrong with [[optimizer.groups]], which give parameters whose name matches their own rates."""
+    """Yield a violation for each mistake in [[optimizer.groups]], such as a pattern that matches no parameter."""
     tuning, groups = Tuning.of(config), config.optimizer.groups
     known = [name for name, _ in shapes(config.model, tuning) if not tuning.freezes(name)]
     texts = [text for number, table in enumerate(groups, 1) for text in _malformed(number, table)]
@@ -71,7 +81,12 @@ def group_contradictions(config: Config) -> Iterator[Violation]:
 
 
 def _malformed(number: int, table: dict) -> Iterator[str]:
-    """Yield what is wrong with one group, whatever the model."""
+    """Yield a message for each mistake in one [[optimizer.groups]] table that shows without knowing the model.
+
+    Args:
+        number: number of the group in the recipe, from 1.
+        table: the group's keys and values.
+    """
     place = f"{GROUPS}, group {number}"
     for key in table.keys() - {"match", "lr", "weight_decay"}:
         yield f"{place}: unknown key {key}: a group has match, lr and weight_decay"
@@ -90,7 +105,7 @@ def _malformed(number: int, table: dict) -> Iterator[str]:
 
 
 def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
-    """Yield settings that contradict QK-Clip, or the measuring of attention logits that it needs."""
+    """Yield a violation for each setting that contradicts QK-Clip, or the measurement of attention logits."""
     model, limit, options = config.model, config.optimizer.qk_clip, config.metrics
     field, value = ("optimizer.qk_clip", limit) if limit else ("metrics.max_logit_every", options.max_logit_every)
     if not limit and config.optimizer.qk_clip_every != 1:
@@ -127,7 +142,12 @@ def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
 
 
 def _bound_contradictions(config: Config, value: float) -> Iterator[Violation]:
-    """Yield settings that contradict optimizer.qk_clip_measure = "bound"."""
+    """Yield a violation for each setting that contradicts optimizer.qk_clip_measure = "bound".
+
+    Args:
+        config: the resolved config.
+        value: optimizer.qk_clip, or metrics.max_logit_every if that is 0; 0 if logits are not measured.
+    """
     field, limit, length = "optimizer.qk_clip_measure", config.optimizer.qk_clip, config.training.seq_len
     if not value:
         yield Violation(
@@ -181,11 +201,11 @@ class OptimizerSpec(Spec):
     """Numbers of optimizer state per element of the weights named by `matrices`, in place of numbers_per_weight."""
 
     def matrices(self, config: Config) -> tuple[str, ...]:
-        """Return patterns of the names of weights that have numbers_per_matrix_weight."""
+        """Return patterns of the names of weights with `numbers_per_matrix_weight` numbers of state per element."""
         return ()
 
     def state_numbers(self, config: Config) -> int:
-        """Return the numbers of optimizer state of the full model."""
+        """Return how many numbers the optimizer's state of the full model has, over all ranks."""
         tuning, patterns = Tuning.of(config), self.matrices(config)
         of_matrices = sum(
             prod(shape)
@@ -196,7 +216,7 @@ class OptimizerSpec(Spec):
         return self.numbers_per_weight * others + self.numbers_per_matrix_weight * of_matrices
 
     def moment_width(self, config: Config) -> int:
-        """Return the bytes of each number of optimizer state."""
+        """Return the number of bytes that each number of the optimizer's state takes."""
         return WIDTHS[config.training.dtype]
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
