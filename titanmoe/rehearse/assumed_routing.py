@@ -30,15 +30,22 @@ from titanmoe.parallel.context import placement
 
 
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:
-    """Return chosen_TK for tokens at these indices, as `[moe] force_balance` routes."""
+    """Return the experts (tokens, top_k) of tokens, by index in the step, as `[moe] force_balance` routes."""
     return (index_T.unsqueeze(1) * top_k + torch.arange(top_k)) % num_experts
 
 
 def skewed(index_T: Tensor, top_k: int, num_experts: int, factor: float) -> Tensor:
-    """Return chosen_TK in which the busiest expert has `factor` times the mean, and the others split the rest evenly.
+    """Return the experts (tokens, top_k) of tokens, where the busiest expert has `factor` times the mean load.
 
-    Tokens visit expert 0 at regular intervals, as often as its load asks for; all other choices cycle through the other
-    experts. At num_experts / top_k, the largest factor possible, every token visits the first top_k experts.
+    The other experts split the rest evenly. Tokens visit expert 0 at regular intervals, as often as its load asks for;
+    all other choices cycle through the other experts. At num_experts / top_k, the largest factor possible, every token
+    visits the first top_k experts.
+
+    Args:
+        index_T: The indices of the tokens within the step.
+        top_k: The experts of a token.
+        num_experts: The number of experts.
+        factor: The load of expert 0 over the mean load.
     """
     most = num_experts / top_k
     if factor >= most:
@@ -53,7 +60,7 @@ def skewed(index_T: Tensor, top_k: int, num_experts: int, factor: float) -> Tens
 
 @dataclass(frozen=True)
 class AssumedRouting:
-    """An assumption about the experts that each token visits."""
+    """The rule by which a rehearsal chooses each token's experts, with its description for the report."""
 
     text: str
     """The description in the report."""
@@ -84,16 +91,16 @@ def _skewed(top_k: int, num_experts: int, factor: float, layer: int, index_T: Te
 
 
 class Routing:
-    """The experts of every token of a step, on any rank."""
+    """The experts of every token of a step, for any rank of the world, under an assumed routing."""
 
     def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], assumed: AssumedRouting):
         """Take the assumed routing.
 
         Args:
             config: The resolved config.
-            fold: The mapping of the world.
-            samples: Builds the loader of a data rank, from the config, the rank and the number of data ranks.
-            assumed: The experts by layer and token.
+            fold: The degrees of the world.
+            samples: Builds the batch loader of a data rank, from the config, the rank and the number of data ranks.
+            assumed: The rule that chooses experts by layer and token.
         """
         self.config, self.fold, self.samples, self.assumed = config, fold, samples, assumed
         self._index: dict[int, Tensor] = {}
@@ -105,11 +112,11 @@ class Routing:
         return self.samples(self.config, 0, self.fold.dp).microbatches
 
     def key(self, layer: int) -> int:
-        """Return a number that layers with the same routing have in common."""
+        """Return a number that is equal for layers with the same routing, as part of a cache key."""
         return layer if self.assumed.by_layer else 0
 
     def index(self, rank: int, microbatch: int) -> Tensor:
-        """Return index_T, the indices within the step of a rank's tokens of a microbatch."""
+        """Return the indices within the step of the tokens that a rank owns in a microbatch, as index_T."""
         if rank not in self._index:
             fold, place = self.fold, lambda *axes: group_at(self.fold, "attention", axes, rank)
             data, cp, tp = place("dp"), place("cp"), place("tp")
@@ -121,14 +128,14 @@ class Routing:
         return self._index[rank] + microbatch * self.fold.dp * training.local_batch_size * training.seq_len
 
     def chosen_experts(self, rank: int, microbatch: int, layer: int) -> Tensor:
-        """Return chosen_TK of a rank's tokens of a microbatch."""
+        """Return the experts (tokens, top_k) of the tokens that a rank owns in a microbatch, in one MoE layer."""
         key = rank, microbatch, self.key(layer)
         if key not in self._chosen_experts:
             self._chosen_experts[key] = self.assumed.choose(layer, self.index(rank, microbatch))
         return self._chosen_experts[key]
 
     def halves(self, rank: int, microbatch: int, layer: int) -> list[Tensor]:
-        """Return chosen_TK of each micro-half, or of the microbatch if it is dispatched in one."""
+        """Return the experts (tokens, top_k) of each half of a rank's microbatch; one entry if it is not split."""
         chosen_TK, samples = self.chosen_experts(rank, microbatch, layer), self.config.training.local_batch_size
         if self.config.moe.overlap != "halves":
             return [chosen_TK]
@@ -136,7 +143,14 @@ class Routing:
 
 
 def group_at(fold: Fold, view: Any, axes: tuple[str, ...], rank: int) -> Group:
-    """Return the size of a rank's group along some axes and its index there, as a group that cannot communicate."""
+    """Return a rank's group along some axes with its size and the rank's index in it, but unable to communicate.
+
+    Args:
+        fold: The degrees of the world.
+        view: "attention" or "experts".
+        axes: The axes that the group spans.
+        rank: The rank.
+    """
     members = group_of(fold, view, axes, rank)
     return Group("", len(members), members.index(rank)) if len(members) > 1 else NO_GROUP
 
@@ -146,14 +160,14 @@ class _Stop(Exception):
 
 
 class _DispatcherRun(TorchDispatchMode):
-    """A dispatch mode that runs a dispatcher's own code for one rank without communicating."""
+    """A dispatch mode that runs a dispatcher's code for any rank without communicating, to see what it sends."""
 
     def __init__(self, n: int, supply: Callable[[int], Tensor]):
-        """Prepare a run up to a message of integers.
+        """Prepare a run of a dispatcher, which ends at a chosen message of integers.
 
         Args:
-            n: The index of the message of integers that ends the run and is stored; -1 to run to the end.
-            supply: Returns what each earlier message of integers receives, by its index.
+            n: The index of the integer message whose content is stored and ends the run; -1 to run to the end.
+            supply: Returns the integers that the rank receives in each earlier integer message, by its index.
         """
         super().__init__()
         self.n, self.supply, self.count = n, supply, 0
@@ -183,7 +197,7 @@ class _DispatcherRun(TorchDispatchMode):
 
 
 class IntegerMessages:
-    """The integers that dispatchers of different ranks send each other, computed on one rank."""
+    """The split sizes and other integers that dispatchers of all ranks send each other, computed in one process."""
 
     def __init__(
         self,
@@ -214,7 +228,7 @@ class IntegerMessages:
         return IntegerMessages, (fresh, self.dispatcher_type, self.template, self.node, self.symmetric)
 
     def received_integers(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
-        """Return what a rank receives in its n-th message of integers of a layer and microbatch."""
+        """Return what a rank receives in its dispatcher's n-th integer message, in a layer and microbatch."""
         key = rank, microbatch, self.routing.key(layer), n
         if key not in self._received_cache:
             _, _, name, group = self.sent_integers(rank, microbatch, layer, n)
@@ -227,9 +241,10 @@ class IntegerMessages:
         return self._received_cache[key]
 
     def sent_integers(self, rank: int, microbatch: int, layer: int, n: int) -> tuple:
-        """Return a rank's n-th message of integers of a layer and microbatch: tensor, splits, operation and group.
+        """Return the n-th integer message of a rank's dispatcher: (tensor, splits, operation, group).
 
-        Splits are the rows sent to each rank and received from each, or None unless it is an all-to-all.
+        Splits are the rows sent to each rank of the group and the rows received from each; None unless it is an
+        all-to-all.
         """
         key = rank, microbatch, self.routing.key(layer), n
         if key not in self._sent_cache:
@@ -245,7 +260,11 @@ class IntegerMessages:
         return self._sent_cache[key]
 
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Return group, rows sent and rows received of each all-to-all of a forward, to the experts and back."""
+        """Return the all-to-alls of a rank's forward through one MoE layer, dispatch and combine.
+
+        Returns:
+            For each, the group's name, the rows sent to each of its ranks, and the rows received from each.
+        """
         run = _DispatcherRun(-1, lambda i: self.received_integers(rank, microbatch, layer, i))
         with run, torch.no_grad(), leave_checkpointed_region():
             for exchange in self._exchanges(rank, microbatch, layer):
@@ -253,7 +272,7 @@ class IntegerMessages:
         return run.all_to_alls
 
     def _exchanges(self, rank: int, microbatch: int, layer: int) -> list[Exchange]:
-        """Begin to dispatch each micro-half of a rank's tokens, as rows of width zero."""
+        """Return the dispatches in flight of a rank's microbatch, one for each half; their tokens have width zero."""
         dispatcher = self._dispatcher(rank)
         return [
             dispatcher.dispatch(torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape), chosen_TK, 0)
@@ -277,7 +296,13 @@ class IntegerMessages:
         return Group(name, len(members), members.index(rank))
 
     def members(self, group: str, rank: int) -> list[int]:
-        """Return the ranks of a rank's expert group ("whole"), or of its groups "within" and "across" nodes."""
+        """Return the ranks of one of a rank's dispatcher groups.
+
+        Args:
+            group: "whole" for all ranks of ep x etp, "within" for those on the rank's node, "across" for one of each
+                node.
+            rank: The rank.
+        """
         whole = list(group_of(self.routing.fold, "experts", ("ep", "etp"), rank))
         if group == "whole":
             return whole

@@ -59,7 +59,11 @@ class CodeSite(NamedTuple):
 
 
 def _kind(code: CodeType) -> str:
-    """Return what a frame that runs this code tells of its operation; "" if nothing."""
+    """Return the role of a stack frame that runs this code; "" if the frame tells nothing about the operation.
+
+    Roles are "step", "block", "ours" (other code of titanmoe), "recompute", "engine" (of autograd), "sharded" (FSDP)
+    and "receive" (a pipeline's buffer).
+    """
     file, name = code.co_filename, code.co_name
     if file.startswith(OURS):
         if file.startswith((HERE, COMM)) or file == LAUNCH or code in SENDERS:
@@ -81,7 +85,7 @@ def _kind(code: CodeType) -> str:
 
 
 class CodeSites(Observer):
-    """Finds the code site of the operation that runs."""
+    """Finds the code site of the operation that runs, for recorders that ask during the operation."""
 
     def __init__(self, layers: dict[int, str]):
         """Take the names of blocks by the id of their module; the caller may add to them later."""
@@ -115,8 +119,8 @@ class CodeSites(Observer):
         finally:
             stack.pop()
 
-    def in_checkpointed_region(self, name: str) -> bool:
-        """Return whether this thread is in a region of that name."""
+    def is_in_region(self, name: str) -> bool:
+        """Return whether this thread is inside a region of that name, such as "dispatch"."""
         return name in self._regions()
 
     def _regions(self) -> list[str]:

@@ -25,7 +25,7 @@ from titanmoe.rehearse.shape_cache import Shapes
 
 
 class _Dispatching(threading.local):
-    """The dispatch that a thread is in: its layer, microbatch and micro-half."""
+    """The MoE dispatch that a thread is in: layer, microbatch and half; -1 outside of any."""
 
     microbatch = layer = -1
     exchange: IntegerMessages | None = None
@@ -33,7 +33,13 @@ class _Dispatching(threading.local):
     half = -1  # the index of the micro-half, if a microbatch is dispatched in two
 
     def begin(self, layer: int, microbatch: int, halves: int) -> None:
-        """Note that a router begins with a microbatch, or with its second half if the first was of the same layer."""
+        """Note that a router starts on a microbatch, or on the second half of the one that it started before.
+
+        Args:
+            layer: The index of the block.
+            microbatch: The index of the microbatch.
+            halves: The number of parts of a microbatch: 2 if moe.overlap is "halves", else 1.
+        """
         goes_on = (layer, microbatch) == (self.layer, self.microbatch) and self.half + 1 < halves
         self.half = self.half + 1 if goes_on else 0
         self.layer, self.microbatch = layer, microbatch
@@ -42,7 +48,7 @@ class _Dispatching(threading.local):
 
 
 class FakeRecorder(Recorder):
-    """A recorder that runs all operations on fake tensors."""
+    """A recorder that runs all operations on fake tensors, and also records memory, cost and host syncs."""
 
     def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
         """Prepare a recorder.
@@ -97,14 +103,16 @@ class FakeRecorder(Recorder):
     def integer_values(self, x: Tensor) -> Tensor:
         return known_integers.known_values(x)
 
-    def query(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # By far the most frequent query, and slow on fake tensors.
+    def read_attribute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # By far the most frequent one, and slow on fake tensors.
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device
         return func(*args, **kwargs)
 
     def read_value(self, x: Tensor) -> Any:
-        """Return what the host reads: the value if it is known, else zeros, for a finite loss or an unset flag.
+        """Return the list or number that the host reads from a tensor, and record that the host waits for the device.
+
+        Unknown floating-point values are read as zeros, which pass for a finite loss or an unset flag.
 
         Raises:
             RuntimeError: The values are integers and unknown.
@@ -121,7 +129,10 @@ class FakeRecorder(Recorder):
             return torch.zeros(x.shape).tolist()
 
     def agree_on_shapes(self, x: Tensor) -> None:
-        """Set received integers to 1: before the first step, stages tell each other that their shapes are known."""
+        """Set a received integer tensor to ones, with which pipeline stages tell each other that shapes are known.
+
+        Does nothing to floating-point tensors.
+        """
         if not x.dtype.is_floating_point:
             with disable_modes():
                 known_integers.set_known(x, torch.ones(x.shape, dtype=x.dtype))
@@ -141,7 +152,7 @@ class FakeRecorder(Recorder):
         if func._overloadpacket.__name__ == "wait_tensor":
             if (value := known_integers.known_values(args[0])) is not None:
                 known_integers.set_known(out, value)
-        elif self.dispatching.exchange is not None and self.sites.in_checkpointed_region("dispatch"):
+        elif self.dispatching.exchange is not None and self.sites.is_in_region("dispatch"):
             with disable_modes():
                 current = self.dispatching
                 value = current.exchange.received_integers(

@@ -28,7 +28,7 @@ from titanmoe.train.gradients import Gradients
 
 
 class RehearsedBuffers(SymmetricBuffers):
-    """Symmetric buffers that are fake tensors."""
+    """Symmetric-memory buffers of one rank that are fake tensors."""
 
     counts: IntegerMessages | None = None
     """The integers that the dispatchers send; None before the first step."""
@@ -52,14 +52,17 @@ class RehearsedBuffers(SymmetricBuffers):
         recorder.begin_step()
 
     def must_repeat(self, ranks: float) -> bool:
-        """Return whether a receive buffer overflows under the assumed routing; fake tensors never set the flag."""
+        """Return whether the step must be repeated because a receive buffer overflows under the assumed routing.
+
+        It is computed from the routing, because fake tensors never set the overflow flag.
+        """
         if self.counts is None or self.group.size == 1:
             return False
         stage = self.counts.routing.fold.stage
         first = self.recorder.rank // stage * stage
         layers = moe_blocks(self.counts.routing.config.model)
         with disable_modes():
-            return _overflows(self.counts, self, layers, range(first, first + stage))
+            return _any_buffer_overflows(self.counts, self, layers, range(first, first + stage))
 
 
 def reserve(
@@ -71,18 +74,22 @@ def reserve(
     meshes: Meshes,
     device: torch.device,
 ) -> SharedBuffers | None:
-    """Reserve the dispatchers' shared buffers, as fake tensors for symmetric memory; None if none are needed."""
+    """Return the buffers that the dispatchers of a rank share, as fake tensors; None if the dispatcher needs none."""
     symmetric = DISPATCHERS.implementation(moe.dispatcher) is Symmetric
     own = partial(RehearsedBuffers, recorder, fake) if symmetric else None
     return reserve_buffers(model, moe, training, meshes, device, own)
 
 
-def _overflows(
+def _any_buffer_overflows(
     exchange: IntegerMessages, memory: SymmetricBuffers, layers: Iterable[int], ranks: Iterable[int]
 ) -> bool:
-    """Return whether a receive buffer of these ranks is too small for the assumed routing.
+    """Return whether the receive buffer of any of `ranks` is too small in any microbatch of any of `layers`.
 
-    One microbatch of one layer is enough.
+    Args:
+        exchange: The counts that the dispatchers send each other.
+        memory: The buffers, which have the same size on all ranks.
+        layers: The MoE layers.
+        ranks: The ranks.
     """
     layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
     return any(
@@ -95,7 +102,7 @@ def _overflows(
 
 
 def symmetric_notes(gradients: Gradients) -> list[str]:
-    """Return remarks that a reader needs to understand the figures; empty without symmetric memory."""
+    """Return remarks on how symmetric memory is counted in the report; [] if the dispatcher uses none."""
     buffers = gradients.first_pass
     if buffers is None or buffers.group.size == 1:
         return []

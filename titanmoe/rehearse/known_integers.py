@@ -25,7 +25,7 @@ CONSTANTS = frozenset(("full_like", "new_full", "new_ones", "new_zeros", "ones_l
 
 
 class _KnownValues:
-    """A real tensor with the values, and a cell shared with its views that says whether they are still valid."""
+    """The real values of a fake tensor, and a cell shared with its views that says whether they are still valid."""
 
     __slots__ = ("valid", "value")
 
@@ -33,17 +33,17 @@ class _KnownValues:
         self.value, self.valid = value, valid
 
 
-def _is_whole(x: Tensor) -> bool:
+def _can_be_tracked(x: Tensor) -> bool:
     return not x.dtype.is_floating_point and not x.dtype.is_complex and x.numel() <= MOST
 
 
 def set_known(x: Tensor, value: Tensor) -> None:
-    """Store the values of a fake tensor, which are known from now on."""
+    """Store `value` as the known values of the fake tensor x."""
     setattr(x, _NAME, _KnownValues(value, [True]))
 
 
 def known_values(x: Tensor) -> Tensor | None:
-    """Return a real tensor with the values of x, which is x itself unless it is fake; None if they are unknown."""
+    """Return a real tensor with the values of x, or x itself if it is real; None if they are unknown."""
     if not isinstance(x, FakeTensor):
         return x
     stored = getattr(x, _NAME, None)
@@ -64,11 +64,11 @@ def track(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         kwargs: Its keyword arguments.
         out: Its fake result.
     """
-    if isinstance(out, FakeTensor) and not _is_whole(out) and not func._schema.is_mutable:
+    if isinstance(out, FakeTensor) and not _can_be_tracked(out) and not func._schema.is_mutable:
         return
     results = [out] if isinstance(out, FakeTensor) else [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
     changes = func._schema.is_mutable
-    if not changes and not any(map(_is_whole, results)):
+    if not changes and not any(map(_can_be_tracked, results)):
         return
     if func._overloadpacket.__name__ in CONSTANTS:
         with no_dispatch():
@@ -76,7 +76,7 @@ def track(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         return
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     values = [known_values(x) for x in inputs]
-    if not all(x is not None and _is_whole(x) for x in values) or not all(_is_whole(x) for x in results):
+    if not all(x is not None and _can_be_tracked(x) for x in values) or not all(_can_be_tracked(x) for x in results):
         if changes:
             for x in results:  # the operation has written unknown values
                 _cell(x)[0] = False
@@ -92,7 +92,7 @@ def track(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
 
 
 def known_list(x: Tensor) -> Any:
-    """Return what `tolist` of the real tensor would; None if the values are unknown."""
+    """Return the values of x as `x.tolist()` would; None if they are unknown."""
     value = known_values(x)
     if value is None:
         return None

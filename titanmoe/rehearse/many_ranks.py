@@ -28,7 +28,10 @@ MIN_RANKS_PER_PROCESS = 4
 
 
 def corners(fold: Fold) -> list[int]:
-    """Return the first rank of every stage and, in the first and last stage, the last rank along every axis."""
+    """Return the ranks that stand for a large world, ascending.
+
+    They are the first rank of every stage and, in the first and last stage, the last rank along every axis.
+    """
     firsts = range(0, fold.world, fold.stage)
     ends = {
         group_of(fold, view, axis, first)[-1]
@@ -49,7 +52,7 @@ def rehearse_ranks(
     ranks: Iterable[int] | None = None,
     steps: int = 1,
 ) -> Iterator[Rehearsal]:
-    """Yield the last of `steps` steps of each rank.
+    """Rehearse several ranks, and yield the record of the last step of each, in the order of `ranks`.
 
     Many ranks are rehearsed in several processes, each of which uses one CPU and takes a while to start.
 
@@ -57,7 +60,7 @@ def rehearse_ranks(
         config: The resolved config, from `recipe_to_rehearse`.
         world: The number of ranks.
         hardware: The name of the hardware whose code runs.
-        routing: The assumed routing; a number is its imbalance.
+        routing: The assumed routing, or a number: the routed tokens of the busiest expert over the mean.
         node: The ranks per node.
         ranks: The ranks to rehearse; None for all of a small world, or those at the corners of a large one.
         steps: The number of steps; the last one is recorded.
@@ -75,7 +78,7 @@ def rehearse_ranks(
 
 
 def build_programs(rehearsals: list[Rehearsal]) -> list[Program]:
-    """Return the program of each rehearsed rank, for `check_order`."""
+    """Return, for each rehearsed rank, the messages and groups in the form that `check_order` compares."""
     rehearsed = {rehearsal.rank for rehearsal in rehearsals}
     return [
         Program(
@@ -94,7 +97,7 @@ def build_programs(rehearsals: list[Rehearsal]) -> list[Program]:
 
 
 def check_ranks(rehearsals: Iterable[Rehearsal]) -> Verdict:
-    """Check that the messages of the rehearsed ranks can complete, and that all ranks' split sizes match."""
+    """Return whether the rehearsed ranks' messages can complete and all ranks' split sizes match."""
     rehearsals = list(rehearsals)
     fold, programs = rehearsals[0].fold, build_programs(rehearsals)
     by_rank = {program.rank: program for program in programs}
@@ -111,12 +114,13 @@ def check_ranks(rehearsals: Iterable[Rehearsal]) -> Verdict:
 
 
 def split_mismatches(rehearsals: list[Rehearsal]) -> Iterator[str]:
-    """Yield an error where a rank sends rows that the receiver does not expect, under the assumed routing.
+    """Yield an error message where a rank sends a number of routed tokens that the receiver does not expect.
 
-    All ranks of a stage are checked, rehearsed or not. Only forward is, because backward swaps the two sides. If all
-    layers have the same routing, one layer of one stage is enough, because stages see the same tokens; otherwise every
-    layer is checked, in the first microbatch. A dispatcher depends only on its group, its index there and the experts
-    of its tokens, so of groups whose ranks choose the same experts one is enough.
+    All ranks of a stage are checked, rehearsed or not, by running dispatchers under the assumed routing. Backward swaps
+    the two sides, so forward alone is checked. If all layers have the same routing, one layer of one stage is enough,
+    because stages see the same tokens; otherwise every layer is checked, in the first microbatch. Of groups whose ranks
+    choose the same experts one is enough, because a dispatcher depends only on its group, its index there and its
+    tokens' experts.
     """
     checked_kinds: set[int] = set()
     checked_groups: set[bytes] = set()
@@ -142,7 +146,7 @@ def split_mismatches(rehearsals: list[Rehearsal]) -> Iterator[str]:
 
 
 def _group_mismatches(exchange: IntegerMessages, ranks: tuple[int, ...], microbatch: int, layer: int) -> Iterator[str]:
-    """Yield an error where split sizes within a dispatcher's group do not match, in one layer and microbatch."""
+    """Yield an error message if split sizes within one dispatcher group do not match, in one layer and microbatch."""
     calls = {rank: exchange.all_to_alls(rank, microbatch, layer) for rank in ranks}
     for rank, own_calls in calls.items():
         for n, (group, send, _) in enumerate(own_calls):

@@ -43,7 +43,7 @@ DISPATCH_REGIONS = frozenset(("dispatch", "combine", "permute"))
 
 
 class Storage:
-    """A recorded storage: its size, where it was allocated, and what it is for."""
+    """A storage that an operation of the step allocated: bytes, code site, and the component that it counts as."""
 
     __slots__ = ("backward", "component", "needed_in_backward", "site", "size")
 
@@ -52,7 +52,10 @@ class Storage:
         self.needed_in_backward = False
 
     def resolved_component(self) -> str:
-        """Return the component that the storage counts as; known for certain only after the step."""
+        """Return the memory component that the storage counts as, such as "gradients": one of `COMPONENTS`.
+
+        It is final only after the step, because a storage that backward still needs becomes a saved activation.
+        """
         region = self.site.region
         if self.component or region in COMPONENT_OF_REGION:
             return self.component or COMPONENT_OF_REGION[region]
@@ -71,7 +74,7 @@ class _StorageRef(weakref.ref):
 
 @dataclass
 class PeakStorages:
-    """The storages alive at the peak that one line of code allocated for one component, over all layers."""
+    """The storages alive at the peak that one line of code allocated for one component, summed over all layers."""
 
     component: str
     site: CodeSite
@@ -95,17 +98,17 @@ class Memory:
 
 
 class Ledger(Observer):
-    """Records storages as they are allocated and freed."""
+    """Observer that records each storage from its allocation until it is freed, and the peak of their sum."""
 
-    def __init__(self, where: Callable[[], CodeSite]) -> None:
-        """Take a function that returns the code site of the operation that runs."""
-        self._where, self._live, self._not_on_device = where, dict[int, _StorageRef](), set[int]()
+    def __init__(self, current_site: Callable[[], CodeSite]) -> None:
+        """Take a function that returns the code site of the operation that runs, for storages that FSDP reallocates."""
+        self._current_site, self._live, self._not_on_device = current_site, dict[int, _StorageRef](), set[int]()
         self.backward = 0
         """The count of this step's operations so far that were in backward."""
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Discard the record, and begin a step with the storages that are alive."""
+        """Discard the record of the previous step; storages that are alive count from the start of the new one."""
         self.backward = 0
         self._storages = [ref.storage for ref in self._live.values()]
         self._changes = array("q", (x.size for x in self._storages))
@@ -114,7 +117,7 @@ class Ledger(Observer):
         self._site = CodeSite()
 
     def assign(self, values: Iterable[Tensor], component: str) -> None:
-        """Count these tensors as a component. Tensors from before the step are recorded now."""
+        """Count the storages of these tensors as `component`. Storages that are not recorded yet are recorded now."""
         for x in local_tensors(list(values)):
             ref = self._live.get(x.untyped_storage()._cdata)
             if ref is not None:
@@ -123,11 +126,16 @@ class Ledger(Observer):
                 self._open(x.untyped_storage(), CodeSite(), component)
 
     def leave_out(self, values: Iterable[Tensor]) -> None:
-        """Exclude these tensors, which are in host memory, from the count."""
+        """Exclude the storages of these tensors from the record, because they are in host memory."""
         self._not_on_device |= {x.untyped_storage()._cdata for x in local_tensors(list(values))}
 
     def note(self, out: Any, site: CodeSite) -> None:
-        """Record the results of an operation at a site."""
+        """Record the new storages among the results of an operation, as allocated at `site`.
+
+        Args:
+            out: The result of the operation: tensors, or lists of them.
+            site: The code site of the operation.
+        """
         if site.phase in ("backward", "recomputed"):
             self.backward += 1
         for x in local_tensors(out):
@@ -173,7 +181,7 @@ class Ledger(Observer):
             if ref is not None:
                 self._close(ref.storage)
             out = resize(storage, size)
-            self._open(storage, self._where())
+            self._open(storage, self._current_site())
             return out
 
         def reduces(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +204,7 @@ class Ledger(Observer):
     # ---- the result
 
     def memory(self) -> Memory:
-        """Return the memory of the step so far."""
+        """Return the peak of the step so far, with the components and the storages alive at the peak."""
         live: dict[int, Storage] = {}
         for storage, change in zip(self._storages[: self._highest], self._changes, strict=False):
             if change > 0:

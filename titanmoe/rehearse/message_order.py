@@ -34,18 +34,19 @@ CreatedGroups = list[tuple[str, tuple[tuple[int, ...], ...]]]
 
 
 class Communicator(NamedTuple):
-    """A communicator of a group."""
+    """A process group as the check of message order sees it."""
 
     kind: str
     """The communicator kind and the axes of the group, as text."""
     ranks: tuple[int, ...]
+    """All ranks of the group."""
     members: tuple[int, ...]
     """The ranks of the group that were rehearsed."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The operations that a rank issues and waits for in a step."""
+    """The messages that one rank issues and waits for in a step, and the groups that it creates."""
 
     rank: int
     log: Log
@@ -57,13 +58,13 @@ class Program:
         return self.comms[message.group]
 
     def peer(self, message: Message) -> int:
-        """Return the other rank of a send or receive."""
+        """Return the rank at the other end of a send or receive of this program, a rank of the world."""
         return self.comm(message).ranks[message.peer]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check."""
+    """Whether the messages of all ranks can complete, and the reason."""
 
     text: str
     """HOST_ORDER, STREAMS, or the first error."""
@@ -74,11 +75,11 @@ class Verdict:
 
 
 def check_order(programs: list[Program], equal_pairs: Iterable[tuple[Program, Program]] = ()) -> Verdict:
-    """Check that the messages of these programs can complete.
+    """Return whether the messages of these ranks can all complete, by comparing and simulating them.
 
     Args:
         programs: The programs of the rehearsed ranks.
-        equal_pairs: Pairs of ranks that must run the same program, each in its own groups.
+        equal_pairs: Pairs of ranks that must issue the same messages, each in its own groups.
     """
     errors_by_rule = (
         group_mismatches(programs),
@@ -99,7 +100,13 @@ def check_order(programs: list[Program], equal_pairs: Iterable[tuple[Program, Pr
 
 
 def describe(program: Program, message: Message, number: int | None = None) -> str:
-    """Describe a message: its rank, communicator, operation, size and line, and its number in the communicator."""
+    """Return a sentence about a message for errors: rank, communicator, operation, size and line of code.
+
+    Args:
+        program: The program that issues the message.
+        message: The message.
+        number: The index of the message among those of its communicator; None to leave it out.
+    """
     comm = program.comm(message)
     number_text = f" {number}" if number is not None else ""
     layer = f" of {message.site.layer}" if message.site.layer else ""
@@ -122,9 +129,9 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
 
 
 def group_mismatches(programs: list[Program]) -> Iterator[str]:
-    """Yield an error if two ranks do not make the same groups in the same order.
+    """Yield an error message if two ranks do not create the same process groups in the same order.
 
-    All ranks of the world must make every group together, members or not.
+    All ranks of the world must create every group together, members or not.
     """
     first = programs[0]
     for program in programs[1:]:
@@ -149,7 +156,7 @@ def _group_text(group: tuple[str, tuple[tuple[int, ...], ...]] | None) -> str:
 
 
 def message_mismatches(programs: list[Program]) -> Iterator[str]:
-    """Yield errors where members of a group do not issue matching collectives, or sends and receives."""
+    """Yield error messages where members of a group do not issue matching collectives, or sends and receives."""
     by_comm: dict[Communicator, list[tuple[Program, list[Message]]]] = defaultdict(list)
     for program in programs:
         by_comm_of_rank: dict[Communicator, list[Message]] = defaultdict(list)
@@ -170,7 +177,11 @@ def message_mismatches(programs: list[Program]) -> Iterator[str]:
 
 
 def _collective_mismatches(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
-    """Yield an error where a member's collectives differ from the first member's, or split sizes do not match."""
+    """Yield error messages where the collectives of a group's members differ in order, type or size.
+
+    Args:
+        members: Each member of one group with its messages in that group.
+    """
     lists = [(program, [m for m in messages if m.op not in POINT_TO_POINT]) for program, messages in members]
     first, own_messages = lists[0]
     for program, other_messages in lists[1:]:
@@ -205,9 +216,9 @@ def _collective_mismatches(members: list[tuple[Program, list[Message]]]) -> Iter
 
 
 def _first_difference(own_messages: list[Message], other_messages: list[Message]) -> int | None:
-    """Return the index where the messages of two ranks diverge; None if they are equal.
+    """Return the index of the first message in which two ranks differ; None if their messages match.
 
-    That is the first message that differs, or before it the first that another line of code issues.
+    If another line of code issues an earlier message, its index is returned, because there the ranks diverge.
     """
     pairs = list(zip(own_messages, other_messages, strict=False))
     if len(own_messages) == len(other_messages) and all(_signature(a) == _signature(b) for a, b in pairs):
@@ -222,7 +233,12 @@ def _signature(message: Message) -> tuple:
 
 
 def _split_mismatches(members: list[tuple[Program, list[Message]]], number: int) -> Iterator[str]:
-    """Yield an error if a rank of an all-to-all sends another number of rows than its receiver expects."""
+    """Yield an error message if the split sizes of one all-to-all do not match between sender and receiver.
+
+    Args:
+        members: Each member of the group with its collectives.
+        number: The index of the all-to-all in each member's collectives.
+    """
     for program, messages in members:
         a = messages[number]
         ranks = program.comm(a).ranks
@@ -238,7 +254,11 @@ def _split_mismatches(members: list[tuple[Program, list[Message]]], number: int)
 
 
 def _pair_mismatches(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
-    """Yield an error if sends and receives between two members do not match."""
+    """Yield an error message if the sends and receives between two members of a group do not match in number or size.
+
+    Args:
+        members: Each member of one group with its messages in that group.
+    """
     by_ends: dict[tuple[int, int], dict[str, list[tuple[Program, Message]]]] = defaultdict(lambda: defaultdict(list))
     for program, messages in members:
         for message in messages:
@@ -261,7 +281,7 @@ def _pair_mismatches(members: list[tuple[Program, list[Message]]]) -> Iterator[s
 
 
 def unwaited_messages(programs: list[Program]) -> Iterator[str]:
-    """Yield an error for each message that is never waited for: its result may be used before it has arrived."""
+    """Yield an error for each message that is never waited for: its result may be used before it arrives."""
     for program in programs:
         waited = {event.number for event in program.log.events if event.kind == "wait"}
         for number, message in enumerate(program.log.messages):
@@ -270,7 +290,7 @@ def unwaited_messages(programs: list[Program]) -> Iterator[str]:
 
 
 def program_differences(equal_pairs: Iterable[tuple[Program, Program]]) -> Iterator[str]:
-    """Yield an error if two ranks that must run the same program do not."""
+    """Yield an error message if two ranks that must issue the same messages do not."""
     for a, b in equal_pairs:
         for event, other_event in zip_longest(a.log.events, b.log.events):
             if event is None or other_event is None or _event_signature(a, event) != _event_signature(b, other_event):
@@ -302,19 +322,19 @@ def _event_text(program: Program, event: Event | None) -> str:
 
 @dataclass(eq=False)
 class _Call:
-    """A call of a rank to a communicator: a collective, or a batch of sends and receives."""
+    """One rank's side of a collective, or of a batch of sends and receives, in the simulation."""
 
     rank: int
     comm: Communicator
     messages: list[Message]
     keys: list[tuple]
-    """The keys that its counterparts on other ranks have too."""
+    """The keys of the messages, which are equal on all ranks that take part in them."""
     needed_waits: int
-    """The number of the rank's waits that must be over before it can start."""
+    """The number of the rank's earlier waits that must have ended before the call can start."""
     active: bool = False
     """Whether it has started."""
     pending: int = 0
-    """The number of keys whose counterparts have not all started."""
+    """The number of messages that other ranks have not started yet."""
 
     @property
     def done(self) -> bool:
@@ -336,7 +356,7 @@ class _Rank:
 
 
 class _Simulation:
-    """A simulation of all ranks, which runs until no rank can go on."""
+    """A simulation of the hosts and communicators of all ranks, which runs until no rank can go on."""
 
     def __init__(self, programs: Iterable[Program], blocking: bool):
         """Run the simulation.
@@ -353,7 +373,7 @@ class _Simulation:
             self._advance(runnable.popleft(), runnable)
 
     def blocked_operations(self) -> list[str]:
-        """Return operations that wait for each other in a cycle, or else in a chain; empty if all ranks finished."""
+        """Return descriptions of operations that wait for each other; [] if all ranks reach the end of the step."""
         waiting = {rank: call for rank, state in self.ranks.items() if (call := self._waiting_call(state)) is not None}
         if not waiting:
             return []
@@ -371,7 +391,7 @@ class _Simulation:
         return next((queue[0] for queue in state.queues.values() if queue), None)
 
     def _missing_ranks(self, call: _Call) -> Iterator[int]:
-        """Yield the ranks that have not started their side of this call."""
+        """Yield the ranks that have not started their side of a call."""
         for key in call.keys:
             present = {other.rank for other in self.arrived[key]}
             yield from (rank for rank in (key[-2:] if key[0] == "pair" else call.comm.members) if rank not in present)

@@ -53,7 +53,7 @@ ALL_TO_ALLS = ("all-to-all", PUT)
 
 @dataclass
 class Message:
-    """A message of this rank."""
+    """A collective, send, receive or put that this rank issued."""
 
     op: str
     """A value of `FUNCTIONAL` or `C10D`, or `PUT`."""
@@ -66,24 +66,25 @@ class Message:
     """The bytes of the output."""
     site: CodeSite
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """The rows sent to each rank of the group, and the rows received from each; None unless it is an all-to-all."""
+    """The rows (slices along dim 0) sent to each rank of the group, and those received from each; None unless it is an
+    all-to-all or a put."""
     row_bytes: int = 0
-    """The bytes of a row of an all-to-all."""
+    """The bytes of a row of an all-to-all or a put."""
     peer: int = -1
     """The index in the group of the other rank of a send or receive."""
     batch: int = -1
-    """The number of the batch of sends and receives that it belongs to; -1 if it is alone."""
+    """The number of the batch of sends and receives that the message belongs to; -1 if it is alone."""
     wait_timing: str = "never"
-    """When its result is waited for: "at once" if nothing is computed in between, "later", or "never"."""
+    """When the result is waited for: "at once" if nothing is computed in between, "later", or "never"."""
 
     @property
     def backward(self) -> bool:
-        """Whether it is issued during backward, by recomputation too."""
+        """Whether the message is issued during backward or recomputation."""
         return self.site.phase in ("backward", "recomputed")
 
 
 class Event(NamedTuple):
-    """What the host does: it issues a message, lets the device wait for one, or waits for the device itself."""
+    """One action of the host: it issues a message, makes the device wait for one, or waits for the device itself."""
 
     kind: str
     """"issue", "wait" or "sync"."""
@@ -93,7 +94,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Log:
-    """The record of a step."""
+    """The messages and waits of one rank in a step."""
 
     messages: list[Message] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -109,7 +110,7 @@ def _row_bytes(x: Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the messages of the operations that run in its context."""
+    """Dispatch mode that records the messages of this rank while its context is entered."""
 
     def __init__(self, layers: dict[int, str] | None = None, on_gpu: bool = False):
         """Prepare a recorder.
@@ -144,7 +145,7 @@ class Recorder(TorchDispatchMode):
             return out
         if func.namespace not in ("c10d", "_c10d_functional"):
             if func.namespace == "prim":
-                return self.query(func, args, kwargs)
+                return self.read_attribute(func, args, kwargs)
             if not func.is_view:
                 self.computed += 1
             return self.compute(func, args, kwargs)
@@ -163,19 +164,31 @@ class Recorder(TorchDispatchMode):
         return out
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operation that is not a message, and return its result."""
+        """Run an operation that is not a message, and return its result. Subclasses override it."""
         return func(*args, **kwargs)
 
     def run_message(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a message, or the wait for one, and return its result."""
+        """Run a torch operation that issues or waits for a message, and return its result. Can be overridden."""
         return func(*args, **kwargs)
 
-    def query(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the result of a query about a tensor, such as its device."""
+    def read_attribute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return an attribute of a tensor, such as its device, by running torch's operation for it. Records nothing.
+
+        Args:
+            func: The operation of `torch.ops.prim`.
+            args: The arguments of the operation, first the tensor.
+            kwargs: The keyword arguments of the operation.
+        """
         return func(*args, **kwargs)
 
     def after_message(self, func: Any, args: tuple, out: Any) -> None:
-        """Do nothing. Subclasses use it: it is called after a message has been issued or waited for."""
+        """Do nothing. Subclasses override this hook, which is called after a message is issued or waited for.
+
+        Args:
+            func: The torch operation.
+            args: The arguments of the operation.
+            out: The result of the operation.
+        """
 
     def _from_functional(self, op: str, args: tuple, out: Tensor) -> Message:
         group = next(x for x in reversed(args) if isinstance(x, str))
@@ -207,7 +220,7 @@ class Recorder(TorchDispatchMode):
         return Message(PUT, group, x.dtype, sent_bytes, received_bytes, self.sites.current_site(), rows, _row_bytes(x))
 
     def integer_values(self, x: Tensor) -> Tensor:
-        """Return a tensor with the values of a tensor of integers."""
+        """Return a real tensor with the values of an integer tensor. Subclasses on fake tensors override it."""
         return x
 
     def _message(self, op: str, group: str, inputs: Any, outputs: Any, splits: Any, peer: int = -1) -> Message:
@@ -243,7 +256,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Record everything within this context."""
+        """Record messages, waits, batches and streams within this context."""
         with ExitStack() as stack:
             stack.enter_context(self.sites.recording())
             for cls in (FakeWork, Work):
@@ -275,10 +288,13 @@ class Recorder(TorchDispatchMode):
         return batched
 
     def _stream_method(self, name: str) -> Callable[..., Any]:
-        """Return a method of streams that makes FSDP's streams wait as on a GPU, where a stream runs in order.
+        """Return a replacement for a method of `torch.cpu.Stream`, with which FSDP's streams wait as on a GPU.
 
         On CPUs torch's streams do nothing, but FSDP still calls them. Here an event holds the messages that its stream
         has waited for, and the computation has waited for them once its own stream waits for the event.
+
+        Args:
+            name: "record_event", "wait_event" or "wait_stream".
         """
 
         def pass_on(stream: Stream, numbers: Iterable[int]) -> None:

@@ -32,7 +32,7 @@ NOT_CHANGED = frozenset(("grads",))
 
 @dataclass
 class OperationCost:
-    """A sum of costs."""
+    """Kernels launched, FLOPs, and bytes moved, of one or many operations."""
 
     kernels: int = 0
     flops: int = 0
@@ -58,7 +58,7 @@ class OperationCost:
 
 
 class Operation(NamedTuple):
-    """An operation: its code site, and the cost of one launch."""
+    """A torch operation at a code site, with the FLOPs and bytes of one launch."""
 
     name: str
     site: CodeSite
@@ -68,10 +68,18 @@ class Operation(NamedTuple):
 
 
 class Operations(Counter[Operation]):
-    """The count of each operation in a step."""
+    """Counter of the launches of each operation in a step."""
 
     def add(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, site: CodeSite) -> None:
-        """Count an operation that has run, unless it launches no kernel."""
+        """Count one launch of an operation that has run; operations that launch no kernel are ignored.
+
+        Args:
+            func: The torch operation.
+            args: The arguments of the operation.
+            kwargs: The keyword arguments of the operation.
+            out: The result of the operation.
+            site: The code site of the operation.
+        """
         name = func._overloadpacket.__name__
         if func.is_view or name in NO_KERNEL:
             return
@@ -88,7 +96,7 @@ class Operations(Counter[Operation]):
         self[Operation(name, site, flops(func, args, kwargs, out), sum(map(stored_bytes, inputs)), written)] += 1
 
     def totals_by(self, field: str) -> dict[str, OperationCost]:
-        """Return the total cost for each value of a field of CodeSite."""
+        """Return the total cost for each value of a field of CodeSite, such as "region"."""
         totals: dict[str, OperationCost] = {}
         for operation, count in self.items():
             totals.setdefault(getattr(operation.site, field), OperationCost()).__iadd__(cost_of(operation) * count)
@@ -104,7 +112,10 @@ class Operations(Counter[Operation]):
 
 @cache
 def _changes(func: Any, name: str) -> tuple[frozenset[int | str], tuple[int | str, ...]]:
-    """Return the arguments that an operation writes without reading, and all that it writes, as indices or keywords."""
+    """Return the arguments of an operation that it only writes, and all arguments that it writes.
+
+    Both are positions of positional arguments, or names of keyword arguments.
+    """
     changed = [
         (argument.name if argument.kwarg_only else i, argument.kwarg_only)
         for i, argument in enumerate(func._schema.arguments)
@@ -120,7 +131,7 @@ def cost_of(operation: Operation) -> OperationCost:
 
 
 def local_tensors(x: Any) -> Iterator[Tensor]:
-    """Yield the plain local tensors in a result: inside DTensors, asynchronous results, and lists of these."""
+    """Yield the local tensors inside a tensor, DTensor, asynchronous collective result, or list of these."""
     if isinstance(x, Tensor):
         while type(x) not in PLAIN:
             inner = getattr(x, "_local_tensor", None)
@@ -143,7 +154,7 @@ def stored_bytes(x: Tensor) -> int:
 
 
 def flops(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Return the FLOPs of an operation: those of matmuls and attention, by the shapes of its arguments and result."""
+    """Return the FLOPs of a matmul or attention by the shapes of its arguments; 0 for other operations."""
     packet = func._overloadpacket
     name, count = packet.__name__, flop_registry.get(packet)
     if name == "_grouped_mm":

@@ -28,7 +28,7 @@ ESTIMATES = "loads are sums over all ranks: what two ranks send each other, and 
 
 
 def assign_experts(index_T: Tensor, fraction_E: Tensor, top_k: int) -> Tensor:
-    """Return chosen_TK in which each expert is visited by its fraction of the tokens.
+    """Return the experts (tokens, top_k) of tokens, such that each expert is visited by its fraction of the tokens.
 
     Args:
         index_T: The indices of the tokens within the step.
@@ -42,7 +42,7 @@ def assign_experts(index_T: Tensor, fraction_E: Tensor, top_k: int) -> Tensor:
 
 
 def recorded_routing(config: Config, file: Path, step: int | None = None) -> AssumedRouting:
-    """Return the routing that a run recorded at a step.
+    """Return a routing in which each expert has the load that an earlier training run recorded at a step.
 
     Args:
         config: The resolved config of the recipe to rehearse.
@@ -95,7 +95,12 @@ def _layers_text(layers: Any) -> str:
 
 
 def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]:
-    """Return the step and the counts of each layer's experts from a line of the file; None for the last line."""
+    """Return a step and the routed tokens of each expert by layer, from the line of `file` for `step`.
+
+    Args:
+        file: The `experts.jsonl`.
+        step: The step; None for the last in the file.
+    """
     try:
         texts = file.read_bytes().split(b"\n")
     except OSError as error:
@@ -121,7 +126,7 @@ def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]
 
 
 def _load(line: Any) -> dict[int, list[int]] | None:
-    """Return the counts of each layer's experts in a line; None if it has none that are valid."""
+    """Return the routed tokens of each expert by layer in a parsed line; None if the line has none that are valid."""
     if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("load"), dict):
         return None
     load = line["load"]

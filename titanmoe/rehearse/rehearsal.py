@@ -59,7 +59,7 @@ from titanmoe.train.training import Training
 
 @dataclass(frozen=True)
 class NamedGroup:
-    """A process group, with the axes of the fold that it spans."""
+    """A process group of this rank, with the axes of the mapping that it spans."""
 
     kind: str
     """The communicator kind."""
@@ -74,7 +74,7 @@ DOCUMENTS = 4
 
 
 class FakeLoader:
-    """A loader of batches that have the recipe's shapes and no content. Every position has a token and a label."""
+    """A batch loader of one data rank, with the recipe's shapes and no content: ids are 0, no position is padding."""
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
         self.layout = BatchLayout(config, data_rank, data_ranks)
@@ -126,26 +126,25 @@ class Rehearsal:
     left_out: list[str]
     """What the recipe asks for and the rehearsal leaves out, as text."""
     notes: list[str]
-    """Remarks on the figures."""
+    """Remarks on the figures, for the report."""
     start_up: list[Message]
     """The messages of symmetric memory before the first step."""
     operations: Operations
     memory: Memory
     exchange: IntegerMessages | None
-    """The integers that the dispatchers of its stage send each other; None without experts, or if expert buffers are
-    padded."""
+    """The integers that dispatchers of this stage send each other; None without experts or with padded buffers."""
     moe_layers: list[int]
-    """The layers of its stage that have experts."""
+    """The indices of this rank's MoE layers."""
     step: int
     """The number of the step, from 1."""
 
 
 def name_groups(communicators: Communicators, fold: Fold, rank: int, node: int) -> dict[str, NamedGroup]:
-    """Return the groups of a rank with their axes, by torch's name for them.
+    """Return the process groups of a rank with their axes, by torch's name for the group.
 
     Args:
-        communicators: The process groups.
-        fold: The mapping of the world.
+        communicators: The process groups of this process.
+        fold: The degrees of the world.
         rank: The rank.
         node: The ranks per node.
     """
@@ -162,7 +161,7 @@ def name_groups(communicators: Communicators, fold: Fold, rank: int, node: int) 
 def _assume_routing(
     config: Config, training: Training, recorder: FakeRecorder, routing: Routing
 ) -> IntegerMessages | None:
-    """Make routers follow the assumed routing, and dispatchers receive what the other ranks would send them.
+    """Make routers and dispatchers of `training` follow the assumed routing, by hooks in their forward.
 
     Returns:
         The integers that dispatchers send each other; None without experts, or if expert buffers are padded.
@@ -195,12 +194,15 @@ def _assume_routing(
 
 
 def _count_before_dropping(_: Any, inputs: tuple, out: Tensor) -> None:
-    """Pretend that no token is dropped, because dropping depends on unknown scores."""
+    """Set a capacity's output to its input in a forward hook, so that no token is dropped.
+
+    Real dropping depends on scores, which are unknown.
+    """
     known_integers.set_known(out, known_integers.known_values(inputs[0]))
 
 
 class _NoGarbageCollection(GarbageCollection):
-    """No garbage collection, which would take as long as the steps of a small recipe."""
+    """Garbage collection that never runs, because it would take as long as the steps of a small recipe."""
 
     def __init__(self, every: int):
         gc.disable()
@@ -210,7 +212,7 @@ class _NoGarbageCollection(GarbageCollection):
 
 
 def _without_values(fake: FakeTensorMode) -> Callable[..., None]:
-    """Return a `materialize` for fake tensors, which initializes no weights."""
+    """Return a function that replaces `materialize`: it makes a model's weights fake tensors, and initializes none."""
 
     def materialized(model: Transformer, seed: int, device: torch.device) -> None:
         with fake:
@@ -222,7 +224,7 @@ def _without_values(fake: FakeTensorMode) -> Callable[..., None]:
 
 
 def _without_unsupported(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
-    """Return the config without what a rehearsal cannot run, and texts that say what was removed."""
+    """Return the config without the features that a rehearsal cannot run, and a text for the report about each."""
     moe, left_out = config.moe, []
     if config.compile.enable:
         config = replace(config, compile=replace(config.compile, enable=False))
@@ -241,7 +243,7 @@ def _without_unsupported(config: Config, hardware: Hardware) -> tuple[Config, li
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
-    """Initialize torch.distributed as one rank of a world whose messages are not sent, within this context."""
+    """Initialize torch.distributed within this context as one rank of `world` ranks, whose messages are not sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         # Fake groups have no options, and torch asks for their time-out when it waits for a message.
@@ -252,7 +254,7 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
-    """Return the resolved config of a recipe, checked for a world and hardware. No data or earlier run is looked for.
+    """Return the resolved config of a recipe, checked for a world and hardware. Data and earlier runs are not opened.
 
     Args:
         argv: The words of the command line: the recipe and overrides.
@@ -296,14 +298,14 @@ def rehearse(
     node: int = 8,
     steps: int = 1,
 ) -> Rehearsal:
-    """Run steps of one rank on fake tensors, and return the record of the last.
+    """Run training steps of one rank on fake tensors in this process, and return the record of the last step.
 
     Args:
         config: The resolved config, from `recipe_to_rehearse`.
         world: The number of ranks.
         rank: The rank to rehearse.
-        name: The name of the hardware whose code runs.
-        routing: The assumed routing; a number is its imbalance.
+        name: The name of the hardware whose code runs, such as "h100".
+        routing: The assumed routing, or a number: the routed tokens of the busiest expert over the mean.
         node: The ranks per node.
         steps: The number of steps.
     """

@@ -25,7 +25,10 @@ STEP_PHASES = ("forward", "backward", "recomputed", "update")
 
 
 def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tuple, list[Message]]:
-    """Group messages that differ only in layer and time, in the order of the first of each kind."""
+    """Return the messages grouped by communicator, operation, dtype, wait, pass and line, in the order of first use.
+
+    Messages of a group differ only in layer and time.
+    """
     out: dict[tuple, list[Message]] = {}
     for message in messages:
         group = rehearsal.groups[message.group]
@@ -35,7 +38,7 @@ def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tupl
 
 
 def message_rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each kind of message, as JSON has them, with count and bytes."""
+    """Yield a JSON object for each group of messages that differ only in layer and time, with their count and bytes."""
     for (group, op, dtype, waited, backward, line), same_kind in messages_by_kind(rehearsal, messages).items():
         layers = Counter(message.site.layer for message in same_kind if message.site.layer)
         yield {
@@ -56,7 +59,7 @@ def message_rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict
 
 
 def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
-    """Return the whole rehearsal of a rank as a JSON object."""
+    """Return the full rehearsal of a rank as a JSON object, for `--json`."""
     used = {message.group for message in rehearsal.log.messages}
     return {
         "world": rehearsal.fold.world,
@@ -86,7 +89,7 @@ def _group(group: NamedGroup) -> dict[str, Any]:
 
 
 def format_rehearsal(rehearsal: Rehearsal) -> list[str]:
-    """Return the report of one rank as lines."""
+    """Return the report of one rank's rehearsal as lines to print."""
     lines = [
         *_heading(rehearsal, f"rank {rehearsal.rank} of {rehearsal.fold.world}"),
         f"parameters {format_bytes(rehearsal.parameter_bytes)}, gradients {format_bytes(rehearsal.gradient_bytes)}, "
@@ -139,7 +142,7 @@ def _remarks(rehearsal: Rehearsal) -> list[str]:
 
 
 def format_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
-    """Return the report of several ranks as lines: a row for each, the memory of the worst, and the verdict."""
+    """Return the report of several ranks as lines to print: a row for each, the largest memory, and the verdict."""
     first, count = rehearsals[0], len(rehearsals)
     which = "all of them" if count == first.fold.world else f"{count} of them, the others are taken to be alike"
     lines = _heading(first, f"{first.fold.world} ranks", f": {which}")
@@ -159,7 +162,12 @@ def format_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
 
 
 def _unseen(first: Rehearsal, count: int) -> list[str]:
-    """Return the faults that a check of so many ranks cannot find."""
+    """Return lines that say which faults the check of message order cannot find.
+
+    Args:
+        first: The first rehearsal.
+        count: The number of ranks that were rehearsed.
+    """
     ranks = [f"faults of the {first.fold.world - count} ranks that were not rehearsed (--all-ranks)"]
     return [
         *ranks * (count < first.fold.world),
@@ -170,7 +178,7 @@ def _unseen(first: Rehearsal, count: int) -> list[str]:
 
 
 def _heading(rehearsal: Rehearsal, ranks: str, which: str = "") -> list[str]:
-    """Return the heading of a report: ranks, hardware, routing, mapping and overlap, and an empty line."""
+    """Return the lines above a report: ranks, hardware, routing, mapping, overlap, and an empty line."""
     step = f", step {rehearsal.step}" if rehearsal.step > 1 else ""
     views = {"attention": rehearsal.fold.attention_axes, "experts": rehearsal.fold.expert_axes}
     texts = {view: " x ".join(f"{name} {n}" for name, n in axes.items()) for view, axes in views.items()}
@@ -183,7 +191,7 @@ def _heading(rehearsal: Rehearsal, ranks: str, which: str = "") -> list[str]:
 
 
 def sent_bytes(rehearsal: Rehearsal) -> tuple[int, int]:
-    """Return the bytes that a step sends in all groups, and in groups that span nodes."""
+    """Return the bytes that a rank sends in a step: (in all groups, in groups that span nodes)."""
     messages = rehearsal.log.messages
     across = sum(message.sent_bytes for message in messages if rehearsal.groups[message.group].across)
     return sum(message.sent_bytes for message in messages), across
@@ -217,14 +225,14 @@ def memory_as_json(memory: Memory) -> dict[str, Any]:
 
 
 def peak_site(memory: Memory) -> str:
-    """Return the line of code that reached the peak, with its layer, region and pass."""
+    """Return a text with the line of code that reached the peak, and its layer, region and phase."""
     site = memory.site
     context = ", ".join(x for x in (site.layer, site.region, site.phase) if x)
     return f"{site} ({context})" if site.line else "the start of the step"
 
 
 def memory_lines(memory: Memory) -> list[str]:
-    """Return lines with the components at the peak, and the lines of code that allocated most."""
+    """Return lines to print about the memory peak: its components, and the lines of code that allocated most."""
     lines = [f"Memory peaks at {format_bytes(memory.peak)}, at {peak_site(memory)}:", ""]
     components = [(name, count) for name, count in memory.components.items() if count]
     body = [(name, format_bytes(count), f"{count / max(memory.peak, 1):.1%}") for name, count in components]
@@ -253,7 +261,7 @@ def _site_text(site: CodeSite) -> str:
 
 
 def counts_by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
-    """Group operations that differ only in layer, and count them by layer."""
+    """Return the operations without their layer, each with its number of launches by layer."""
     counts: dict[Operation, Counter[str]] = {}
     for operation, count in operations.items():
         counts.setdefault(operation._replace(site=operation.site._replace(layer="")), Counter())[
@@ -263,7 +271,7 @@ def counts_by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
 
 
 def costs_as_json(operations: Operations) -> dict[str, Any]:
-    """Return the costs of a step as a JSON object: in total, by operation, by layer and by region."""
+    """Return a step's kernels, FLOPs and bytes as a JSON object: total, by operation, layer and region."""
     return asdict(operations.total()) | {
         "operations": [
             {
@@ -297,7 +305,7 @@ def _costs_by_region(operations: Operations) -> dict[str, dict[str, OperationCos
 
 
 def cost_lines(operations: Operations) -> list[str]:
-    """Return lines with the costs of a step by region and pass, and the operations that move the most bytes."""
+    """Return lines to print about the cost of a step: by region and pass, and the operations that move most bytes."""
     total = operations.total()
     lines = [
         f"One step computes: {total.kernels:,} kernels, {total.flops:.4g} FLOPs, {format_bytes(total.read)} read and "

@@ -12,7 +12,7 @@ from titanmoe.text_report import Report, print_report
 
 
 def add_rehearse(commands: argparse._SubParsersAction) -> None:
-    """Add the command and its options to the command line."""
+    """Add the subcommand `rehearse`."""
     rehearse = commands.add_parser(
         "rehearse",
         help="one step of any rank of any world, in one process and without GPUs",
@@ -56,14 +56,14 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
 
 
 def run_rehearse(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code: 0, 1 if messages cannot complete, 2 if the request is refused."""
+    """Run `titanmoe rehearse`; return 0, 1 if messages cannot complete, or 2 if the request is refused."""
     from titanmoe.ops.device import HARDWARE
 
     return print_report(_problems(args, list(HARDWARE)), lambda: _report(args))
 
 
 def _report(args: argparse.Namespace) -> Report:
-    """Rehearse; return the lines to print, the files to write, and the exit code."""
+    """Rehearse as the options say, and return the lines to print, the files to write, and the exit code."""
     from titanmoe.components import COMPONENTS
     from titanmoe.rehearse.many_ranks import check_ranks, rehearse_ranks
     from titanmoe.rehearse.recorded_routing import recorded_routing
@@ -89,7 +89,7 @@ def _report(args: argparse.Namespace) -> Report:
 
 
 def _problems(args: argparse.Namespace, hardware: list[str]) -> list[str]:
-    """Return what is wrong with the options, one text for each problem."""
+    """Return a message for each option whose value is invalid; [] if there is none."""
     problems = []
     if args.hardware not in hardware:
         problems.append(f"--hardware = {args.hardware} is unknown: use {', '.join(hardware)}")

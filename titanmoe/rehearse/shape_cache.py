@@ -53,7 +53,7 @@ def _changes_first(func: Any) -> bool:
 
 
 class Shapes:
-    """Runs operations on fake tensors, with cached result shapes."""
+    """Runs operations on fake tensors, and takes the shapes of their results from a cache that all ranks share."""
 
     def __init__(self, mode: FakeTensorMode):
         self.mode = mode
@@ -63,7 +63,7 @@ class Shapes:
         self._template = dict(template.__dict__)
 
     def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the fake result of an operation."""
+        """Return the result of an operation on fake tensors, a fake tensor or several."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = self._kind(func)
@@ -97,13 +97,13 @@ class Shapes:
         return out
 
     def _of(self, x: Tensor) -> FakeTensor:
-        """Return FakeTensor(self.mode, x, CPU), in a fifth of its time."""
+        """Return x, a meta tensor, as a fake CPU tensor, in a fifth of the time of FakeTensor's constructor."""
         out = Tensor._make_subclass(FakeTensor, x, x.requires_grad, dispatch_device=True, device_for_backend_keys=CPU)
         out.__dict__.update(self._template)
         return out
 
     def _kind(self, func: Any) -> str:
-        """Return how an operation's result is found.
+        """Return how the result of an operation is made.
 
         "ask": torch runs it. "same": it is the first argument. "view": a view of an argument. "new": from the cache.
         """

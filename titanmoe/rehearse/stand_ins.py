@@ -26,7 +26,10 @@ _rms_norm = F.rms_norm
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
 ) -> Tensor:
-    """Run the attention kernel that torch chooses on a GPU. All tensors are (B, H, S, h)."""
+    """Replace torch's scaled_dot_product_attention on fake CPU tensors by the kernel that torch would choose on a GPU.
+
+    All tensors are (batch, heads, sequence, head dim).
+    """
     return _attention_and_lse(q, k, v, mask, is_causal)[0]
 
 
@@ -45,7 +48,7 @@ def _attention_and_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cau
 def flex_attention(
     q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: Tensor | None, report_lse: LseCallback = None
 ) -> Tensor:
-    """Stand in for `titanmoe.parallel.flex.flex`, with a kernel that saves the same tensors for backward."""
+    """Replace `titanmoe.parallel.flex.flex` by a kernel with the same result and saved shapes."""
     out, lse = _attention_and_lse(*(x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh)), None, True)
     lse = lse[..., : q_BSHh.shape[1]]
     if report_lse is not None:
@@ -57,7 +60,10 @@ def flex_attention(
 
 @torch.library.custom_op("rehearsal::_fused_rms_norm", mutates_args=())
 def _fused_rms_norm(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    """Stand in for aten::_fused_rms_norm, which is one kernel on a GPU but several on the CPU."""
+    """Return fake tensors with the shapes of the normalized x and of its scale per token; computes nothing.
+
+    It replaces aten::_fused_rms_norm, so that the norm counts as one kernel as on a GPU, not as the CPU's several.
+    """
     raise NotImplementedError
 
 
@@ -68,7 +74,7 @@ def _(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm as one kernel in forward and one in backward."""
+    """RMSNorm of fake tensors as one kernel in forward and one in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor) -> Tensor:
@@ -83,7 +89,7 @@ class _Norm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, shape: Any, weight_D: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Run the fused kernel that torch uses on a GPU if input and weight have one dtype, else torch's own."""
+    """Replace torch's rms_norm by the fused kernel of GPUs if input and weight have one dtype; else run torch's own."""
     if weight_D is None or weight_D.dtype != x.dtype:
         return _rms_norm(x, shape, weight_D, eps)
     return _Norm.apply(x, weight_D)
@@ -101,7 +107,7 @@ def gpu_stand_ins() -> Iterator[None]:
 def grouped_product(
     x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Stand in for torch._grouped_mm, whose shapes torch infers only in bfloat16."""
+    """Return an empty result of torch._grouped_mm, whose shape torch infers only in bfloat16."""
     if w.dim() == 3:
         return x.new_empty(x.shape[0], w.shape[2])
     return x.new_empty(offs.shape[0], x.shape[0], w.shape[1])
@@ -111,7 +117,12 @@ def grouped_product(
 
 
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
-    """Return the count of choices of each expert in each block of the kernel."""
+    """Compute in plain PyTorch what the Triton kernel `count_choices` does: (experts, blocks) counts of choices.
+
+    Args:
+        chosen_N: The expert of each choice.
+        experts: The number of experts.
+    """
     from titanmoe.ops.kernels import slot_kernels
 
     blocks = slot_kernels.blocks(len(chosen_N), experts)
@@ -121,12 +132,20 @@ def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
 
 
 def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the slots of these choices, by the plain formula of `titanmoe.moe.send_slots`."""
+    """Compute in plain PyTorch what the Triton kernel `assign_choices` does.
+
+    Returns:
+        The choice in each slot, the slots of each choice, and each expert's count.
+    """
     return assign_unpadded_slots(chosen_N.unsqueeze(1), experts, ep, etp, "torch")
 
 
 def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the order of received tokens by expert, by the plain formula of `titanmoe.moe.send_slots`."""
+    """Compute in plain PyTorch what the Triton kernel `regroup` does.
+
+    Returns:
+        The order that sorts received tokens by expert, and its inverse.
+    """
     return order_by_expert(count_Ge, rows, "torch")
 
 
