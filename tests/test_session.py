@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from tests import parity, world
 from tests.support import processes
 from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.train.world_batch import make_batch
 
@@ -68,7 +70,7 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> None:
     torch.testing.assert_close(one["log_probs"], other["log_probs"], rtol=1e-10, atol=1e-12)
 
 
-BY_SAMPLE = {"moe.aux_loss_sequence": 0.01, "moe.z_loss": 0.001}
+BY_SAMPLE = {"moe.aux_loss_sequence": 0.01, "moe.z_loss": 0.001, "moe.jitter": 0.1}
 """The balance losses that do not depend on which samples form a microbatch."""
 
 
@@ -99,7 +101,7 @@ def trained(changes: dict[str, Any], count: int) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["tp 2, ep 4", "pp 2, dp 2, ep 2"])
 def test_a_call_is_a_step_of_the_training_loop_to_the_bit(name: str) -> None:
     size, mapping = MAPPINGS[name]
-    changes = LOSSES | mapping
+    changes = LOSSES | mapping | {"moe.jitter": 0.1}
     (expected, *_) = world.run(size, trained, changes, 2)
     (got, *_) = world.run(size, steps, changes, [[(0, 4)], [(4, 8)]])
     assert got["reports"] == expected["reports"]
@@ -234,7 +236,7 @@ def test_misuse_is_refused_with_what_to_do() -> None:
 
 
 def test_a_batch_is_padded_and_its_mistakes_are_named() -> None:
-    shape = {"seq_len": 6, "vocab_size": 10}
+    shape = {"seq_len": 6, "model": dataclasses.replace(Config().model, vocab_size=10)}
     batch = make_batch(
         [[1, 2, 3], [4, 5, 6, 7]], documents=[[0, 0, 1], [0, 0, 2, 2]], columns={"reward": [0.5, 2.0]}, **shape
     )
@@ -293,12 +295,13 @@ def run_functions_of_the_page(changes: dict[str, Any]) -> list[float]:
     report = names["two_calls"](session, session.batch(ids[:1]), session.batch(ids[1:]))
     expected = -float(session.log_probs(session.batch(ids))[0].sum()) / 2
     policy = names["policy_step"](session, ids, None, [[1.0] * 4, [0.0] * 3])
-    return [report["tokens"], policy["tokens"], policy["loss"], expected]
+    old, new, mismatch = names["replay_step"](session, ids)
+    return [report["tokens"], policy["tokens"], policy["loss"], expected, torch.equal(old, new) and mismatch == 0]
 
 
 def test_the_pages_functions_make_steps() -> None:
-    ((tokens, policy_tokens, loss, expected),) = world.run(1, run_functions_of_the_page, {})
-    assert tokens == policy_tokens == 7
+    ((tokens, policy_tokens, loss, expected, is_replayed),) = world.run(1, run_functions_of_the_page, {})
+    assert tokens == policy_tokens == 7 and is_replayed
     assert loss == pytest.approx(expected, rel=1e-12)
 
 

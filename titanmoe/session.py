@@ -30,15 +30,17 @@ from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.comm.collectives import all_gather_autograd
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
+from titanmoe.config.blocks import moe_layers
 from titanmoe.config.component_kinds import ComponentError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import BatchLayout
+from titanmoe.data.routes import Routes
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.vocabulary import HeadScores
 from titanmoe.parallel.batch_slice import BatchSlice, check_alike, to_device
 from titanmoe.parallel.context import Placement
-from titanmoe.tokens import IGNORE
+from titanmoe.tokens import IGNORE, NO_EXPERT
 from titanmoe.train.build import build_training
 from titanmoe.train.gradients import PassSums, StepWork, Totals, sum_together
 from titanmoe.train.launch import read_config
@@ -155,6 +157,8 @@ class PassResult:
     """Metrics of the objective, likewise."""
     log_probs: Tensor | None
     """Log-probability of each label (N, L), 0 where there is none; None unless asked for."""
+    routes: Routes | None = None
+    """Experts that the routers choose by themselves, also if the batch gives others; None unless asked for."""
 
 
 class Session:
@@ -197,8 +201,10 @@ class Session:
         self, ids: Samples, labels: Samples | None = None, *, documents: Samples | None = None, **columns: Any
     ) -> Batch:
         """Return a batch of any number of samples (see titanmoe.train.world_batch.make_batch). Not collective."""
-        shape = {"seq_len": self.config.training.seq_len, "vocab_size": self.config.model.vocab_size}
-        return make_batch(ids, labels, documents=documents, columns=columns, **shape)
+        config = self.config
+        return make_batch(
+            ids, labels, documents=documents, columns=columns, seq_len=config.training.seq_len, model=config.model
+        )
 
     def count(
         self,
@@ -278,6 +284,7 @@ class Session:
         *,
         counts: Counts | None = None,
         log_probs: bool = False,
+        routes: bool = False,
         per_data_rank: bool = False,
     ) -> PassResult:
         """Add the gradients of a batch to those of the step.
@@ -288,6 +295,7 @@ class Session:
             counts: what the step is divided by, if it has several calls: the sum of `count` over them. None: the batch
                 is the whole step.
             log_probs: whether to return the log-probability of each label.
+            routes: whether to return the experts that the routers choose.
             per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone.
         """
         local, computed = self._local(batch, per_data_rank), self._objective(objective)
@@ -303,7 +311,7 @@ class Session:
             raise ConfigError([f"counts has no objective {objective!r}: add run.count(batch, objective)"])
         if self._counts is None:
             self._begin_step(counts)
-        sums, recorded = self._run(local, computed, counts.divisors[objective], log_probs)
+        sums, recorded, chosen = self._run(local, computed, counts.divisors[objective], log_probs, routes)
         self._samples += local.samples
         self._results.append((computed, sums))
         world = sum_together({"loss": sums.loss, "metrics": sums.metrics}, self.meshes.world)
@@ -312,27 +320,42 @@ class Session:
             loss=world["loss"] / tp,
             metrics=dict(zip(computed.metrics, world["metrics"] / tp, strict=True)),
             log_probs=recorded,
+            routes=chosen,
         )
 
     def _begin_step(self, counts: Counts) -> None:
         self.training.state.step += 1
-        self._counts, self._samples, self._results = counts, 0, []
+        self._counts = counts
         self.training.gradients.begin_step(self._totals(counts))
 
     def _totals(self, counts: Counts) -> Totals:
         return Totals(sum(counts.divisors.values()), counts.tokens, counts.samples, counts.flops)
 
     def _run(
-        self, local: DataRankBatch, objective: Objective, divisor: Tensor, log_probs: bool, backward: bool = True
-    ) -> tuple[PassSums, Tensor | None]:
-        """Run the microbatches of a call, as many at a time as the recipe's step has; return this rank's sums."""
+        self,
+        local: DataRankBatch,
+        objective: Objective,
+        divisor: Tensor,
+        log_probs: bool,
+        routes: bool,
+        backward: bool = True,
+    ) -> tuple[PassSums, Tensor | None, Routes | None]:
+        """Run the microbatches of a call, as many at a time as the recipe's step has.
+
+        Returns:
+            This rank's sums, and log-probabilities and routes in the order of the call's samples if asked for.
+        """
         training, most = self.training, self.training.loader.microbatches
         computed = WithLogProbs(objective) if log_probs else objective
         total: PassSums | None = None
         recorded: list[Tensor] = []
+        chosen: list[Tensor] = []
         for first in range(0, len(local.microbatches), most):
             batches = local.microbatches[first : first + most]
             slices = training.slicer.slices(batches)
+            if routes:
+                slices = [self._with_routes(one) for one in slices]
+                chosen += [one.tokens.routes_TNK for one in slices]
             if isinstance(objective, OfLogProbs):
                 objective.batches = {id(one): batch for one, batch in zip(slices, batches, strict=True)}
             if self._results or first:
@@ -342,10 +365,16 @@ class Session:
                 recorded += [computed.log_p_BS[id(one)] for one in slices if id(one) in computed.log_p_BS]
                 computed.log_p_BS.clear()
             total = sums if total is None else _add(total, sums)
-        if not log_probs:
-            return total, None
-        gathered = local.gather(recorded, self.meshes, training.slicer.placement, self.device)
-        return total, gathered.to(self.wide)
+        where = self.meshes, training.slicer.placement
+        gathered = local.gather(recorded, *where, self.device).to(self.wide) if log_probs else None
+        return total, gathered, local.gather_routes(chosen, *where) if routes else None
+
+    def _with_routes(self, batch_slice: BatchSlice) -> BatchSlice:
+        """Return the slice with a tensor in which routers write the experts that they choose."""
+        model, tokens = self.config.model, batch_slice.tokens
+        shape = len(tokens.index_T), moe_layers(model), model.top_k
+        routes_TNK = torch.full(shape, NO_EXPERT, dtype=torch.int16, device=self.device)
+        return batch_slice._replace(tokens=tokens._replace(routes_TNK=routes_TNK))
 
     def optim_step(self, rate: float | None = None) -> dict[str, Any]:
         """Sum the step's gradients over the ranks, clip them and update the weights; return the step's metrics.
@@ -365,13 +394,12 @@ class Session:
         constant = sum({id(objective): objective.constant for objective, _ in self._results}.values())
         totals = self._totals(counts)
         step = training.gradients.reduce(replace(total, metrics=metrics), totals, [*by_name], constant)
-        self._counts, self._results = None, []
+        self._counts, self._samples, self._results = None, 0, []
         rate = training.rate(training.state.step) if rate is None else rate
         return update(training, StepWork([], [], totals), step, rate)
 
     # ---- without gradients
 
-    @torch.no_grad()
     def log_probs(self, batch: Batch | None, *, per_data_rank: bool = False) -> Tensor:
         """Return the log-probability of each label (N, L), 0 where there is none. Gradients of an open step stay.
 
@@ -379,13 +407,26 @@ class Session:
             batch: as in `forward_backward`.
             per_data_rank: as in `forward_backward`.
         """
+        return self._forward(batch, per_data_rank, routes=False)[0]
+
+    def log_probs_and_routes(self, batch: Batch | None, *, per_data_rank: bool = False) -> tuple[Tensor, Routes]:
+        """Return what `log_probs` does, and the experts that the routers choose, to be given with a later batch.
+
+        Args:
+            batch: as in `forward_backward`.
+            per_data_rank: as in `forward_backward`.
+        """
+        return self._forward(batch, per_data_rank, routes=True)
+
+    @torch.no_grad()
+    def _forward(self, batch: Batch | None, per_data_rank: bool, routes: bool) -> tuple[Tensor, Routes | None]:
         local, objective = self._local(batch, per_data_rank), NoSum(self.meshes)
         with self._counts_set_aside():
             if self._counts is None:
                 self.training.gradients.begin_step(self._totals(self._count(local, "")))
             divisor = torch.ones((), dtype=torch.float64, device=self.device)
-            _, recorded = self._run(local, objective, divisor, True, backward=False)
-        return recorded
+            _, recorded, chosen = self._run(local, objective, divisor, True, routes, backward=False)
+        return recorded, chosen
 
     @contextmanager
     def _counts_set_aside(self) -> Iterator[None]:

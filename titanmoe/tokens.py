@@ -14,6 +14,8 @@ from torch import Tensor
 
 from titanmoe.mask import CAUSAL, Mask
 
+NO_EXPERT, NOT_RECORDED = -1, -2
+"""Marks in routes (Tokens.given_TNK): the token visits no expert; the router chooses for the token itself."""
 IGNORE = -100
 """The label of a position that has no loss."""
 
@@ -37,6 +39,11 @@ class Tokens(NamedTuple):
     """Id of the token after each position, for multi-token prediction; None without it."""
     later_BS: Tensor | None = None
     """Label of multi-token prediction at each position: the token after the next; None without it."""
+    given_TNK: Tensor | None = None
+    """Experts that routers have to choose, int16, or one of the marks in all K places: for each of the model's N MoE
+    layers, in order, without multi-token prediction's. None: routers choose."""
+    routes_TNK: Tensor | None = None
+    """Tensor in which routers write their own choice, like given_TNK; None: nowhere."""
 
     def halves(self) -> tuple[Tokens, Tokens]:
         """Return the metadata of the first and the second half of the samples, without next_BS and later_BS."""
@@ -52,4 +59,8 @@ class Tokens(NamedTuple):
                 self.position_BS.tensor_split(2), *owned, self.mask.halves(), strict=True
             )
         )
+        for name in ("given_TNK", "routes_TNK"):
+            if (routes := getattr(self, name)) is not None:  # views, in which the routers of both halves write
+                border = len(first.index_T)
+                first, second = first._replace(**{name: routes[:border]}), second._replace(**{name: routes[border:]})
         return first, second._replace(sample_T=second.sample_T - len(first.position_BS))

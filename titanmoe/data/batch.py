@@ -21,6 +21,8 @@ COMPLETION, PAIRS = "completion", "pairs"
 """Extra fields of preference data, int64. COMPLETION (B, S): number of the completion that a position belongs to, 2 i
 for the chosen and 2 i + 1 for the rejected one of pair i of the sample. PAIRS (B,): pairs in the sample."""
 
+ROUTES = "routes"
+"""Extra field: experts that routers have to choose (B, S, N, K), int16: titanmoe.tokens.Tokens.given_TNK."""
 TEACHER_IDS, TEACHER_LOG_P = "teacher_ids", "teacher_log_p"
 """Extra fields of a teacher's distribution. TEACHER_IDS (B, S, K): the K ids of each position, int64. TEACHER_LOG_P
 (B, S, K + 1): the log-probabilities of these ids and of all others together, float32 or wider."""

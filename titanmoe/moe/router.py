@@ -3,7 +3,12 @@
 logits = x W^T (+ bias), scores = score function of the logits, the top-k of scores + expert_bias are chosen, and the
 weights are the chosen scores, normalised and scaled as the model says.
 
-Shapes: T tokens this rank owns, D model, E experts, K top-k, B samples. Expert number E stands for "no expert".
+Tokens may bring the choice along (Tokens.given_TNK), so that a policy is trained on the experts that it was sampled
+with (routing replay, arXiv 2510.11370). Weights are then computed from this router's scores of the given experts, with
+gradients as usual. Counts of choices, and what moves with them, are those of the router's own choice.
+
+Shapes: T tokens this rank owns, D model, E experts, K top-k, B samples, N MoE layers. Expert number E stands for "no
+expert".
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import to_local_replicated
+from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.router_product import product_by_terms, uses_terms
@@ -20,7 +26,7 @@ from titanmoe.moe.score_functions import score_function_of
 from titanmoe.observe import named
 from titanmoe.ops import counter_rng
 from titanmoe.ops.kernels import fused
-from titanmoe.tokens import Tokens
+from titanmoe.tokens import NO_EXPERT, NOT_RECORDED, Tokens
 
 
 class Router(nn.Module):
@@ -33,6 +39,8 @@ class Router(nn.Module):
     def __init__(self, model: Model, options: MoEOptions, seed: int, layer: int, dtype: torch.dtype):
         super().__init__()
         self.model, self.options, self.seed, self.layer = model, options, seed, layer
+        self.takes_routes = layer < model.num_layers
+        """Whether tokens may bring the choice along: not for multi-token prediction."""
         self.score_function = score_function_of(model)
         self.wide = getattr(torch, options.router_dtype)
         stored = torch.promote_types(dtype, torch.float32)
@@ -41,9 +49,12 @@ class Router(nn.Module):
         # Added to the scores for the choice only; moved by titanmoe.moe.balance.update_expert_bias, not by a gradient.
         self.register_buffer("expert_bias", torch.zeros(model.num_experts, dtype=torch.float32))
         self.register_buffer("jitter_key", torch.zeros((), dtype=torch.int64), persistent=False)
+        # Index of the layer in routes: a tensor, so that all layers have one graph.
+        self.register_buffer("column", torch.zeros(1, dtype=torch.int64), persistent=False)
 
     def begin_step(self, step: int) -> None:
-        """Set the key of the step's jitter."""
+        """Set the key of the step's jitter, and the index of the layer in routes."""
+        self.column.fill_(moe_blocks(self.model).index(self.layer))
         self.jitter_key.fill_(counter_rng.key("jitter", self.seed, step, self.layer))
 
     @named("router")
@@ -56,6 +67,8 @@ class Router(nn.Module):
             of choices (B, E).
         """
         logits_TE = self._logits(x_TD, tokens.index_T)
+        if (tokens.given_TNK is not None or tokens.routes_TNK is not None) and self.takes_routes:
+            return logits_TE, *self._plain(logits_TE, tokens, with_routes=True)  # the kernel chooses and weights in one
         in_kernel = self.score_function.kernel_mode and fused(self.options.kernels, logits_TE)
         return logits_TE, *(self._fused if in_kernel else self._plain)(logits_TE, tokens)
 
@@ -72,16 +85,33 @@ class Router(nn.Module):
             x_TD = x_TD * self._jitter(index_T, wide)
         return F.linear(x_TD, weight_ED, bias_E)
 
-    def _plain(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return scores, weights, chosen experts and counts by plain operations of torch: the kernel's reference."""
-        model = self.model
+    def _plain(
+        self, logits_TE: Tensor, tokens: Tokens, with_routes: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return scores, weights, chosen experts and counts by plain operations of torch: the kernel's reference.
+
+        Args:
+            logits_TE: the router's logits.
+            tokens: what this rank knows of its tokens.
+            with_routes: whether tokens bring routes along or ask for them.
+        """
+        model, is_valid_T1 = self.model, tokens.valid_T.unsqueeze(1)
         scores_TE = self.score_function.scores(logits_TE)
-        chosen_TK = self._choose(scores_TE.detach(), tokens.index_T)
+        own_TK = chosen_TK = self._choose(scores_TE.detach(), tokens.index_T)
+        has_expert = is_valid_T1
+        if with_routes and tokens.given_TNK is not None:
+            given_TK = tokens.given_TNK.index_select(1, self.column).squeeze(1).to(torch.int64)
+            has_expert = has_expert & (given_TK != NO_EXPERT)
+            chosen_TK = own_TK.where(given_TK == NOT_RECORDED, given_TK.clamp(min=0))
         weights_TK = self.score_function.weights(logits_TE, scores_TE, chosen_TK)
         if model.norm_topk:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        chosen_TK = chosen_TK.where(tokens.valid_T.unsqueeze(1), model.num_experts)
-        count_BE = count_choices(chosen_TK, tokens.sample_T, len(tokens.position_BS), model.num_experts)
+        own_TK = own_TK.where(is_valid_T1, model.num_experts)
+        chosen_TK = chosen_TK.where(has_expert, model.num_experts)
+        count_BE = count_choices(own_TK, tokens.sample_T, len(tokens.position_BS), model.num_experts)
+        if with_routes and tokens.routes_TNK is not None:
+            routes_T1K = own_TK.where(is_valid_T1, NO_EXPERT).unsqueeze(1).to(tokens.routes_TNK.dtype)
+            tokens.routes_TNK.index_copy_(1, self.column, routes_T1K)
         return scores_TE, weights_TK * model.route_scale, chosen_TK, count_BE
 
     def _fused(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:

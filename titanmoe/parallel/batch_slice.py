@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm.collectives import all_gather
-from titanmoe.data.batch import TEACHER_IDS, Batch
+from titanmoe.data.batch import ROUTES, TEACHER_IDS, Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.mask import Mask, ends, spans
 from titanmoe.parallel.context import Placement
@@ -97,8 +97,10 @@ def take_slice(
         return placement.rank_slice(x, meshes.cp.rank).contiguous()
 
     def owned(x: Tensor) -> Tensor:
-        return over_cp(x).chunk(meshes.tp.size, 1)[meshes.tp.rank].flatten()
+        return over_cp(x).chunk(meshes.tp.size, 1)[meshes.tp.rank].flatten(0, 1)
 
+    extra_fields = {name: to_device(x, device) for name, x in batch.extra_fields.items()}
+    routes = extra_fields.pop(ROUTES, None)
     tokens = Tokens(
         position_BS=over_cp(place if position is None else position),
         index_T=owned(index),
@@ -108,8 +110,8 @@ def take_slice(
         mask=mask.to(partial(to_device, device=device)),
         next_BS=over_cp(following) if with_mtp else None,
         later_BS=over_cp(later) if with_mtp else None,
+        given_TNK=None if routes is None else owned(routes),
     )
-    extra_fields = {name: to_device(x, device) for name, x in batch.extra_fields.items()}
     extra_fields = {name: over_cp(x) if x.dim() > 1 else x for name, x in extra_fields.items()}
     return BatchSlice(over_cp(ids), tokens, over_cp(labels), extra_fields)
 

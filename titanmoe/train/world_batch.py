@@ -20,10 +20,12 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import all_gather, all_reduce
 from titanmoe.config import ConfigError
-from titanmoe.data.batch import Batch
+from titanmoe.config.schema import Model
+from titanmoe.data.batch import ROUTES, Batch
+from titanmoe.data.routes import Routes, digest_routes, find_route_problems
 from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.context import Placement
-from titanmoe.tokens import IGNORE
+from titanmoe.tokens import IGNORE, NO_EXPERT, NOT_RECORDED
 
 Samples = Tensor | Sequence[Sequence[int]]
 """Ids of samples: a tensor (N, L), or a sequence of N sequences of different lengths."""
@@ -36,7 +38,7 @@ def make_batch(
     documents: Samples | None = None,
     columns: Mapping[str, Any] | None = None,
     seq_len: int,
-    vocab_size: int,
+    model: Model,
 ) -> Batch:
     """Check samples given as ids and return them as one batch on the CPU, padded to seq_len positions.
 
@@ -45,9 +47,10 @@ def make_batch(
         labels: next token of each position, IGNORE (-100) where there is no loss; None: every next token of a document.
         documents: number of the document that each position belongs to, ascending; a document sees only itself, and
             its positions begin at 0. None: each sample is one document.
-        columns: further fields that the objective reads, by name: a number per position, or a number per sample.
+        columns: further fields that the objective reads, by name: numbers per position, or a number per sample.
+            "routes" are the experts to choose: Routes, or for each sample a tensor (positions, MoE layers, K).
         seq_len: positions of a sample, as the recipe has them.
-        vocab_size: ids are below it.
+        model: the recipe's [model].
 
     Raises:
         ConfigError: with every problem.
@@ -75,7 +78,9 @@ def make_batch(
         rows = [torch.as_tensor(row, dtype=dtype) for row in rows]
         if too_long or not N:
             return torch.zeros(0, seq_len, dtype=dtype or torch.float32)
-        return torch.stack([F.pad(row, (0, seq_len - len(row)), value=value) for row in rows])
+        return torch.stack(
+            [F.pad(row, (0, 0) * (row.dim() - 1) + (0, seq_len - len(row)), value=value) for row in rows]
+        )
 
     tokens_NS = pad("ids", ids, 0, torch.int64)
     place_S = torch.arange(seq_len)
@@ -85,13 +90,23 @@ def make_batch(
         document_NS = pad("documents", documents, -1, torch.int64)
     extra_fields = {}
     for name, values in (columns or {}).items():
+        if name == ROUTES:
+            experts = values
+            if isinstance(values, Routes):  # recorded with padding
+                experts = [row[:n] for row, n in zip(values.experts_NSLK, lengths, strict=False)]
+            extra_fields[name] = pad(name, experts, NOT_RECORDED, torch.int16)
+            continue
         per_sample = len(values) == N and (values.dim() == 1 if isinstance(values, Tensor) else not _nested(values))
         extra_fields[name] = torch.as_tensor(values) if per_sample else pad(name, values, 0)
     labels_NS = None if labels is None else pad("labels", labels, IGNORE, torch.int64)
     if not problems and N:
-        outside = (tokens_NS < 0) | (tokens_NS >= vocab_size)
+        outside = (tokens_NS < 0) | (tokens_NS >= model.vocab_size)
         if outside.any():
-            problems.append(f"id {int(tokens_NS[outside][0])} is not below model.vocab_size = {vocab_size}")
+            problems.append(f"id {int(tokens_NS[outside][0])} is not below model.vocab_size = {model.vocab_size}")
+    if ROUTES in extra_fields and not problems:
+        given = columns[ROUTES]
+        digest_N = given.digest_N if isinstance(given, Routes) else None
+        problems += find_route_problems(extra_fields[ROUTES], tokens_NS, valid_NS, digest_N, model)
     if problems:
         raise ConfigError(problems, "the batch")
     if document_NS is not None:
@@ -122,6 +137,8 @@ class DataRankBatch:
     """One past the index of the last sample whose results this rank gets."""
     samples: int
     """Number of samples given on all data ranks together."""
+    given: Batch
+    """Samples that this rank gets results of."""
 
     def gather(
         self, values_of_microbatch: Sequence[Tensor], meshes: Meshes, placement: Placement, device: torch.device
@@ -147,6 +164,30 @@ class DataRankBatch:
             rows = self.sample_of_row.to(device)  # padding goes to the last row
             out_NS[rows.unsqueeze(1), place_S] = torch.cat(list(values_of_microbatch)).double()
         return all_reduce(out_NS, meshes.world)[self.first : self.end]
+
+    def gather_routes(self, routes_of_microbatch: Sequence[Tensor], meshes: Meshes, placement: Placement) -> Routes:
+        """Return the routers' choices in the order of the call's samples, on all ranks. Collective over the world.
+
+        Args:
+            routes_of_microbatch: what this rank's routers wrote for its owned tokens of each microbatch (T, N, K), and
+                NO_EXPERT where they wrote nothing.
+            meshes: the run's.
+            placement: which chunks of the sequence each rank of cp has.
+        """
+        S = self.microbatches[0].tokens_BS.shape[1]
+        written = torch.stack(list(routes_of_microbatch))
+        layers, K = written.shape[2:]
+        place_S = placement.rank_slice(torch.arange(S).view(1, -1), meshes.cp.rank).chunk(meshes.tp.size, 1)
+        place_s = place_S[meshes.tp.rank].flatten().to(written.device)
+        rows = self.sample_of_row.view(-1, 1).to(written.device)
+        written = written.view(len(rows), -1, layers, K)
+        out = torch.empty(self.end - self.first, S, layers, K, dtype=torch.int16)
+        for layer in range(layers):  # in a message each: all layers together take layers x K x 4 bytes a token
+            of_layer = torch.zeros(self.samples + 1, S, K, dtype=torch.int32, device=written.device)
+            of_layer[rows, place_s] = written[:, :, layer].to(torch.int32) - NO_EXPERT
+            of_layer = all_reduce(of_layer, meshes.world)[self.first : self.end]
+            out[:, :, layer] = (of_layer + NO_EXPERT).to(device="cpu", dtype=torch.int16)
+        return Routes(out, digest_routes(self.given.tokens_BS, out, self.given.valid_BS))
 
 
 def data_rank_batch(
@@ -207,7 +248,7 @@ def data_rank_batch(
         {name: pick(x, 0) for name, x in batch.extra_fields.items()},
     )
     sample_of_row = torch.cat((number, torch.full((padding,), -1)))
-    return DataRankBatch(padded.chunk(microbatches), sample_of_row, first, end, samples)
+    return DataRankBatch(padded.chunk(microbatches), sample_of_row, first, end, samples, batch)
 
 
 def _from_any_rank(batch: Batch | None) -> Batch:

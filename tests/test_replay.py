@@ -1,0 +1,179 @@
+"""Routing replay: given experts under any mapping are one rank's, and recorded ones are those of every mapping."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import functools
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests import parity, world
+from tests.test_session import MAPPINGS, SAMPLES, open_session, samples
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import ROUTES
+from titanmoe.data.routes import Routes, digest_routes, route_mismatch, routes_from_sglang, routes_from_vllm
+from titanmoe.tokens import NO_EXPERT, NOT_RECORDED
+from titanmoe.train.world_batch import make_batch
+
+OF_PP = MAPPINGS["pp 2, dp 2, ep 2"][1]
+COVER: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp 2, ep 4": MAPPINGS["tp 2, ep 4"],
+    "cp 2, etp 2": MAPPINGS["cp 2, etp 2"],
+    "pipeline, recomputed": (4, OF_PP | {"activation_checkpoint.mode": "full"}),
+    "halves": (2, {"parallelism.experts.ep": 2, "moe.overlap": "halves", "training.local_batch_size": 2}),
+    "one graph, recomputed": (
+        2,
+        {
+            "parallelism.experts.ep": 2,
+            "compile.enable": True,
+            "compile.backend": "aot_eager",
+            "activation_checkpoint.mode": "full_except_dispatch",
+        },
+    ),
+    "dense layer first": (
+        2,
+        {"parallelism.experts.ep": 2, "model.num_layers": 3, "model.num_dense_layers": 1, "model.dense_hidden": 16},
+    ),
+}
+
+
+def random_routes(session: Any, count: int) -> torch.Tensor:
+    """Experts at random, and some tokens of sample 1 without, and of sample 2 not recorded."""
+    model, length = session.config.model, session.config.training.seq_len
+    layers = model.num_layers - model.num_dense_layers
+    generator = torch.Generator().manual_seed(1)
+    order = torch.rand(count, length, layers, model.num_experts, generator=generator).argsort(-1)
+    routes = order[..., : model.top_k].to(torch.int16)
+    routes[1, ::3] = NO_EXPERT
+    routes[2, 1::4] = NOT_RECORDED
+    return routes
+
+
+def replayed(changes: dict[str, Any], own: bool = False) -> dict[str, Any]:
+    """A step with random routes, or with those that the routers have recorded of the same samples."""
+    if changes.get("compile.enable"):
+        torch._dynamo.reset()
+    session = open_session(changes)
+    batch = samples(session, 0, SAMPLES)
+    log_probs, recorded = session.log_probs_and_routes(batch)
+    routes = recorded.experts_NSLK if own else random_routes(session, SAMPLES)
+    given = batch._replace(extra_fields={ROUTES: routes})
+    result = session.forward_backward(given, log_probs=True, routes=True)
+    report = session.optim_step()
+    weights = parity.whole(session.training.parameters, session.training.runtime.rank, session.training.fold)
+    return {
+        "recorded": recorded.experts_NSLK,
+        "fresh": result.routes.experts_NSLK,
+        "before": log_probs,
+        "log_probs": result.log_probs,
+        "norm": report["grad_norm"],
+        "weights": weights,
+        "mismatch": route_mismatch(Routes(routes), result.routes),
+    }
+
+
+@functools.cache
+def on_one_rank(own: bool, dense: bool = False) -> dict[str, Any]:
+    model = {"model.num_layers": 3, "model.num_dense_layers": 1, "model.dense_hidden": 16} if dense else {}
+    return world.run(1, replayed, model, own)[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if "graph" in name else ()) for name in COVER]
+)
+def test_given_experts_give_one_ranks_numbers(name: str) -> None:
+    size, mapping = COVER[name]
+    (got, *_) = world.run(size, replayed, mapping)
+    expected = on_one_rank(False, dense="dense" in name)
+    assert torch.equal(got["recorded"], expected["recorded"]) and torch.equal(got["fresh"], expected["fresh"])
+    assert got["mismatch"] == expected["mismatch"] > 0.3
+    assert not torch.allclose(got["before"], got["log_probs"])
+    assert got["norm"] == pytest.approx(expected["norm"], rel=1e-10)
+    torch.testing.assert_close(got["log_probs"], expected["log_probs"], rtol=0, atol=1e-11)
+    for weight, value in expected["weights"].items():
+        torch.testing.assert_close(got["weights"][weight], value, rtol=1e-10, atol=1e-12, msg=weight)
+
+
+def without_routes(changes: dict[str, Any]) -> dict[str, Any]:
+    session = open_session(changes)
+    session.forward_backward(samples(session, 0, SAMPLES))
+    report = session.optim_step()
+    weights = parity.whole(session.training.parameters, session.training.runtime.rank, session.training.fold)
+    return {"norm": report["grad_norm"], "weights": weights}
+
+
+@pytest.mark.parametrize("name", ["tp 2, ep 4", "pp 2, dp 2, ep 2"])
+def test_own_experts_change_nothing_to_the_bit(name: str) -> None:
+    size, mapping = MAPPINGS[name]
+    (expected, *_) = world.run(size, without_routes, mapping)
+    (got, *_) = world.run(size, replayed, mapping, True)
+    assert got["norm"] == expected["norm"] and got["mismatch"] == 0
+    assert torch.equal(got["before"], got["log_probs"])
+    for weight, value in expected["weights"].items():
+        assert torch.equal(got["weights"][weight], value), weight
+
+
+def with_frozen_choice(changes: dict[str, Any]) -> tuple[float, float]:
+    """Norms with given routes, and with routers that the tests replace by ones which choose the same."""
+    session = open_session(changes)
+    batch, count = samples(session, 0, 4), 4
+    routes = random_routes(session, count)
+    routes[2, 1::4] = torch.arange(session.config.model.top_k).to(torch.int16)
+    routes[1, ::3] = torch.arange(session.config.model.top_k).to(torch.int16)
+    session.forward_backward(batch._replace(extra_fields={ROUTES: routes}))
+    norm = session.optim_step(rate=0.0)["grad_norm"]
+    flat = routes.flatten(0, 1).to(torch.int64)
+    with parity.frozen({layer: flat[:, layer] for layer in range(flat.shape[1])}):
+        session.forward_backward(batch)
+        return norm, session.optim_step(rate=0.0)["grad_norm"]
+
+
+def test_a_given_choice_is_that_of_a_router_which_chooses_so() -> None:
+    ((given, frozen),) = world.run(1, with_frozen_choice, {"optimizer.weight_decay": 0.0})
+    assert given == frozen
+
+
+def test_a_column_shifted_by_one_token_is_noticed() -> None:
+    model = dataclasses.replace(Config().model, vocab_size=50, num_layers=2, num_experts=8, top_k=2)
+    ids = [list(range(1, 7)), [9, 8, 7]]
+    experts = torch.stack([torch.rand(2, 6, 2, 8).argsort(-1)[..., :2]]).squeeze(0).to(torch.int16)
+    experts[1, 3:] = NOT_RECORDED
+    plain = make_batch(ids, seq_len=6, model=model)
+    routes = Routes(experts, digest_routes(plain.tokens_BS, experts, plain.valid_BS))
+    good = make_batch(
+        ids,
+        columns={ROUTES: Routes([row[: len(i)] for row, i in zip(experts, ids, strict=True)], routes.digest_N)},
+        seq_len=6,
+        model=model,
+    )
+    assert torch.equal(good.extra_fields[ROUTES], experts)
+    shifted = experts.roll(1, 1)
+    for wrong, message in (
+        (Routes(shifted, routes.digest_N), "the routes of sample 0 were recorded for other ids or positions"),
+        (Routes(experts + 7), "routes name expert"),
+        (Routes(torch.zeros_like(experts)), "routes name expert 0 twice for one token"),
+        (Routes(torch.cat((experts[..., :1], experts[..., :1] * 0 - 2), -1)), "in some of a token's 2 places"),
+        (Routes(experts[:, :, :1]), "(MoE layers, top_k) = (2, 2)"),
+    ):
+        rows = Routes([row[: len(i)] for row, i in zip(wrong.experts_NSLK, ids, strict=True)], wrong.digest_N)
+        with pytest.raises(ConfigError) as error:
+            make_batch(ids, columns={ROUTES: rows}, seq_len=6, model=model)
+        assert message in str(error.value)
+
+
+def test_engines_forms_are_read() -> None:
+    model = dataclasses.replace(Config().model, num_layers=3, num_dense_layers=1, num_experts=256, top_k=2)
+    experts = np.random.default_rng(0).integers(0, 256, (4, 3, 2)).astype(np.int32)
+    file = io.BytesIO()
+    np.save(file, experts)
+    of_vllm = routes_from_vllm(base64.b64encode(file.getvalue()).decode(), 5, model)
+    of_sglang = routes_from_sglang(base64.b64encode(experts.tobytes()).decode(), 5, model)
+    assert torch.equal(of_vllm, of_sglang) and of_vllm.shape == (5, 2, 2)
+    assert torch.equal(of_vllm[:4], torch.from_numpy(experts[:, 1:]).to(torch.int16))
+    assert (of_vllm[4] == NOT_RECORDED).all()

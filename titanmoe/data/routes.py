@@ -1,0 +1,135 @@
+"""Routes: the experts that each token of recorded samples was sent to, for routers that have to choose them again.
+
+A policy is sampled by a generator and trained by titanmoe. If the two choose other experts for a token, the ratio of
+their probabilities is wrong; replaying the generator's choice (arXiv 2510.11370) keeps it right. Routes belong to input
+tokens: those of position i are the experts that token i visits, in each MoE layer of the model in order, without dense
+layers and without multi-token prediction.
+
+Shapes: N samples, S positions, L MoE layers, A all layers, K top-k.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanmoe.config.blocks import moe_blocks
+from titanmoe.config.schema import Model
+from titanmoe.tokens import NO_EXPERT, NOT_RECORDED
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Recorded experts of samples, with a digest that ties them to the samples' ids."""
+
+    experts_NSLK: Tensor
+    """Experts, or NO_EXPERT or NOT_RECORDED in all K places; int16, on the CPU."""
+    digest_N: Tensor | None = None
+    """Digest of each sample's ids and experts (`digest_routes`); None if unknown."""
+
+    def __len__(self) -> int:
+        return len(self.experts_NSLK)
+
+
+def digest_routes(ids_NS: Tensor, experts_NSLK: Tensor, valid_NS: Tensor) -> Tensor:
+    """Return a number per sample that changes if experts move to other tokens, layers or places: (N,), int64.
+
+    Padding, where `valid_NS` is False, does not count.
+    """
+    N, S = ids_NS.shape
+    place = torch.arange(1, 1 + experts_NSLK[0, 0].numel()) if N else torch.ones(0)
+    experts_NS = (experts_NSLK.flatten(2).to(torch.int64) * place.to(torch.int64)).sum(2)
+    token_NS = (ids_NS + 1) * 1_000_003 + torch.arange(S) * 7_919
+    mixed_NS = (token_NS * 6_364_136_223_846_793_005 + experts_NS) * (experts_NS + 1_442_695_040_888_963_407)
+    return (mixed_NS * valid_NS).sum(1)
+
+
+def find_route_problems(
+    experts_NSLK: Tensor, ids_NS: Tensor, valid_NS: Tensor, digest_N: Tensor | None, model: Model
+) -> list[str]:
+    """Return what is wrong with routes, a line each.
+
+    Args:
+        experts_NSLK: the routes.
+        ids_NS: the ids of the samples that they are given for.
+        valid_NS: False for padding.
+        digest_N: digests made when the routes were recorded; None if there are none.
+        model: the recipe's [model].
+    """
+    layers = len([block for block in moe_blocks(model) if block < model.num_layers])
+    shape = tuple(experts_NSLK.shape[2:])
+    if shape != (layers, model.top_k):
+        return [f"routes have {shape} experts a token, and this model (MoE layers, top_k) = ({layers}, {model.top_k})"]
+    if not valid_NS.any():
+        return []
+    problems = []
+    routes = experts_NSLK[valid_NS]
+    if int(routes.max()) >= model.num_experts:
+        problems.append(f"routes name expert {int(routes.max())} of model.num_experts = {model.num_experts}")
+    if int(routes.min()) < NOT_RECORDED:
+        problems.append(
+            f"routes name expert {int(routes.min())}: {NO_EXPERT} is no expert, {NOT_RECORDED} not recorded"
+        )
+    in_order = routes.sort(-1).values
+    equal = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
+    if equal.any():
+        problems.append(f"routes name expert {int(in_order[..., 1:][equal][0])} twice for one token")
+    marked = (routes < 0).sum(-1)
+    if ((marked > 0) & (marked < model.top_k)).any():
+        problems.append(f"routes have marks in some of a token's {model.top_k} places: mark all of them or none")
+    if digest_N is not None and not problems:
+        wrong_N = (digest_N != digest_routes(ids_NS, experts_NSLK, valid_NS)).nonzero().flatten()
+        if len(wrong_N):
+            problems.append(
+                f"the routes of sample {int(wrong_N[0])} were recorded for other ids or positions: give them with the "
+                "ids that they were recorded with, position by position"
+            )
+    return problems
+
+
+def _moe_layers_of(experts_SAK: np.ndarray, positions: int, model: Model) -> Tensor:
+    """Return an engine's routes for all positions of a sample: of MoE layers alone, and NOT_RECORDED at the end."""
+    layers = [block for block in moe_blocks(model) if block < model.num_layers]
+    experts = torch.from_numpy(experts_SAK.astype(np.int16))
+    if experts.shape[1] != len(layers):  # the engine counts dense layers too
+        experts = experts[:, layers]
+    out = torch.full((positions, *experts.shape[1:]), NOT_RECORDED, dtype=torch.int16)
+    out[: len(experts)] = experts[:positions]
+    return out
+
+
+def routes_from_vllm(text: str, positions: int, model: Model) -> Tensor:
+    """Return the routes (positions, L, K) of a sample in vLLM's answer (`routed_experts`).
+
+    Args:
+        text: base64 of a .npy file of shape (positions - 1, layers, K); the last sampled token has no route.
+        positions: number of the sample's ids.
+        model: the recipe's [model].
+    """
+    experts = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    return _moe_layers_of(experts, positions, model)
+
+
+def routes_from_sglang(text: str, positions: int, model: Model) -> Tensor:
+    """Return the routes (positions, L, K) of a sample in SGLang's answer (`routed_experts`).
+
+    Args:
+        text: base64 of int32 numbers of shape (positions - 1, num_layers, K).
+        positions: number of the sample's ids.
+        model: the recipe's [model].
+    """
+    experts = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.int32)
+    return _moe_layers_of(experts.reshape(-1, model.num_layers, model.top_k), positions, model)
+
+
+def route_mismatch(one: Routes, other: Routes) -> float:
+    """Return the fraction of recorded choices in `one` that `other` did not make for the same token and layer."""
+    mine, theirs = one.experts_NSLK, other.experts_NSLK
+    recorded = (mine >= 0).all(-1, keepdim=True) & (theirs >= 0).all(-1, keepdim=True)
+    missing = ~(mine.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1)
+    return float((missing & recorded).sum() / recorded.expand_as(missing).sum().clamp(min=1))
