@@ -194,7 +194,7 @@ def read_intact(folder: Path, name: str, expected: Checksum) -> bytes:
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
-    """Return the Hugging Face files (config, tokenizer) that were copied into a checkpoint's hf/, by name."""
+    """Return the paths of the Hugging Face files (config, tokenizer) in a checkpoint's subfolder hf/, by name."""
     names = [name.removeprefix(f"{CARRIED}/") for name in read_manifest(folder).files if name.startswith(f"{CARRIED}/")]
     return {name: require_regular(folder, f"{CARRIED}/{name}") for name in sorted(names) if "/" not in name}
 

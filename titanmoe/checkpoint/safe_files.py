@@ -162,7 +162,7 @@ def _open_at(at: int, part: str, flags: int, shown: Path) -> int:
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:
-    """Open a regular file in a folder for reading, retrying temporary errors; an error if it is a link."""
+    """Open a regular file in a folder for reading, with retries; CheckpointError if it is anything else."""
 
     def opened() -> BinaryIO:
         try:

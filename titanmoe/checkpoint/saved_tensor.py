@@ -70,18 +70,18 @@ def read_saved_tensor(file: BinaryIO) -> SavedTensor:
         raise ValueError("it is compressed, which titanmoe does not do: it could be of any size")
     if len(entries) < len(archive.infolist()) or "data.pkl" not in entries:
         raise ValueError(f"it does not have the files of one tensor: {', '.join(entries):.80}")
-    start, end = _place(file, entries["data.pkl"])
+    start, end = _contents_range(file, entries["data.pkl"])
     if end - start > MOST_BYTES:
         raise ValueError(f"its description of the tensor has {end - start:,} bytes")
     file.seek(start)
-    dtype, offset, shape, strides = _described(follow(file.read(end - start), OPERATIONS, "one tensor"))
+    dtype, offset, shape, strides = _parse_rebuild_call(follow(file.read(end - start), OPERATIONS, "one tensor"))
     if "data/0" not in entries:
         raise ValueError("it has no numbers")
-    start, end = _place(file, entries["data/0"])
+    start, end = _contents_range(file, entries["data/0"])
     return SavedTensor(dtype, shape, strides, start + offset * dtype.itemsize, end)
 
 
-def _place(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
+def _contents_range(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
     """Return the positions in `file` of the first byte of a zip entry's contents, and after the last byte."""
     file.seek(entry.header_offset)
     mark, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
@@ -91,8 +91,12 @@ def _place(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
     return start, start + entry.file_size
 
 
-def _described(value: Any) -> tuple[torch.dtype, int, Sizes, Sizes]:
-    """Return dtype, offset in the storage, shape and strides of the tensor that a pickled call would rebuild."""
+def _parse_rebuild_call(value: Any) -> tuple[torch.dtype, int, Sizes, Sizes]:
+    """Return dtype, offset in the storage, shape and strides of the tensor that torch.load would rebuild.
+
+    Args:
+        value: what the file's pickle describes; a ValueError if that is not one tensor on a CPU.
+    """
     nothing = PickledCall(GlobalName("collections OrderedDict"), ())
     match value:
         case PickledCall(

@@ -234,7 +234,8 @@ class CheckpointWriter(StorageWriter):
     def _check_finite(self, plan: SavePlan, planner: ShardPlanner) -> None:
         """Raise NonFiniteError if a tensor that this rank writes has NaN or infinite elements. Not collective.
 
-        The plan is known by now, so replicas are checked by the rank that writes them; small ones by all ranks.
+        The plan is known by now, so replicas are checked by the rank that writes them; small ones by every rank that
+        has them.
         """
         own = {item.index.fqn for item in plan.items}
         shards = {

@@ -80,7 +80,7 @@ class ParsedConfig(NamedTuple):
 
     @property
     def aux_loss(self) -> float | None:
-        """The moe.aux_loss that weighs balance as transformers' router_aux_loss_coef does; None if it adds no term.
+        """Value of moe.aux_loss with the weight of router_aux_loss_coef; None if transformers adds no such loss.
 
         Theirs is E * sum_e (routed_e / tokens) * p_e with sums over all layers together: top_k under uniform routing.
         Ours is 1 in each layer, and layers add up. So router_aux_loss_coef * top_k / layers with experts is the same
@@ -93,7 +93,7 @@ class ParsedConfig(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """Lines on what config.json says that is not supported or not known."""
+        """Lines for the log on keys of config.json that are not supported or not known."""
         notes = [
             f"{CONFIG} has {key} = {json.dumps(self.json[key])}: {why}"
             for key, why in TRAINING_ONLY.items()
@@ -121,21 +121,30 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def describe_folder(folder: Path, dense: bool = False) -> ParsedConfig:
-    """Parse the config.json of a model's folder.
+    """Parse and check the config.json in a model's folder.
 
     Args:
         folder: the folder.
         dense: expect a model without experts, to be upcycled.
 
     Raises:
-        ConfigError: with everything that [model] cannot express.
+        ConfigError: with everything in it that [model] cannot express.
     """
     file = folder / CONFIG
     return parse_config_json(read_json(file), str(file), dense)
 
 
 def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) -> ParsedConfig:
-    """Parse the contents of a config.json; `source` names it in a ConfigError with everything that is wrong."""
+    """Translate the contents of a config.json to our [model].
+
+    Args:
+        config: the contents.
+        source: the file's name, for messages.
+        dense: expect a model without experts, to be upcycled.
+
+    Raises:
+        ConfigError: with everything in it that [model] cannot express.
+    """
     hf = _type_of(config, source, dense)
     outer, config = config, text_model_config(config, hf, source)
     values: dict[str, Any] = {}
@@ -180,7 +189,13 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
 
 
 def context_note(folder: Path, model: Model, seq_len: int) -> str:
-    """Return a line for the header if samples are longer than the model's context (config.json); "" if not."""
+    """Return a line for the log if samples are longer than the model's context in its config.json; "" if they are not.
+
+    Args:
+        folder: the folder with config.json.
+        model: [model] of the run, whose RoPE may stretch the context.
+        seq_len: tokens of a sample.
+    """
     try:
         context = describe_folder(folder).json.get("max_position_embeddings")
     except ConfigError:  # carried along from another version, or of another kind
@@ -206,16 +221,22 @@ def _unfollowed(hf: HuggingFace, config: dict[str, Any], source: str) -> list[st
 
 
 def known_keys(hf: HuggingFace) -> set[str]:
-    """Return the keys of config.json that are read, or known to have no effect, for a family."""
+    """Return the keys of a config.json that we read for a family, or know to have no effect; others get a note."""
     keys_read = *hf.fields.values(), *(conversion.keys for conversion in hf.conversions)
     return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.defaults, hf.fixed, [hf.mtp_key], *keys_read)
 
 
 def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str, Any]:
-    """Return a multimodal model's config for its text model: text_config and the keys shared with it.
+    """Return the keys of a config.json that describe the text model, in one dict.
 
-    Other models' configs are returned unchanged. A key of the text model that stands only beside text_config is left
-    out: transformers does not look for it there.
+    For a multimodal model these are the keys in its text_config and those beside it that both models share; keys of the
+    text model that stand only beside text_config are left out, because transformers does not look for them there. Other
+    models' dicts are returned unchanged.
+
+    Args:
+        config: the contents of config.json.
+        hf: the family's format.
+        source: the file's name, for messages.
     """
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return config
@@ -261,7 +282,12 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
 
 
 def _oversized(values: dict[str, Any], source: str) -> list[str]:
-    """Return lines on numbers above every model's; checked before lists of that length are made."""
+    """Return an error line for each number that is above every model's; checked before lists of that length are made.
+
+    Args:
+        values: values by field of [model].
+        source: name of the config.json, for messages.
+    """
     numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
     problems = []
     for name, value in numbers.items():
@@ -279,7 +305,13 @@ def _oversized(values: dict[str, Any], source: str) -> list[str]:
 
 
 def _mistyped(hf: HuggingFace, values: dict[str, Any], source: str) -> list[str]:
-    """Return lines on values of wrong types. Integers become floats in place where a float is needed."""
+    """Return an error line for each value of a wrong type. Integers become floats in place where a float is needed.
+
+    Args:
+        hf: the family's format.
+        values: values by field of [model].
+        source: name of the config.json, for messages.
+    """
     kinds = {f.name: type(getattr(Model(), f.name)) for f in fields(Model)}
     kinds |= {f"{OWN_PREFIX}{name}": type(default) for name, default in family_of(hf.family).own.items()}
     values |= {n: float(v) for n, v in values.items() if kinds[n] is float and type(v) is int}
@@ -308,7 +340,7 @@ def _violations(model: Model) -> list[ranges.Violation]:
 
 
 def nearest_size(model: Model) -> str:
-    """Return the name of the family's size that differs from the model in the fewest fields."""
+    """Return the name of the model family's preset size that differs from the model in the fewest fields."""
 
     def count_differences(size: str) -> int:
         return len(differing_fields(model, Model(**preset(model.family, size))))
@@ -317,7 +349,7 @@ def nearest_size(model: Model) -> str:
 
 
 def model_table(model: Model) -> str:
-    """Return the [model] table of a recipe: family and size, then the fields that differ from that size."""
+    """Return the text of a recipe's [model] table: family and size, then the fields that differ from that size."""
     base = preset(model.family, model.size)
     names = [f.name for f in fields(Model) if f.name not in ("family", "size")]
     different = [n for n in names if getattr(model, n) != base.get(n, getattr(Model(), n))]
@@ -329,7 +361,7 @@ def model_table(model: Model) -> str:
 
 
 def hf_format_of(family: str) -> HuggingFace:
-    """Return how Hugging Face stores a family; ConfigError if it has no such format."""
+    """Return the names and keys with which Hugging Face stores a model family; ConfigError if it does not store it."""
     try:
         hf = family_of(family).hf
     except ComponentError as error:
@@ -340,13 +372,14 @@ def hf_format_of(family: str) -> HuggingFace:
 
 
 def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int) -> dict[str, Any]:
-    """Return a config.json with which transformers builds the same model.
+    """Return the contents of a config.json with which transformers builds the same model.
 
     Args:
         model: the model.
-        carried: the config.json that the model came from; its other keys (special tokens, context) are copied.
+        carried: the config.json that the model came from, whose other keys (special tokens, context) are copied; None
+            if it came from none.
         dtype: the weights' dtype.
-        seq_len: sequence length of training, for max_position_embeddings.
+        seq_len: sequence length of training in tokens, for max_position_embeddings.
 
     Raises:
         ConfigError: transformers cannot express the model.

@@ -64,15 +64,18 @@ def check_output_folder(out: Path, overwrite: bool, marks: tuple[str, ...]) -> N
 
 
 def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, overwrite: bool, group: Group) -> int:
-    """Write weights as a checkpoint of ours at step 0, without optimizer state; return their bytes. Collective.
+    """Write weights as a checkpoint of ours at step 0, without optimizer state. Collective over the group.
 
     Args:
-        out: the checkpoint to make.
+        out: the checkpoint's folder, which is made.
         weights: the weights by our names.
         origin: the folder with config.json and tokenizer, which are copied.
         provenance: how the weights were made, for the record.
         overwrite: replace an existing checkpoint.
         group: ranks that share the work.
+
+    Returns:
+        The bytes of all weights.
     """
     raise_on_all_ranks(group, lambda: check_output_folder(out, overwrite, (layout.MANIFEST,)))
     own = assign_by_bytes({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
@@ -122,7 +125,9 @@ def to_hf(
     group: Group,
     base_name: str = "",
 ) -> FolderPlan:
-    """Export a checkpoint, or adapters merged into their base weights, to a Hugging Face folder. Collective.
+    """Export a checkpoint, or adapters merged into their base weights, to a Hugging Face folder; return its contents.
+
+    Collective over the group.
 
     Args:
         path: a checkpoint, or a PEFT folder.
@@ -158,7 +163,7 @@ def to_peft(
     group: Group,
     base_name: str = "",
 ) -> PeftFolder:
-    """Export a checkpoint's adapters to a PEFT folder. Collective.
+    """Export a checkpoint's LoRA adapters to a PEFT folder; return its contents. Collective over the group.
 
     Args:
         path: a checkpoint of a run with adapters.
@@ -231,11 +236,13 @@ def _size_and_rank(group: Group) -> tuple[int, int]:
 
 
 def raise_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
-    """Return what `work` returns on this rank. Collective over the group.
+    """Call `work` on every rank and return this rank's result; if it fails on any rank, raise on all.
+
+    Collective over the group.
 
     Raises:
-        ConfigError: on all ranks with every distinct problem, if it raised a ConfigError, CheckpointError or OSError on
-            any.
+        ConfigError: with every distinct problem, if `work` raised a ConfigError, CheckpointError or OSError on any
+            rank.
     """
     problems: list[str] = []
     source = ""

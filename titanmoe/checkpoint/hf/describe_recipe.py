@@ -18,10 +18,10 @@ CONTEXT = 4096
 
 
 def write_recipe(name: str) -> str:
-    """Return the text of a recipe for a model, which loads as it stands; data and steps are left to fill in.
+    """Return the text of a TOML recipe that trains a Hugging Face model; the user fills in data and steps.
 
     Args:
-        name: a Hugging Face folder, hub name or URL; small files are fetched.
+        name: a Hugging Face folder, hub name or URL; config.json and tokenizer are fetched.
     """
     folder = describing_folder(name)
     parsed = describe_folder(folder)

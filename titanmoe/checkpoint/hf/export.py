@@ -61,7 +61,7 @@ class Export:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shape and dtype of each Hugging Face tensor; those made from the same tensor of ours follow each other."""
+        """Shape and dtype of each Hugging Face tensor by name; those of one tensor of ours stand together."""
         return {name: (shape, self._dtype(name)) for name, shape in self.map.hf_shapes.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -69,11 +69,17 @@ class Export:
         return self.stored[our_name][1] if self.dtype is None or our_name.endswith(EXPERT_BIAS) else self.dtype
 
     def make(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of a Hugging Face tensor."""
+        """Return a block of a Hugging Face tensor in the dtype of the file, made from our weights.
+
+        Args:
+            name: the tensor's name on Hugging Face.
+            offset: where the block begins in the tensor.
+            shape: the block's shape; its last dim has to be full.
+        """
         return self.map.write(name, offset, shape, self._dtype(name), self.weights.read)
 
     def config(self) -> dict[str, Any]:
-        """Return the contents of config.json."""
+        """Return the contents of the config.json for these weights."""
         carried = configs.read_json(self.carried[configs.CONFIG]) if configs.CONFIG in self.carried else None
         dtype = str(self.sizes["model.embed_tokens.weight"][1]).removeprefix("torch.")
         return configs.to_config_json(self.model, carried, dtype, self.seq_len)
@@ -91,12 +97,17 @@ class FolderPlan(NamedTuple):
     """Contents of generation_config.json; None: it is copied as it is, or there is none."""
 
     def write(self, folder: Path, files: Sequence[str]) -> None:
-        """Write the named safetensors files."""
+        """Write safetensors files of the plan; each rank writes some.
+
+        Args:
+            folder: where to write.
+            files: names of the files to write.
+        """
         for name in files:
             write_file(folder / name, self.files[name], self.export.make)
 
     def complete(self, folder: Path) -> None:
-        """Write the index, config.json and the tokenizer, and fsync the folder."""
+        """Write config.json, index and tokenizer, and fsync the folder. One rank calls it, at the end."""
         layout.write_text(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
         if len(self.files) > 1:
             layout.write_text(folder / INDEX, json.dumps(index_json(self.files), indent=2) + "\n")
@@ -114,7 +125,7 @@ def plan_folder(
     dtype: torch.dtype | None,
     base_name: str,
 ) -> FolderPlan:
-    """Plan the Hugging Face folder of a checkpoint, or of adapters merged into their base weights.
+    """Plan the Hugging Face folder of a checkpoint, or of adapters merged into their base weights. Write nothing.
 
     Args:
         path: a checkpoint, or a PEFT folder.
@@ -153,8 +164,8 @@ def end_token_ids(files: Mapping[str, Path], vocab_size: int) -> list[int]:
     Without the second, transformers would generate on after an assistant's turn. [] without a tokenizer.
 
     Args:
-        files: the folder's files by name.
-        vocab_size: ids from here on are left out.
+        files: paths of the Hugging Face folder's files by name, the tokenizer among them.
+        vocab_size: size of the model's vocabulary; ids beyond it are left out.
     """
     if FILE not in files:
         return []

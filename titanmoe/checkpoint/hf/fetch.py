@@ -36,17 +36,32 @@ CACHE = "TITANMOE_CACHE"
 
 
 def describing_folder(name: str) -> Path:
-    """Return a folder with the model's config.json and tokenizer, fetched if need be; ConfigError if that fails."""
+    """Return a local folder with a model's config.json and tokenizer, fetched if need be; ConfigError if that fails.
+
+    Args:
+        name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
+    """
     return _folder(name, DESCRIBING_FILES, lambda folder: (folder / CONFIG).is_file())
 
 
 def weights_folder(name: str) -> Path:
-    """Return a folder with the model's weights too, fetched if need be; ConfigError if that fails."""
+    """Return a local folder with a model's config.json, tokenizer and weights, fetched if need be.
+
+    Args:
+        name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
+
+    Raises:
+        ConfigError: it cannot be fetched.
+    """
     return _folder(name, (*DESCRIBING_FILES, "*.safetensors"), _has_weights)
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder of a model with its weights, or of a checkpoint, if it is on this machine. Fetches nothing."""
+    """Return the local folder of a model with its weights, or of a checkpoint; None if there is none. Fetch nothing.
+
+    Args:
+        name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
+    """
     if is_url(name):
         folder = _url_cache() / _url_key(name)
         return folder if _has_weights(folder) else None
@@ -62,13 +77,19 @@ def local_folder(name: str) -> Path | None:
 
 
 def resolve_place(name: str) -> str:
-    """Return the resolved path of a model on this machine, or its name if it is not here. Fetches nothing."""
+    """Return the resolved path of a model on this machine, or its name if it is not here. Fetch nothing.
+
+    Two names with equal results stand for the same model.
+
+    Args:
+        name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
+    """
     folder = local_folder(name)
     return str(folder.resolve()) if folder else name
 
 
 def short_name(name: str) -> str:
-    """Return a model's name in lower case without owner, folder and revision."""
+    """Return a model's name in lower case without owner, folder and revision: qwen3-8b for Qwen/Qwen3-8B@main."""
     path = Path(name.partition("@")[0]).expanduser()
     path = path.resolve() if path.exists() else path
     hub = next((part for part in reversed(path.parts) if part.startswith("models--")), "")
@@ -76,13 +97,25 @@ def short_name(name: str) -> str:
 
 
 def pin_revision(name: str, folder: Path) -> str:
-    """Return the name with which exactly this folder can be fetched again: on the hub, with the revision."""
+    """Return the name with which exactly this folder can be fetched once more: on the hub, OWNER/MODEL@COMMIT.
+
+    Args:
+        name: the model's name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
+        folder: the folder where it is on this machine.
+    """
     hub = _hub_name(name)
     return f"{hub[0]}@{folder.name}" if hub else name
 
 
 def fingerprint(name: str, folder: Path) -> str:
-    """Return a hash of a model's pinned name, config.json and index, 16 hexadecimal digits. Weights are not read."""
+    """Return a hash of a model's name and revision, config.json and tensor index, as 16 hexadecimal digits.
+
+    Weights are not read.
+
+    Args:
+        name: the model's name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
+        folder: the folder where it is on this machine.
+    """
     digest = blake2b(pin_revision(name, folder).encode(), digest_size=8)
     for file in (CONFIG, INDEX):
         if (folder / file).is_file():
@@ -91,9 +124,10 @@ def fingerprint(name: str, folder: Path) -> str:
 
 
 def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
-    """Fetch the weights that a run without a checkpoint of its own begins from.
+    """Fetch the weights of checkpoint.initial_hf if a run that has no checkpoint of its own begins from them.
 
-    Called before the process group is made, so that no collective waits for a download.
+    Called before the process group is made, so that no collective waits for a download. Every rank may call it: one
+    process of each machine fetches.
     """
     checkpoint = config.checkpoint
     if is_remote(checkpoint.initial_hf) and checkpoint.load in ("auto", "none") and not has_begun(config):
@@ -102,7 +136,7 @@ def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
 
 
 def is_remote(name: str) -> bool:
-    """Return whether a model's name is a URL, or a name on the hub that is no folder here."""
+    """Return whether a model's name is a URL, or a name on the hub and not an existing path on this machine."""
     return is_url(name) or _hub_name(name) is not None
 
 
@@ -129,7 +163,12 @@ def _folder(name: str, patterns: tuple[str, ...], complete: Callable[[Path], boo
 
 @contextmanager
 def _one_at_a_time(folder: Path, key: str) -> Iterator[None]:
-    """Hold a file lock, so that one process fetches and the others that share the folder find what it fetched."""
+    """Hold a file lock in a cache folder, so that one process fetches and others then find what it fetched.
+
+    Args:
+        folder: the cache.
+        key: name of what is fetched.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / f".titanmoe-{key}.lock").open("w")
@@ -144,10 +183,16 @@ def _one_at_a_time(folder: Path, key: str) -> Iterator[None]:
 
 
 def _from_hub(repo: str, revision: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
-    """Return the cached snapshot of a model on the hub, or download it.
+    """Return the folder of a model in the hub's cache, downloading it if it is not complete there.
 
     The hub is not asked for anything newer than the cache has: ranks that start one after the other agree, and a run
     goes on with what it began with.
+
+    Args:
+        repo: OWNER/MODEL.
+        revision: a branch, tag or commit.
+        patterns: patterns of the files to download.
+        complete: returns whether a folder has all that is needed.
     """
     if repo == SMALL_MODEL:
         make = f"make it and its data with {MAKE_SMALL_MODEL}, in titanmoe's folder"
@@ -178,7 +223,12 @@ def _repo_cache(cache: Path, repo: str) -> Path:
 
 
 def _cached(repo_cache: Path, revision: str) -> Path | None:
-    """Return the folder of a revision in the hub's cache; None if there is none."""
+    """Return the folder of a model's revision in the hub's cache, complete or not; None if there is none.
+
+    Args:
+        repo_cache: the model's folder in the cache.
+        revision: a branch, tag or commit.
+    """
     reference = repo_cache / "refs" / revision
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
     folder = repo_cache / "snapshots" / commit
@@ -220,9 +270,15 @@ def _from_url(url: str, patterns: tuple[str, ...], complete: Callable[[Path], bo
 
 
 def _copy(system: Any, root: str, folder: Path, weights: bool) -> None:
-    """Copy a model's files from a URL into the cache; each appears once it is complete.
+    """Copy a model's files from a URL into the cache; each appears under its name once it is complete.
 
     Files are asked for by name, because an https server has no listing.
+
+    Args:
+        system: fsspec's file system of the URL.
+        root: path of the model in it.
+        folder: where to copy to.
+        weights: whether to copy the safetensors files too.
     """
     folder.mkdir(parents=True, exist_ok=True)
 

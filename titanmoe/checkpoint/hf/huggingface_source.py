@@ -43,7 +43,7 @@ class HuggingFaceSource:
 
         Args:
             path: the folder with config.json.
-            parsed: that file.
+            parsed: the parsed config.json.
             model: the [model] to read the weights as.
             drop: ("mtp",) leaves multi-token prediction out.
             folder: the weights, if they are not safetensors files in `path`.
@@ -59,7 +59,7 @@ class HuggingFaceSource:
 
     @cached_property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shape and dtype of each of our tensors, as they are in the files."""
+        """Shape and stored dtype of each of the model's tensors, by our names."""
         return {name: (shape, self._dtype(name)) for name, shape in self.map.our_shapes.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -67,7 +67,13 @@ class HuggingFaceSource:
         return self.weights.tensors[places[0].hf_name][1] if places else torch.float32
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of one of our tensors, in the dtype of the files."""
+        """Return a block of a tensor of the model in its stored dtype, read from the Hugging Face files.
+
+        Args:
+            name: our name of the tensor.
+            offset: where the block begins in our tensor.
+            shape: the block's shape.
+        """
         name = stored_name(name, self.model.tie_embeddings)
         return self.map.read(name, offset, shape, self._dtype(name), self.weights.read)
 
@@ -78,7 +84,7 @@ class HuggingFaceSource:
 
     @property
     def notes(self) -> list[str]:
-        """Lines that the user should see although nothing is wrong."""
+        """Lines for the log on what the user should know although the files fit the model, such as tensors left out."""
         file, file_model = self.path / configs.CONFIG, self.parsed.model
         notes = [f"left out {len(names)} tensors: {reason}" for reason, names in self.skipped.items()]
         if "mtp" in self.drop and not self.has_mtp:
@@ -98,7 +104,10 @@ class HuggingFaceSource:
         return notes
 
     def _model_problems(self) -> list[str]:
-        """Return a line for each field of [model] in which config.json differs and that model.change does not allow."""
+        """Return an error line for each field of [model] that config.json contradicts and model.change omits.
+
+        model.mtp_after_norm must be true for multi-token prediction, unless model.change lists it.
+        """
         file, file_model = self.path / configs.CONFIG, self.parsed.model
         if configs.hf_format_of(self.model.family).model_type != configs.hf_format_of(file_model.family).model_type:
             return [f"model.family = {self.model.family!r}, but {file} has model_type {self.parsed.hf.model_type!r}"]
@@ -149,7 +158,14 @@ class HuggingFaceSource:
         return depth + [f"{name}: {what}" for what, names in kinds.items() for name in compress_names(names)]
 
     def _depth_problem(self, in_files: Iterable[str]) -> tuple[list[str], set[int]]:
-        """Return a problem if the files have more or fewer layers than config.json says, and the layers in question."""
+        """Return an error line if the files have more or fewer layers than config.json says, and these layers.
+
+        Args:
+            in_files: names of the tensors in the files.
+
+        Returns:
+            The line, and the layers that are missing or too many; ([], set()) if the depth is right or cannot be told.
+        """
         ends = (".input_layernorm.weight", ".attention_norm.weight")
         norms = (name for name in in_files if name.endswith(ends) and not self._is_mtp(name))
         stored, expected = {_layer(name) for name in norms} - {None}, set(range(self.model.num_layers))
@@ -162,11 +178,18 @@ class HuggingFaceSource:
         return [problem], stored ^ expected
 
     def _unused_parts(self) -> dict[str, StoredSlice]:
-        """Return tensors of the files that belong to no weight, such as stray scales."""
+        """Return the quantisation scales in the files that belong to no weight, by name."""
         return {name: self.weights.folder.tensors[name] for name in self.weights.unused}
 
     def _skip(self, names: set[str]) -> set[str]:
-        """Return the names that are not left out on purpose, and record the others in self.skipped."""
+        """Return those of the names that the model should have a place for, and record the others in `skipped`.
+
+        Others are tensors that are left out on purpose, such as dropped multi-token prediction or a copy of a tied
+        embedding.
+
+        Args:
+            names: names of tensors in the files that are not part of the model.
+        """
         reasons, hf_tensors = {}, self.parsed.hf.hf_tensors
         for name in names:
             if self.parsed.hf.derived and name.endswith(self.parsed.hf.derived):
@@ -192,7 +215,7 @@ class HuggingFaceSource:
         return any(self._is_mtp(name) for name in self.weights.tensors)
 
     def _is_mtp(self, name: str) -> bool:
-        """Return whether a tensor belongs to multi-token prediction.
+        """Return whether a tensor in the files belongs to multi-token prediction.
 
         DeepSeek-V3 stores it as additional layers, Qwen under names of its own.
         """
@@ -201,7 +224,7 @@ class HuggingFaceSource:
         return name.startswith(("mtp.", "mtp_layers.")) or (layer is not None and first <= layer < first + count)
 
     def _equal(self, a: str, b: str) -> bool:
-        """Return whether two stored matrices are equal, reading them in blocks of rows."""
+        """Return whether two matrices in the files are equal, reading them in blocks of rows."""
         tensors = self.weights.tensors
         if tensors[a] != tensors[b]:
             return False
@@ -211,19 +234,25 @@ class HuggingFaceSource:
 
 
 def _layer(name: str) -> int | None:
-    """Return the number in model.layers.NUMBER, or in layers.NUMBER."""
+    """Return the layer's number in a tensor's name, model.layers.NUMBER or layers.NUMBER; None for other names."""
     number = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
     return None if number is None else int(number[1])
 
 
 def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> HuggingFaceSource:
-    """Open a Hugging Face folder as a model of ours, unchecked; drop = ("mtp",) leaves multi-token prediction out."""
+    """Open a Hugging Face folder to read its weights as a model of ours. Whether they fit it is not checked.
+
+    Args:
+        folder: the folder.
+        model: the [model] to read the weights as.
+        drop: ("mtp",) leaves multi-token prediction out.
+    """
     path = Path(folder)
     return HuggingFaceSource(path, configs.describe_folder(path), model, drop)
 
 
 def open_first_weights(folder: Path, model: Model) -> HuggingFaceSource:
-    """Open and check the Hugging Face folder that a run begins from.
+    """Open the Hugging Face folder that a run begins from; ConfigError if it does not fit the model.
 
     Multi-token prediction is left out if the model has none.
     """

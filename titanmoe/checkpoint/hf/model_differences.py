@@ -28,7 +28,10 @@ _YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name 
 
 
 def effective_fields(model: Model) -> dict[str, Any]:
-    """Return the fields that determine what a model computes; unused ones have their defaults, synonyms one value."""
+    """Return the fields of [model] that determine what a model computes, by name, in a form that can be compared.
+
+    Fields without effect in this model have their defaults, and values that mean the same are replaced by one of them.
+    """
     unused: list[str] = []
     if model.rope_scaling == "none":
         unused += _YARN

@@ -32,7 +32,9 @@ def read_first_adapters(folder: Path, model: Model, lora: LoRA) -> Adapters:
 
 
 def refuse_other_base(adapters: Adapters, base_name: str) -> None:
-    """Raise a ConfigError if adapters name another base model than the given one, as far as names tell.
+    """Raise a ConfigError if adapters are for another base model than the run's, as far as the models' names tell.
+
+    A base model that is on this machine is not refused here: `compare_base` can compare its weights.
 
     Args:
         adapters: the adapters.
@@ -70,7 +72,7 @@ def compare_base(adapters: Adapters, weights: Weights, base_name: str, group: Gr
     Args:
         adapters: the adapters.
         weights: the base weights to use.
-        base_name: their name, as the user gave it.
+        base_name: the name of `weights`, as the user gave it.
         group: ranks that share the work.
 
     Raises:
@@ -88,7 +90,20 @@ def compare_base(adapters: Adapters, weights: Weights, base_name: str, group: Gr
 
 
 def _compare_weights(adapters: Adapters, weights: Weights, base_name: str, group: Group) -> str:
-    """Compare the digests of the given weights and of the base model that adapter_config.json names. Collective."""
+    """Compare the digests of the given weights and of the base model that adapter_config.json names. Collective.
+
+    Args:
+        adapters: the adapters.
+        weights: the base weights to use.
+        base_name: the name of `weights`, as the user gave it.
+        group: ranks that share the reading.
+
+    Returns:
+        A line for the log that they are the same.
+
+    Raises:
+        ConfigError: they differ, or the named model cannot be read.
+    """
     named = adapters.base
 
     def why_no_such_model() -> str:

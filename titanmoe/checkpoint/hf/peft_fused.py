@@ -15,25 +15,25 @@ from titanmoe.checkpoint.hf.tensor_map import TensorMap
 
 
 def fused_matrices(map_: TensorMap, name: str) -> list[str]:
-    """Return the names of our weights that are fused in one Hugging Face tensor with `name`, itself included."""
+    """Return our names of all weights in the same Hugging Face tensor as the weight `name`, itself included."""
     place = map_.places[name][0]
     return [name] if place.hf_tensor.fused is None else [part.our_name for part in map_.parts[place.hf_name]]
 
 
 def rows_in_fused(map_: TensorMap, name: str) -> Tensor:
-    """Return the rows of the fused Hugging Face tensor that hold the rows of one of our weights."""
+    """Return the row numbers, in its fused Hugging Face tensor, of all rows of our weight `name` in their order."""
     return map_.rows(map_.places[name][0].hf_tensor, 0, map_.our_shapes[name][0])
 
 
 def fuse_adapters(
     pairs: Iterable[tuple[Tensor, Tensor]], rows: Iterable[Tensor], outputs: int
 ) -> tuple[Tensor, Tensor]:
-    """Return A and B of a fused weight.
+    """Merge the adapters of several weights into A and B of the one matrix that transformers fuses them in.
 
     Args:
-        pairs: A (r, inputs) and B (outputs, r) of each weight in it.
-        rows: the rows of the fused weight that each has.
-        outputs: rows of the fused weight.
+        pairs: A (r, inputs) and B (outputs, r) of each weight.
+        rows: the row numbers of each weight in the fused matrix.
+        outputs: number of rows of the fused matrix.
     """
     downs, ups = zip(*pairs, strict=True)
     down, begin = torch.cat(downs), 0
@@ -45,15 +45,15 @@ def fuse_adapters(
 
 
 def split_fused_adapters(down: Tensor, up: Tensor, rows: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Split the adapter of a fused weight into A and B of each weight in it, by name.
+    """Split the adapter of a fused matrix into A and B of each weight in it, by name.
 
-    Weights whose outputs B does not reach are left out, unless it reaches none. If B is block diagonal each gets its
-    own rows of A; otherwise all get the full A.
+    Weights for whose rows B is zero are left out, unless B is zero for all. If B is block diagonal each gets a slice of
+    the rows of A; otherwise all get the full A.
 
     Args:
-        down: A of the fused weight.
-        up: its B.
-        rows: the rows of the fused weight that each weight has, by name.
+        down: A of the fused matrix.
+        up: B of the fused matrix.
+        rows: the row numbers of each weight in the fused matrix, by the weight's name.
     """
     ups = {name: up[row] for name, row in rows.items()}
     ups = {name: own for name, own in ups.items() if own.any()} or ups

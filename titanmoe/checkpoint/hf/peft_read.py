@@ -75,12 +75,12 @@ MOST_PATTERN = 200
 
 
 def is_peft(path: Path) -> bool:
-    """Return whether a folder has an adapter_config.json."""
+    """Return whether a folder is one of PEFT's adapters: it has an adapter_config.json."""
     return (path / CONFIG).is_file()
 
 
 def base_name_of(path: Path) -> str:
-    """Return the base model that adapter_config.json names, with @REVISION if it has one; "" if it names none."""
+    """Return the base model's name in a PEFT folder's adapter_config.json, with @REVISION if it has one; else ""."""
     settings = read_json(path / CONFIG)
     names = {key: settings.get(key) or "" for key in ("base_model_name_or_path", "revision")}
     for key, name in names.items():
@@ -97,7 +97,7 @@ class _Reader:
         self.path, self.model, self.settings = path, model, read_json(path / CONFIG)
         self.files = SafetensorsFolder(path, WEIGHTS)
         self.map = TensorMap(model, hf_format_of(model.family))
-        self.alternate = any(hf_tensor.stride > 1 for hf_tensor in self.map.hf.hf_tensors.values())
+        self.interleaved = any(hf_tensor.stride > 1 for hf_tensor in self.map.hf.hf_tensors.values())
         """Whether gate and up rows are interleaved in the fused weight."""
         self.tensors: dict[str, LazyTensor] = {}
         self.alphas: dict[str, float] = {}
@@ -108,27 +108,30 @@ class _Reader:
         self.problems: list[str] = []
 
     def adapters(self) -> Adapters:
-        """Read everything; ConfigError with all problems."""
+        """Return the folder's adapters, whose tensors are read later; ConfigError with everything that is wrong."""
         self.problems += unsupported_settings(self.settings)
         self.problems += self._mistyped()
         if not self.problems:
             for name in filter(is_adaptable, self.map.our_shapes):
                 if self.map.places[name][0].hf_tensor.fused is None:
-                    self._apart(name)
+                    self._add_unfused(name)
                 elif name == fused_matrices(self.map, name)[0]:
-                    self._together(fused_matrices(self.map, name))
+                    self._add_fused(fused_matrices(self.map, name))
             for layer in (name.rpartition(".")[0] for name in self.map.our_shapes if name.endswith(".experts.w1")):
-                self._stacked(layer)
-            self._join_experts()
-            self._refuse_others()
+                self._find_stacked(layer)
+            self._add_experts()
+            self._refuse_unused_tensors()
         lora = self._lora() if not self.problems else LoRA()
         if self.problems:
             raise ConfigError(self.problems, str(self.path))
         dropout = float(self.settings.get("lora_dropout") or 0.0)
         return Adapters(self.path, self.model, lora, self.tensors, base_name_of(self.path), dropout=dropout)
 
-    def _refuse_others(self) -> None:
-        """Add a problem for each tensor that is no adapter of ours, and how to train without adapters of routers."""
+    def _refuse_unused_tensors(self) -> None:
+        """Add a line to `problems` for each tensor in the folder that is no adapter of a weight that can have one.
+
+        If they are all adapters of routers and gates, another line says how to train with PEFT without those.
+        """
         unknown = self.files.tensors.keys() - self.used
         self.problems += [
             f"{name}: not an adapter of a matrix that can have one here" for name in compress_names(unknown)
@@ -148,13 +151,14 @@ class _Reader:
 
     # ---- tensors
 
-    def _keys(self, name: str, outputs: int) -> dict[str, list[str]]:
-        """Return the keys of A and of B in the file for a weight, one for each expert; {} if it has no adapter.
+    def _tensor_keys(self, name: str, outputs: int) -> dict[str, list[str]]:
+        """Return the names in the file of the A and B matrices of a weight's adapter: {"A": [...], "B": [...]}.
 
-        Missing keys and wrong shapes become problems.
+        The lists have one name, or one for each expert; {} if the weight has no adapter. Missing tensors and wrong
+        shapes are added to `problems`.
 
         Args:
-            name: our weight.
+            name: our name of the weight.
             outputs: rows of the Hugging Face matrix.
         """
         paths = [f"{PREFIX}{module_of(place)}" for place in self.map.places[name]]
@@ -174,29 +178,29 @@ class _Reader:
                     return {}
         return keys
 
-    def _together(self, group: list[str]) -> None:
-        """Add the adapters of our weights that transformers fuses in one matrix."""
-        place = self.map.places[group[0]][0]
-        if not (keys := self._keys(group[0], self.map.hf_shapes[place.hf_name][0])):
+    def _add_fused(self, names: list[str]) -> None:
+        """Add the adapters of our weights with these names, which transformers fuses in one matrix, to `tensors`."""
+        place = self.map.places[names[0]][0]
+        if not (keys := self._tensor_keys(names[0], self.map.hf_shapes[place.hf_name][0])):
             return
         both = [self._read_full(keys[leaf][0]) for leaf in "AB"]
-        for name, pair in split_parts(*both, {name: rows_in_fused(self.map, name) for name in group}).items():
+        for name, pair in split_parts(*both, {name: rows_in_fused(self.map, name) for name in names}).items():
             for adapter, tensor in zip(adapter_names(name), pair, strict=True):
                 self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, slice_of_full(lambda x=tensor: x))
             self.alphas[name] = self._alpha(module_of(place)) * len(pair[0]) / len(both[0])
 
-    def _apart(self, name: str) -> None:
+    def _add_unfused(self, name: str) -> None:
         *experts, outputs, inputs = self.map.our_shapes[name]
-        if not (keys := self._keys(name, outputs)):
+        if not (keys := self._tensor_keys(name, outputs)):
             return
         first = self.files.tensors[keys["A"][0]]
         shapes = {"A": (first.shape[0], inputs), "B": (outputs, first.shape[0])}
         for leaf, adapter in zip("AB", adapter_names(name), strict=True):
-            read = partial(self._read_apart, name, keys[leaf], leaf)
+            read = partial(self._read_unfused, name, keys[leaf], leaf)
             self.tensors[adapter] = LazyTensor((*experts, *shapes[leaf]), first.dtype, read)
         self.alphas[name] = self._alpha(module_of(self.map.places[name][0]))
 
-    def _read_apart(self, name: str, keys: list[str], leaf: str, offset: Shape, shape: Shape) -> Tensor:
+    def _read_unfused(self, name: str, keys: list[str], leaf: str, offset: Shape, shape: Shape) -> Tensor:
         hf_tensor = self.map.places[name][0].hf_tensor
         if self.map.places[name][0].expert is not None:
             chosen = keys[offset[0] : offset[0] + shape[0]]
@@ -210,8 +214,12 @@ class _Reader:
         shape = self.files.tensors[key].shape
         return self.files.read(key, (0,) * len(shape), shape)
 
-    def _stacked(self, block: str) -> None:
-        """Record the keys of a layer's stacked experts, and problems with their shapes."""
+    def _find_stacked(self, block: str) -> None:
+        """Record the tensors of the adapters of a layer's stacked experts; add lines on wrong shapes to `problems`.
+
+        Args:
+            block: our name of the layer's experts, such as layers.0.moe.experts.
+        """
         layer = block.split(".")[1]
         path = f"model.layers.{layer}.{STACKED}"
         outer, inner = f"{PREFIX}{path}", f"{PREFIX}{path}.base_layer"
@@ -241,34 +249,34 @@ class _Reader:
             self.problems.append(f"{keys[0]} and lora_B: shapes {down} and {up}, and {shapes} are needed")
         return not rest and rank > 0
 
-    def _join_experts(self) -> None:
-        """Add the adapters of stacked experts.
+    def _add_experts(self) -> None:
+        """Add the adapters of all stacked experts to `tensors`.
 
         Gate and up share one A in the folder: each gets its own rows of it if B is block diagonal in every layer, else
         both get the full A.
         """
         if self.problems:
             return
-        apart = all(
-            is_block_diagonal(self._pair(pairs[GATE_UP], self.map.our_shapes[f"{block}.w1"][0]), self.alternate)
+        block_diagonal = all(
+            is_block_diagonal(self._pair(pairs[GATE_UP], self.map.our_shapes[f"{block}.w1"][0]), self.interleaved)
             for block, pairs in self.stacks.items()
             if GATE_UP in pairs
         )
         for block, pairs in self.stacks.items():
-            self._add_stacked(block, pairs, apart)
+            self._add_stacked(block, pairs, block_diagonal)
 
-    def _add_stacked(self, block: str, pairs: dict[str, tuple[str, str]], apart: bool) -> None:
+    def _add_stacked(self, block: str, pairs: dict[str, tuple[str, str]], block_diagonal: bool) -> None:
         path = f"model.layers.{block.split('.')[1]}.{STACKED}"
         experts = self.map.our_shapes[f"{block}.w1"][0]
         ranks = {parameter: self.files.tensors[keys[0]].shape[0] // experts for parameter, keys in pairs.items()}
         rank = ranks.get(DOWN, ranks.get(GATE_UP, 0))
-        if DOWN not in ranks and apart:
+        if DOWN not in ranks and block_diagonal:
             rank //= 2
-        elif not apart:
+        elif not block_diagonal:
             rank = max(ranks.values())  # the other is filled up with zeros
         for parameter, keys in pairs.items():
             parts = ("w2",) if parameter == DOWN else ("w1", "w3")
-            if apart and parameter == GATE_UP and ranks[parameter] not in (rank, 2 * rank):
+            if block_diagonal and parameter == GATE_UP and ranks[parameter] not in (rank, 2 * rank):
                 self.problems.append(
                     f"{keys[0]} has rank {ranks[parameter]}, and down_proj {rank}: {rank} or {2 * rank} can be read"
                 )
@@ -278,17 +286,24 @@ class _Reader:
                 shapes = (experts, rank, inputs), (experts, outputs, rank)
                 for which, adapter in enumerate(adapter_names(f"{block}.{leaf}")):
                     dtype = self.files.tensors[keys[which]].dtype
-                    make = partial(self._read_stacked, keys, experts, rank, parameter, number, which, apart)
+                    make = partial(self._read_stacked, keys, experts, rank, parameter, number, which, block_diagonal)
                     self.tensors[adapter] = LazyTensor(shapes[which], dtype, slice_of_full(make))
                 alpha = self._alpha(f"{path}.{parameter.rpartition('.')[2]}")
                 self.alphas[f"{block}.{leaf}"] = alpha * rank / ranks[parameter]
 
     def _read_stacked(
-        self, keys: tuple[str, str], experts: int, rank: int, parameter: str, number: int, which: int, apart: bool
+        self,
+        keys: tuple[str, str],
+        experts: int,
+        rank: int,
+        parameter: str,
+        number: int,
+        which: int,
+        block_diagonal: bool,
     ) -> Tensor:
         pair = self._pair(keys, experts)
         if parameter == GATE_UP:
-            pair = split_gate_up(pair, self.alternate, apart and pair.down.shape[1] != rank)[number]
+            pair = split_gate_up(pair, self.interleaved, block_diagonal and pair.down.shape[1] != rank)[number]
         return pair.widened(rank)[which]
 
     def _pair(self, keys: tuple[str, str], experts: int) -> AdapterPair:
@@ -297,7 +312,7 @@ class _Reader:
     # ---- [lora]
 
     def _mistyped(self) -> Iterator[str]:
-        """Yield a line for each setting of the wrong type."""
+        """Yield an error line for each setting of adapter_config.json that has a wrong type or value."""
         for key, kind in KINDS.items():
             if not isinstance(self.settings.get(key) or kind(), kind):
                 yield f"{CONFIG} has {key} = {self.settings[key]!r:.80}, which is not {NAMES[kind]}"
@@ -312,7 +327,7 @@ class _Reader:
                 yield f"{CONFIG} has {key} = {alpha!r:.80}, which is not a number above 0"
 
     def _alpha(self, path: str) -> float:
-        """Return the alpha of a module: that of the first matching key of alpha_pattern, else lora_alpha."""
+        """Return the alpha of a module's adapter: from the first matching key of alpha_pattern, else lora_alpha."""
         patterns: dict[str, Any] = self.settings.get("alpha_pattern") or {}
         return float(
             next(

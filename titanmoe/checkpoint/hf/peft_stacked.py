@@ -27,7 +27,7 @@ class AdapterPair(NamedTuple):
         return AdapterPair(self.down.flatten(0, 1), self.up.permute(1, 2, 0).flatten(1))
 
     def widened(self, rank: int) -> AdapterPair:
-        """Return adapters of a larger rank that compute the same, padded with zeros."""
+        """Return adapters of a larger rank that compute the same: A and B padded with zeros."""
         more = rank - self.down.shape[1]
         if not more:
             return self
@@ -35,49 +35,65 @@ class AdapterPair(NamedTuple):
 
 
 def from_peft(down: Tensor, up: Tensor, experts: int) -> AdapterPair:
-    """Return A and B with a dim of experts, from the shapes of PEFT's files."""
+    """Return A (experts, r, inputs) and B (experts, outputs, r), from A and B in the shapes of PEFT's files.
+
+    Args:
+        down: A, (experts * r, inputs).
+        up: B, (outputs, r * experts).
+        experts: number of experts.
+    """
     return AdapterPair(down.unflatten(0, (experts, -1)), up.unflatten(1, (-1, experts)).permute(2, 0, 1))
 
 
-def _outputs(hidden: int, alternate: bool) -> tuple[slice, slice]:
-    """Return the slices of gate's and of up's rows in their fused weight."""
-    if alternate:
+def _gate_and_up_rows(hidden: int, interleaved: bool) -> tuple[slice, slice]:
+    """Return the slices of the rows of gate, then of up, in the weight that fuses them.
+
+    Args:
+        hidden: rows of gate, and of up.
+        interleaved: whether gate and up rows alternate; if not, gate's come first.
+    """
+    if interleaved:
         return slice(0, None, 2), slice(1, None, 2)
     return slice(0, hidden), slice(hidden, None)
 
 
-def fuse_gate_up(gate: AdapterPair, up: AdapterPair, alternate: bool) -> AdapterPair:
-    """Merge the adapters of gate and up into one of twice the rank for their fused weight.
+def fuse_gate_up(gate: AdapterPair, up: AdapterPair, interleaved: bool) -> AdapterPair:
+    """Merge the adapters of gate and up into one of twice the rank for the weight that fuses them.
 
     Args:
-        gate: gate's adapters.
-        up: up's, of the same rank.
-        alternate: whether gate and up rows are interleaved in the fused weight; if not, gate's come first.
+        gate: adapters of gate.
+        up: adapters of up, of the same rank.
+        interleaved: whether gate and up rows alternate in the fused weight; if not, gate's come first.
     """
     experts, hidden, rank = gate.up.shape
     both = gate.up.new_zeros(experts, 2 * hidden, 2 * rank)
-    first, second = _outputs(hidden, alternate)
+    first, second = _gate_and_up_rows(hidden, interleaved)
     both[:, first, :rank], both[:, second, rank:] = gate.up, up.up
     return AdapterPair(torch.cat((gate.down, up.down), 1), both)
 
 
-def is_block_diagonal(both: AdapterPair, alternate: bool) -> bool:
-    """Return whether B is zero where gate's half of the rank would reach up's outputs, and the reverse."""
-    first, second = _outputs(both.up.shape[1] // 2, alternate)
+def is_block_diagonal(both: AdapterPair, interleaved: bool) -> bool:
+    """Return whether B has zeros where gate's half of the rank would change up's outputs, and up's half gate's.
+
+    Args:
+        both: adapters of the weight that fuses gate and up.
+        interleaved: whether gate and up rows alternate in it; if not, gate's come first.
+    """
+    first, second = _gate_and_up_rows(both.up.shape[1] // 2, interleaved)
     rank, rest = divmod(both.up.shape[2], 2)
     return not rest and not both.up[:, first, rank:].any() and not both.up[:, second, :rank].any()
 
 
-def split_gate_up(both: AdapterPair, alternate: bool, apart: bool) -> tuple[AdapterPair, AdapterPair]:
-    """Return gate's and up's adapters from those of their fused weight.
+def split_gate_up(both: AdapterPair, interleaved: bool, block_diagonal: bool) -> tuple[AdapterPair, AdapterPair]:
+    """Return the adapters of gate and of up from those of the weight that fuses them.
 
     Args:
         both: adapters of the fused weight.
-        alternate: whether gate and up rows are interleaved in it; if not, gate's come first.
-        apart: whether B is block diagonal, so that each has half of the rank; if not, both get the full A.
+        interleaved: whether gate and up rows alternate in it; if not, gate's come first.
+        block_diagonal: whether B is block diagonal, so that each has half of the rank; if not, both get the full A.
     """
-    first, second = _outputs(both.up.shape[1] // 2, alternate)
+    first, second = _gate_and_up_rows(both.up.shape[1] // 2, interleaved)
     gate, up, rank = both.up[:, first], both.up[:, second], both.down.shape[1] // 2
-    if not apart:
+    if not block_diagonal:
         return AdapterPair(both.down, gate), AdapterPair(both.down, up)
     return AdapterPair(both.down[:, :rank], gate[..., :rank]), AdapterPair(both.down[:, rank:], up[..., rank:])

@@ -42,12 +42,17 @@ ReadAdapter = Callable[[str], Tensor]
 
 
 def module_of(place: HfPlace) -> str:
-    """Return the path of the Hugging Face module that holds a weight."""
+    """Return the path of the Hugging Face module that holds a weight: the tensor's name without ".weight"."""
     return place.hf_name.removesuffix(".weight")
 
 
 def is_stacked(map_: TensorMap, name: str) -> bool:
-    """Return whether the family's files stack a weight of all experts in one parameter."""
+    """Return whether the family's Hugging Face files have this weight of all experts in one tensor.
+
+    Args:
+        map_: the map of the model's tensors.
+        name: our name of the weight.
+    """
     return ".experts." in name and map_.places[name][0].expert is None
 
 
@@ -62,21 +67,32 @@ class PeftFolder(NamedTuple):
 
     @property
     def files(self) -> dict[str, FilePlan]:
-        """The one safetensors file, by its name."""
+        """The one safetensors file of a PEFT folder, by its name."""
         return {WEIGHTS: FilePlan({name: (x.shape, self.dtype or x.dtype) for name, x in self.tensors.items()})}
 
     def write(self, folder: Path, files: list[str]) -> None:
-        """Write the named safetensors files."""
+        """Write safetensors files of the plan; each rank writes some.
+
+        Args:
+            folder: where to write.
+            files: names of the files to write.
+        """
         for name in files:
             write_file(folder / name, self.files[name], self.make)
 
     def make(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of a tensor in the file's dtype."""
+        """Return a block of one of the file's tensors in the file's dtype, made from our adapters.
+
+        Args:
+            name: the tensor's name in the file.
+            offset: where the block begins in the tensor.
+            shape: the block's shape.
+        """
         block = self.tensors[name].read(offset, shape)
         return block if self.dtype is None else block.to(self.dtype)
 
     def complete(self, folder: Path) -> None:
-        """Write adapter_config.json and fsync the folder."""
+        """Write adapter_config.json and fsync the folder. One rank calls it, at the end."""
         layout.write_text(folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
         layout.fsync_folder(folder)
 
@@ -84,11 +100,11 @@ class PeftFolder(NamedTuple):
 def plan_peft_folder(
     adapters: Adapters, map_: TensorMap, base: str, dtype: torch.dtype | None, drop: list[str]
 ) -> PeftFolder:
-    """Plan the PEFT folder of adapters; ConfigError with everything that PEFT cannot express.
+    """Plan the PEFT folder of adapters, and write nothing; ConfigError with everything that PEFT cannot express.
 
     Args:
         adapters: the adapters.
-        map_: the map of their model.
+        map_: the map between our tensors and Hugging Face's for the adapters' model.
         base: name of the base model, for base_model_name_or_path.
         dtype: dtype of the file; None: each tensor's own.
         drop: ["mtp"] leaves multi-token prediction out, which transformers does not have.
@@ -100,9 +116,13 @@ def plan_peft_folder(
     tensors: dict[str, LazyTensor] = {}
     for name in matrices:
         if map_.places[name][0].hf_tensor.fused is not None:
-            tensors |= _together(adapters, map_, [n for n in fused_matrices(map_, name) if n in matrices], read_full)
+            tensors |= _fused_tensors(
+                adapters, map_, [n for n in fused_matrices(map_, name) if n in matrices], read_full
+            )
         else:
-            tensors |= (_stacked if is_stacked(map_, name) else _apart)(adapters, map_, name, read_full)
+            tensors |= (_stacked_tensors if is_stacked(map_, name) else _unfused_tensors)(
+                adapters, map_, name, read_full
+            )
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -117,7 +137,7 @@ def plan_peft_folder(
 
 
 def _problems(map_: TensorMap, matrices: list[str]) -> list[str]:
-    """Return what PEFT cannot express, a line each."""
+    """Return an error line for each reason why PEFT cannot express adapters of the weights named in `matrices`."""
     problems, merge = [], "or merge them into the weights with --to-hf"
     if any(name.startswith("mtp.") for name in matrices):
         problems.append(
@@ -145,8 +165,8 @@ class _Paths:
         for name in map_.our_shapes:
             if not name.startswith("mtp."):
                 alike[name_in_block(name)].append(name)
-        self.everywhere = {kind for kind, all_of_it in alike.items() if set(matrices).issuperset(all_of_it)}
-        self.nowhere = {kind for kind, all_of_it in alike.items() if set(matrices).isdisjoint(all_of_it)}
+        self.in_all_layers = {kind for kind, all_of_it in alike.items() if set(matrices).issuperset(all_of_it)}
+        self.in_no_layer = {kind for kind, all_of_it in alike.items() if set(matrices).isdisjoint(all_of_it)}
         self.linear = {self.leaf(name) for name in filter(is_adaptable, map_.our_shapes) if ".experts." not in name}
 
     def leaf(self, name: str) -> str:
@@ -154,23 +174,26 @@ class _Paths:
         return module_of(self.map.places[name][0]).rpartition(".")[2]
 
     def pattern(self, name: str) -> str:
-        """Return the path of a weight's module or stacked parameter, without the layer if all layers are alike."""
+        """Return the path of a weight's module or stacked parameter in transformers, as PEFT matches it.
+
+        The layer's number is left out if the weight has an adapter in all layers.
+        """
         path = module_of(self.map.places[name][0])
         if ".experts." in name:
             layer = ".".join(path.split(".", 3)[:3])
             path = f"{layer}.{DOWN if name.endswith('.w2') else GATE_UP}"
         kinds = {name_in_block(other) for other in fused_matrices(self.map, name)}
-        return path.split(".", 3)[3] if kinds <= self.everywhere | self.nowhere else path
+        return path.split(".", 3)[3] if kinds <= self.in_all_layers | self.in_no_layer else path
 
-    def of_module(self, name: str) -> str:
-        """Return a weight's entry in target_modules; "" if it has none."""
+    def target_module(self, name: str) -> str:
+        """Return the entry of target_modules that gives a weight an adapter; "" if target_parameters does that."""
         if ".attention." in name:
-            return self.leaf(name) if name_in_block(name) in self.everywhere else self.pattern(name)
-        apart = ".experts." in name and not is_stacked(self.map, name) and name_in_block(name) in self.everywhere
+            return self.leaf(name) if name_in_block(name) in self.in_all_layers else self.pattern(name)
+        apart = ".experts." in name and not is_stacked(self.map, name) and name_in_block(name) in self.in_all_layers
         return self.leaf(name) if apart and self.leaf(name) not in self.linear else ""
 
-    def of_parameter(self, name: str) -> str:
-        """Return a weight's entry in target_parameters; "" if it has none."""
+    def target_parameter(self, name: str) -> str:
+        """Return the entry of target_parameters that gives a weight an adapter; "" if target_modules does that."""
         if ".attention." in name:
             return ""
         return self.pattern(name) if ".experts." in name else f"{self.pattern(name)}.weight"
@@ -180,7 +203,7 @@ def _targets(map_: TensorMap, matrices: list[str]) -> dict[str, list[str] | None
     paths = _Paths(map_, matrices)
     return {
         key: list(dict.fromkeys(filter(None, map(path, matrices)))) or None
-        for key, path in (("target_modules", paths.of_module), ("target_parameters", paths.of_parameter))
+        for key, path in (("target_modules", paths.target_module), ("target_parameters", paths.target_parameter))
     }
 
 
@@ -204,8 +227,8 @@ def _ranks(adapters: Adapters, map_: TensorMap, matrices: list[str]) -> dict[str
 # ---- tensors
 
 
-def _apart(adapters: Adapters, map_: TensorMap, name: str, read_full: ReadAdapter) -> dict[str, LazyTensor]:
-    """Return PEFT's tensors for a weight that is a module of its own, or one for each expert."""
+def _unfused_tensors(adapters: Adapters, map_: TensorMap, name: str, read_full: ReadAdapter) -> dict[str, LazyTensor]:
+    """Return PEFT's tensors, by name, of the adapter of a weight that is a matrix of its own or one for each expert."""
 
     def tensor(part: HfPlace, adapter: str) -> Tensor:
         ours = read_full(adapter)
@@ -227,15 +250,17 @@ def _apart(adapters: Adapters, map_: TensorMap, name: str, read_full: ReadAdapte
     return out
 
 
-def _together(adapters: Adapters, map_: TensorMap, group: list[str], read_full: ReadAdapter) -> dict[str, LazyTensor]:
-    """Return PEFT's tensors for our weights that transformers fuses in one matrix."""
-    place = map_.places[group[0]][0]
+def _fused_tensors(
+    adapters: Adapters, map_: TensorMap, names: list[str], read_full: ReadAdapter
+) -> dict[str, LazyTensor]:
+    """Return PEFT's tensors A and B, by name, of the adapters of our weights that transformers fuses in one matrix."""
+    place = map_.places[names[0]][0]
     outputs, inputs = map_.hf_shapes[place.hf_name]
-    rank, dtype = sum(map(adapters.rank, group)), adapters.tensors[adapter_names(group[0])[0]].dtype
+    rank, dtype = sum(map(adapters.rank, names)), adapters.tensors[adapter_names(names[0])[0]].dtype
 
     def both() -> tuple[Tensor, Tensor]:
-        pairs = ([read_full(adapter) for adapter in adapter_names(name)] for name in group)
-        return join_parts(pairs, (rows_in_fused(map_, name) for name in group), outputs)
+        pairs = ([read_full(adapter) for adapter in adapter_names(name)] for name in names)
+        return join_parts(pairs, (rows_in_fused(map_, name) for name in names), outputs)
 
     path = f"{PREFIX}{module_of(place)}"
     return {
@@ -244,8 +269,8 @@ def _together(adapters: Adapters, map_: TensorMap, group: list[str], read_full: 
     }
 
 
-def _stacked(adapters: Adapters, map_: TensorMap, name: str, read_full: ReadAdapter) -> dict[str, LazyTensor]:
-    """Return PEFT's tensors for stacked experts; {} for w3, which is fused with w1.
+def _stacked_tensors(adapters: Adapters, map_: TensorMap, name: str, read_full: ReadAdapter) -> dict[str, LazyTensor]:
+    """Return PEFT's tensors A and B, by name, of the adapters of stacked experts; {} for w3, which is fused with w1.
 
     If both parameters are adapted, PEFT nests the module of gate and up (.base_layer) in that of down.
     """

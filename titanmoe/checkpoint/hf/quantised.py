@@ -69,7 +69,13 @@ class Dequantised:
         """Scales that belong to no weight."""
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of a tensor: bfloat16 if it is stored quantised, else in its stored dtype."""
+        """Return a block of a tensor: bfloat16 if it is stored quantised, else in its stored dtype.
+
+        Args:
+            name: the tensor's name without suffixes such as _blocks.
+            offset: where the block begins in the dequantised tensor.
+            shape: the block's shape.
+        """
         kind = self.quantised.get(name)
         if kind is None:
             return self.folder.read(name, offset, shape)
@@ -109,7 +115,15 @@ def _is_size(value: Any) -> bool:
 
 
 def fp8_block(config: dict[str, Any], path: Path) -> tuple[int, int]:
-    """Return the rows and columns that share an FP8 scale; ConfigError for quantisation that is not supported."""
+    """Return how many rows and columns of a matrix share an FP8 scale, which config.json says; default 128, 128.
+
+    Args:
+        config: the contents of config.json.
+        path: the model's folder, for messages.
+
+    Raises:
+        ConfigError: the model is quantised in a way that is not supported.
+    """
     quantization = config.get("quantization_config")
     if quantization is None:
         return 128, 128

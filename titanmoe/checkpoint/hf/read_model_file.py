@@ -24,22 +24,23 @@ file says whether that block sees states before or after the final norm."""
 
 
 def read_model_file(values: Mapping[str, Any]) -> ModelFile:
-    """Return the fields that the model's config.json fixes, and defaults that follow from it.
+    """Return the fields of a recipe that config.json of model.hf fixes, and defaults of fields that follow from it.
 
-    A run that has a checkpoint of its own no longer needs the folder: if it is gone, the checkpoint's record is used.
+    A run that has a checkpoint of its own no longer needs the model's folder: if it is gone, the checkpoint's record is
+    used.
 
     Args:
         values: the recipe's fields by path, with defaults for the others.
 
     Raises:
-        ConfigError: there is neither, or no [model] can express it.
+        ConfigError: there is neither a config.json nor a checkpoint, or [model] cannot express the model.
     """
     name = values["model.hf"]
     try:
         folder = describing_folder(name)
         parsed = describe_folder(folder)
     except ConfigError:
-        if record := _of_checkpoint(values):
+        if record := _read_from_checkpoint(values):
             return record
         raise
     fixed = _fixed(flatten(Config(model=parsed.model)))
@@ -61,8 +62,12 @@ def _tokenizer(file: Path) -> dict[str, Any]:
     return {"data.tokenizer": str(file.parent)} if file.is_file() else {}
 
 
-def _of_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
-    """Return the fixed fields and defaults that the checkpoint to resume from recorded; None if there is none."""
+def _read_from_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
+    """Return the fixed fields and defaults from the record of the checkpoint that the run resumes from; None if none.
+
+    Args:
+        values: the recipe's fields by path.
+    """
     path, record = checkpoint_to_resume(build(values))
     if path is None:
         return None

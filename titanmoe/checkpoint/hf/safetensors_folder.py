@@ -115,7 +115,13 @@ class SafetensorsFolder:
         return self.renamed.get(begin, "") + name.removeprefix(begin)
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of a tensor, in its stored dtype on the CPU; ConfigError if the file cannot be read."""
+        """Return a block of a tensor, in its stored dtype on the CPU; ConfigError if the file cannot be read.
+
+        Args:
+            name: the tensor's name.
+            offset: where the block begins in the tensor.
+            shape: the block's shape.
+        """
         file, full_shape, dtype, start = self.tensors[name]
         if not prod(shape):
             return torch.empty(shape, dtype=dtype)
@@ -142,7 +148,7 @@ class FilePlan(NamedTuple):
 
 
 def nbytes(shape: Shape, dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor."""
+    """Return the bytes of a tensor of this shape and dtype."""
     return prod(shape) * dtype.itemsize
 
 
@@ -167,7 +173,7 @@ def split_into_files(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int)
 
 
 def index_json(files: Mapping[str, FilePlan]) -> dict[str, Any]:
-    """Return the contents of model.safetensors.index.json."""
+    """Return the contents of model.safetensors.index.json, given the planned safetensors files by name."""
     return {
         "metadata": {"total_size": sum(tensors.bytes for tensors in files.values())},
         "weight_map": {name: file for file, tensors in files.items() for name in sorted(tensors.sizes)},
@@ -213,7 +219,7 @@ def write_file(file: Path, tensors: FilePlan, make: Callable[[str, Shape, Shape]
 
 
 def config_and_tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Return a folder's config and tokenizer files, by name.
+    """Return the paths of the config and tokenizer files in a Hugging Face folder, by name.
 
     A link is refused (CheckpointError): its target would be copied into checkpoints.
     """

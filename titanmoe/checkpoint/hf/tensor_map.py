@@ -38,7 +38,7 @@ class HfPlace(NamedTuple):
 
 
 def our_shapes(model: Model) -> dict[str, Shape]:
-    """Return the shapes of a model's parameters and expert biases by our names; a tied embedding appears once."""
+    """Return the shapes of a model's parameters and router biases by our names; a tied embedding appears once."""
     with torch.device("meta"):
         model_on_meta = Transformer(Config(model=model), 1, torch.float32)
     shapes = {name: tuple(p.shape) for name, p in model_on_meta.named_parameters()}
@@ -55,12 +55,12 @@ class TensorMap:
     """The correspondence between a model's tensors and those of its Hugging Face format."""
 
     def __init__(self, model: Model, hf: HuggingFace, stored: Collection[str] = ()):
-        """Map every tensor of a model; ConfigError if transformers has no place for one.
+        """Map every tensor of a model to its place in Hugging Face's files; ConfigError if one has no place.
 
         Args:
             model: the model.
-            hf: how its family is stored.
-            stored: names of the tensors in the files to read, where a family has files of two kinds.
+            hf: the names and layouts of the family's tensors on Hugging Face.
+            stored: names of the tensors in the files to read, which choose a name where a family has two.
         """
         self.model, self.hf, self.stored = model, hf, stored
         self.mixer_hf_tensors = [hf.mixer_hf_tensors.get(mixer.name, {}) for mixer in mixers(model)]
@@ -132,9 +132,15 @@ class TensorMap:
     # ---- from Hugging Face
 
     def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: ReadNamedBlock) -> Tensor:
-        """Return a block of one of our tensors in `dtype`, made from Hugging Face tensors.
+        """Return a block of one of our tensors, copied from Hugging Face tensors; zeros for a router bias in no file.
 
-        `read` is asked for the block's own elements, and for rows between them where the row order differs.
+        Args:
+            name: our name of the tensor.
+            offset: where the block begins in our tensor.
+            shape: the block's shape.
+            dtype: dtype to return.
+            read: returns a block of a Hugging Face tensor, given its name, offset and shape. Where their rows are in
+                another order than ours, it is also asked for rows in between.
         """
         places = self.places[name]
         if not places:
@@ -153,7 +159,14 @@ class TensorMap:
         fill_in_blocks(out, offset, partial(self._take, place, read))
 
     def _take(self, place: HfPlace, read: ReadNamedBlock, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of our tensor with its dims in the order of the Hugging Face tensor."""
+        """Return a block of our tensor, read from one Hugging Face tensor; dims are in the order of the latter.
+
+        Args:
+            place: where the tensor is in Hugging Face's files.
+            read: returns a block of a Hugging Face tensor.
+            offset: where the block begins in our tensor, its dims in the order of the Hugging Face tensor.
+            shape: the block's shape, in that order too.
+        """
         hf_tensor = place.hf_tensor
         if hf_tensor.rotated is not None or hf_tensor.fused is not None:
             rows = self.rows(hf_tensor, offset[-2], shape[-2])
@@ -168,9 +181,9 @@ class TensorMap:
         ]
 
     def rows(self, hf_tensor: HFTensor, first: int, count: int) -> Tensor:
-        """Return the rows in the Hugging Face tensor of our rows [first, first + count).
+        """Return the row numbers in a Hugging Face tensor of our rows [first, first + count).
 
-        For tensors whose rows are permuted (RoPE in pairs), or interleaved with another tensor's.
+        For tensors whose rows are permuted (RoPE in pairs), or fused with another tensor's.
         """
         if hf_tensor.fused is not None:
             rows, number = hf_tensor.fused.rows(self.model), hf_tensor.fused.number
@@ -190,7 +203,15 @@ class TensorMap:
     # ---- to Hugging Face
 
     def write(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: ReadNamedBlock) -> Tensor:
-        """Return a block of a Hugging Face tensor in `dtype`, made from ours; its last dim has to be full."""
+        """Return a block of a Hugging Face tensor, copied from our tensors.
+
+        Args:
+            name: the tensor's name on Hugging Face.
+            offset: where the block begins in it.
+            shape: the block's shape; its last dim has to be full.
+            dtype: dtype to return.
+            read: returns a block of one of our tensors, given its name, offset and shape.
+        """
         out = empty(shape, dtype)
         for place in self.parts[name]:
             self._put(place, out, offset, read)

@@ -50,7 +50,7 @@ RENAMED = {
 
 
 def to_our_name(name: str) -> str:
-    """Translate the name of a tensor of TorchTitan's to ours."""
+    """Translate TorchTitan's name of a tensor to ours; names that both share are returned unchanged."""
     block = re.match(r"layers\.\d+\.|", name)[0]
     for theirs, ours in RENAMED.items():
         renamed, count = re.subn(f"^{theirs}", ours, name.removeprefix(block))
@@ -76,7 +76,7 @@ class TorchTitanFolder:
         self.tensors = {ours: StoredSlice(path, *size, 0) for ours, size in sizes.items()}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of a tensor, by our name, in its stored dtype."""
+        """Return a block of a tensor, by our name, in its stored dtype on the CPU."""
         return self.dcp.read(self.names[name], offset, shape)
 
 
@@ -121,9 +121,13 @@ def open_torchtitan(path: Path, assets: Path, drop: tuple[str, ...] = ()) -> Hug
 
 
 def torchtitan_format(hf: HuggingFace, stored: Collection[str]) -> HuggingFace:
-    """Return how TorchTitan stores a family, given how Hugging Face's files do.
+    """Return names and layouts of a family's tensors in TorchTitan's checkpoints, from those of Hugging Face.
 
     TorchTitan may balance any family by expert biases: they belong to the model if the folder has them.
+
+    Args:
+        hf: names and layouts in Hugging Face's files.
+        stored: names of the tensors in TorchTitan's folder, translated to ours.
     """
     bias = f"layers.{{layer}}.moe.router{EXPERT_BIAS}"
     hf_tensors = {ours: hf_tensor for ours, hf_tensor in _torchtitan_tensors(hf.hf_tensors).items() if ours != bias}
@@ -143,7 +147,12 @@ def _torchtitan_tensors(hf_tensors: Mapping[str, HFTensor]) -> dict[str, HFTenso
 
 
 def _torchtitan_tensor(ours: str, hf_tensor: HFTensor) -> HFTensor:
-    """Return where one of our tensors is in TorchTitan's, given where it is in Hugging Face's."""
+    """Return name and layout of a tensor in TorchTitan's checkpoints, from those in Hugging Face's files.
+
+    Args:
+        ours: our name of the tensor.
+        hf_tensor: name and layout in Hugging Face's files.
+    """
     if hf_tensor.stride > 1:  # gate and up of gpt-oss alternate: columns in Hugging Face's files, rows there
         name = ours.replace(".w3", ".w1")
         if not hf_tensor.transposed:

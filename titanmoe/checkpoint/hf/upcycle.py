@@ -51,33 +51,39 @@ class UpcycledWeights:
 
     @property
     def notes(self) -> list[str]:
-        """Lines that the user should see although nothing is wrong."""
+        """Lines for the log on what the user should know about the dense model's files."""
         return self.dense.notes
 
     @cached_property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shape and dtype of each tensor, by our names."""
+        """Shape and dtype of each tensor of the model with experts, by our names."""
         dense = self.dense.tensors
         return {
-            name: (shape, torch.float32 if name.endswith(EXPERT_BIAS) else dense[self._origin(name)][1])
+            name: (shape, torch.float32 if name.endswith(EXPERT_BIAS) else dense[self._dense_name(name)][1])
             for name, shape in self.shapes.items()
         }
 
-    def _origin(self, name: str) -> str:
-        """Return the dense tensor that a tensor gets its values from, or a router its dtype."""
+    def _dense_name(self, name: str) -> str:
+        """Return the dense model's tensor that a tensor gets its values from; a router gets only its dtype."""
         block, moe, rest = name.partition(".moe.")
         if not moe:
             return name
         return f"{block}.ffn.{rest.removeprefix('experts.') if rest.startswith('experts.') else 'w1'}.weight"
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of a tensor of the model with experts, made from the dense model's."""
+        """Return a block of a tensor of the model with experts, made from the dense model's tensors.
+
+        Args:
+            name: our name of the tensor.
+            offset: where the block begins in the tensor.
+            shape: the block's shape.
+        """
         dtype = self.tensors[name][1]
         if name.endswith(EXPERT_BIAS):
             return torch.zeros(shape)
         if name.endswith(".router.weight"):
             return self._router(name, offset, shape).to(dtype)
-        origin = self._origin(name)
+        origin = self._dense_name(name)
         if origin == name:
             return self.dense.read(name, offset, shape)
         out = empty(shape, dtype)

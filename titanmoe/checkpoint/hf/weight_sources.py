@@ -73,7 +73,13 @@ class MergedWeights:
     """Base weights with adapters merged: W + alpha / r B A, in float32 or wider, to be rounded once when written."""
 
     def __init__(self, adapters: Adapters, base: HuggingFaceSource | CheckpointWeights, name: str):
-        """Merge adapters into `base` weights, which the user calls `name`. Nothing is computed yet."""
+        """Prepare to merge adapters into base weights; nothing is computed yet.
+
+        Args:
+            adapters: the adapters.
+            base: the base weights.
+            name: the name of the base weights, as the user gave it.
+        """
         self.adapters, self.base, self.name = adapters, base, name
         self.model, self.tensors = base.model, base.tensors
         self.matrices = set(adapters.matrices)
@@ -98,7 +104,7 @@ class MergedWeights:
 
 
 def is_hf(name: str) -> bool:
-    """Return whether a name stands for a model in Hugging Face's format, and not for a checkpoint."""
+    """Return whether a name is that of a model in Hugging Face's format (folder, hub or URL), not of a checkpoint."""
     path = Path(name)
     return is_remote(name) or ((path / configs.CONFIG).is_file() and not (path / layout.MANIFEST).is_file())
 
@@ -122,7 +128,7 @@ def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | C
 
 
 def has_adapters(path: Path) -> bool:
-    """Return whether a folder is a PEFT folder, or a checkpoint of a run with adapters."""
+    """Return whether a folder has LoRA adapters: a PEFT folder, or a checkpoint of a run that trained adapters."""
     return is_peft(path) or "base" in layout.read_manifest(path).record
 
 
@@ -132,6 +138,9 @@ def open_adapters(path: Path, base_name: str = "") -> tuple[Adapters, str]:
     Args:
         path: the folder.
         base_name: name of the base weights; "" for what the adapters' own files say.
+
+    Raises:
+        ConfigError, CheckpointError: they cannot be read, or no base weights are named.
     """
     if not is_peft(path):
         adapters = read_checkpoint_adapters(path)
@@ -142,7 +151,12 @@ def open_adapters(path: Path, base_name: str = "") -> tuple[Adapters, str]:
 
 
 def open_base_weights(adapters: Adapters, base_name: str) -> HuggingFaceSource | CheckpointWeights:
-    """Open the base weights under adapters; ConfigError if they are random and in no file."""
+    """Open the base weights under adapters; ConfigError if these are random weights, which no file has.
+
+    Args:
+        adapters: the adapters.
+        base_name: name of the base weights; "" for random ones.
+    """
     if not base_name:
         raise ConfigError(
             [
@@ -179,30 +193,32 @@ def open_export_source(path: Path, base_name: str) -> ExportSource:
         return ExportSource(CheckpointWeights(path), carried_hf_files(path), seq_len)
     adapters, base_name = open_adapters(path, base_name)
     weights = open_base_weights(adapters, base_name)
-    files = carried_hf_files(path) if adapters.config else hf_files_beside(weights)
+    files = carried_hf_files(path) if adapters.config else config_and_tokenizer_of(weights)
     return ExportSource(MergedWeights(adapters, weights, base_name), files, seq_len)
 
 
 def carried_hf_files(path: Path) -> dict[str, Path]:
-    """Return the config and tokenizer files that a checkpoint carries, by name."""
+    """Return the paths of the config and tokenizer files in a checkpoint's subfolder hf/, by name."""
     return {n: file for n, file in layout.carried_files(path).items() if any(fnmatch(n, kind) for kind in CARRIED)}
 
 
-def hf_files_beside(weights: HuggingFaceSource | CheckpointWeights) -> dict[str, Path]:
-    """Return the config and tokenizer files that belong to weights, by name."""
+def config_and_tokenizer_of(weights: HuggingFaceSource | CheckpointWeights) -> dict[str, Path]:
+    """Return the paths of the config and tokenizer files beside opened weights, by name."""
     if isinstance(weights, CheckpointWeights):
         return carried_hf_files(weights.saved.path)
     return config_and_tokenizer_files(weights.path)
 
 
 def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases: bool = False) -> str:
-    """Return the digest (weight_digest) that the weights have as frozen weights of a run. Collective over the group.
+    """Return a 64-bit digest of weights in the dtypes that they have when frozen. Collective over the group.
+
+    It is equal to the digest that a run with adapters records of the frozen weights under them.
 
     Args:
         weights: the full weights; each rank reads some of the tensors.
-        compute: dtype of frozen weights, routers apart.
+        compute: dtype of frozen weights other than routers.
         group: ranks that share the reading; None for a single process.
-        biases: whether to include selection biases, which a run updates although it freezes the rest.
+        biases: whether to include selection biases of routers, which a run updates although it freezes the rest.
     """
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
 
@@ -221,7 +237,10 @@ def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases:
 def check_digest(
     adapters: Adapters, weights: HuggingFaceSource | CheckpointWeights, base_name: str, group: Group
 ) -> None:
-    """Raise a ConfigError unless the weights have the digest of those that the adapters were trained on. Collective."""
+    """Raise a ConfigError unless `weights` are those that the adapters were trained on, by their digest. Collective.
+
+    PEFT folders have no digest: nothing is checked for them.
+    """
     if not adapters.digest:
         return
     compute = getattr(torch, adapters.config.training.mixed_precision_param)
