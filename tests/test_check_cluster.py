@@ -80,7 +80,7 @@ def test_on_a_gpu_messages_are_over_when_the_clock_is_read() -> None:
     with fake_world(0, 2), FakeGPU(2) as gpu:
         runtime = Runtime(0, 0, 2, GPU)
         mesh = build_meshes(derive(2, Parallelism()), "cuda")
-        group = check_cluster._data(mesh.dense_data)
+        group = check_cluster._fsdp_group(mesh.dense_data)
         send = check_cluster.build_collectives(group, 1 << 12, GPU)["all-gather"]
         assert check_cluster.seconds_per_call(runtime, lambda: sent.append(gpu.host_waits) or send(), 3) > 0
         # Two to warm up, three that are timed. The host waits before and after these, and then for the slowest group.

@@ -32,7 +32,7 @@ def taken(path: Path, tp: int) -> tuple[tuple[int, int], int, int]:
         generator.forward(list(range(sum(PROMPTS))))
         rows.advance()
         generator.forward([1] * len(PROMPTS))
-    kept = [each.x for cache in generator.caches for each in cache.kept]
+    kept = [each.x for cache in generator.caches for each in cache.stored]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     return cache_bytes(generator.model.shape, tp, 8), sum(storages.values()), rows.capacity
 

@@ -31,7 +31,7 @@ from titanmoe.report.charts import (
     ticks,
 )
 from titanmoe.report.draw import Area, Picture, Sheet, Stroke, Words, svg
-from titanmoe.report.page import marks_of, sheets
+from titanmoe.report.page import event_marks, sheets
 from titanmoe.report.read_run import read_runs
 
 ENVIRONMENT = {"ranks": 4, "device": "CPU", "torch": "2.13.0", "command": "titanmoe train <debug>"}
@@ -120,7 +120,7 @@ def test_the_time_of_every_rank_is_drawn(tmp_path):
     assert main(["report", str(run)]) == 0
     html = (run / "report" / "report.html").read_text()
     assert "Time of every rank" in html and "rank 3 is slow" in html
-    assert "straggler" in [mark.text for mark in marks_of(read)]
+    assert "straggler" in [mark.text for mark in event_marks(read)]
 
 
 def test_several_runs_are_compared(tmp_path):
@@ -242,7 +242,7 @@ def test_what_happened_is_marked_with_what_changed(tmp_path):
     run.events += [{"step": 33, "kind": "restart", "text": "", "time": "", "environment": two_ranks}]
     run.events += [{"step": 35, "kind": "collapse", "text": "", "time": ""}]
     run.events += [{"step": 36, "kind": "restart", "text": "", "time": "", "environment": one_rank}]
-    marks = [(mark.step, mark.text, mark.role) for mark in marks_of(run)]
+    marks = [(mark.step, mark.text, mark.role) for mark in event_marks(run)]
     assert marks[:2] == [(20, "spike", "event"), (30, "restart", "muted")]
     assert marks[2:4] == [(33, "restart: 4 -> 2 ranks", "muted"), (35, "collapse", "event")]
     assert marks[4:] == [(36, "restart: 2 -> 1 rank", "muted")]

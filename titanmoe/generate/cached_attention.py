@@ -42,11 +42,11 @@ class CachedKeys(Cache):
         self, q_1THh: Tensor, k_1TGh: Tensor, v_1TGv: Tensor, mask: Mask, sinks_H: Tensor | None = None
     ) -> Tensor:
         rows = self.rows
-        if rows.begins:
-            self.kept = [PerToken(rows, x, mask.window) for x in (k_1TGh, v_1TGv)]
+        if rows.reads_prompts:
+            self.stored = [PerToken(rows, x, mask.window) for x in (k_1TGh, v_1TGv)]
             return within_prompts(self.attend, rows, q_1THh, k_1TGh, v_1TGv, mask, sinks_H)
         q_BnHh, k_BnGh, v_BnGv = (rows.split(x) for x in (q_1THh, k_1TGh, v_1TGv))
-        k_BGLh, v_BGLv = (each.add(x) for each, x in zip(self.kept, (k_BnGh, v_BnGv), strict=True))
+        k_BGLh, v_BGLv = (each.add(x) for each, x in zip(self.stored, (k_BnGh, v_BnGv), strict=True))
         out_BnHv = last_attention(q_BnHh, k_BGLh, v_BGLv, rows.place_Bn, q_BnHh.shape[-1] ** -0.5, mask.window, sinks_H)
         return rows.join(out_BnHv, q_1THh.shape[1])
 
@@ -72,15 +72,15 @@ class CachedLatents(Cache):
     ) -> Tensor:
         mixer, rows = self.mixer, self.rows
         key_1T1c = torch.cat((latent_1Tr.unsqueeze(2), rotate(key_1Tp.unsqueeze(2), rope, mixer.kernels)), -1)
-        if rows.begins:
-            self.kept = [PerToken(rows, key_1T1c)]
+        if rows.reads_prompts:
+            self.stored = [PerToken(rows, key_1T1c)]
             return self.mix(source_1Tr, latent_1Tr, key_1Tp, rope, mask)
         wn_Hnr, wv_Hvr = (
             mixer.wkv_b.effective_weight().unflatten(0, (-1, sum(mixer.key_value))).split(mixer.key_value, 1)
         )
         q_BnHn, q_BnHp = rows.split(mixer.queries(source_1Tr, rope)).split(mixer.query, -1)
         q_BnHc = torch.cat((torch.einsum("BtHn,Hnr->BtHr", q_BnHn, wn_Hnr), q_BnHp), -1)
-        k_B1Lc = self.kept[0].add(rows.split(key_1T1c))
+        k_B1Lc = self.stored[0].add(rows.split(key_1T1c))
         v_B1Lr = k_B1Lc[..., : mixer.latent[0]]
         out_BnHr = last_attention(q_BnHc, k_B1Lc, v_B1Lr, rows.place_Bn, sum(mixer.query) ** -0.5)
         return rows.join(torch.einsum("BtHr,Hvr->BtHv", out_BnHr, wv_Hvr), source_1Tr.shape[1])
@@ -95,7 +95,17 @@ def within_prompts(
     mask: Mask,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output (1, T, H, v) of prompts that are concatenated, each attending within itself."""
+    """Return the attention output (1, T, H, v) of prompts that are concatenated, each attending within itself.
+
+    Args:
+        attend: the attention of training, called once for each prompt.
+        rows: the prompts' numbers of tokens.
+        q_1THh: queries of all prompts.
+        k_1TGh: keys.
+        v_1TGv: values.
+        mask: causal, and with the layer's window.
+        sinks_H: a logit of each head that takes part in the softmax without a value; None without sinks.
+    """
     out_1THv = q_1THh.new_zeros(*q_1THh.shape[:3], v_1TGv.shape[-1])
     for first, end in rows.spans:
         n, window = end - first, mask.window
@@ -114,9 +124,17 @@ def last_attention(
     window: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output (B, n, H, v) of each row's new tokens over the cached keys up to their positions.
+    """Return the attention output (B, n, H, v) of each prompt's new tokens over the cached keys up to their positions.
 
-    With a window, keys and values are those of each row's last L positions, some of which may be before its first.
+    Args:
+        q_BnHh: queries of the new tokens.
+        k_BGLh: cached keys; with a window those of each prompt's last L positions, some of which may be before its
+            first.
+        v_BGLv: cached values of the same positions.
+        place_Bn: positions of the new tokens.
+        scale: factor of the logits.
+        window: number of last positions that a token attends to; 0 for all.
+        sinks_H: a logit of each head that takes part in the softmax without a value; None without sinks.
     """
     q_BGgnh = q_BnHh.transpose(1, 2).unflatten(1, (k_BGLh.shape[1], -1))
     scores = q_BGgnh.flatten(2, 3) @ k_BGLh.transpose(-1, -2)

@@ -36,7 +36,7 @@ class CachedState(Cache):
 
     def __call__(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None, mask: Mask) -> Tensor:
         rows = self.rows
-        if rows.begins:
+        if rows.reads_prompts:
             return self.read_prompts(qkv, decay, beta_1TH)
         qkv, gates = ([None if x is None else rows.split(x) for x in xs] for xs in (qkv, (decay, beta_1TH)))
         missing = [self.mixer.heads.conv_width - 1 - each.x.shape[2] for each in self.inputs]
@@ -47,13 +47,13 @@ class CachedState(Cache):
         return rows.join(out_BnHv, decay.shape[1])
 
     def read_prompts(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None) -> Tensor:
-        """Compute the prompts one by one, because their lengths differ, and fill the cache."""
+        """Compute the mixer's output for the prompts one by one, because their lengths differ, and fill the cache."""
         rows, heads = self.rows, self.mixer.heads
         self.inputs = [PerToken(rows, x_1TC.unsqueeze(2), heads.conv_width) for x_1TC in qkv]
         before = [x.new_zeros(1, heads.conv_width - 1, x.shape[-1]) for x in qkv]
         out_1THv = torch.zeros_like(qkv[2]).unflatten(2, (-1, heads.value_dim))
         self.state = PerText(decay.new_zeros(len(rows.spans), out_1THv.shape[2], heads.key_dim, heads.value_dim))
-        self.kept = *self.inputs, self.state
+        self.stored = *self.inputs, self.state
         for row, (first, end) in enumerate(rows.spans):
             prompt, gates = ([None if x is None else x[:, first:end] for x in xs] for xs in (qkv, (decay, beta_1TH)))
             state_1Hkv = self.state.x[row : row + 1]
@@ -68,7 +68,15 @@ class CachedState(Cache):
         decay: Tensor,
         beta_BnH: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of new tokens and the state after them, given the w inputs `before` them."""
+        """Return the mixer's output for new tokens, and the recurrent state after them.
+
+        Args:
+            state_BHkv: the state before the new tokens.
+            before: for queries, keys and values, the w inputs of the convolution before the new tokens.
+            qkv: for queries, keys and values, the inputs of the convolution at the new tokens.
+            decay: logarithms of the factors by which the state decays at each new token.
+            beta_BnH: how strongly each token is written to the state; None if the mixer has none.
+        """
         q_BnKk, k_BnKk, v_BnHv = self.mixer.convolve(qkv, before, None)
         inputs = q_BnKk, k_BnKk, v_BnHv, decay, beta_BnH
         if decay.shape[1] > 1:

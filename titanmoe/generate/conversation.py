@@ -28,7 +28,7 @@ class Conversation:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, text: str) -> list[int]:
-        """Add a message of the user and return the tokens up to where its answer begins."""
+        """Add a message of the user; return the conversation's token ids up to where the assistant's answer begins."""
         self.messages.append({"role": "user", "content": text})
         try:
             return self.chat.encode_prompt(self.messages).tolist()
@@ -36,7 +36,7 @@ class Conversation:
             raise ConfigError([f"--chat: {error}"]) from None
 
     def answer(self, text: str) -> None:
-        """Add the assistant's answer."""
+        """Add the assistant's answer to the conversation."""
         self.messages.append({"role": "assistant", "content": text})
 
 
@@ -71,14 +71,14 @@ def read_lines() -> Iterator[str | None]:
 def turns(
     conversation: Conversation, begin: list[int], first: bool, share: Callable[[Any], Any]
 ) -> Iterator[tuple[str, Prompt]]:
-    """Yield each line of the user and the prompt made from it, on every rank.
+    """Yield each line that the user types and the prompt made from it, on every rank. Collective over the world.
 
     The caller adds each answer to `conversation` before the next turn.
 
     Args:
         conversation: the messages so far; used on rank 0.
         begin: the begin-of-sequence token, if there is one.
-        first: whether this is rank 0.
+        first: whether this is rank 0, which reads standard input.
         share: broadcasts a value of rank 0 to all ranks; collective.
     """
     lines, number = read_lines() if first else iter(()), 0

@@ -35,7 +35,7 @@ DEGREES = {
 
 
 def add_generate(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand `generate`."""
+    """Add the subcommand `generate` and its options to the parser of `titanmoe`."""
     generate = commands.add_parser(
         "generate",
         help="generate text from a checkpoint",
@@ -149,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """Return the prompts of the command line. Raises ConfigError with every problem of the options."""
+    """Return the texts of the prompts that the command line gives; ConfigError with every problem of its options."""
     problems, texts = [], list(args.prompt)
     if args.checkpoint is None and args.adapter is None:
         problems.append("no model: give --checkpoint RUN, or --adapter RUN for adapters on the weights under them")
@@ -208,7 +208,7 @@ def _begin(tokenizer: Tokenizer) -> list[int]:
 def _encode(
     args: argparse.Namespace, texts: Sequence[str], tokenizer: Tokenizer, chat: ChatEncoder | None
 ) -> list[Prompt]:
-    """Return the token ids of the prompts, each with the begin token of training documents.
+    """Encode the texts of prompts as token ids, each with the begin token that documents have in training.
 
     Text that looks like a special token is text, except in chats, as in training, and with --special-tokens.
     """
@@ -291,15 +291,15 @@ class _Speaker:
         for batch in self.generator.batches(prompts, args.batch_size, args.max_tokens, self.sampling, on_token):
             yield from batch
 
-    def _share(self, what: Any) -> Any:
-        """Broadcast a value of rank 0. Collective over the world."""
+    def _share(self, value: Any) -> Any:
+        """Broadcast a value of rank 0 to all ranks and return it. Collective over the world."""
         import torch.distributed as dist
 
         if self.runtime.world > 1:
-            values = [what]
+            values = [value]
             dist.broadcast_object_list(values, src=0)
-            (what,) = values
-        return what
+            (value,) = values
+        return value
 
     def _note_length(self, prompt: int) -> None:
         longest, trained_len = prompt + self.args.max_tokens, self.trained.config.training.seq_len
@@ -335,7 +335,15 @@ class _Speaker:
 
 
 def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of tokens, decoded after the prompt: some tokenizers drop the space of a text's first word."""
+    """Return the text that generated tokens add to that of the prompt.
+
+    They are decoded together with the prompt, because some tokenizers drop the space before a text's first word.
+
+    Args:
+        tokenizer: the tokenizer.
+        prompt: token ids of the prompt.
+        tokens: the generated token ids.
+    """
     return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
 
 

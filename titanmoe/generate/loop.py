@@ -58,8 +58,8 @@ class Generator:
 
         Args:
             model: the model on this rank.
-            meshes: its meshes.
-            device: its device.
+            meshes: the meshes that the model is sharded over.
+            device: the device of the model.
             vocab_size: number of the tokenizer's tokens; larger ids of the model are never chosen.
             ends: the tokens that end a text.
         """
@@ -73,9 +73,16 @@ class Generator:
     def batches(
         self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, on_token: OnToken | None = None
     ) -> Iterator[list[Generated]]:
-        """Generate for all prompts, `size` at a time per data rank; yield each batch's texts on every rank, in order.
+        """Generate a text for each prompt; yield the texts batch by batch, on every rank, in the prompts' order.
 
-        Collective over the world. `most` is the number of tokens after each prompt.
+        Collective over the world.
+
+        Args:
+            prompts: all prompts, the same on every rank.
+            size: prompts in a batch on each data rank.
+            most: largest number of tokens after each prompt.
+            sampling: how tokens are chosen.
+            on_token: called after each token of this rank's prompts with the text that it was added to.
         """
         data = self.meshes.data
         for first in range(0, len(prompts), size * data.size):
@@ -93,13 +100,16 @@ class Generator:
     def batch(
         self, prompts: Sequence[Prompt], most: int, sampling: Sampling, on_token: OnToken | None = None
     ) -> list[Generated]:
-        """Generate for this rank's prompts of one batch. Collective over the world.
+        """Generate a text for each of this rank's prompts in one batch. Collective over the world.
 
         Args:
-            prompts: the prompts; may be empty.
+            prompts: this rank's prompts, which differ between data ranks; may be empty.
             most: largest number of tokens after each prompt.
             sampling: how tokens are chosen.
             on_token: called after each token with the text that it was added to.
+
+        Returns:
+            The texts, in the order of the prompts.
         """
         generated = [Generated(prompt.number) for prompt in prompts]
         unfinished = list(generated)
@@ -123,11 +133,15 @@ class Generator:
                 return generated
             if len(remaining) < len(unfinished):
                 unfinished, ids = [unfinished[i] for i in remaining], [ids[i] for i in remaining]
-                self._keep_rows(remaining)
+                self._select_rows(remaining)
             self.rows.advance()
 
     def _begin(self, prompts: Sequence[Prompt], most: int) -> list[int]:
-        """Prepare the caches; return the tokens of the first forward."""
+        """Prepare the caches for a batch of prompts; return the token ids of its first forward.
+
+        If a single prompt begins like the text of the last batch, what they share stays cached and is not among the
+        ids.
+        """
         cached_ids, self.cached_ids = self.cached_ids, []
         ids = [token for prompt in prompts for token in prompt.ids]
         if len(prompts) == 1:
@@ -135,17 +149,21 @@ class Generator:
             while same < most_same and ids[same] == cached_ids[same]:
                 same += 1
             count = len(ids) - same
-            if same and count * len(ids) <= MOST_PAIRS and self._go_back(len(cached_ids) - same):
-                self.rows.go_on(same, count, most)
+            if same and count * len(ids) <= MOST_PAIRS and self._drop_last(len(cached_ids) - same):
+                self.rows.continue_row(same, count, most)
                 return ids[same:]
         self.rows.begin([len(prompt.ids) for prompt in prompts], most)
         return ids
 
-    def _go_back(self, count: int) -> bool:
-        return all(cache.go_back(count) for cache in self.caches)
+    def _drop_last(self, count: int) -> bool:
+        return all(cache.drop_last(count) for cache in self.caches)
 
     def forward(self, ids: list[int]) -> Tensor:
-        """Logits (B, V) at the end of each row, from the ids that are added to all rows."""
+        """Return the logits (B, V) of the last token of each prompt. Collective over the world.
+
+        Args:
+            ids: the new token ids of all prompts, concatenated.
+        """
         rows, tp = self.rows, self.meshes.tp
         position = [
             place
@@ -153,15 +171,15 @@ class Generator:
             for place in range(num_cached, num_cached + num_new)
         ]
         pad = -len(ids) % tp.size or (0 if ids else tp.size)
-        ids_1T = rows.numbers([ids + [0] * pad])
+        ids_1T = rows.to_int64([ids + [0] * pad])
         valid_T = torch.arange(len(ids) + pad, device=self.device) < len(ids)
         owned_T = valid_T.chunk(tp.size)[tp.rank]
         tokens = Tokens(
-            position_BS=rows.numbers([position + [0] * pad]),
+            position_BS=rows.to_int64([position + [0] * pad]),
             index_T=torch.zeros_like(owned_T, dtype=torch.int64),  # for what training adds to routing
             sample_T=torch.zeros_like(owned_T, dtype=torch.int64),
             valid_T=owned_T,
-            microbatch=rows.numbers(0),
+            microbatch=rows.to_int64(0),
         )
         return self.model(ids_1T, tokens)[0]
 
@@ -173,11 +191,11 @@ class Generator:
         world = self.meshes.world
         return bool(all_reduce(torch.tensor([int(own)], device=self.device), world, "max")) if world.size > 1 else own
 
-    def _keep_rows(self, remaining: list[int]) -> None:
-        self.rows.keep(remaining)
-        row_B = self.rows.numbers(remaining)
+    def _select_rows(self, remaining: list[int]) -> None:
+        self.rows.select(remaining)
+        row_B = self.rows.to_int64(remaining)
         for cache in self.caches:
-            cache.keep(row_B)
+            cache.select_rows(row_B)
 
 
 # ---- the next token from logits: the most probable, or drawn from what temperature, top-k and top-p leave of them
@@ -197,7 +215,11 @@ class Sampling:
 
 
 def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return probabilities (B, V) in descending order, and the token of each; of equal logits the lower id is first."""
+    """Return the distribution from which each prompt's next token is drawn, after temperature, top-k and top-p.
+
+    Returns:
+        Probabilities (B, V) in descending order, and the token id of each; of equal logits the lower id is first.
+    """
     logits_BV, token_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         logits_BV[:, sampling.top_k :] = -torch.inf
@@ -210,15 +232,15 @@ def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]
 
 
 def choose_tokens(logits_BV: Tensor, sampling: Sampling, numbers: list[int], positions: list[int]) -> list[int]:
-    """Return the next token of each row.
+    """Return the next token id of each prompt.
 
     A draw is a function of (seed, number of the prompt, position), so it does not depend on the batch or the rank.
 
     Args:
-        logits_BV: logits of each row.
+        logits_BV: logits of each prompt.
         sampling: how to choose.
-        numbers: number of each row's prompt.
-        positions: position of the next token of each row.
+        numbers: each prompt's index among all prompts.
+        positions: position of each prompt's next token.
     """
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).tolist()

@@ -40,7 +40,10 @@ CACHES = {
 
 
 def cache_path(mixer: MixerSpec) -> str:
-    """Return the "module:NAME" of a mixer's cache: that of its spec, else of its module; "" if it has none."""
+    """Return where the class of a mixer's cache is, as "module:NAME"; "" if the mixer has no cache.
+
+    The mixer's spec may name one; else it follows from the mixer's module.
+    """
     return mixer.cache or CACHES.get(mixer.implementation, "")
 
 
@@ -50,12 +53,12 @@ class TrainedModel(FullModel):
 
     adapters: Adapters | None = None
     """Adapters on the weights; None without them."""
-    under: str = ""
+    base_name: str = ""
     """The name that the user gave for the base weights of adapters."""
 
     @property
     def tokenizer(self) -> Path | None:
-        """Tokenizer file of the run with adapters, else of the weights' folder or checkpoint; None without one."""
+        """Path of the tokenizer of the run with adapters, else of the checkpoint or folder of the weights; or None."""
         own = (self.path, FILE if self.step is None else f"{layout.CARRIED}/{FILE}")
         runs = [(self.adapters.path, f"{layout.CARRIED}/{FILE}")] if self.adapters and self.adapters.config else []
         for folder, name in (*runs, own):
@@ -65,11 +68,14 @@ class TrainedModel(FullModel):
 
 
 def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
-    """Find the weights and adapters that the command line names.
+    """Find the weights and adapters that the command line names, without loading them.
 
     Args:
         path: a run, one of its checkpoints, or a Hugging Face folder; None for the adapters' own base weights.
         adapter: a run with adapters, one of its checkpoints, or a PEFT folder; None without adapters.
+
+    Raises:
+        ConfigError, CheckpointError: they do not exist, or are damaged.
     """
     if adapter is None:
         return TrainedModel(**vars(find_full_model(path)))
@@ -79,18 +85,23 @@ def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
 
     if not is_peft(adapter):
         adapter = require_intact(latest_checkpoint(adapter))
-    adapters, under = open_adapters(adapter, str(path or ""))
-    open_base_weights(adapters, under)
-    whole = TrainedModel(**vars(find_full_model(weights_folder(under) if is_hf(under) else Path(under))))
+    adapters, base_name = open_adapters(adapter, str(path or ""))
+    open_base_weights(adapters, base_name)
+    whole = TrainedModel(**vars(find_full_model(weights_folder(base_name) if is_hf(base_name) else Path(base_name))))
     config = adapters.config or replace(whole.config, lora=adapters.lora)
     identity = whole.identity
     if adapters.config:
         identity = layout.read_manifest(adapter).record.get("loader", {}).get("tokenizer")
-    return replace(whole, config=config, identity=identity, adapters=adapters, under=under)
+    return replace(whole, config=config, identity=identity, adapters=adapters, base_name=base_name)
 
 
 def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
-    """Open the tokenizer with the given name, else the one that the run was trained with. Raises ConfigError."""
+    """Open the tokenizer to generate with; ConfigError if the one that the model was trained with is not here.
+
+    Args:
+        trained: the model.
+        name: a tokenizer that the user names; None for the one that the model was trained with.
+    """
     data, carried = trained.config.data, trained.tokenizer
     if name is not None:
         return open_tokenizer(name)
@@ -113,13 +124,29 @@ def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
 
 
 def chat_template_of(trained: TrainedModel, tokenizer: Tokenizer) -> str:
-    """Return the file of the chat template; "" for the one beside the tokenizer, as in a run's checkpoints."""
+    """Return the path of the model's chat template; "" for the one beside the tokenizer, as in checkpoints.
+
+    Args:
+        trained: the model.
+        tokenizer: the tokenizer that is used.
+    """
     carried = trained.tokenizer is not None and getattr(tokenizer, "file", None) == trained.tokenizer
     return "" if carried else trained.config.data.chat_template
 
 
 def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
-    """Return the config to generate with. Raises ConfigError with every problem, such as degrees that do not fit."""
+    """Return the config to generate with: mapping, dtype and device as given, without what only training needs.
+
+    Args:
+        trained: the model.
+        world: number of ranks.
+        degrees: pp, cp, tp, ep and etp by name.
+        dtype: dtype of weights and computation; None for that of training.
+        device: training.device.
+
+    Raises:
+        ConfigError: with every problem, such as degrees that do not fit.
+    """
     problems = [
         f"parallelism.{name} = {degrees[name]}: {why}, so generating needs {name} = 1; tp, ep and etp split the model"
         for name, why in (
@@ -164,7 +191,14 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
 
 
 def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> Any:
-    """Return the transformer on this rank with its weights loaded."""
+    """Build the transformer on this rank, with its shards loaded and no gradients. All ranks call it.
+
+    Args:
+        config: the config from `config_to_run`.
+        meshes: the meshes of the config's mapping.
+        trained: the model to load.
+        device: where to put it.
+    """
     import torch
     from torch import nn
     from torch.distributed.tensor import DTensor
@@ -199,8 +233,11 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
     return model.eval()
 
 
-def _check_under(trained: TrainedModel) -> None:
-    """Check that the weights are those that the adapters were trained on; raise an error if not."""
+def _check_base_weights(trained: TrainedModel) -> None:
+    """Raise an error unless the weights are those that the adapters were trained on. Collective over the world.
+
+    Digests are compared if the adapters have one, else names, shapes and, where possible, weights.
+    """
     import torch.distributed as dist
 
     from titanmoe.checkpoint.hf.peft_base import compare_base
@@ -210,7 +247,7 @@ def _check_under(trained: TrainedModel) -> None:
     weights = open_weights(str(trained.path), trained.adapters.model)
     check_digest(trained.adapters, weights, str(trained.path), group)
     if trained.adapters.config is None:
-        compared = compare_base(trained.adapters, weights, trained.under, group)
+        compared = compare_base(trained.adapters, weights, trained.base_name, group)
         if os.environ.get("RANK", "0") == "0":
             print(f"note: {compared}", file=sys.stderr)
 
@@ -222,7 +259,7 @@ def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
     tied = config.model.tie_embeddings
     targets = state.shards_to_load(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
     if trained.adapters:
-        _check_under(trained)
+        _check_base_weights(trained)
         for name in filter(is_adapter, list(targets)):
             piece = targets.pop(name)[1]
             fill_in_blocks(piece.tensor, piece.offset, trained.adapters.tensors[name.removeprefix("model.")].read)

@@ -48,7 +48,7 @@ class RankLogs(LogsSpecs):
         """Folders that this launcher has made, the innermost first."""
 
     def make_folder(self) -> None:
-        """Make the folder of the logs; OSError if that fails."""
+        """Make the folder for the ranks' logs, with its parents; OSError if that fails."""
         self.made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -71,10 +71,11 @@ class RankLogs(LogsSpecs):
         return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, notes)
 
     def tidy(self, refused: bool = False) -> None:
-        """Remove empty logs and unused advice files, then empty folders.
+        """Remove empty logs and unused advice files, then folders that are empty. Called after the ranks have ended.
 
         Args:
-            refused: the ranks refused the recipe, which is printed in full: also remove the agent's log and the notes.
+            refused: whether the ranks refused the recipe, with a message that is printed in full: if so, also remove
+                the agent's log and the ranks' notes (JSON files on why they ended).
         """
         for file in self.folder.rglob("rank*"):
             if (
@@ -112,7 +113,7 @@ class Agent(LocalElasticAgent):
     def handle_signals(self) -> None:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
-                signal.signal(number, self._signalled)
+                signal.signal(number, self._on_signal)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
@@ -122,18 +123,18 @@ class Agent(LocalElasticAgent):
         self.handle_signals()
         return pids
 
-    def _signalled(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal:
             if time.monotonic() - self._signalled_at > SECOND_SIGNAL_S:
                 self.killed = True
-                self._send(signal.SIGKILL)
+                self._signal_ranks(signal.SIGKILL)
             return
         self.signal, self._signalled_at, self._remaining_restarts = number, time.monotonic(), 0
         if self._pcontext is None:  # still waiting for other nodes
             raise SignalException("before the ranks were started", signal.Signals(number))
-        self._send(signal.SIGTERM if number == signal.SIGHUP else number)
+        self._signal_ranks(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    def _send(self, number: int) -> None:
+    def _signal_ranks(self, number: int) -> None:
         """Send a signal to the ranks, not to the processes that read data for them: a rank ends those itself."""
         for pid in self._pcontext.pids().values() if self._pcontext else ():
             with contextlib.suppress(ProcessLookupError):
@@ -154,12 +155,12 @@ class Agent(LocalElasticAgent):
 
 
 def launch(options: Namespace, words: list[str], logs: RankLogs) -> LaunchResult:
-    """Start the ranks as torchrun would with these options, and wait until they end.
+    """Start this machine's ranks as torchrun would with these options, wait until they end, and return how they ended.
 
     Args:
         options: torchrun's parsed options.
         words: the ranks' command line.
-        logs: where they write.
+        logs: the files that the ranks write to.
 
     Raises:
         Exception: of torch's rendezvous, if the nodes do not meet.

@@ -59,7 +59,9 @@ BASE: dict[str, Any] = {
 
 
 def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
-    """Return the changes to BASE that test each parallelism, by name; compare() skips those that cannot run here.
+    """Return the test cases by name: for each parallelism, the options in which it differs from BASE.
+
+    Cases that cannot run on this cluster are among them; `compare` skips these.
 
     Args:
         world: ranks of all nodes.
@@ -96,7 +98,15 @@ def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
 
 
 def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
-    """Return the command line of a test run; its batches depend on `world` alone, so that one rank sees them too."""
+    """Return the options of `titanmoe train` for a test case.
+
+    Model and batches depend on `world` alone, so that a run of one rank computes the same.
+
+    Args:
+        world: ranks of all nodes.
+        changes: the options in which the case differs from BASE.
+        device: training.device.
+    """
     sizes = {
         "model.num_experts": world * math.ceil(8 / world),
         "training.global_batch_size": 4 * world,
@@ -136,7 +146,11 @@ class Comparison:
 
 
 def run_steps(config: Config, runtime: Runtime) -> tuple[list[float], float]:
-    """Train STEPS steps; return losses and gradient norms, and the last step's seconds. Collective over all ranks."""
+    """Train a model of this config for STEPS steps. Collective over all ranks.
+
+    Returns:
+        Loss and gradient norm of each step in turn, as one list; and the seconds of the last step.
+    """
     training = build_training(config, runtime)
     trainer = Trainer(training)
     try:
@@ -151,9 +165,13 @@ def run_steps(config: Config, runtime: Runtime) -> tuple[list[float], float]:
 
 
 def run_steps_on_one_rank(world: int, device: str) -> list[float]:
-    """Return losses and gradient norms of the same steps on one rank, run in a process of its own.
+    """Return loss and gradient norm of each step in turn, as computed by one rank in a process of its own.
 
     Called on rank 0 while the others wait. RuntimeError if the process fails.
+
+    Args:
+        world: ranks of all nodes, on which model and batches depend.
+        device: training.device.
     """
     launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher_variables)}
@@ -165,13 +183,13 @@ def run_steps_on_one_rank(world: int, device: str) -> list[float]:
 
 
 def compare(runtime: Runtime, only: list[str], node: int, expected: list[float]) -> list[Comparison]:
-    """Run the test cases and compare them with one rank's numbers, printing a line each. Collective over all ranks.
+    """Run the test cases and compare them with one rank, printing a line each. Collective over all ranks.
 
     Args:
         runtime: this rank's runtime.
         only: run cases whose names contain one of these words; all if empty.
         node: ranks of a node.
-        expected: losses and gradient norms of one rank.
+        expected: loss and gradient norm of each step in turn, on one rank.
     """
     rows = []
     for name, changes in cases(runtime.world, node).items():
@@ -214,7 +232,7 @@ class AxisTiming:
 
 
 def seconds_per_call(runtime: Runtime, send: Callable[[], Any], rounds: int) -> float:
-    """Return the seconds of a call of `send`, the mean of `rounds`, on the slowest rank. Collective over all ranks."""
+    """Return the mean seconds of `rounds` calls of `send` on the slowest rank. Collective over all ranks."""
 
     def wait() -> None:
         if runtime.device.type == "cuda":
@@ -234,7 +252,13 @@ def seconds_per_call(runtime: Runtime, send: Callable[[], Any], rounds: int) -> 
 
 
 def build_collectives(group: Group, size: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """Return the collectives of training over a group by name, each with about `size` bytes in and out of each rank."""
+    """Return functions that run the collectives of training over a group, by the collective's name.
+
+    Args:
+        group: the ranks that take part.
+        size: bytes that a collective sends and receives on each rank, about.
+        device: where its tensors are.
+    """
     ops, name, ranks = torch.ops._c10d_functional, group.name, group.size
     count = max(1, size // 2 // ranks)
     shard = torch.zeros(count, dtype=torch.bfloat16, device=device)
@@ -255,8 +279,8 @@ def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
         "tp": (meshes.tp, ("all-gather", "reduce-scatter")),
         "cp": (meshes.cp, ("all-gather",)),
         "ep x etp": (meshes.expert_group, ("all-to-all",)),
-        "FSDP of attention": (_data(meshes.dense_data), ("all-gather", "reduce-scatter")),
-        "FSDP of experts": (_data(meshes.expert_data), ("all-gather", "reduce-scatter")),
+        "FSDP of attention": (_fsdp_group(meshes.dense_data), ("all-gather", "reduce-scatter")),
+        "FSDP of experts": (_fsdp_group(meshes.expert_data), ("all-gather", "reduce-scatter")),
     }
     out, large_size = [], LARGE if runtime.device.type == "cuda" else LARGE >> 5
     for axis, (group, messages) in axes.items():
@@ -274,8 +298,8 @@ def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
     return out
 
 
-def _data(mesh: DeviceMesh) -> Group:
-    """Return the group that FSDP gathers and scatters over, without HSDP's replicas."""
+def _fsdp_group(mesh: DeviceMesh) -> Group:
+    """Return the group over which FSDP gathers and scatters: the last dim of its mesh, without the replicas of HSDP."""
     return Group.of(mesh.get_group(mesh.ndim - 1))
 
 
@@ -283,7 +307,7 @@ def _data(mesh: DeviceMesh) -> Group:
 
 
 def versions(runtime: Runtime) -> list[str]:
-    """Return lines with the versions of torch, CUDA and NCCL."""
+    """Return lines for the terminal with the versions of torch, CUDA and NCCL."""
     lines = [f"torch {torch.__version__}, {runtime.world} ranks"]
     if runtime.device.type == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -292,7 +316,17 @@ def versions(runtime: Runtime) -> list[str]:
 
 
 def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
-    """Run all comparisons and timings; return rows, timings and problems, the same on every rank. Collective."""
+    """Run all comparisons and timings, and print them. Collective over all ranks.
+
+    Args:
+        runtime: this rank's runtime.
+        only: run cases whose names contain one of these words; all if empty.
+        recipe: the recipe whose mapping's axes are timed; "" for tp within a node and ep over all ranks.
+
+    Returns:
+        The same on every rank: "rows" (a Comparison for each case), "wires" (an AxisTiming for each axis and
+            collective) and "problems" (error lines; none if the cluster is fit).
+    """
     node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world))
     device = f"{runtime.device.type} {torch.cuda.get_device_name() if runtime.device.type == 'cuda' else ''}".strip()
     places: list[Any] = [None] * runtime.world

@@ -37,7 +37,7 @@ class RankFailure:
     """Whether the watch ended it, or it ended itself, because of a hang of another rank."""
 
     def note(self) -> dict:
-        """Return the note that the rank left; {} if none."""
+        """Return the note that the rank left on why and when it failed, parsed from JSON; {} if it left none."""
         return read_note(self.note_file)
 
     @property
@@ -47,24 +47,24 @@ class RankFailure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another rank failed first: the note says so, or the launcher or the watch then ended this one."""
+        """Whether another rank failed first: the note says so, or the launcher or the watch then ended this rank."""
         if note := self.note():
             return bool(note.get("consequence"))
         return self.ended_by_hang or self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
     @property
     def is_refusal(self) -> bool:
-        """Whether it ended before training with a message that says what to change."""
+        """Whether the rank ended before training, with a message that says what to change in the recipe."""
         return self.exitcode == 2 and bool(self.note())
 
     @property
     def has_own_cause(self) -> bool:
-        """Whether it failed for a reason of its own, and not because another rank failed or it was being stopped."""
+        """Whether the rank failed for a reason of its own, not because of another rank or a stop of the run."""
         return bool(self.note()) and not self.is_consequence
 
 
 def read_note(file: Path) -> dict:
-    """Return a rank's note, from its file or the fallback in memory; {} if there is none."""
+    """Return the JSON note that a rank left on why it ended, from its file or a copy in memory; {} without one."""
     for place in note_paths(file):
         with contextlib.suppress(OSError, ValueError):
             return json.loads(place.read_text(encoding="utf-8"))
@@ -72,7 +72,13 @@ def read_note(file: Path) -> dict:
 
 
 def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
-    """Return the phase of the step that late ranks were in, by rank, from what the watch wrote to others' notes."""
+    """Return the phase of the step in which each late rank was, by rank, as told by the notes of other ranks.
+
+    The watch of a rank that waits writes it to that rank's note.
+
+    Args:
+        notes: note files of this machine's ranks.
+    """
     parts: dict[int, str] = {}
     for file in notes:
         parts |= {int(rank): text for rank, text in read_note(file).get("during", {}).items()}
@@ -80,15 +86,19 @@ def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
 
 
 def ranks_ended_by_hang(notes: Iterable[Path]) -> set[int]:
-    """Return the ranks that ended because of a hang that the watch reported."""
+    """Return the ranks that ended because the watch found a hang, not for a cause of their own.
+
+    Args:
+        notes: note files of this machine's ranks.
+    """
     return {rank for file in notes for rank in read_note(file).get("following", [])}
 
 
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
-    """Return the failure that caused the others.
+    """Return the failure that caused the others: the earliest, those that follow from another rank's coming last.
 
     Ranks that only lost the connection to another come after it, whatever the clocks say. If all ranks failed alike, it
-    is the lowest one's.
+    is that of the lowest rank.
     """
 
     def order(failure: RankFailure) -> tuple[bool, float, int]:
@@ -105,7 +115,7 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def failure_message(failure: RankFailure, world: int, out_of_memory: bool = False) -> str:
-    """Return the last message of a run that failed.
+    """Return the last message of a run that failed: which rank failed first, why, and where its log is.
 
     Args:
         failure: the first failure.
@@ -157,7 +167,10 @@ def _tail(log: Path) -> list[str]:
 
 
 def count_oom_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory, in this container and on this machine."""
+    """Return how many processes the kernel's out-of-memory killer has ended, in this container and on this machine.
+
+    It is compared before and after a run.
+    """
     count = 0
     for file in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
         try:

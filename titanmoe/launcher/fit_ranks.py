@@ -40,7 +40,7 @@ class Machine:
 
 
 def this_machine(device: str) -> Machine:
-    """Return what this machine has for a run on training.device = `device`."""
+    """Return the GPUs, CPU cores and memory that this machine has for a run on training.device = `device`."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -50,7 +50,7 @@ def this_machine(device: str) -> Machine:
 
 
 def choose_ranks(requested: str, nodes: int, recipe_ranks: int, machine: Machine) -> int:
-    """Return the number of ranks of all nodes.
+    """Return the number of ranks, on all nodes together, that a run starts.
 
     Args:
         requested: the option --ranks: a number, "auto", or "" if absent.
@@ -64,7 +64,7 @@ def choose_ranks(requested: str, nodes: int, recipe_ranks: int, machine: Machine
 
 
 def why_too_many(
-    world: int, nodes: int, machine: Machine, recipe: str, shortage_here: Callable[[], str] = lambda: ""
+    world: int, nodes: int, machine: Machine, recipe: str, shortage_if_fitted: Callable[[], str] = lambda: ""
 ) -> str:
     """Return why these nodes cannot take so many ranks, and what to type; "" if they can.
 
@@ -73,7 +73,7 @@ def why_too_many(
         nodes: number of nodes.
         machine: this machine; all nodes are taken to be alike.
         recipe: the recipe whose job.ranks it is; "" if the number comes from --ranks.
-        shortage_here: returns what --ranks auto --fit would lack on this machine; "" if nothing.
+        shortage_if_fitted: returns what --ranks auto --fit would lack on this machine; "" if nothing.
     """
     who = f"{recipe} is for {world} ranks (job.ranks)" if recipe else f"--ranks = {world}"
     if world % nodes:
@@ -94,13 +94,21 @@ def why_too_many(
         return f"{reason}: give {most * nodes} or fewer, --ranks auto, or --training.device cpu"
     count = -(-world // on_node)
     several = f"--nnodes {count} on each of {count} nodes (docs/launch.md)"
-    if shortage := shortage_here():
+    if shortage := shortage_if_fitted():
         return f"{reason}: use {several}; with --ranks auto --fit, {shortage}"
     return f"{reason}: use {several}, or --ranks auto --fit to run it here"
 
 
 def nearest_changes(config: Config, world: int) -> dict[str, tuple[int, int]]:
-    """Return the degrees that the nearest legal mapping changes, by path, as (old, new); {} if there is none."""
+    """Return the degrees that differ between a recipe's mapping and the nearest legal one; {} if no mapping is legal.
+
+    Args:
+        config: the recipe.
+        world: ranks of all nodes.
+
+    Returns:
+        (old, new) by option, such as parallelism.tp; an old value of -1 was to be derived.
+    """
     mappings = nearest(world, config.parallelism, config, count=1)
     return (
         {DEGREE_PATHS[name]: change for name, change in changes(config.parallelism, mappings[0]).items()}
@@ -118,7 +126,7 @@ def suggest_mapping(
         config: the recipe, whose mapping does not fit.
         world: ranks of all nodes.
         nodes: number of nodes.
-        shortage: returns the memory that a mapping would lack on this machine; "" if none.
+        shortage: returns a text on the memory that a config on so many ranks would lack on this machine; "" if none.
     """
     if change := nearest_changes(config, world):
         reason = f"The nearest mapping that fits {world} rank{'s' * (world > 1)}: {changes_text(change)}"
@@ -134,12 +142,17 @@ def suggest_mapping(
 
 
 def new_values(change: dict[str, tuple[int, int]]) -> dict[str, int]:
-    """Return the new value of each change, by path."""
+    """Return the new value of each changed option, given (old, new) by option."""
     return {path: value for path, (_, value) in change.items()}
 
 
 def with_values(config: Any, values: dict[str, Any]) -> Any:
-    """Return a copy of a config, or of one of its tables, with the values at these paths replaced."""
+    """Return a copy of a config, or of one of its tables, with some values replaced.
+
+    Args:
+        config: the config or table.
+        values: new values by dotted path, such as "parallelism.tp".
+    """
     for path, value in values.items():
         name, _, rest = path.partition(".")
         config = replace(config, **{name: with_values(getattr(config, name), {rest: value}) if rest else value})

@@ -45,7 +45,14 @@ class MemoryNeed:
 
 
 def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed:
-    """Return what a legal mapping needs at least; `per_machine` is the number of ranks on a machine."""
+    """Return a lower bound of the memory that a run needs, by the planner's formulas.
+
+    Args:
+        config: the config, whose mapping is legal.
+        world: ranks of all machines.
+        per_machine: ranks on a machine.
+        machine: this machine; all are taken to be alike.
+    """
     fold = derive(world, config.parallelism)
     if config.moe.overlap != "auto":  # with halves, which that may become, it is alltoall
         config = with_planned_dispatcher(config, fold, per_machine, machine.gpus > 0)
@@ -61,7 +68,14 @@ def memory_need(config: Config, world: int, per_machine: int, machine: Machine) 
 
 
 def need_if_too_large(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed | None:
-    """Return what a legal mapping needs if that is more than the machine has; None if it fits, or memory is unknown."""
+    """Return a lower bound of a run's memory if the machine has less; None if it fits, or memory is unknown.
+
+    Args:
+        config: the config, whose mapping is legal.
+        world: ranks of all machines.
+        per_machine: ranks on a machine.
+        machine: this machine; all are taken to be alike.
+    """
     if not machine.memory:  # unknown
         return None
     need = memory_need(config, world, per_machine, machine)
@@ -69,10 +83,10 @@ def need_if_too_large(config: Config, world: int, per_machine: int, machine: Mac
 
 
 def describe_shortage(config: Config, world: int, per_machine: int, machine: Machine, command: str) -> str:
-    """Return why a legal mapping does not fit into memory, and what would; "" if it fits.
+    """Return a text on why a run does not fit into memory, and what would; "" if it fits or memory is unknown.
 
     Args:
-        config: the recipe.
+        config: the recipe, whose mapping is legal.
         world: ranks of all machines.
         per_machine: ranks on a machine.
         machine: this machine; all are taken to be alike.
@@ -97,9 +111,15 @@ def describe_shortage(config: Config, world: int, per_machine: int, machine: Mac
 
 
 def smallest_change(config: Config, world: int, per_machine: int, machine: Machine) -> str:
-    """Return the fewest options with which the run fits, such as "--activation_checkpoint.mode full"; "" if none do.
+    """Return the fewest options that make the run fit, such as "--activation_checkpoint.mode full"; "" if none do.
 
     They change which activations are saved and how the state is placed, not what the model learns.
+
+    Args:
+        config: the recipe, which does not fit.
+        world: ranks of all machines.
+        per_machine: ranks on a machine.
+        machine: this machine; all are taken to be alike.
     """
     for change in sorted(product(*_alternatives(config, world, machine)), key=lambda options: sum(map(bool, options))):
         values: dict[str, Any] = {path: value for option in change for path, value in option.items()}
@@ -110,7 +130,10 @@ def smallest_change(config: Config, world: int, per_machine: int, machine: Machi
 
 
 def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of alternative changes, from mild to costly; one of each list can be combined. {} changes nothing."""
+    """Yield lists of alternative changes that save memory, from mild to costly; one of each list can be combined.
+
+    A change is a dict of new values by option; {} changes nothing.
+    """
     training, parallelism, options = config.training, config.parallelism, config.activation_checkpoint
     modes = ["moe", "full_except_dispatch", "full"]
     modes = modes[modes.index(options.mode) + 1 :] if options.mode in modes else modes
@@ -129,9 +152,16 @@ def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list
 
 
 def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> str:
-    """Return a sentence with a number of GPUs that is enough, found by doubling, and the command that shows the plan.
+    """Return a sentence with a number of GPUs on which the run fits, and the command that plans a mapping on them.
 
-    GPUs are like this machine's, or H100s if it has none; what CUDA reserves for itself is subtracted.
+    GPUs are like this machine's, or H100s if it has none; what CUDA reserves for itself is subtracted. Numbers are
+    tried by doubling.
+
+    Args:
+        config: the recipe, which does not fit.
+        world: ranks of all machines.
+        machine: this machine; all are taken to be alike.
+        command: the recipe and its overrides, for the command.
     """
     training, device = config.training, _similar_device(machine)
     usable = device.memory - device.reserved

@@ -67,7 +67,11 @@ def run_score(words: Sequence[str]) -> int:
 
 
 def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
-    """Return the paths after --data, up to the next option, and the other words; None and all words without --data."""
+    """Split a command line at its option --data.
+
+    Returns:
+        The paths after --data, up to the next option, and the other words; None and all words without --data.
+    """
     if "--data" not in words:
         return None, list(words)
     at = list(words).index("--data")
@@ -76,7 +80,11 @@ def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
 
 
 def _options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options --top and --temperature by name, and the other words."""
+    """Take the options --top and --temperature out of a command line.
+
+    Returns:
+        Their values as text, by the option's name without dashes; and the other words.
+    """
     options, rest, words = {}, [], iter(words)
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")

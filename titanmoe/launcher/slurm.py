@@ -104,7 +104,11 @@ def run_slurm(args: argparse.Namespace) -> int:
 
 
 def job_script(args: argparse.Namespace) -> str:
-    """Return the job script; ConfigError with everything that sbatch or the ranks would refuse."""
+    """Return the text of a job script for sbatch; ConfigError with everything that sbatch or the ranks would refuse.
+
+    Args:
+        args: the parsed command line of `titanmoe slurm`.
+    """
     world = world_of(args.ranks, args.overrides, COMPONENTS)
     ranks_per_node = min(8, world) if args.gpus_per_node is None else args.gpus_per_node
     problems = []
@@ -155,7 +159,14 @@ def _head(args: argparse.Namespace, config: Config, nodes: int, ranks_per_node: 
 
 
 def _container_prefix(image: str | None, mounts: str | None) -> str:
-    """Return what goes between srun and the command to run it in a container, with the submitting folder mounted."""
+    """Return the words between srun and its command that run it in a container; "" without one.
+
+    The folder from which the job is submitted is mounted.
+
+    Args:
+        image: name of the image, or the path of a .sif file; None without a container.
+        mounts: further folders, FROM:TO separated by commas.
+    """
     if not image:
         return ""
     more = shlex.quote(f",{mounts}") if mounts else ""

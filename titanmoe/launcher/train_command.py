@@ -87,17 +87,17 @@ class Request:
 
     @property
     def words(self) -> list[str]:
-        """Command line of the ranks."""
+        """Command line of the ranks: recipe and overrides, without the launcher's options."""
         return [*(["--config", self.recipe] if self.recipe else []), *self.rest, *self.fitted]
 
     @property
     def command(self) -> str:
-        """The recipe and its overrides, for another command of titanmoe."""
+        """The recipe and its overrides as one line of a shell, to be put into the command of another subcommand."""
         return shlex.join([*([self.recipe] if self.recipe else []), *self.rest])
 
     @property
     def checks_memory(self) -> bool:
-        """Whether a run that needs more memory than there is should be refused."""
+        """Whether to refuse a run that needs more memory than there is: without --memory ignore and --print-config."""
         return "memory" not in self.options and not split_words(self.words).print_config
 
     @property
@@ -129,9 +129,9 @@ def run_train(words: Sequence[str]) -> int:
 
 
 def parse_words(words: Sequence[str]) -> Request:
-    """Parse the command line; problems are collected in the request.
+    """Parse the command line of `titanmoe train`; errors are collected in the request's `problems`.
 
-    The recipe comes first, or after an option of the launcher; after an override it would be read as its value.
+    The recipe comes first, or after an option of the launcher; after an override it would be read as the value of that.
     """
     request, rest, override = Request(typed=list(words)), list(words), False
     old: dict[str, int | str] = {}
@@ -166,7 +166,7 @@ def parse_words(words: Sequence[str]) -> Request:
 
 
 class MappingMisfit(ConfigError):
-    """A recipe is refused because its mapping does not fit the ranks."""
+    """The error of a recipe whose mapping does not fit the number of ranks."""
 
     config: Config
     offer: str = ""
@@ -188,7 +188,7 @@ class PreparedRun:
 
 
 def prepare(request: Request) -> PreparedRun:
-    """Read and check everything that `titanmoe train` needs; ConfigError with everything that is wrong."""
+    """Read the recipe, choose the number of ranks, check mapping, memory and files; ConfigError with all problems."""
     if not request.recipe and not request.rest:
         request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
     several_nodes = request.get("nnodes", "1") not in ("1", "1:1")
@@ -215,7 +215,7 @@ def prepare(request: Request) -> PreparedRun:
             else ""
         )
 
-    def shortage_here() -> str:
+    def shortage_if_fitted() -> str:
         smaller = machine.ranks * request.nodes
         if config is None:
             return ""
@@ -225,7 +225,7 @@ def prepare(request: Request) -> PreparedRun:
     if prints:
         nproc = min(nproc, machine.gpus or 8)
     elif reason := fit_ranks.why_too_many(
-        world, request.nodes, machine, request.recipe if recipe_world else "", shortage_here
+        world, request.nodes, machine, request.recipe if recipe_world else "", shortage_if_fitted
     ):
         raise draft.error(reason)
     try:
@@ -245,7 +245,14 @@ def prepare(request: Request) -> PreparedRun:
 def final_config(
     request: Request, draft: Draft, world: int, nproc: int, machine: fit_ranks.Machine
 ) -> tuple[Config, CheckedConfig]:
-    """Return the config that the ranks will have, and the checked config to pass to them.
+    """Return the config that the ranks will have, and the checked config in the form in which it is passed to them.
+
+    Args:
+        request: the parsed command line.
+        draft: the recipe with its overrides.
+        world: ranks of all nodes.
+        nproc: ranks on this machine.
+        machine: this machine, for the check of memory.
 
     Raises:
         MappingMisfit: the mapping does not fit the number of ranks.
@@ -296,7 +303,7 @@ def final_config(
 
 
 def start(prepared: PreparedRun) -> int:
-    """Start the ranks, wait for them and print why they failed, if they did; return the exit code."""
+    """Start a prepared run's ranks, wait for them and print why they failed, if they did; return the exit code."""
     with notes_in_memory():
         return _start(prepared)
 
@@ -343,7 +350,7 @@ def _start(prepared: PreparedRun) -> int:
 
 
 def exit_status(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bool) -> tuple[int, str]:
-    """Return the exit code and the last message; "" if there is nothing to say.
+    """Return the exit code of `titanmoe train` and the last message to print; "" if there is nothing to say.
 
     Args:
         result: how the launch ended.
@@ -365,11 +372,7 @@ def exit_status(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bo
 
 
 def _search_path() -> dict[str, str]:
-    """Return the variables with which ranks, started as a module, do not search the current folder first.
-
-    It may be a stranger's, with a random.py in it; `titanmoe.config.component_kinds` searches it last. Python 3.10
-    ignores this.
-    """
+    """Return environment variables that keep ranks from searching the current folder for modules first."""
     if Path(titanmoe.__file__).parents[1] == Path.cwd():  # perhaps it is not installed
         return {}
     return {"PYTHONSAFEPATH": "1"}
@@ -399,7 +402,7 @@ def _torchrun_options(request: Request) -> list[str]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise a ConfigError if this machine, node 0, cannot listen on the port."""
+    """Raise a ConfigError if this machine, as node 0, cannot listen on the port at which the nodes meet."""
     if why := port_problem(port):
         raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
 

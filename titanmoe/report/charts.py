@@ -50,7 +50,7 @@ class Mark(NamedTuple):
 
 
 def number(value: float) -> str:
-    """Return a number in few characters: 6.7k for 6,699."""
+    """Return a number as short text, such as 6.7k for 6,699."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= limit:
@@ -62,14 +62,14 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Return a fraction as a percentage."""
+    """Return a fraction as text in percent, such as 12% for 0.12."""
     if 0 < value < 0.001:
         return "<0.1%"
     return f"{100 * value:.2g}%" if value < 0.1 else f"{100 * value:.0f}%"
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Return about that many round numbers between low and high."""
+    """Return round numbers between low and high at equal distances, for the ticks of an axis; about `about` of them."""
     if high <= low:
         return [low]
     rough = (high - low) / about
@@ -79,7 +79,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def smooth(y: list[float]) -> list[float]:
-    """Return an exponential average over about a fortieth of the curve, corrected for the bias at its start."""
+    """Return the exponential moving average of a curve over about a fortieth of it, without bias at the start."""
     keep, total, weight, out = 1 - 1 / max(2.0, len(y) / 40), 0.0, 0.0, []
     for value in y:
         total, weight = keep * total + value, keep * weight + 1
@@ -88,7 +88,7 @@ def smooth(y: list[float]) -> list[float]:
 
 
 def thin(x: list[float], y: list[float]) -> list[Point]:
-    """Return at most POINTS points, with the minimum and maximum of every interval, so that no spike is lost."""
+    """Return at most POINTS points (x, y) of a curve: minimum and maximum of each interval, to lose no spike."""
     if len(x) <= POINTS:
         return list(zip(x, y, strict=True))
     out: list[Point] = []
@@ -140,18 +140,18 @@ class Frame:
                 add(Words(self.point(value, 0)[0], height - BOTTOM + 16, number(value), anchor="middle"))
 
     def point(self, x: float, y: float) -> Point:
-        """Return the position of a value on the sheet."""
+        """Return the position on the drawing of the values (x, y), between the axes of the chart."""
         across = (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1)
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
         right, floor = self.width - RIGHT, self.height - BOTTOM
         return LEFT + across * (right - LEFT), floor - up * (floor - self.top)
 
     def line(self, points: list[Point], role: str, width: float = 1.6, opacity: float = 1.0) -> None:
-        """Draw a line through values."""
+        """Draw a line through points that are given as values (x, y)."""
         self.sheet.marks.append(Stroke([self.point(*point) for point in points], role, width, opacity))
 
     def hover(self, curves: list[Curve]) -> None:
-        """Store the values that the page shows under the pointer."""
+        """Store the curves' values for the page's script, which shows those under the pointer."""
         self.sheet.hover = {
             "x": [self.x, [LEFT, self.width - RIGHT]],
             "top": [self.top, self.height - BOTTOM],
@@ -171,7 +171,17 @@ def curves_chart(
     marks: Sequence[Mark] = (),
     size: tuple[float, float] = SIZE,
 ) -> Sheet | None:
-    """Return a chart of curves over steps, with marks of events; None if no curve has points."""
+    """Return a chart of curves over training steps; None if no curve has points.
+
+    Args:
+        title: the chart's title.
+        unit: a text at its right, such as the unit of y.
+        curves: the curves.
+        form: formats the numbers at the y axis.
+        smoothed: whether to draw a moving average over curves of 30 points or more.
+        marks: events, each drawn as a dashed line at its step.
+        size: width and height in pixels.
+    """
     curves = [curve for curve in curves if curve.x]
     if not curves:
         return None
@@ -201,9 +211,9 @@ def curves_chart(
 
 
 def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet | None:
-    """Return a stacked chart of a step's seconds by phase; None without times.
+    """Return a stacked chart of the seconds that each phase of a step takes, over the steps; None without times.
 
-    The first line is left out, because its start-up would flatten the rest.
+    Of more than two lines of metrics.jsonl the first is left out, because its start-up would flatten the rest.
     """
     lines = [line for line in run.lines if "time.forward_backward" in line]
     lines = lines[1:] if len(lines) > 2 else lines
@@ -237,9 +247,10 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
 
 
 def relative_load(load_EC: np.ndarray) -> np.ndarray:
-    """Return load / mean load of the layer, reduced to at most 64 rows and 240 columns (steps).
+    """Return each value over the mean of its column, (E, C), reduced to at most 64 rows and 240 columns.
 
-    A row that stands for several experts has the one that is furthest from the mean.
+    For the picture of a layer's loads (or of ranks' times): a row per expert, a column per step. A row that stands for
+    several experts has the value that is furthest from the mean.
     """
     share = load_EC / np.maximum(load_EC.mean(0, keepdims=True), 1e-9)
     if share.shape[1] > 240:
@@ -256,7 +267,13 @@ def relative_load(load_EC: np.ndarray) -> np.ndarray:
 
 
 def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:
-    """Return the heat map of the load of one layer's experts over the steps."""
+    """Return the heat map of how many tokens each expert of one layer gets, over the steps.
+
+    Args:
+        layer: the layer's number.
+        load_EC: tokens of each expert at each of the steps.
+        steps: the steps' numbers.
+    """
     sheet = Sheet(300, 130, f"load of the experts of layer {layer}, steps {steps[0]} to {steps[-1]}")
     draw_heatmap(sheet, (0, 2, 298, 126), transparent_colours(relative_load(load_EC)), len(load_EC), steps)
     return sheet
@@ -265,7 +282,15 @@ def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:
 def draw_heatmap(
     sheet: Sheet, box: tuple[float, float, float, float], picture: np.ndarray, rows: int, steps: list[int]
 ) -> None:
-    """Draw a heat map into a box (x, y, width, height), with the numbers of a few rows and steps."""
+    """Draw a bitmap as a heat map on a sheet, and label a few rows and steps.
+
+    Args:
+        sheet: the sheet to draw on.
+        box: x, y, width and height.
+        picture: the bitmap, RGBA.
+        rows: number of experts or ranks that the bitmap stands for, for the labels.
+        steps: numbers of the steps from left to right.
+    """
     x, y, width, height = box
     left, below = 30.0, 16.0
     width, height = width - left, height - below
@@ -279,9 +304,9 @@ def draw_heatmap(
 
 
 def ranks_sheet(run: Run) -> Sheet | None:
-    """Return the heat map of the time that each rank does not wait, over the mean of all; None without such times.
+    """Return the heat map of the time that each rank computes or reads data, over the mean; None without times.
 
-    The steps at which a straggler was named are marked.
+    A row per rank, steps from left to right. The steps at which a straggler was named are marked.
     """
     if run.busy_RC is None:
         return None
@@ -312,23 +337,28 @@ TITLES = {
 
 
 def ranks(x_Q: np.ndarray) -> np.ndarray:
-    """Return the rank of each value, from 0; equal values share the mean of their ranks."""
+    """Return the position of each value in ascending order, from 0; equal values share the mean of their positions."""
     _, inverse_Q, count = np.unique(x_Q, return_inverse=True, return_counts=True)
     return (np.cumsum(count) - (count + 1) / 2)[inverse_Q]
 
 
 def rank_correlation(x_Q: np.ndarray, y_Q: np.ndarray) -> float | None:
-    """Return Spearman's rank correlation; None if all values of either are equal."""
+    """Return Spearman's rank correlation of two quantities over Q questions; None if all values of either are equal."""
     x_Q, y_Q = (ranks(values) - (len(values) - 1) / 2 for values in (x_Q, y_Q))
     size = np.sqrt((x_Q**2).sum() * (y_Q**2).sum())
     return float((x_Q * y_Q).sum() / size) if size else None
 
 
 def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[float]]:
-    """Return steps, and Spearman's rank correlation of each step's questions with those of the last step.
+    """Return steps, and the rank correlation (Spearman) of each step's quiz questions with those of the last step.
 
     Near 1, the questions that are easy or hard for the last model already were so at this step: the quantity is a
     signal by then, whether or not its mean still changes. Steps without a defined correlation are left out.
+
+    Args:
+        run: the run.
+        task: name of the quiz.
+        quantity: what the questions are ordered by, such as "margin".
     """
     lines = run.quiz.get(task, {})
     last = lines[max(lines)][quantity] if lines else None
@@ -336,8 +366,8 @@ def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[
     return [float(step) for step, r in pairs if r is not None], [r for _, r in pairs if r is not None]
 
 
-def answer_sheets(runs: list[Run], task: str) -> list[Sheet]:
-    """Return the charts of a quiz: the mean of each quantity, then the rank correlation of each."""
+def quiz_sheets(runs: list[Run], task: str) -> list[Sheet]:
+    """Return the charts of a quiz: the mean over the questions of each quantity, then the rank correlation of each."""
     means, signals = [], []
     for quantity in QUIZ_METRICS:
         name, unit = TITLES[quantity]

@@ -96,7 +96,7 @@ class Sheet:
 
 
 def data_uri(rgba: np.ndarray) -> str:
-    """Return a PNG as a data URI. Needs Pillow, which TensorBoard installs."""
+    """Return a bitmap (RGBA) as a PNG in a data URI. Needs Pillow, which TensorBoard installs."""
     from PIL import Image
 
     stream = io.BytesIO()
@@ -109,7 +109,12 @@ def _n(value: float) -> str:
 
 
 def svg(sheet: Sheet, more: str = "") -> str:
-    """Return a sheet as SVG. `more` is added to the attributes of its element."""
+    """Return a drawing as an SVG element.
+
+    Args:
+        sheet: the drawing.
+        more: text to add to the attributes of the element.
+    """
     box = f"0 0 {_n(sheet.width)} {_n(sheet.height)}"
     out = [f'<svg viewBox="{box}" role="img" aria-label="{escape(sheet.title)}"{more}>']
     for mark in sheet.marks:

@@ -17,11 +17,11 @@ from titanmoe.fold.picture import draw
 from titanmoe.report.charts import (
     Curve,
     Mark,
-    answer_sheets,
     curves_chart,
     load_sheet,
     number,
     percent,
+    quiz_sheets,
     ranks_sheet,
     times_chart,
 )
@@ -38,12 +38,12 @@ FOLD_COLOURS = {"#008000": "c1", "#808000": "c2", "#800000": "event"}
 
 
 def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
-    """Return the charts of the page by name, in its order; None for one without data."""
+    """Return the charts of the page by name, in the order in which they stand there; None for a chart without data."""
 
     def curves(name: str) -> list[Curve]:
         return [Curve(run.name, *run.series(name), f"c{i}") for i, run in enumerate(runs)]
 
-    marks = marks_of(runs[0]) if len(runs) == 1 else []  # with several runs it would be unclear whose they are
+    marks = event_marks(runs[0]) if len(runs) == 1 else []  # with several runs it would be unclear whose they are
     objectives = {run.settings().get("training.objective") for run in runs}
     unit = "nats per pair" if objectives == {"dpo"} else f"nats per token{', or per pair' * ('dpo' in objectives)}"
     loss = dict(title="Loss", unit=unit, curves=curves("loss"), smoothed=True, marks=marks)
@@ -73,8 +73,8 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
     return charts
 
 
-def marks_of(run: Run) -> list[Mark]:
-    """Return the events that charts mark: restarts and warnings."""
+def event_marks(run: Run) -> list[Mark]:
+    """Return the events of a run that charts mark at their steps: restarts and warnings."""
     marks, ranks = [], None
     for event in run.events:
         kind, environment = event["kind"], event.get("environment", {})
@@ -89,7 +89,12 @@ def marks_of(run: Run) -> list[Mark]:
 
 
 def write_page(runs: list[Run], out: Path | None = None) -> Path:
-    """Write the page into a folder, by default report/ in the first run's folder; return its path."""
+    """Write the report of runs as one HTML file and return its path.
+
+    Args:
+        runs: the runs.
+        out: the folder to write into; None for report/ in the first run's folder.
+    """
     folder, name = (out, PAGE) if out else (runs[0].folder, f"report/{PAGE}")
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     charts = {name: sheet for name, sheet in sheets(runs).items() if sheet is not None}
@@ -98,7 +103,12 @@ def write_page(runs: list[Run], out: Path | None = None) -> Path:
 
 
 def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
-    """Return the HTML of the page."""
+    """Return the HTML of the report.
+
+    Args:
+        runs: the runs.
+        charts: charts by name, as `sheets` returns them, without those that are None.
+    """
     title = " and ".join(run.name for run in runs)
     parts = [
         *_header(runs, title),
@@ -115,7 +125,12 @@ def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
 
 
 def document(title: str, parts: list[str]) -> str:
-    """Return an HTML document with these elements."""
+    """Return an HTML document with the report's style and script.
+
+    Args:
+        title: the document's title.
+        parts: HTML of the elements in its body.
+    """
     colours = (";".join(f"--{name}:{value}" for name, value in theme.items()) for theme in (LIGHT, DARK))
     head = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
@@ -194,12 +209,17 @@ def _quizzes(runs: list[Run]) -> Iterator[str]:
             "questions at the last one: a quantity that is near 1 early on is a signal by then.</p>"
         )
         yield '<div class="loads">'
-        yield from map(figure, answer_sheets(runs, task))
+        yield from map(figure, quiz_sheets(runs, task))
         yield "</div>"
 
 
 def figure(sheet: Sheet, kind: str = "card") -> str:
-    """Return a sheet as a figure element of a CSS class."""
+    """Return a drawing as an HTML figure element.
+
+    Args:
+        sheet: the drawing.
+        kind: CSS classes of the element.
+    """
     data = f" data-hover='{escape(json.dumps(sheet.hover))}'" if sheet.hover else ""
     return f'<figure class="{kind}">{svg(sheet, data)}</figure>'
 
@@ -257,7 +277,7 @@ def _events(runs: list[Run]) -> Iterator[str]:
 
 
 def _folds(runs: list[Run]) -> Iterator[str]:
-    """Yield the picture of each distinct mapping."""
+    """Yield HTML with a picture of each distinct mapping among the runs."""
     names_of_picture: dict[str, list[str]] = {}
     for run in runs:
         if (fold := run.fold) is None:

@@ -58,18 +58,18 @@ class Run:
     """Messages about data that was left out."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps and values of a metric, where it has a value."""
+        """Return the steps and the values of a metric, without steps at which it has none."""
         pairs = [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
         return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
     def median(self, name: str) -> float | None:
-        """Return the median of a metric without the first line, which includes start-up; None without values."""
+        """Return the median of a metric over the run, without the first line (start-up); None without values."""
         _, values = self.series(name)
         return float(np.median(values[1:] or values)) if values else None
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the reported steps and validations, without start-ups and repeated steps; None without times."""
+        """Seconds of reported steps, validations and quizzes, without start-ups and repeated steps; None if unknown."""
         total, last_step = 0.0, None
         for line in self.lines:
             steps = 1 if last_step is None else max(1, line["step"] - last_step)
@@ -79,12 +79,12 @@ class Run:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The environment of the last start, from events.jsonl; {} without one."""
+        """What the last start of the run recorded in events.jsonl, such as ranks, device and command; {} if nothing."""
         return next((event["environment"] for event in reversed(self.events) if "environment" in event), {})
 
     @property
     def fold(self) -> Fold | None:
-        """The mapping of the run; None if config or number of ranks are unknown."""
+        """The degrees of the run's mapping; None if its config or number of ranks is unknown."""
         if self.config is None or "ranks" not in self.environment:
             return None
         try:
@@ -93,7 +93,7 @@ class Run:
             return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the values of config.toml by path."""
+        """Return the values of the run's config.toml in one dict by dotted path."""
 
         def flat(table: dict[str, Any], before: str) -> dict[str, Any]:
             out: dict[str, Any] = {}
@@ -105,11 +105,11 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read the folders of runs. Raises ConfigError with the problems of all that cannot be read."""
+    """Read the folders of runs for the report; ConfigError with a line for each folder that cannot be read."""
     runs, problems = [], []
     for folder in folders:
         try:
-            lines, warnings = _lines(folder, METRICS, _figures)
+            lines, warnings = _read_lines(folder, METRICS, _accept_metrics)
         except safe_files.NOT_FOUND_ERRORS:
             problems.append(f"{folder} has no {METRICS}: name the folder of a run, such as runs/debug")
             continue
@@ -130,12 +130,12 @@ def read_runs(folders: list[Path]) -> list[Run]:
 
 
 def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run:
-    events, event_warnings = _lines_if_any(folder, EVENTS, _event)
+    events, event_warnings = _read_lines_if_exists(folder, EVENTS, _accept_event)
     shapes: dict[str, int] = {}
-    loads, load_warnings = _lines_if_any(folder, EXPERTS, lambda line: _load(line, shapes))
-    times, time_warnings = _lines_if_any(folder, RANKS, _times)
-    old_quiz, old_warnings = _lines_if_any(folder, OLD_QUIZ, _quiz_line)
-    quiz, quiz_warnings = _lines_if_any(folder, QUIZ, _quiz_line)
+    loads, load_warnings = _read_lines_if_exists(folder, EXPERTS, lambda line: _accept_loads(line, shapes))
+    times, time_warnings = _read_lines_if_exists(folder, RANKS, _accept_times)
+    old_quiz, old_warnings = _read_lines_if_exists(folder, OLD_QUIZ, _accept_quiz)
+    quiz, quiz_warnings = _read_lines_if_exists(folder, QUIZ, _accept_quiz)
     warnings = [*warnings, *event_warnings, *load_warnings, *time_warnings, *old_warnings, *quiz_warnings]
     run = Run(folder.resolve().name, folder, lines, events, warnings=warnings)
     for line in [*old_quiz, *quiz]:
@@ -171,7 +171,7 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
 
 
 def _config(recipe: Recipe) -> Config:
-    """Return the config that a run has recorded, without opening any file that it names."""
+    """Return the config in a run's config.toml, without opening the files that it names, such as model.hf."""
     model = recipe.data.get("model")
     alone = {**recipe.data, "model": {**model, "hf": ""}} if isinstance(model, dict) else recipe.data
     return read_draft([], COMPONENTS, Recipe(recipe.name, recipe.text, alone)).finish(lambda config: [])
@@ -183,18 +183,27 @@ def _config(recipe: Recipe) -> Config:
 Accept = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
-def _lines_if_any(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the result of `_lines`; nothing for a file that does not exist, a message for one that is a link."""
+def _read_lines_if_exists(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what `_read_lines` does; two empty lists without the file, and a message if the file is a link."""
     try:
-        return _lines(folder, name, accept)
+        return _read_lines(folder, name, accept)
     except safe_files.NOT_FOUND_ERRORS:
         return [], []
     except CheckpointError as error:
         return [], [str(error)]
 
 
-def _lines(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the lines of a file that `accept` returns, and one message for each kind of rejected lines."""
+def _read_lines(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
+    """Read a file with a JSON object in each line.
+
+    Args:
+        folder: the run's folder.
+        name: the file's name.
+        accept: returns the object if it is valid, perhaps changed, else None.
+
+    Returns:
+        The accepted objects, and one message for each kind of rejected lines.
+    """
     accepted, rejected_counts = [], Counter()
     with safe_files.open_file(folder, name) as stream:
         *complete, unfinished = stream.read().split(b"\n")
@@ -226,7 +235,7 @@ def _step(value: Any) -> bool:
     return type(value) is int and 0 <= value < LARGE
 
 
-def _figures(line: dict[str, Any]) -> dict[str, Any] | None:
+def _accept_metrics(line: dict[str, Any]) -> dict[str, Any] | None:
     if "loss" not in line or not (line["loss"] is None or _number(line["loss"])):
         return None
     figures = {name: value for name, value in line.items() if _number(value)}
@@ -234,15 +243,20 @@ def _figures(line: dict[str, Any]) -> dict[str, Any] | None:
     return {"loss": line["loss"]} | {re.sub(r"^answers(?=[._])", "quiz", name): x for name, x in figures.items()}
 
 
-def _event(line: dict[str, Any]) -> dict[str, Any] | None:
+def _accept_event(line: dict[str, Any]) -> dict[str, Any] | None:
     ranks = line.get("environment", {"ranks": 1})
     ranks = ranks.get("ranks") if isinstance(ranks, dict) else None
     fits = type(ranks) is int and 0 < ranks < LARGE and all(isinstance(line.get(key), str) for key in EVENT_TEXTS)
     return line if fits else None
 
 
-def _load(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any] | None:
-    """Return a line of loads if it fits `shapes`, experts by layer, which the first valid line sets; else None."""
+def _accept_loads(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any] | None:
+    """Return a line of experts.jsonl if it is valid, else None.
+
+    Args:
+        line: the parsed line.
+        shapes: number of experts by layer, the same in all lines; filled by the first valid line.
+    """
     load = line.get("load")
     if not isinstance(load, dict) or not all(
         layer.isdecimal() and len(layer) < 9 and isinstance(counts, list) and counts and all(map(_number, counts))
@@ -255,14 +269,14 @@ def _load(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any] | None
     return line if experts == shapes else None
 
 
-def _times(line: dict[str, Any]) -> dict[str, Any] | None:
+def _accept_times(line: dict[str, Any]) -> dict[str, Any] | None:
     seconds = line.get("seconds")
     columns = [seconds.get(name) for name in ("compute", "data")] if isinstance(seconds, dict) else []
     fits = columns and all(isinstance(x, list) and x and all(map(_number, x)) for x in columns)
     return line if fits and len(columns[0]) == len(columns[1]) else None
 
 
-def _quiz_line(line: dict[str, Any]) -> dict[str, Any] | None:
+def _accept_quiz(line: dict[str, Any]) -> dict[str, Any] | None:
     columns = [line.get(name) for name in QUIZ_METRICS]
     fits = all(isinstance(x, list) and x and all(map(_number, x)) for x in columns)
     return line if fits and isinstance(line.get("task"), str) and len({len(x) for x in columns}) == 1 else None

@@ -12,7 +12,7 @@ from titanmoe.report.draw import MOST_RUNS
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand `report`."""
+    """Add the subcommand `report` and its options to the parser of `titanmoe`."""
     report = commands.add_parser(
         "report",
         help="draw one run or several into an HTML page",
@@ -26,7 +26,7 @@ def add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Run `titanmoe report` and return its exit code."""
+    """Run `titanmoe report`: write the HTML page of some runs, print its path, and return the exit code."""
     from titanmoe.report.page import write_page
     from titanmoe.report.read_run import read_runs
 
