@@ -190,7 +190,9 @@ def in_8_bits_equal_formula(counts: list[int]) -> None:
     results = []
     for dtype in ("fp8_emulated", "fp8"):
         emulated = dtype == "fp8_emulated"
-        products = fp8.EightBitProducts(groups=Groups(count), kind="loop" if emulated else "grouped", emulated=emulated)
+        products = fp8.EightBitProducts(
+            groups=Groups(count), method="loop" if emulated else "grouped", emulated=emulated
+        )
         outputs = products.up(x, *weights)
         results.append([*outputs, *torch.autograd.grad(outputs, (x, *weights), cotangents)])
     for want, got in zip(*results, strict=True):

@@ -43,7 +43,7 @@ def test_the_down_half_equals_plain_autograd(
         product = grouped_product if grouped and dtype == w2.dtype else loop_product
         return (product(plain_swiglu(*hidden, weight, clamped), w2, torch.tensor(counts)),)
 
-    made = ExpertProducts(groups=Groups(torch.tensor(counts)), kind="grouped" if grouped else "loop", clamped=clamped)
+    made = ExpertProducts(groups=Groups(torch.tensor(counts)), method="grouped" if grouped else "loop", clamped=clamped)
     for down, wide in ((made.down, dtype), (plain, dtype), (plain, torch.float64)):
         leaves = [x.detach().to(torch.promote_types(x.dtype, wide)) for x in inputs(counts, dtype, weight_dtype)]
         leaves = [x.requires_grad_() for x in leaves]
@@ -74,7 +74,7 @@ def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.
     counts = [5, 0, 9, 3]
     gate, up, weight, w2 = inputs(counts, torch.float64, torch.float64)
     hidden = gate.view_as(gate), up.view_as(up)
-    made = ExpertProducts(groups=Groups(torch.tensor(counts)), kind="loop")
+    made = ExpertProducts(groups=Groups(torch.tensor(counts)), method="loop")
     (y_RD,) = made.down(hidden, weight.view_as(weight), w2)
     cotangent = random(*y_RD.shape, dtype=torch.float64, seed=4).detach()
     want = torch.autograd.grad(y_RD, [gate, up, weight, w2], cotangent, retain_graph=True)

@@ -62,7 +62,7 @@ def test_products_and_gradients_are_those_of_the_formula(counts: list[int]) -> N
     """Forward and dx use rounded factors, dw the original ones."""
     x, of = random(sum(counts), D, dtype=torch.float32, seed=0), torch.arange(4).repeat_interleave(torch.tensor(counts))
     weights = [random(4, HIDDEN, D, dtype=torch.float32, seed=s) for s in (1, 2)]
-    outputs = EightBitProducts(groups=Groups(torch.tensor(counts)), kind="loop", emulated=True).up(x, *weights)
+    outputs = EightBitProducts(groups=Groups(torch.tensor(counts)), method="loop", emulated=True).up(x, *weights)
     cotangents = [random(sum(counts), HIDDEN, dtype=torch.float32, seed=s).detach() for s in (3, 4)]
     got = torch.autograd.grad(outputs, (x, *weights), cotangents)
     grad_x = torch.zeros_like(x)

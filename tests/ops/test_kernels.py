@@ -189,7 +189,7 @@ def test_activation_with_the_routing_weight(width: int, counts: list[int], clamp
             ]
             *hidden, weight, w2 = (x.view_as(x) for x in leaves)
             hidden = (torch.cat(hidden, 1),) if side_by_side else tuple(hidden)
-            products = ExpertProducts(groups=Groups(count), kind="loop", clamped=clamped, kernels=kernels)
+            products = ExpertProducts(groups=Groups(count), method="loop", clamped=clamped, kernels=kernels)
             (y,) = products.down(hidden, weight, w2)
             grads = torch.autograd.grad(y, leaves, random(*y.shape, dtype=dtype, seed=4).detach())
             results.append([y.detach(), *grads])

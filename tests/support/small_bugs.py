@@ -85,8 +85,8 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         (
             "uses_terms",
             "the router's product by parts takes any input",
-            "x_TD.dtype == torch.bfloat16 and wide == torch.float32",
-            "wide == torch.float32",
+            "x_TD.dtype == torch.bfloat16 and router_dtype == torch.float32",
+            "router_dtype == torch.float32",
         ),
     ],
     "tests/models/test_product_and_input.py": [

@@ -30,9 +30,9 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share one mesh axis, or several, with this rank.
+    """The ranks of a process group and this rank's place among them, as plain values that compiled code can hold.
 
-    Plain values, so that compiled code can hold it.
+    Usually the ranks that share one mesh axis, or several, with this rank.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Group:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
-        """Return the group's name, size and this rank's number in it; NO_GROUP for a group of one."""
+        """Describe a process group of torch; return NO_GROUP for one of a single rank."""
         return Group(group.group_name, group.size(), group.rank()) if group.size() > 1 else NO_GROUP
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The process group of this name."""
+        """The process group that torch has registered under `name`."""
         return _resolve_process_group(self.name)
 
 
@@ -55,10 +55,11 @@ NO_GROUP = Group("", 1, 0)
 
 
 def to_local(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's shard of a parameter as a plain tensor. Its gradient is that of the shard alone.
+    """Return this rank's shard of a DTensor parameter as a plain tensor; return other parameters as they are.
 
-    A shard that is replicated over tp is only ever applied to tokens or heads that this rank alone owns. So its
-    gradient is one summand of the full one: `titanmoe.parallel.parallel_plan.sum_replicated` sums them once per step.
+    The gradient of the shard is not summed over ranks. A shard that is replicated over tp is only ever applied to
+    tokens or heads that this rank alone owns, so its gradient is one summand of the full gradient:
+    `titanmoe.parallel.parallel_plan.sum_replicated` sums these once per step.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -71,7 +72,7 @@ class _ToLocal(torch.autograd.Function):
     """`DTensor.to_local` with a faster backward.
 
     DTensor's own backward works out the gradient's shape and placements each time, which takes more than twice as long.
-    They are always the parameter's.
+    Both always equal the shape and placements of the parameter.
     """
 
     @staticmethod
@@ -84,20 +85,20 @@ class _ToLocal(torch.autograd.Function):
         return _dtensor_of(grad.contiguous(), ctx.spec)
 
 
-def _dtensor_of(part: Tensor, spec: Any) -> DTensor:
-    return DTensor(part, copy.copy(spec), requires_grad=False)  # DTensor's operations write to a spec
+def _dtensor_of(shard: Tensor, spec: Any) -> DTensor:
+    return DTensor(shard, copy.copy(spec), requires_grad=False)  # DTensor's operations write to a spec
 
 
-def gradient_from_local(parameter: DTensor, part: Tensor) -> DTensor:
-    """Return the parameter's gradient as a DTensor, of which this rank has the shard `part`."""
-    return _dtensor_of(part, parameter._spec)
+def gradient_from_local(parameter: DTensor, shard: Tensor) -> DTensor:
+    """Wrap this rank's shard of a parameter's gradient as a DTensor with the parameter's mesh and placements."""
+    return _dtensor_of(shard, parameter._spec)
 
 
 def to_local_replicated(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter that every rank has in full, such as a router's, as a plain tensor.
+    """Return a parameter that every rank holds in full, such as a router's weight, as a plain tensor.
 
-    Its gradient is a plain tensor too. Before it adds two DTensors for the first time, torch weighs every combination
-    of placements on the axes of their mesh: 0.05 to 0.3 s.
+    Its gradient is a plain tensor too, not a DTensor: before torch adds two DTensors for the first time, it weighs
+    every combination of placements on the axes of their mesh, which takes 0.05 to 0.3 s.
     """
     if not isinstance(parameter, DTensor) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return to_local(parameter)
@@ -115,24 +116,36 @@ class _ToLocalReplicated(torch.autograd.Function):
 
 
 def wait(in_flight: Tensor, group: Group) -> Tensor:
-    """Wait for a result in flight, announce the wait to observers, and return the result."""
+    """Wait for an asynchronous collective over `group`, and return its result.
+
+    Observers (titanmoe.observe) are told of the wait before and after.
+
+    Args:
+        in_flight: the tensor that the start of the collective returned, such as by `launch_all_to_all`.
+        group: the group of the collective.
+    """
     observe.waits(group.name)
     out = _ops.wait_tensor(in_flight)
     observe.arrived()
     return out
 
 
-def first_text(own: str) -> str:
-    """Return the first text of any rank that is not empty; "" if all are. Collective over the world."""
+def first_text(text: str) -> str:
+    """Return the first non-empty text of all ranks, in rank order; "" if all are empty. Collective over the world.
+
+    Args:
+        text: this rank's text, such as its error message.
+    """
     texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, own)
+    dist.all_gather_object(texts, text)
     return next(filter(None, texts), "")
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce x over the group. Not differentiable: for counts, losses and other constants of the backward pass.
 
-    While backward recomputes a region, the cached result is returned and nothing is sent (titanmoe.comm.recomputation).
+    While backward recomputes a checkpointed region, the result that forward cached is returned and nothing is sent
+    (titanmoe.comm.recomputation).
     """
     return x if group.size == 1 else cached(lambda: _all_reduce(x, group, op))
 
@@ -142,14 +155,15 @@ def _all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 
 def launch_all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Start to sum x over the group, in x's own memory. Call `wait` on the result before anything else."""
+    """Start to sum x over the group, in place. Call `wait` on the result before x or the result is used."""
     return _ops.all_reduce_(x, "sum", group.name)
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """Concatenate every rank's x along dim. Not differentiable.
 
-    While backward recomputes a region, the cached result is returned and nothing is sent (titanmoe.comm.recomputation).
+    While backward recomputes a checkpointed region, the result that forward cached is returned and nothing is sent
+    (titanmoe.comm.recomputation).
     """
     return x if group.size == 1 else cached(lambda: _all_gather(x, dim, group))
 
@@ -160,22 +174,22 @@ def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     return _move_chunks(out, 0, dim, group.size)
 
 
-def _move_chunks(x: Tensor, old: int, new: int, chunks: int) -> Tensor:
-    """Move equal chunks that lie along dim `old` to dim `new`.
+def _move_chunks(x: Tensor, old_dim: int, new_dim: int, chunks: int) -> Tensor:
+    """Cut x into equal chunks along dim `old_dim`, and return them concatenated along dim `new_dim`.
 
-    Copies, unless all dims from one to the other have a single element in each chunk, as the samples of a microbatch of
-    one.
+    Copies x, unless each chunk has a single element along the dims from the first of the two to the one before the
+    last.
     """
-    if old == new:
+    if old_dim == new_dim:
         # Not `x.contiguous()` of what is contiguous: torch 2.11 drops the gradient of a compiled autograd.Function
         # whose result comes from an operation that returned its own input.
         return x if x.is_contiguous() else x.contiguous()
-    first, last = sorted((old, new))
+    first, last = sorted((old_dim, new_dim))
     shape = list(x.shape)
-    shape[old] //= chunks
+    shape[old_dim] //= chunks
     if math.prod(shape[first:last]) != 1:
-        return torch.cat(x.chunk(chunks, old), new)
-    shape[new] *= chunks
+        return torch.cat(x.chunk(chunks, old_dim), new_dim)
+    shape[new_dim] *= chunks
     return x.contiguous().view(shape)
 
 
@@ -185,7 +199,10 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def launch_all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    """Start to send rows of x, send[r] of them to rank r. Call `wait` on the result before anything else."""
+    """Start to send send[r] rows of x (along dim 0) to each rank r, and to receive receive[r] rows from it.
+
+    Call `wait` on the result before it is used: the received rows, by sender.
+    """
     x = x.contiguous()
     return _ops.all_to_all_single(x, receive, send, group.name)
 
@@ -228,10 +245,11 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_gather_autograd(x: Tensor, dim: int, group: Group, small: bool = False) -> Tensor:
-    """Concatenate every rank's x along dim. Backward sums the ranks' gradients of each rank's x.
+    """Concatenate every rank's x along dim. Backward reduce-scatters: it sums the gradients of x over the ranks.
 
     Args:
-        small: as of `start_all_to_all`.
+        small: whether x is so small that in a checkpointed region the result is cached, so that recomputation does not
+            gather again.
     """
     return x if group.size == 1 else _AllGather.apply(x, dim, group, small and in_checkpointed_region())
 
@@ -239,13 +257,16 @@ def all_gather_autograd(x: Tensor, dim: int, group: Group, small: bool = False) 
 def reduce_scatter_autograd(x: Tensor, dim: int, group: Group) -> Tensor:
     """Sum x over the group and return this rank's chunk of the sum along dim.
 
-    Backward gathers the gradients of all chunks.
+    Backward all-gathers the gradients of the chunks.
     """
     return x if group.size == 1 else _ReduceScatter.apply(x, dim, group)
 
 
 def all_reduce_autograd(x: Tensor, group: Group) -> Tensor:
-    """Sum x over the group, for ranks that each use the sum differently. Backward sums their gradients."""
+    """Sum x over the group. Backward sums the gradients over the group.
+
+    For sums that each rank uses differently, so that each rank's gradient of the sum is only one summand.
+    """
     return x if group.size == 1 else _AllReduce.apply(x, group)
 
 
@@ -258,31 +279,34 @@ def all_reduce_autograd(x: Tensor, group: Group) -> Tensor:
 
 
 class InFlight(NamedTuple):
-    """Rows in flight, from `start_all_to_all` to `finish_all_to_all`.
-
-    `mark` stands for them in the autograd graph: it is empty, but carries a gradient. So autograd knows the order, and
-    so do the hooks of a module that takes it. On a group of one, mark is the rows.
-    """
+    """An all-to-all in flight, from `start_all_to_all` to `finish_all_to_all`."""
 
     mark: Tensor
+    """An empty tensor that stands for the all-to-all in the autograd graph and carries its gradient.
+
+    So autograd knows the order of start and finish, and the hooks of a module that takes it see a tensor with a
+    gradient. On a group of one rank, x itself.
+    """
     transfer: _Transfer | None
+    """The numbers of rows to and from each rank, and the tensor in flight; None on a group of one rank."""
     rows: Tensor | None = None
-    """The tensor in flight, if the code is traced."""
+    """The tensor in flight where torch.compile traces the code; None in eager code."""
 
 
 def start_all_to_all(
     x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None, small: bool = False
 ) -> InFlight:
-    """Send rows as `all_to_all_autograd` does, without waiting.
+    """Start an all-to-all of the rows of x (along dim 0); return without waiting. Differentiable.
 
     What is computed between this and `finish_all_to_all` overlaps with the message, in backward too: autograd runs the
-    newest ready node first. So it reaches `finish_all_to_all`, which sends the gradients, then everything that was
-    computed in between, and finally this, which waits for them.
+    newest ready node first. So it reaches the backward of `finish_all_to_all`, which sends the gradients, then
+    everything that was computed in between, and finally the backward of this function, which waits for the gradients.
 
     Args:
         send: the number of rows of x for each rank; None for equal numbers.
-        receive: the number of rows from each rank.
-        small: x is so small that where backward recomputes this, what arrived is cached and nothing is sent again.
+        receive: the number of rows from each rank; None for equal numbers.
+        small: whether x is so small that in a checkpointed region the received rows are cached, so that recomputation
+            sends nothing.
     """
     if group.size == 1:
         return InFlight(x, None)
@@ -294,7 +318,7 @@ def start_all_to_all(
 
 
 def finish_all_to_all(flight: InFlight) -> Tensor:
-    """Wait for the rows that `start_all_to_all` sent to this rank, and return them. Called once for each start."""
+    """Wait for the all-to-all of `start_all_to_all`; return the received rows, by sender. Call it once per start."""
     mark, transfer, rows = flight
     if transfer is None:
         return mark
@@ -304,7 +328,12 @@ def finish_all_to_all(flight: InFlight) -> Tensor:
 
 
 def start_reverse_all_to_all(x: Tensor, flight: InFlight) -> InFlight:
-    """Start to send as many rows as arrived by `flight`, each to the rank that sent it."""
+    """Start to return one row for each row that `flight` delivered, to the rank that sent that row.
+
+    Args:
+        x: the rows to return, in the order in which `finish_all_to_all(flight)` gave rows.
+        flight: the all-to-all whose numbers of rows are reversed.
+    """
     transfer = flight.transfer
     return (
         InFlight(x, None) if transfer is None else start_all_to_all(x, transfer.group, transfer.receive, transfer.send)
@@ -314,7 +343,10 @@ def start_reverse_all_to_all(x: Tensor, flight: InFlight) -> InFlight:
 def all_to_all_autograd(
     x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None
 ) -> Tensor:
-    """Send rows of x to the group's ranks, send[r] of them to rank r; equal chunks if no sizes are given."""
+    """Send send[r] rows of x (along dim 0) to each rank r, wait, and return the received rows, by sender.
+
+    Backward sends the gradients back. Without `send` and `receive` all ranks exchange equal numbers of rows.
+    """
     if group.size == 1:
         return x
     return _AllToAll.apply(x, *_splits(x, group, send, receive), group)
@@ -327,25 +359,28 @@ def _splits(x: Tensor, group: Group, send: list[int] | None, receive: list[int] 
 
 
 class _Transfer:
-    """The sizes of an all-to-all in two calls, and its tensor in flight: rows in forward, gradients in backward."""
+    """The state of one `start_all_to_all`: numbers of rows per rank, and the tensor in flight.
+
+    In forward, rows are in flight; in backward, their gradients.
+    """
 
     def __init__(self, send: list[int], receive: list[int], group: Group, is_cached: bool):
-        """Store the sizes.
+        """Store how many rows go to and come from each rank.
 
         Args:
-            is_cached: whether recomputation uses what arrived in forward, and sends nothing.
+            is_cached: whether recomputation uses the rows that arrived in forward, and sends nothing.
         """
         self.send, self.receive, self.group, self.is_cached = send, receive, group, is_cached
         self.in_flight: Tensor | None = None
 
     def launch(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Start to send rows, and return their mark."""
+        """Start to send the rows of x, and return an empty tensor as the transfer's mark in the autograd graph."""
         self.in_flight = launch_all_to_all(x, send, receive, self.group)
         interleave.mark_sent()
         return x.new_empty(0)
 
     def finish(self) -> Tensor:
-        """Wait for the rows in flight, and return them."""
+        """Wait for the rows in flight, and return them. The other side of an interleaved pair may compute first."""
         interleave.yield_if_sent()  # meanwhile another microbatch may compute
         in_flight, self.in_flight = self.in_flight, None
         return wait(in_flight, self.group)
@@ -377,10 +412,10 @@ class _Arrive(torch.autograd.Function):
 
 
 class _TracedStart(torch.autograd.Function):
-    """`_Start` in a graph, which shows the compiler what is in flight.
+    """`_Start` for traced code: the tensors in flight are outputs and gradients that the compiler sees.
 
-    The gradient of the mark is what is in flight in backward, so the mark has its shape: that of x. Nothing reads the
-    mark, so compiled code does not make it.
+    In backward the gradient of the mark is the tensor in flight, so the mark has the shape of x. Nothing reads the
+    mark, so compiled code does not allocate it.
     """
 
     @staticmethod

@@ -25,27 +25,33 @@ from titanmoe.comm.recomputation import cached
 
 
 class HostCopy:
-    """Numbers that are being copied from the device to the host.
+    """A copy of a tensor from the device to the host that may still be under way.
 
-    What is launched between its creation and `read` runs while the host waits.
+    Work that is launched between its creation and `read` runs on the device while the host waits.
     """
 
     def __init__(self, x: Tensor):
         self.numbers, self.event = cached(partial(_copy, x))
 
     def tensor(self) -> Tensor:
-        """Wait for the numbers, and return them as a tensor on the host."""
+        """Wait until the copy has finished, and return it: a tensor on the host."""
         if self.event is not None:
             self.event.synchronize()
         return self.numbers
 
     def read(self) -> Any:
-        """Wait for the numbers, and return them as Python numbers or lists."""
+        """Wait until the copy has finished, and return it as `Tensor.tolist` does: a Python number or nested lists.
+
+        While backward recomputes a checkpointed region, the numbers that forward read are returned without a wait.
+        """
         return cached(lambda: self.tensor().tolist())
 
 
 def read_numbers(x: Tensor) -> Any:
-    """Wait for the numbers of x, and return them as Python numbers or lists."""
+    """Return x as `Tensor.tolist` does, a Python number or nested lists. The host waits for the device.
+
+    While backward recomputes a checkpointed region, the numbers that forward read are returned without a wait.
+    """
     return cached(x.tolist)
 
 
@@ -62,25 +68,26 @@ def _copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 class CountExchange:
-    """The counts that the ranks of a dispatch group send each other: how many routed tokens go where."""
+    """The all-to-all in which the ranks of a dispatch group tell each other how many routed tokens they will send."""
 
     def __init__(self, send_Ge: Tensor, group: Group, on_gpu: bool):
         """Start to send the counts. Collective over the group.
 
         Args:
             send_Ge: the number of routed tokens that this rank sends to each expert of each rank.
-            group: the dispatcher's group.
-            on_gpu: whether waiting for a message only holds up the stream.
+            group: the dispatch group.
+            on_gpu: whether the tensors are on a GPU, where waiting for a message blocks the stream but not the host.
         """
         self.send_Ge, self.group, self.on_gpu = send_Ge, group, on_gpu
         each = [1] * group.size
         self.in_flight = cached(lambda: launch_all_to_all(send_Ge, each, each, group)) if group.size > 1 else None
 
     def read(self) -> tuple[Tensor, list[int], list[int]]:
-        """Wait for the counts of the other ranks.
+        """Wait for the other ranks' counts. The host blocks until it knows them.
 
         Returns:
-            The counts that arrive (G, e), and the numbers of routed tokens to each rank and from each rank.
+            The number of routed tokens from each rank for each local expert, a tensor (G, e); the number that this rank
+            sends to each rank; and the number that it receives from each rank.
         """
         return cached(self._wait)
 

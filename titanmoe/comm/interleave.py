@@ -31,22 +31,29 @@ class OtherSideFailed(Exception):
 
 
 def mark_sent() -> None:
-    """Note that the active side has sent something."""
+    """Note that the active side has started a message, so that its next `yield_if_sent` hands over to the other side.
+
+    Does nothing outside of an interleaved pair.
+    """
     if _active_pair is not None:
         _active_pair.has_sent[_active_pair.turn] = True
 
 
 def yield_if_sent() -> None:
-    """Let the other side run, if the active one has sent something: called where it would wait for it."""
+    """Let the other side run, if the active side has sent a message since it became active.
+
+    Called before the active side waits for a message. Does nothing outside of an interleaved pair.
+    """
     if _active_pair is not None:
         _active_pair.yield_if_sent()
 
 
 def yield_to_other() -> None:
-    """Let the other side run: called where the host would wait for something other than rows.
+    """Let the other side run. Called before the host waits for anything but routed tokens, such as for their counts.
 
-    The first side does not yield here before the second has run for the first time: until its own rows are in flight,
-    nothing that the second side sends would be covered.
+    Does nothing outside of an interleaved pair, and nothing in the first side until the second has run for the first
+    time: until the first side has routed tokens in flight, it has no wait that the second side's computation could
+    fill.
     """
     if _active_pair is not None and _active_pair.both_began:
         _active_pair.has_sent[_active_pair.turn] = True
@@ -54,10 +61,10 @@ def yield_to_other() -> None:
 
 
 def yield_in_backward(x: Tensor) -> None:
-    """Call `yield_to_other` in backward, once the operation that made x has passed its gradient on.
+    """Call `yield_to_other` during backward, once the operation that made x has passed its gradient on.
 
     Needed for each `yield_to_other` of a forward. Otherwise forward would yield three times a layer and backward twice,
-    and soon forward would become active without anything to compute each time backward has just sent its rows.
+    and soon forward would become active without anything to compute each time backward has just sent its gradients.
     """
     if not torch.compiler.is_compiling() and x.grad_fn is not None:
         x.grad_fn.register_hook(lambda *_: yield_to_other())
@@ -66,18 +73,21 @@ def yield_in_backward(x: Tensor) -> None:
 class InterleavedPair:
     """Runs two computations interleaved, the first in the calling thread, the second in a thread that it owns."""
 
-    def __init__(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext):
+    def __init__(self, while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext):
         """Start the thread of the second side.
 
         Args:
-            waiting: makes the context that a side enters for as long as the other is active.
+            while_waiting: makes the context manager that a side is in while the other side is active.
         """
-        self.waiting = waiting
+        self.while_waiting = while_waiting
         # Kept: a new thread would make its own pool of OpenMP's, and its own handles of GPU libraries, for every pair.
         self.thread = ThreadPoolExecutor(1, "interleave")
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both until both have ended, starting with the first; raise the error of one that fails."""
+        """Call both functions interleaved, starting with the first, and return when both have returned.
+
+        If one raises, the other is stopped at its next yield, and the error is raised here.
+        """
         global _active_pair
         self.turn, self.both_began = 0, False
         self.has_sent, self.over = [False, False], [False, False]
@@ -96,40 +106,44 @@ class InterleavedPair:
         if self.error is not None:
             raise self.error
 
-    def _play(self, me: int, work: Callable[[], None]) -> None:
-        if me == 1:
-            self.gates[me].acquire()
+    def _play(self, side: int, work: Callable[[], None]) -> None:
+        if side == 1:
+            self.gates[side].acquire()
         try:
             if self.error is None:
                 work()
         except BaseException as error:
             if self.error is None:
                 self.error = error
-        self.over[me] = True
-        if self.turn == me:  # an interrupt may reach the one that waits
-            self._switch(me)
+        self.over[side] = True
+        if self.turn == side:  # an interrupt may reach the one that waits
+            self._switch(side)
 
-    def _switch(self, me: int) -> None:
-        if not self.over[1 - me]:
-            self.turn, self.both_began = 1 - me, True
-            self.gates[1 - me].release()
+    def _switch(self, side: int) -> None:
+        if not self.over[1 - side]:
+            self.turn, self.both_began = 1 - side, True
+            self.gates[1 - side].release()
 
     def yield_if_sent(self) -> None:
-        """Let the other side run, if the active one has sent something.
+        """Let the other side run, if the active side has sent a message since it became active.
 
-        Raises OtherSideFailed if the other has failed.
+        Raises OtherSideFailed if the other side has failed.
         """
-        me = self.turn
-        if not self.has_sent[me]:
+        side = self.turn
+        if not self.has_sent[side]:
             return
-        self.has_sent[me] = False
-        if not self.over[1 - me]:
-            self.wait_for_turn(me)
+        self.has_sent[side] = False
+        if not self.over[1 - side]:
+            self.wait_for_turn(side)
         if self.error is not None:
             raise OtherSideFailed("the other side of this pair failed")
 
-    def wait_for_turn(self, me: int) -> None:
-        """Let the other side run, and block until it yields."""
-        with self.waiting():
-            self._switch(me)
-            self.gates[me].acquire()
+    def wait_for_turn(self, side: int) -> None:
+        """Let the other side run, and block this thread until the other side yields.
+
+        Args:
+            side: the side that calls: 0 for the first, 1 for the second.
+        """
+        with self.while_waiting():
+            self._switch(side)
+            self.gates[side].acquire()

@@ -45,7 +45,10 @@ A context variable, because two microbatches that take turns each have their own
 
 
 def region_contexts() -> tuple[_Pass, _Pass]:
-    """Return the contexts of a checkpointed region's forward and of its recomputation, for `torch.utils.checkpoint`."""
+    """Return two context managers for `torch.utils.checkpoint`: for the forward of a region, and for its recomputation.
+
+    Both share one cache. Call it anew for every call of the region.
+    """
     cache: list[Any] = []
     return _Pass(cache, recomputes=False), _Pass(cache, recomputes=True)
 
@@ -56,15 +59,15 @@ def in_checkpointed_region() -> bool:
 
 
 def recomputing() -> bool:
-    """Return whether backward is recomputing a checkpointed region, whose output is not used then."""
+    """Return whether backward is now recomputing a checkpointed region, so that nothing uses the region's output."""
     return in_checkpointed_region() and _current_pass.get().recomputes
 
 
 def cached(make: Callable[[], Value]) -> Value:
-    """Return what `make` returns; while a checkpointed region is recomputed, what it returned in forward.
+    """Call `make` and return its value; while a checkpointed region is recomputed, return the value cached in forward.
 
-    Recomputation must make the same calls of this function in the same order, up to where it ends. What `make` itself
-    calls is not cached. Not differentiable.
+    Outside of a checkpointed region `make` is always called. Recomputation must make the same calls of this function in
+    the same order, up to where it ends. Calls of `cached` inside `make` cache nothing. Not differentiable.
     """
     if not in_checkpointed_region():
         return make()
@@ -78,9 +81,10 @@ def cached(make: Callable[[], Value]) -> Value:
 
 
 def cached_tensor(make: Callable[[], Tensor]) -> Tensor:
-    """Return the tensor that `make` returns, with its graph; while a checkpointed region is recomputed, its values.
+    """Call `make` outside of the checkpointed region, and return its tensor. Differentiable.
 
-    So `make` is not part of the region, and is not recomputed.
+    `make` saves its tensors for backward and is not recomputed: while the region is recomputed, the tensor's cached
+    values are returned, without an autograd graph.
     """
     if not in_checkpointed_region():
         return make()
@@ -95,15 +99,16 @@ def cached_tensor(make: Callable[[], Tensor]) -> Tensor:
 
 @contextmanager
 def leave_checkpointed_region() -> Iterator[None]:
-    """Leave the checkpointed region within this context: tensors are saved for backward and nothing is cached."""
+    """Run the body of this context as if outside of the checkpointed region: it saves tensors and caches nothing."""
     with _outside_checkpointed_region(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
         yield
 
 
 def save_tensors() -> AbstractContextManager[Any]:
-    """Return a context in which autograd saves tensors as they are, for small tensors in a checkpointed region.
+    """Return a context in which a checkpointed region saves tensors for backward instead of recomputing them.
 
-    Of nested hooks for saved tensors torch calls the innermost ones alone, and so not those of the region.
+    For small tensors such as indices, so that recomputation may end before them. Outside of a region it does nothing.
+    (Of nested hooks for saved tensors torch calls the innermost ones alone, and so not those of the region.)
     """
     return torch.autograd.graph.saved_tensors_hooks(_same, _same) if in_checkpointed_region() else nullcontext()
 

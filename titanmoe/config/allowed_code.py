@@ -25,11 +25,15 @@ OPTION = "--allow-code"
 
 
 class CodeNotAllowed(ValueError):
-    """Raised if a record names code that the user has not allowed."""
+    """The error for a record of a run that names components outside the package that the user has not allowed."""
 
 
 def allow_code(names: Iterable[str]) -> None:
-    """Allow records to name these components, in this process and its child processes."""
+    """Allow records of runs to name these components, in this process and its child processes.
+
+    Args:
+        names: names "module:NAME".
+    """
     os.environ[VARIABLE] = json.dumps(sorted({*_allowed(), *names}))
 
 
@@ -38,7 +42,11 @@ def _allowed() -> list[str]:
 
 
 def code_names(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of components outside the package in the values of a config's fields, by path."""
+    """Return the names "module:NAME" of components outside the package that a config names.
+
+    Args:
+        values: the config's values by path, such as "moe.dispatcher".
+    """
     given = []
     for path in NAMING_FIELDS:
         value = values.get(path)
@@ -50,11 +58,11 @@ def code_names(values: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_code(values: Mapping[str, Any], source: object) -> None:
-    """Raise CodeNotAllowed if a record names components outside the package that the user has not given.
+    """Raise CodeNotAllowed if a record of a run names components outside the package that the user has not allowed.
 
     Args:
-        values: the record's config, by path.
-        source: where it comes from, for the message.
+        values: the config in the record, by path.
+        source: where the record comes from, such as its file, for the message.
     """
     if unknown := [name for name in code_names(values) if name not in _allowed()]:
         options = " ".join(f"{OPTION} {json.dumps(name)}" for name in unknown)
@@ -65,7 +73,7 @@ def refuse_code(values: Mapping[str, Any], source: object) -> None:
 
 
 def add_allow_code(parser: argparse.ArgumentParser) -> None:
-    """Add --allow-code to a command that reads the folder of a run."""
+    """Add the option --allow-code to the parser of a command that reads the folder of a run."""
     parser.add_argument(
         OPTION, action=_Allow, metavar="MODULE:NAME",
         help="a family, dispatcher or other component of your own that the run's record names: its module is imported, "

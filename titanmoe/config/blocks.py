@@ -9,9 +9,11 @@ from titanmoe.config.schema import Config, Model
 
 
 def has_experts(model: Model, layer: int) -> bool:
-    """Return whether a block has experts rather than a dense feed-forward network.
+    """Return whether a transformer block has experts rather than a dense feed-forward network.
 
-    Block num_layers, the one of multi-token prediction, is like the last layer.
+    Args:
+        model: the recipe's [model].
+        layer: the index of the block; num_layers is the block of multi-token prediction, which is like the last one.
     """
     layer = min(layer, model.num_layers - 1)
     return layer >= model.num_dense_layers and (layer - model.num_dense_layers + 1) % model.moe_every == 0
@@ -23,14 +25,16 @@ def moe_blocks(model: Model) -> list[int]:
 
 
 def moe_layers(model: Model) -> int:
-    """Return how many of the num_layers blocks have experts: every moe_every-th after the leading dense ones."""
+    """Return how many of the num_layers blocks have experts, without the block of multi-token prediction."""
     return max(0, model.num_layers - model.num_dense_layers) // max(1, model.moe_every)
 
 
 def window(model: Model, layer: int) -> int:
-    """Return the positions that a token of the block attends to, including its own; 0 for all.
+    """Return how many positions a token attends to in a block, including its own; 0 for all before it.
 
-    Block num_layers, the one of multi-token prediction, is like the last layer.
+    Args:
+        model: the recipe's [model].
+        layer: the index of the block; num_layers is the block of multi-token prediction, which is like the last one.
     """
     every, layer = model.full_attention_every, min(layer, model.num_layers - 1)
     return 0 if every and (layer + 1) % every == 0 else model.sliding_window
@@ -42,6 +46,6 @@ def rotary_width(model: Model) -> int:
 
 
 def splits_router_product(config: Config) -> bool:
-    """Return whether GPUs compute the router's product with bfloat16 terms of its weights (`moe.router_product`)."""
+    """Return whether GPUs compute the router's float32 product as products of bfloat16 terms (`moe.router_product`)."""
     moe, narrow = config.moe, config.training.mixed_precision_param == "bfloat16"
     return narrow and moe.router_dtype == "float32" and moe.router_product == "auto" and not moe.jitter

@@ -26,19 +26,20 @@ HINTS = 20
 
 @dataclass
 class CommandLine:
-    """A parsed command line."""
+    """The parts of a parsed command line."""
 
     recipe: str | None = None
     overrides: dict[str, list[str]] = field(default_factory=dict)
-    """The words that follow each option, by the field's path."""
+    """The words that follow each option --TABLE.FIELD, by the field's path."""
     help: bool = False
     print_config: bool = False
     allowed_code: list[str] = field(default_factory=list)
     """Names given with --allow-code, which the records of a teacher or of adapters may contain."""
     problems: list[str] = field(default_factory=list)
+    """Messages about words that cannot be parsed."""
 
     def set_recipe(self, name: str) -> None:
-        """Set the recipe; note a problem if there is one already."""
+        """Set the recipe; add a problem if the command line has named one before."""
         if self.recipe is None:
             self.recipe = name
         else:
@@ -49,7 +50,7 @@ class CommandLine:
 
 
 def split_words(argv: Sequence[str]) -> CommandLine:
-    """Parse the words of a command line. Raises nothing: what cannot be parsed is in `problems`."""
+    """Parse a command line into the recipe, overrides of fields, and problems. Raises nothing."""
     line = CommandLine()
     rest = list(argv)
     while rest:
@@ -104,7 +105,7 @@ def split_words(argv: Sequence[str]) -> CommandLine:
 
 
 def _value(texts: list[str]) -> Any:
-    """Return the value of the words after an unknown option as a recipe would have it; True without words."""
+    """Parse the words after an unknown option as a recipe would; return True if there are none."""
     try:
         return parse_toml(f"value = {texts[0]}")["value"] if len(texts) == 1 else texts or True
     except ValueError:  # a string without quotes

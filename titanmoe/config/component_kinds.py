@@ -27,10 +27,10 @@ PAGE = "docs/extending.md"
 
 
 class ComponentError(LookupError):
-    """Raised for a name that is no component of its kind, or one that cannot be imported or lacks a member."""
+    """The error for a name whose component does not exist, cannot be imported or lacks a member."""
 
     def __init__(self, fields: tuple[str, ...], text: str):
-        """Store the recipe's fields that name the component, and the message."""
+        """Store the paths of the recipe's fields that name the component, and the message."""
         super().__init__(fields, text)  # pickle makes the exception from these arguments
         self.fields, self.text = fields, text
 
@@ -39,41 +39,63 @@ class ComponentError(LookupError):
 
 
 class Spec:
-    """Base class of what is known about a component without its implementation. Each kind's subclass adds its facts."""
+    """The base class of specs: what is known about a component, such as a dispatcher, without its implementation.
+
+    Each kind of component has a subclass with more facts.
+    """
 
     help = ""
     """The sentence of --help that says when to choose it."""
     implementation = ""
-    """Where the implementation lies, as "module:NAME"; "" if the spec is the attribute `spec` of the implementation."""
+    """The module and name of the implementation, as "module:NAME".
+
+    "" if the spec is the attribute `spec` of the implementation.
+    """
 
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults that this component changes, by field path, given the values of all fields."""
+        """Return defaults of fields that this component changes, by path.
+
+        Args:
+            values: the values of all fields so far, by path.
+        """
         return {}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield the fields of the config that this component cannot be combined with."""
+        """Yield a violation for each combination of fields in the config that this component cannot be used with."""
         yield from ()
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """Return the numbers that a degree has to divide: {degree: {name of the number: number}}.
+        """Return the sizes that have to be divisible by parallel degrees.
 
-        A number of type `titanmoe.config.ranges.Replicable` may also be a divisor of the degree.
+        Returns:
+            A dict by degree, such as "tp", of dicts {name of the size: size}. A size of type
+            `titanmoe.config.ranges.Replicable` may also be a divisor of the degree.
         """
         return {}
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        """Yield a message for each other reason why the mapping does not fit. `degrees` has those known so far."""
+        """Yield a message for each reason why the component cannot run with these parallel degrees.
+
+        Without the reasons that follow from `divided`.
+
+        Args:
+            config: the recipe.
+            degrees: ranks on each axis by name, those that are known so far.
+        """
         yield from ()
 
 
 def single_name(value: Any) -> list[str]:
-    """Return [value]. Not a lambda, because worker processes unpickle it."""
+    """Return a list with the value as the only name: the default of `ComponentKind.names`.
+
+    Not a lambda, because worker processes unpickle it.
+    """
     return [value]
 
 
 @dataclass(frozen=True)
 class ComponentKind:
-    """The components that one field of a recipe can name, and how they are looked up."""
+    """A kind of component: the field of a recipe that names one, the table of names, and how they are looked up."""
 
     field: str
     """Path of the recipe's field, such as moe.dispatcher."""
@@ -84,13 +106,13 @@ class ComponentKind:
     members: tuple[str, ...] = ()
     """Names of the members that an implementation has to have."""
     names: Callable[[Any], list[str]] = single_name
-    """Return the names in a value of the field; raise ComponentError for a value that cannot be read."""
+    """A function that returns the names in a value of the field; raises ComponentError if it cannot be read."""
 
     def specs_of(self, value: Any) -> list[Spec]:
         """Return the specs of all components that a value of the field names.
 
         Raises:
-            ComponentError: with the messages of all that cannot be used.
+            ComponentError: with a message for each component that cannot be used.
         """
         specs, problems = [], []
         for name in self.names(value):
@@ -103,7 +125,14 @@ class ComponentKind:
         return specs
 
     def look_up(self, name: str) -> Spec:
-        """Return the spec of a component, importing it if necessary. Raises ComponentError if it cannot be used."""
+        """Return the spec of a component, after importing it if necessary.
+
+        Args:
+            name: a name of the table, or "module:NAME" for a component outside the package.
+
+        Raises:
+            ComponentError: if there is no such component, or it cannot be imported or lacks a member.
+        """
         entry = self.table.get(name, name)
         if isinstance(entry, Spec):
             return entry
@@ -118,14 +147,21 @@ class ComponentKind:
         return spec
 
     def implementation(self, name: str) -> Any:
-        """Import and return the implementation of a component. Raises ComponentError if it lacks a member."""
+        """Import and return the implementation of a component, usually a class.
+
+        Args:
+            name: a name of the table, or "module:NAME" for a component outside the package.
+
+        Raises:
+            ComponentError: if there is no such component, or it cannot be imported or lacks a member.
+        """
         spec, entry = self.look_up(name), self.table.get(name, name)
         member = self._import(name, spec.implementation or str(entry))
         self._check_members(name, spec.implementation or str(entry), member)
         return member
 
     def summary(self) -> str:
-        """Return the text of --help: each component's own line, or the list of names if there are no lines."""
+        """Return the components' lines of help as one text for --help, or their names if they have no lines."""
         lines = []
         for name in self.table:
             try:
@@ -134,8 +170,8 @@ class ComponentKind:
                 lines.append(str(error))
         return (" " if any(" " in line for line in lines) else ", ").join(lines).rstrip(".") + "."
 
-    def _import(self, name: str, place: str) -> Any:
-        module_name, _, member = place.partition(":")
+    def _import(self, name: str, import_path: str) -> Any:
+        module_name, _, member = import_path.partition(":")
         # An installed program does not search the current folder. Search it last, and only for the user's own modules.
         if not module_name.startswith("titanmoe.") and os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
@@ -147,12 +183,12 @@ class ComponentKind:
             raise self._unusable(name, f"{module_name} has no {member}")
         return getattr(module, member)
 
-    def _check_members(self, name: str, place: str, component: Any) -> None:
+    def _check_members(self, name: str, import_path: str, component: Any) -> None:
         cls = component if isinstance(component, type) else type(component)
         declared = [member for member in dir(cls) if _is_abstract(getattr(cls, member, None))]
         lacking = [member for member in self.members if getattr(component, member, None) is None] + declared
         if lacking:
-            raise self._unusable(name, f"{place} lacks {', '.join(lacking)}")
+            raise self._unusable(name, f"{import_path} lacks {', '.join(lacking)}")
 
     def _unusable(self, name: str, why: str) -> ComponentError:
         return ComponentError((self.field,), f"{self.field} = {json.dumps(name)} cannot be used: {why} ({PAGE})")
@@ -169,16 +205,22 @@ def _is_abstract(member: Any) -> bool:
 
 
 class Components(NamedTuple):
-    """What the rooms above `config` contribute to reading a recipe. Empty in a Config that was not read from one."""
+    """What the packages above `config` contribute to reading a recipe: kinds of components, laws, a reader of models.
+
+    Empty in a Config that was not read from a recipe.
+    """
 
     kinds: tuple[ComponentKind, ...] = ()
     laws: tuple[Callable[[Config], Iterator[Violation]], ...] = ()
-    """Functions that yield the fields of a config that contradict each other, whatever components it names."""
+    """Functions that yield a violation for each set of fields that contradict each other, for any components."""
     read_model_file: Callable[[Mapping[str, Any]], ModelFile] | None = None
-    """Reads the published model that model.hf names, given all fields by path; raises ConfigError if it cannot."""
+    """A function that reads the published model of the field model.hf, from the values of all fields by path.
+
+    Raises ConfigError if it cannot.
+    """
 
     def kind_of(self, field: str) -> ComponentKind | None:
-        """Return the kind that a field names components of; None for other fields."""
+        """Return the kind whose components a field names, such as that of moe.dispatcher; None for other fields."""
         return next((kind for kind in self.kinds if kind.field == field), None)
 
     def specs(self, config: Config) -> Iterator[Spec]:
@@ -188,7 +230,10 @@ class Components(NamedTuple):
             yield from kind.specs_of(getattr(getattr(config, table), name))
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield the fields of a config that contradict each other, by the laws and by the components' specs."""
+        """Yield a violation for each set of a config's fields that contradict each other.
+
+        They come from `laws` and from the specs of the components that the config names.
+        """
         for law in self.laws:
             yield from law(config)
         for spec in self.specs(config):

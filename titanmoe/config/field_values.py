@@ -19,14 +19,14 @@ SAMPLES: dict[type, list] = {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"], di
 
 
 class WrongType(NamedTuple):
-    """The result of converting a value of the wrong type."""
+    """What a conversion returns in place of a value that the field's type does not allow."""
 
     correction: str
     """The end of the error message, such as ": write 3"."""
 
 
 def convert(value: Any, target: Field) -> Any:
-    """Return the value in the field's type, or a WrongType."""
+    """Convert a value of a recipe to the field's type; return a WrongType if that is impossible."""
     if target.item:
         if isinstance(value, list) and target.item is float:
             value = [float(item) if type(item) is int and abs(item) < ranges.LIMIT else item for item in value]
@@ -43,7 +43,7 @@ def convert(value: Any, target: Field) -> Any:
 
 
 def convert_words(texts: list[str], target: Field) -> Any:
-    """Return the value of a field in its type from the words on a command line, or a WrongType."""
+    """Convert the words after an option to the field's type; return a WrongType if that is impossible."""
     if not target.item:
         value = parse(texts[0], target.kind)
         return convert(texts[0] if value is None else value, target)
@@ -58,14 +58,14 @@ def convert_words(texts: list[str], target: Field) -> Any:
     return convert(texts if None in values else values, target)
 
 
-def parse(text: str, kind: Any) -> Any:
-    """Return the value of a type from its text; None if the text is not such a value."""
-    if kind is dict:
+def parse(text: str, value_type: Any) -> Any:
+    """Parse a text as a value of a type, such as int; return None if it is no such value."""
+    if value_type is dict:
         return None
-    if kind is bool:
+    if value_type is bool:
         return {"true": True, "false": False}.get(text.lower())
     try:
-        return kind(text) if kind in (int, float) else text
+        return value_type(text) if value_type in (int, float) else text
     except ValueError:
         return None
 
@@ -100,7 +100,13 @@ def _correction(value: Any, target: Field) -> str:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the most similar of the known names; "" if none is similar enough."""
+    """Return the most similar of the known names; "" if none is similar enough.
+
+    Args:
+        name: the name to compare with.
+        known: the names to choose from.
+        cutoff: the least similarity, from 0 to 1.
+    """
     from difflib import get_close_matches
 
     return next(iter(get_close_matches(name.lower(), known, n=1, cutoff=cutoff)), "")
@@ -112,7 +118,7 @@ def _names() -> dict[str, tuple[str, str, str]]:
 
 
 def nearest_field(path: str) -> str:
-    """Return the field or table that an unknown path probably means; "" if none is similar.
+    """Return the path of the field or table that an unknown path probably means; "" if none is similar.
 
     Preferred are the same name in another table (lora_rank is lora.rank), then a similar name in the same table, then
     any similar path.

@@ -23,7 +23,7 @@ BEGIN, END = "<!-- fields: written by `python -m titanmoe.config docs/config.md`
 
 
 class Field(NamedTuple):
-    """One field of the schema, or of the family's own table [model.own]."""
+    """A field of the schema, or of [model.own], the table of a model family's own fields."""
 
     path: str
     table: str
@@ -34,17 +34,17 @@ class Field(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed strings of a Literal; empty for other types."""
+        """The strings that the field can have, if its type is a Literal; else empty."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def item(self) -> Any:
-        """The type of a list's items; None for other types."""
+        """The type of the items, if the field is a list; else None."""
         return get_args(self.kind)[0] if get_origin(self.kind) is list else None
 
     @property
     def expected(self) -> str:
-        """The type in words, to complete "must be ..."."""
+        """The type in words that complete "must be ...", such as "a list of integers"."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.item:
@@ -63,7 +63,7 @@ def _is_table(kind: Any) -> bool:
 
 @cache
 def tables() -> dict[str, type]:
-    """Return the dataclass of every table by its path, in the schema's order, outer tables before nested ones."""
+    """Return the class of every TOML table by its path, in the schema's order, outer tables before nested ones."""
 
     def walk(cls: type, prefix: str) -> dict[str, type]:
         paths = {}
@@ -88,7 +88,7 @@ def fields() -> dict[str, Field]:
 
 @cache
 def ranges() -> dict[str, Range]:
-    """Return the allowed range of every number by its path; for a list, the range of its items."""
+    """Return the allowed range of every number by the field's path; for a list, the range of its items."""
     return {
         f"{table}.{name}": kind.__metadata__[0]
         for table, cls in tables().items()
@@ -98,7 +98,11 @@ def ranges() -> dict[str, Range]:
 
 
 def own_fields(values: Mapping[str, Any]) -> dict[str, Field]:
-    """Return the fields of [model.own] among the values of all fields."""
+    """Return the fields of [model.own], the table of the model family's own fields, by path.
+
+    Args:
+        values: the values of all fields by path; those of [model.own] give the types and defaults.
+    """
     return {
         path: Field(path, OWN, path.removeprefix(f"{OWN}."), type(value), value)
         for path, value in values.items()
@@ -123,7 +127,12 @@ def to_tables(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def build(values: Mapping[str, Any], components: Components | None = None) -> Config:
-    """Return the config with these values by path; fields that are not in `values` have their defaults."""
+    """Return a Config with these values; fields that are not in `values` have their defaults.
+
+    Args:
+        values: values by path, such as "moe.dispatcher".
+        components: the components that the config can name.
+    """
 
     def table(cls: type, prefix: str) -> Any:
         if cls is Own:
@@ -140,7 +149,7 @@ def build(values: Mapping[str, Any], components: Components | None = None) -> Co
 
 
 def toml_value(value: Any) -> str:
-    """Return a value as TOML text."""
+    """Return a value as TOML text, such as `[1, 2]` or `"a"`."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -156,7 +165,7 @@ def toml_value(value: Any) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Return a recipe with every field, which loads to the same config.
+    """Return the TOML text of a recipe that has every field and loads to the same config.
 
     With training.epochs, the number of steps is a comment, because it depends on the data.
     """
@@ -174,7 +183,10 @@ def to_toml(config: Config) -> str:
 
 @cache
 def docstrings() -> dict[str, str]:
-    """Return the docstring of every field of the schema, by path, on one line. "{components}" is not yet replaced."""
+    """Return the docstring of every field of the schema by path, each on one line, with the range of numbers.
+
+    The placeholder "{components}" in it is not yet replaced.
+    """
     import ast
 
     docs: dict[tuple[str, str], str] = {}

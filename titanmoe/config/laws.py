@@ -43,7 +43,7 @@ def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
 
 
 def contradictions(config: Config) -> list[Violation]:
-    """Return a violation for each set of fields that contradict each other. All numbers must be in their ranges."""
+    """Return a violation for each set of fields that contradict each other. Numbers must already be in their ranges."""
     return [
         *_job(config.job),
         *_change(config.model),
@@ -244,7 +244,7 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
 
 
 def _products(config: Config) -> Iterator[Violation]:
-    """Yield contradictions about the experts' products: kernel, dtypes, accumulation of gradients."""
+    """Yield contradictions about the experts' matrix products: grouped products, dtypes, accumulation of gradients."""
     moe, dtype = config.moe, config.training.mixed_precision_param
     if moe.grouped_mm == "grouped" and dtype == "float64":
         yield Violation(

@@ -31,7 +31,7 @@ _UNLISTED = re.compile(r"and (\d[\d,]*) more ")
 
 
 class ConfigError(ValueError):
-    """Raised for a config that cannot run, with every reason in `problems` and its origin in `source`."""
+    """The error for a config that cannot run, with every reason in `problems` and the config's origin in `source`."""
 
     def __init__(self, problems: list[str], source: str = ""):
         super().__init__(problems, source)  # pickle makes the exception from these arguments
@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 
 def format_problems(problems: Sequence[str], source: str = "") -> str:
-    """Return the problems as a numbered list below a line with their count and source.
+    """Return the problems as a numbered list below a line with their count and source, as error messages show them.
 
     A last problem that reads "and N more ..." counts as N.
     """
@@ -81,13 +81,15 @@ def load(
     check: Callable[[Config], list[str]],
     resolve: Callable[[Config], Config] | None = None,
 ) -> Config:
-    """Return the config of a command line.
+    """Read a recipe and the overrides of a command line, check them, and return the config.
+
+    With --help or --print-config, prints and exits with code 0.
 
     Args:
         argv: words of the command line: a recipe and overrides.
         components: the components that a recipe can name.
-        check: see `Draft.finish`.
-        resolve: see `Draft.finish`.
+        check: returns messages of further problems of a config, such as those of its mapping.
+        resolve: fills in derived fields; called if there are no problems.
 
     Raises:
         ConfigError: with every problem, if the config cannot run.
@@ -97,41 +99,41 @@ def load(
 
 @dataclass(frozen=True)
 class Draft:
-    """A recipe and a command line that have been read, before the mapping is checked. Made by `read_draft`."""
+    """The recipe and overrides of a command line, read but not yet checked against a mapping. Made by `read_draft`."""
 
     argv: Sequence[str]
     components: Components
     command_line: CommandLine
     settings: Settings
     fallback: dict[str, Any]
-    """The value of every field that is not set, or whose value is refused, by path."""
+    """The value that each field has if nothing sets it: its default, preset or the published model's, by path."""
     config: Config | None
-    """The config, without refused values; None if the recipe cannot be read."""
+    """The config, in which refused values are replaced by those of `fallback`; None if the recipe cannot be read."""
 
     @property
     def problems(self) -> list[str]:
-        """The problems found so far."""
+        """Messages of the problems found so far."""
         return self.settings.problems
 
     @property
     def source(self) -> str:
-        """Origin of the config for messages, such as "my.toml and the command line"."""
+        """The origin of the config for messages, such as "my.toml and the command line"."""
         words = self.command_line
         return " and ".join(filter(None, [words.recipe, "the command line" * bool(words.overrides or words.problems)]))
 
     def error(self, *problems: str) -> ConfigError:
-        """Return a ConfigError with the draft's problems and these."""
+        """Return a ConfigError with the problems found so far and further ones."""
         return ConfigError([*self.problems, *problems], self.source if self.problems else "")
 
     def with_words(self, words: Sequence[str]) -> Draft:
-        """Return the draft with words appended to the command line. The recipe is not read a second time."""
+        """Return a new draft for the command line with more words appended. The recipe is not read a second time."""
         return read_draft([*self.argv, *words], self.components, self.settings.recipe)
 
     def finish(self, check: Callable[[Config], list[str]], resolve: Callable[[Config], Config] | None = None) -> Config:
-        """Return the config. With --help or --print-config, print and exit with code 0.
+        """Check the config further, and return it. With --help or --print-config, print and exit with code 0.
 
         Args:
-            check: returns further problems of a config, such as those of its mapping.
+            check: returns messages of further problems of a config, such as those of its mapping.
             resolve: fills in derived fields; called if there are no problems.
 
         Raises:
@@ -162,6 +164,8 @@ class Draft:
 
 def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | None = None) -> Draft:
     """Read the recipe and the overrides of a command line. Raises nothing: problems are in the draft.
+
+    The components that these name are imported.
 
     Args:
         argv: words of the command line.
@@ -208,7 +212,7 @@ def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | Non
 
 @dataclass
 class Settings:
-    """The values that recipe and command line set, by path, and the problems with them."""
+    """The values that a recipe and a command line set, by path, and the problems with them."""
 
     recipe: Recipe | None
     values: dict[str, Any] = field(default_factory=dict)
@@ -218,10 +222,19 @@ class Settings:
     on_command_line: set[str] = field(default_factory=set)
     """Paths of the fields that the command line sets."""
     own: dict[str, Any] = field(default_factory=dict)
-    """Values, or words of the command line, for [model.own], whose fields are known once the family is."""
+    """What is given for [model.own]: values of the recipe, or words of the command line, by path.
+
+    Converted once the family is known, which has the fields of this table.
+    """
 
     def put(self, target: Field, value: Any, text: str) -> None:
-        """Set a field, or note a problem for a WrongType. `text` is the value as given, for the message."""
+        """Set a field; if the value is a WrongType, refuse the field and add a problem instead.
+
+        Args:
+            target: the field.
+            value: the converted value.
+            text: the value as the user gave it, for the message.
+        """
         path = target.path
         if isinstance(value, WrongType):
             self.refused.add(path)
@@ -231,13 +244,13 @@ class Settings:
             self.values[path] = value
 
     def place_of(self, path: str) -> str:
-        """Return where a field is set: "command line", a line of the recipe, or "" if it is not."""
+        """Return where a field is set: "command line", a file and line such as "my.toml:4", or "" if it is not."""
         if path in self.on_command_line:
             return "command line"
         return self.recipe.place_of(path) if self.recipe else ""
 
     def add_problem(self, paths: Iterable[str], text: str) -> None:
-        """Note a problem with fields, preceded by the places where they are set."""
+        """Add a problem, preceded by the places where the fields of these paths are set."""
         places = ", ".join(dict.fromkeys(filter(None, map(self.place_of, paths))))
         self.problems.append(f"{places}: {text}" if places else text)
 
@@ -266,7 +279,7 @@ def _read_table(data: dict[str, Any], prefix: str, settings: Settings) -> None:
 
 
 def _read_own_table(settings: Settings, own: dict[str, Field]) -> None:
-    """Set the fields of [model.own], given those that the family has."""
+    """Set the fields of [model.own] from recipe and command line, if the family has them (`own`, by path)."""
     family_known = settings.refused.isdisjoint(("model.family", "model.size"))
     for path, value in settings.own.items():
         if path in own and path in settings.on_command_line:
@@ -296,7 +309,10 @@ def _hint(path: str) -> str:
 
 
 def _model_file(settings: Settings, components: Components, recipe_name: str) -> ModelFile | None:
-    """Return the file of model.hf; None if it is not set or cannot be read, which is noted as a problem."""
+    """Read the published model of the field model.hf; return None if it is not set or cannot be read.
+
+    In the second case its problems are added to the settings.
+    """
     if not settings.values.get("model.hf") or components.read_model_file is None:
         return None
     values = flatten(Config()) | settings.values
@@ -311,7 +327,7 @@ def _model_file(settings: Settings, components: Components, recipe_name: str) ->
 
 
 def _other_model_fields(settings: Settings) -> set[str]:
-    """Return the paths of the fields of [model] that are not set."""
+    """Return the paths of the fields of [model] that neither recipe nor command line sets."""
     return {path for path, field in fields().items() if field.table == "model"} - settings.values.keys()
 
 
@@ -327,9 +343,10 @@ def _refuse_disagreements(settings: Settings, file: ModelFile) -> None:
 
 
 def _fallback(settings: Settings, components: Components, model_file: ModelFile | None) -> dict[str, Any]:
-    """Return the value of every field that neither recipe nor command line sets.
+    """Return the value that each field has if neither recipe nor command line sets it, by path.
 
-    A component that cannot be used is refused, and its field has its default.
+    That is the published model's value, else a preset of a component that the config names, else the schema's default.
+    A component that cannot be used is refused with a problem, and its field has its default.
     """
     defaults, presets, fixed, from_file = flatten(Config()), {}, {}, {}
     if model_file:
@@ -357,7 +374,7 @@ def _fallback(settings: Settings, components: Components, model_file: ModelFile 
 
 
 def _mention_fallbacks(problem: str, refused: set[str], values: dict[str, Any]) -> str:
-    """Append to a problem the values in it that replace refused ones."""
+    """Append to a problem the values of fields in it that stand in for refused ones (`refused`: their paths)."""
     stand_ins = [path for path in values if path in refused and re.search(rf"\b{path.rpartition('.')[2]}\b", problem)]
     if not stand_ins:
         return problem

@@ -12,33 +12,39 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelFile:
-    """The values of recipe fields that a published model's files give, by path."""
+    """The values of recipe fields that follow from the files of a published model, by path."""
 
     source: str
     """Name of the file, for messages."""
     fixed: dict[str, Any]
     """Values that define the model. A recipe may repeat them, or override those listed in model.change."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Values that a recipe overrides by setting the fields."""
+    """Values that hold unless a recipe sets the fields."""
 
 
 def changed_paths(change: Sequence[str]) -> set[str]:
-    """Return the paths of the fields that model.change lists."""
+    """Return the paths of the fields that the value of model.change names."""
     return {path_of(name) for name in change}
 
 
 def path_of(name: str) -> str:
-    """Return the path of a field as model.change names it: fields of [model] by their name, others by their path."""
+    """Return the path of a field from its name in model.change, which leaves out the "model." of fields of [model]."""
     table = name.partition(".")[0]
     return f"model.{name}" if table in (name, "own") else name
 
 
 def disagreements(file: ModelFile, values: Mapping[str, Any], change: Sequence[str]) -> list[str]:
-    """Return the paths of fields that a recipe sets to other values than the file without listing them."""
+    """Return the paths of fields that a recipe sets to other values than the published model's, against model.change.
+
+    Args:
+        file: the published model's values.
+        values: the values that the recipe and the command line set, by path.
+        change: the value of model.change, which lists the fields that may differ.
+    """
     changes = changed_paths(change)
     return [path for path, value in file.fixed.items() if values.get(path, value) != value and path not in changes]
 
 
 def listed_as(path: str) -> str:
-    """Return the name by which model.change lists a field, given its path."""
+    """Return the name that stands for a field in model.change: its path without "model."."""
     return path.removeprefix("model.")

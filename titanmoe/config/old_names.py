@@ -17,7 +17,7 @@ class NewName(NamedTuple):
 
     path: str
     convert: Callable[[Any], Any] = lambda value: value
-    """Return the new value for an old one; None if the old one equals the default."""
+    """A function that returns the new value for an old one; None if the old one equals the default."""
 
 
 class Removed(NamedTuple):
@@ -52,10 +52,10 @@ OLD_VALUES: dict[str, dict[str, str]] = {
 
 
 def rename(config: dict[str, Any]) -> None:
-    """Rename the options of a recorded config in place.
+    """Replace old names of options in the config of a record by the present ones, in place.
 
     Args:
-        config: nested tables of values.
+        config: nested tables of values, from a checkpoint's manifest or a run's config.toml.
     """
     change = _table(config, "model.change").get("change")
     if isinstance(change, list):  # it lists fields of [model] by their name alone
@@ -72,7 +72,13 @@ def rename(config: dict[str, Any]) -> None:
 
 
 def _table(config: dict[str, Any], path: str, create: bool = False) -> dict[str, Any]:
-    """Return the table that an option is in; an empty one outside the config if there is none."""
+    """Return the table that contains the option of this path; an empty one outside the config if there is none.
+
+    Args:
+        config: nested tables of values.
+        path: the path of the option.
+        create: whether missing tables are added to the config.
+    """
     table: Any = config
     for name in path.split(".")[:-1]:
         table = table.setdefault(name, {}) if create else table.get(name, {})
@@ -94,17 +100,17 @@ def _new_change(name: Any) -> Any:
 
 
 def is_old_table(path: str) -> bool:
-    """Return whether options with old names were in the table of this path."""
+    """Return whether options that have been renamed or removed were in the TOML table of this path."""
     return any(old.startswith(f"{path}.") for old in OLD_NAMES)
 
 
 def advise(path: str, value: Any, dashes: str = "") -> str:
-    """Return what to write in place of an option with an old name; empty if the name is none.
+    """Return what to write in place of a renamed or removed option, as a message; "" if it is neither.
 
     Args:
-        path: the option's.
-        value: what it is set to.
-        dashes: "--" for a command line.
+        path: the path of the option, under its old name.
+        value: the value that is given for it.
+        dashes: "--" if it is given on a command line, "" in a recipe.
     """
     new = OLD_NAMES.get(path)
     if new is None:

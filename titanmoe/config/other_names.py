@@ -246,12 +246,17 @@ ADVICE = {_plain(name): text for name, text in _ADVICE.items()}
 
 
 def field_of(name: str) -> str:
-    """Return the path of our field for a foreign name, in whatever table it is written; "" if there is none."""
+    """Return the path of our field for an option's name in another trainer, under any table; "" if there is none."""
     return FIELDS.get(name) or FIELDS.get(name.rpartition(".")[2], "")
 
 
 def hint(name: str, texts: Sequence[str]) -> str:
-    """Return what to write for an unknown option and its words; "" if the name is no foreign one."""
+    """Return what to write for an option of another trainer, as a message; "" if its name is not known here.
+
+    Args:
+        name: the name of the unknown option.
+        texts: the words that follow it on the command line.
+    """
     name = _plain(name)
     if name in map(_plain, RANKS):
         return f"the number of ranks is given by --ranks {texts[0] if texts else 'N'}"
@@ -268,12 +273,17 @@ MARKED = re.compile(r"(<!-- (\w+) of other_names\.py[^\n]*-->\n).*?(<!-- end -->
 
 
 def update_page(page: str) -> str:
-    """Return the text of a docs page with the tables between its markers rewritten."""
+    """Return the text of a docs page with the tables of other trainers' option names, between markers, rewritten."""
     return MARKED.sub(lambda mark: f"{mark[1]}\n{_table(*TABLES[mark[2]])}\n{mark[3]}", page)
 
 
 def _table(names: Mapping[str, str], prefix: str) -> str:
-    """Return a Markdown table with a row for each field of ours, with all foreign names of it."""
+    """Return a Markdown table with a row for each field of ours, with all names that another trainer has for it.
+
+    Args:
+        names: paths of our fields by the other trainer's names.
+        prefix: what the other trainer's names begin with on the page, such as "--".
+    """
     theirs: dict[str, list[str]] = {}
     for name, path in names.items():
         theirs.setdefault(path, []).append(f"`{prefix}{name}`")

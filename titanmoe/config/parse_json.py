@@ -10,11 +10,11 @@ MAX_DEPTH = 64
 
 
 class TooDeep(ValueError):
-    """Raised for JSON that is nested deeper than MAX_DEPTH."""
+    """The error for JSON that is nested deeper than MAX_DEPTH."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError, and no other exception, if it cannot be read."""
+    """Parse a JSON text. Raises ValueError alone, if it is not JSON or nested deeper than MAX_DEPTH."""
     too_deep = TooDeep(f"lists or objects are nested too deep to be read, more than {MAX_DEPTH}")
     try:
         data = json.loads(text)

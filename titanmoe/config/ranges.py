@@ -25,9 +25,11 @@ class Range(NamedTuple):
     low: float
     high: float | None = None
     without_low: bool = False
+    """Whether `low` itself is not allowed."""
     without_high: bool = False
+    """Whether `high` itself is not allowed."""
     derived: bool = False
-    """Whether -1 is allowed as well, for a value that is derived."""
+    """Whether -1 is allowed as well, which stands for "derived from other fields"."""
     reason: str = ""
     """Why the range ends where it does, for the message."""
     instead: str = ""
@@ -68,7 +70,10 @@ LIMIT = 2**63
 
 
 def number_text(number: float) -> str:
-    """Return the number as text, huge integers as truncated hex: Python refuses to print thousands of digits."""
+    """Return a number as text; integers of more than 256 bits as truncated hex.
+
+    Python refuses to print integers of thousands of digits.
+    """
     return hex(number)[:40] + "..." if isinstance(number, int) and number.bit_length() > 256 else str(number)
 
 
@@ -82,19 +87,28 @@ def divisors(n: int) -> list[int]:
 
 
 class Replicable(int):
-    """A number that a degree may divide or be a multiple of; in the second case each item is on several ranks."""
+    """A size that a parallel degree may divide or be a multiple of.
+
+    In the second case each item, such as a key head, is on several ranks.
+    """
 
 
-def divides(degree: int, number: int) -> bool:
-    """Return whether the degree divides the number, or is a multiple of a Replicable one."""
-    return number % degree == 0 or (isinstance(number, Replicable) and degree % number == 0)
+def divides(degree: int, size: int) -> bool:
+    """Return whether a parallel degree divides a size, or is a multiple of a size that is Replicable."""
+    return size % degree == 0 or (isinstance(size, Replicable) and degree % size == 0)
 
 
 def nearest_values(values: list[int], near: int) -> str:
-    """Return the eight values nearest to `near` as text, such as "1, 2, 4"."""
+    """Return as text the (at most) eight of `values` that are nearest to `near`, in ascending order: "1, 2, 4"."""
     return ", ".join(map(str, sorted(sorted(values, key=lambda value: abs(value - near))[:8])))
 
 
 def choices_text(name: str, values: list[int], near: int) -> str:
-    """Return the fix of a message: "name = 2", or "name in 1, 2, 4" with the values nearest to `near`."""
+    """Return the part of a message that suggests values for a field: "name = 2", or "name in 1, 2, 4".
+
+    Args:
+        name: the name of the field.
+        values: the values that would be legal.
+        near: the illegal value; the eight values nearest to it are listed.
+    """
     return f"{name} {'=' if len(values) == 1 else 'in'} {nearest_values(values, near)}"

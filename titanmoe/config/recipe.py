@@ -26,7 +26,7 @@ _CLOSES = re.compile(r"""[]}]|\"{3}|'{3}""")
 
 
 class RecipeError(ValueError):
-    """Raised if a recipe cannot be read or is not TOML."""
+    """The error for a recipe that cannot be read or is not TOML."""
 
 
 def toml_module() -> ModuleType:
@@ -48,7 +48,10 @@ class Recipe:
 
     @cached_property
     def lines(self) -> dict[str, int]:
-        """The line on which the statement of each key begins, by path. Statements are parsed one by one to find it."""
+        """The number of the line on which each key is set, from 1, by path.
+
+        Statements are parsed one by one to find it.
+        """
         lines: dict[str, int] = {}
         begin, header, statement, parsed = 1, "", "", 0
         for number, line in enumerate(self.text.split("\n"), 1):
@@ -71,12 +74,12 @@ class Recipe:
         return lines
 
     def place_of(self, path: str) -> str:
-        """Return the file and line of a key, such as "my.toml:4"; "" if unknown."""
+        """Return the file and line that set a field, such as "my.toml:4"; "" if the recipe does not set it."""
         return f"{self.name}:{self.lines[path]}" if path in self.lines else ""
 
 
 def read_recipe(name: str) -> Recipe:
-    """Read and return the recipe in a file. Raises RecipeError if the file cannot be read or is not a recipe."""
+    """Read and parse the recipe in the file `name`. Raises RecipeError if it cannot be read or is not TOML."""
     try:
         with open(name, "rb") as stream:
             return parse_recipe(name, stream.read(MAX_BYTES + 1))
@@ -87,7 +90,15 @@ def read_recipe(name: str) -> Recipe:
 
 
 def parse_recipe(name: str, data: bytes) -> Recipe:
-    """Return the recipe in the bytes of a file. Raises RecipeError if they are not one."""
+    """Parse the bytes of a recipe's file.
+
+    Args:
+        name: the name of the file, for messages.
+        data: the file's bytes.
+
+    Raises:
+        RecipeError: if the bytes are too many, not UTF-8 or not TOML.
+    """
     try:
         if len(data) > MAX_BYTES:
             raise RecipeError(f"{name}: has more than {MAX_BYTES:,} bytes, too many for a recipe: name another file")
@@ -102,7 +113,7 @@ def parse_recipe(name: str, data: bytes) -> Recipe:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text. Raises ValueError if it is not TOML or nested deeper than MAX_DEPTH."""
+    """Parse a TOML text to nested dicts. Raises ValueError if it is not TOML or nested deeper than MAX_DEPTH."""
     too_deep = ValueError(f"tables or lists are nested more than {MAX_DEPTH} deep, which no field needs")
     if _longest_key(text) > 4 * MAX_DEPTH:
         raise too_deep
@@ -119,7 +130,10 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _longest_key(text: str) -> int:
-    """Return the largest number of dotted names in one key (or string); the parser's time grows with its square."""
+    """Return the largest number of dotted names in one key (or string) of a TOML text.
+
+    The parser's time grows with its square.
+    """
     longest = run = 0
     for part in text.split("."):
         run = run + 1 if _PART.fullmatch(part) else 0
@@ -172,7 +186,7 @@ def shipped_recipes() -> list[str]:
 
 
 def find_recipe(name_or_path: str | Path) -> Path:
-    """Return the file of that path if there is one, else the shipped recipe of that name.
+    """Return the path of a recipe: the given path if it is a file, else that of the shipped recipe of this name.
 
     A path that is neither is returned unchanged, and `read_recipe` refuses it with a suggestion.
     """

@@ -17,7 +17,7 @@ _COMMENT = re.compile(r"# world = ([1-9]\d{0,6})")
 
 
 def recipe_ranks(draft: Draft) -> int:
-    """Return job.ranks, 0 if neither recipe nor command line sets it.
+    """Return the number of ranks that the recipe or the command line sets (job.ranks); 0 if neither does.
 
     Raises:
         ConfigError: if the recipe cannot be read, or has the number only in an old comment "# world = N".
@@ -37,7 +37,14 @@ def recipe_ranks(draft: Draft) -> int:
 
 
 def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> int:
-    """Return `ranks` if given, else the recipe's job.ranks. With --print-config, print the recipe and exit.
+    """Return the number of ranks that a command is about: `ranks` if given, else the recipe's job.ranks.
+
+    With --print-config, prints the resolved recipe and exits.
+
+    Args:
+        ranks: the value of --ranks; None if it is not given.
+        argv: the command line's recipe and overrides.
+        components: the components that a recipe can name.
 
     Raises:
         ConfigError: if neither gives a number of ranks.
@@ -56,7 +63,10 @@ def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> 
 
 
 def add_ranks(command: argparse.ArgumentParser) -> None:
-    """Add --ranks and the usage text of commands on a recipe. The recipe and its overrides are left to the loader."""
+    """Add --ranks and the usage text to the parser of a command on a recipe.
+
+    The parser leaves the recipe and its overrides to `titanmoe.config.load`.
+    """
     command.usage = f"{command.prog} RECIPE [--ranks N] [options] [--TABLE.FIELD VALUE ...]"
     command.epilog = "RECIPE is a file, or the name of a recipe that comes with titanmoe, such as debug."
     command.allow_abbrev = False  # an unknown option is for the loader to refuse

@@ -32,7 +32,10 @@ INSTALL = "build it as https://github.com/deepseek-ai/DeepEP says"
 
 
 class DeepEPBuffers(SharedBuffers):
-    """DeepEP's buffer, which all layers of a rank share. Making it is collective over the group."""
+    """The communication buffer of DeepEP that all MoE layers of a rank share.
+
+    Creating an instance is collective over the dispatch group.
+    """
 
     def __init__(self, dim: int, group: Group, device: torch.device):
         super().__init__(device)
@@ -48,7 +51,10 @@ class DeepEPBuffers(SharedBuffers):
 
 
 class DeepEP(Dispatcher):
-    """Uses DeepEP's kernels during a training step; outside one, and in a group of one rank, it is AllToAll."""
+    """The dispatcher that sends tokens by DeepEP's kernels during a training step.
+
+    Outside a training step, and in a group of one rank, it works as AllToAll.
+    """
 
     memory: DeepEPBuffers | None
 
@@ -77,7 +83,7 @@ class DeepEP(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
-        """Send each token to the ranks of its experts, and fill the slots of this rank's experts.
+        """Send each token once to each rank that has experts of it, wait, and copy received tokens into their slots.
 
         The host waits for counts.
         """
@@ -96,7 +102,10 @@ class DeepEP(Dispatcher):
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
 
     def expand_over_etp(self, chosen_TK: Tensor) -> Tensor:
-        """Return each choice once for every etp rank of its expert (T, J), as if each rank's shard were an expert."""
+        """Repeat each choice for every etp rank of its expert: (T, J).
+
+        The result has numbers as if each rank's shard of an expert were an expert of its own; -1 for no expert.
+        """
         rank_TK1, place_TK1 = (
             x.unsqueeze(2) for x in (chosen_TK // self.local_experts, chosen_TK % self.local_experts)
         )
@@ -106,10 +115,10 @@ class DeepEP(Dispatcher):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends tokens by DeepEP.
+    """DeepEP's dispatch with its backward, DeepEP's combine.
 
-    Its outputs: the tokens that arrive (N, D); their weights and choices here (N, J), a choice elsewhere being -1; the
-    number of each local expert's; and the handle for sending them back.
+    Its outputs: the received tokens (N, D); their routing weights and chosen local experts (N, J), -1 for a choice on
+    another rank; the number of each local expert's tokens; and DeepEP's handle for sending results back.
     """
 
     @staticmethod
@@ -135,7 +144,11 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Sends sums back by DeepEP, and adds the sums of all ranks for each token."""
+    """DeepEP's combine with its backward, DeepEP's dispatch.
+
+    It sends each received token's sum over this rank's experts back to the token's rank, which adds the sums of all
+    ranks.
+    """
 
     @staticmethod
     def forward(ctx, buffer, handle, y_ND):

@@ -10,7 +10,7 @@ from titanmoe.moe.dispatchers.dispatcher_spec import DispatcherSpec, ExchangeCos
 
 
 class DeepEPSpec(DispatcherSpec):
-    """The facts about DeepEP 1.2, and what contradicts it."""
+    """The spec of the dispatcher deepep: what DeepEP 1.2 supports and costs."""
 
     help = (
         "deepep (experimental, not run on GPUs) sends a token once to each rank that has experts of it, by the kernels "
@@ -30,7 +30,7 @@ class DeepEPSpec(DispatcherSpec):
     dim_of, most_dim = 16, 8176
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield options that its kernels do not support: another dtype than bfloat16, or an indivisible width."""
+        """Yield options that DeepEP's kernels do not support: dtypes other than bfloat16, or some model widths."""
         yield from super().contradictions(config)
         param, router, dim = config.training.mixed_precision_param, config.moe.router_dtype, config.model.dim
         if self.param and param != self.param:
@@ -53,7 +53,10 @@ class DeepEPSpec(DispatcherSpec):
             )
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
-        """Yield groups that its kernels do not support: too many copies, other sizes, or nodes of another size."""
+        """Yield a message if DeepEP's kernels do not support a dispatch group of these degrees.
+
+        Reasons are the number of a token's copies, the number of ranks, and the size of nodes.
+        """
         ranks, top_k = ep * etp, config.model.top_k
         if top_k * etp > 32:
             yield (
@@ -73,7 +76,10 @@ class DeepEPSpec(DispatcherSpec):
             )
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Return the time to send each token once to each rank that has experts of it, and back."""
+        """Estimate the seconds of a layer's dispatch and combine in one forward.
+
+        Each token goes once to each rank that has experts of it, and one row comes back.
+        """
         domains = costs.domains(ep, etp)
         across = tokens * costs.routed_token_bytes * costs.visits(domains) * (domains - 1) / domains
         within = tokens * costs.routed_token_bytes * costs.visits(ep) * etp

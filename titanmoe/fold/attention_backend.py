@@ -23,7 +23,7 @@ FLEX_NARROWEST = 16
 
 def pick_backend(
     setting: str,
-    kind: str,
+    cp_kind: str,
     cp: int,
     device: str,
     float64: bool,
@@ -32,22 +32,25 @@ def pick_backend(
     ring_lacks: str = "",
     narrow: bool = False,
 ) -> tuple[Backend, str]:
-    """Return the implementation of attention, and the reason why torch's cannot be used ("" if there is none).
+    """Choose the implementation of attention for a run.
 
     Args:
         setting: parallelism.attention_backend.
-        kind: parallelism.cp_kind.
+        cp_kind: parallelism.cp_kind.
         cp: the degree of context parallelism.
         device: "cpu" or "cuda".
         float64: whether attention computes in float64.
-        masked: whether there are documents or a window.
+        masked: whether attention is limited to documents or a sliding window.
         sinks: whether the model has attention sinks.
         ring_lacks: why the installed torch's ring attention cannot run; "" if it can.
         narrow: whether heads are narrower than FLEX_NARROWEST.
+
+    Returns:
+        The implementation, and the reason why none of torch's ring and flex_attention can be used; "" if there is none.
     """
     if setting == "plain":
         return "plain", 'parallelism.attention_backend = "plain"'
-    if cp > 1 and kind == "ring":
+    if cp > 1 and cp_kind == "ring":
         if masked:
             return "plain", "torch's ring supports neither documents nor windows"
         if device == "cpu" and setting == "auto":
@@ -59,7 +62,7 @@ def pick_backend(
         return "plain", "flex_attention has no backward on CPUs"
     if float64:
         return "plain", "torch's attention on GPUs has no float64"
-    if masked or sinks or (cp > 1 and kind == "allgather"):
+    if masked or sinks or (cp > 1 and cp_kind == "allgather"):
         if narrow:
             return "plain", f"flex_attention has no heads narrower than {FLEX_NARROWEST}"
         return "flex", ""
@@ -67,12 +70,26 @@ def pick_backend(
 
 
 def cudnn_takes(query: int, value: int) -> bool:
-    """Return whether cuDNN's attention supports these head widths, forward and backward (torch 2.13, sdp_utils.cpp)."""
+    """Return whether cuDNN's attention supports heads of these widths, forward and backward.
+
+    As in torch 2.13, sdp_utils.cpp.
+
+    Args:
+        query: elements of a head's query.
+        value: elements of a head's value.
+    """
     return query % 8 == value % 8 == 0 and (max(query, value) <= 128 or (query, value) == (192, 128))
 
 
 def kernel_refuses(kernel: str, query: int, value: int, deterministic: bool) -> str:
-    """Return why a kernel cannot train heads of these widths; "" if it can."""
+    """Return why a kernel for attention cannot train heads of these widths; "" if it can.
+
+    Args:
+        kernel: the name of the kernel, such as "fa3".
+        query: elements of a head's query.
+        value: elements of a head's value.
+        deterministic: training.deterministic.
+    """
     if kernel in WIDEST and not query == value <= WIDEST[kernel]:
         return f"queries and values must have one width, up to {WIDEST[kernel]}, and these have {query} and {value}"
     if kernel == "cudnn" and not cudnn_takes(query, value):
@@ -86,12 +103,15 @@ def kernel_refuses(kernel: str, query: int, value: int, deterministic: bool) -> 
 
 
 def head_widths(model: Model) -> tuple[int, int]:
-    """Return the widths of a head's query and value."""
+    """Return the numbers of elements of a head's query and of its value."""
     return model.head_dim, model.v_head_dim or model.head_dim
 
 
 def attention_violations(config: Config, cp: int) -> Iterator[str]:
-    """Yield why attention_kernel, or attention_backend = "torch", cannot be used with this config and degree of cp."""
+    """Yield a message for each reason why the recipe's choice of attention cannot be followed at this degree of cp.
+
+    Checked are parallelism.attention_kernel and attention_backend = "torch".
+    """
     options, model, training = config.parallelism, config.model, config.training
     if why := kernel_refuses(options.attention_kernel, *head_widths(model), training.deterministic):
         yield f'parallelism.attention_kernel = "{options.attention_kernel}" cannot be used here: {why}; use "auto"'

@@ -31,7 +31,7 @@ DERIVED = ("dp_shard", "edp_replicate", "edp")
 
 
 class FoldError(ValueError):
-    """Raised if degrees do not fit the world size, with every reason in `problems`."""
+    """The error for degrees that do not fit the world size, with every reason in `problems`."""
 
     def __init__(self, problems: list[str]):
         super().__init__(problems)  # pickle makes the exception from these arguments
@@ -58,34 +58,44 @@ class Fold:
 
     @property
     def stage(self) -> int:
-        """Number of ranks of one pipeline stage."""
+        """The number of ranks of one pipeline stage."""
         return self.world // self.pp
 
     @property
     def dp(self) -> int:
-        """Number of ranks with different samples."""
+        """The number of data ranks: groups of ranks (tp, cp, pp) that work on different samples."""
         return self.dp_replicate * self.dp_shard
 
     def nodes(self, node: int) -> int | None:
-        """Return how many nodes of `node` ranks each group of ep x etp spans; see `nodes_of_a_group`."""
+        """Return the number of nodes that each dispatch group (ep x etp) spans; None if it spans them unevenly.
+
+        Args:
+            node: the number of ranks of a node.
+        """
         return nodes_of_a_group(self.world, self.ep, self.etp, node)
 
     @property
     def attention_axes(self) -> dict[str, int]:
-        """Size of every axis of the attention view, outermost first."""
+        """The number of ranks on every axis of the attention view by name, outermost first."""
         return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
 
     @property
     def expert_axes(self) -> dict[str, int]:
-        """Size of every axis of the expert view, outermost first."""
+        """The number of ranks on every axis of the expert view by name, outermost first."""
         return {name: getattr(self, name) for name in ("pp", "edp_replicate", "edp", "ep", "etp")}
 
 
 def nodes_of_a_group(world: int, ep: int, etp: int, node: int) -> int | None:
-    """Return how many nodes of `node` ranks each group of ep x etp spans.
+    """Return the number of nodes that each dispatch group (ep x etp) spans.
 
     None if groups do not span nodes evenly, or would split the etp ranks of an expert over two nodes. The ranks of a
     group are consecutive, and the first is a multiple of the group's size.
+
+    Args:
+        world: the number of all ranks.
+        ep: degree of expert parallelism.
+        etp: degree of expert tensor parallelism.
+        node: the number of ranks of a node.
     """
     size = ep * etp
     if node >= world or node % size == 0:
@@ -94,19 +104,23 @@ def nodes_of_a_group(world: int, ep: int, etp: int, node: int) -> int | None:
 
 
 def requested_degrees(parallelism: Parallelism) -> dict[str, int]:
-    """Return the degrees of a [parallelism] table by their short names, -1 included."""
+    """Return the degrees that the recipe's [parallelism] sets, by short name such as "ep"; -1 for one to be derived."""
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("edp_replicate", "edp", "ep", "etp")
     tables = parallelism, parallelism.experts
     return {name: getattr(table, name) for table, of in zip(tables, names, strict=True) for name in of}
 
 
-def default_edp_replicate(dp_replicate: int, left: int) -> int:
-    """Return the greatest common divisor of dp_replicate and `left`, the data ranks of the experts."""
-    return gcd(dp_replicate, left)
+def default_edp_replicate(dp_replicate: int, expert_data_ranks: int) -> int:
+    """Return the edp_replicate that -1 stands for: gcd(dp_replicate, number of data ranks of the experts)."""
+    return gcd(dp_replicate, expert_data_ranks)
 
 
 def derive(world: int, parallelism: Parallelism) -> Fold:
-    """Return the fold of a [parallelism] table on so many ranks. Raises FoldError if the degrees do not fit."""
+    """Compute the full mapping of a [parallelism] table on a world of this many ranks.
+
+    Raises:
+        FoldError: with every reason, if the degrees do not fit.
+    """
     degrees, problems = resolve_degrees(world, parallelism)
     if problems:
         raise FoldError(problems)
@@ -114,7 +128,16 @@ def derive(world: int, parallelism: Parallelism) -> Fold:
 
 
 def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:
-    """Return the degrees that fit, including `stage` and `dp`, and a message for each one that does not."""
+    """Fill in the degrees that are -1, and check that all divide the world.
+
+    Args:
+        world: the number of ranks.
+        parallelism: the recipe's [parallelism].
+
+    Returns:
+        The degrees that fit by short name, with "stage", the ranks of a pipeline stage, and "dp", the data ranks; and a
+        message for each degree that does not fit.
+    """
     requested = requested_degrees(parallelism)
     degrees = {name: n for name, n in requested.items() if n > 0}
     problems = [_not_a_count(name, n) for name, n in requested.items() if n < 1 and not (n == -1 and name in DERIVED)]
@@ -131,7 +154,7 @@ def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int
         return degrees, problems
 
     stage = degrees["stage"] = world // pp
-    where = f"the stage of {stage} ranks (world {world} / pp {pp})"
+    stage_text = f"the stage of {stage} ranks (world {world} / pp {pp})"
     if requested["edp_replicate"] == -1 and {"dp_replicate", "ep", "etp"} <= degrees.keys():
         left, remainder = divmod(stage, degrees["ep"] * degrees["etp"])
         if not remainder:
@@ -140,7 +163,7 @@ def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int
         divisor_degrees = {other: degrees[other] for other in others if other in degrees}
         rest, remainder = divmod(stage, prod(divisor_degrees.values()))
         if remainder:
-            problems.append(_does_not_divide(divisor_degrees, stage, where))
+            problems.append(_does_not_divide(divisor_degrees, stage, stage_text))
         elif len(divisor_degrees) == len(others):
             requested_value = requested_rest[name]
             if requested_value is None or requested_value == rest:
@@ -148,7 +171,7 @@ def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int
             else:
                 leave = " * ".join(f"{other} {n}" for other, n in divisor_degrees.items())
                 problems.append(
-                    f"{DEGREE_PATHS[name]} = {requested_value} is not what {leave} leaves of {where}: use {rest}, "
+                    f"{DEGREE_PATHS[name]} = {requested_value} is not what {leave} leaves of {stage_text}: use {rest}, "
                     "or -1 to derive it"
                 )
     if "dp_shard" in degrees:
@@ -156,7 +179,7 @@ def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int
     return degrees, problems
 
 
-def _does_not_divide(degrees: dict[str, int], stage: int, where: str) -> str:
+def _does_not_divide(degrees: dict[str, int], stage: int, stage_text: str) -> str:
     large = {name: n for name, n in degrees.items() if n > 1}
     product = prod(large.values())
     written = " * ".join(DEGREE_PATHS[name] for name in large)
@@ -166,7 +189,7 @@ def _does_not_divide(degrees: dict[str, int], stage: int, where: str) -> str:
         choices_text(name, divisors(stage * n // product), n) for name, n in large.items() if stage * n % product == 0
     ]
     fix = " or ".join(fixes or [choices_text("a product", divisors(stage), product)])
-    return f"{written} = {product} does not divide {where}, {stage} % {product} = {stage % product}: use {fix}"
+    return f"{written} = {product} does not divide {stage_text}, {stage} % {product} = {stage % product}: use {fix}"
 
 
 def _not_a_count(name: str, value: int) -> str:
@@ -176,5 +199,10 @@ def _not_a_count(name: str, value: int) -> str:
 
 
 def sequence_chunks(cp: int, placement: str) -> int:
-    """Return the number of chunks that context parallelism splits a sequence into; 0 without it."""
+    """Return the number of chunks into which context parallelism splits a sequence; 0 if cp = 1.
+
+    Args:
+        cp: the degree of context parallelism.
+        placement: parallelism.cp_placement.
+    """
     return 0 if cp == 1 else 2 * cp if placement == "zigzag" else cp

@@ -29,7 +29,10 @@ from titanmoe.fold.legality import broken_laws
 
 @dataclass(frozen=True)
 class StageViews:
-    """The legal views of one pp. Any attention view can be combined with any expert view."""
+    """The legal views for one degree of pp. Any attention view can be combined with any expert view.
+
+    A view is a dict of degrees by name.
+    """
 
     world: int
     pp: int
@@ -37,18 +40,21 @@ class StageViews:
     experts: list[dict[str, int]]  # edp_replicate, edp, ep, etp
 
     def fold(self, attention: dict[str, int], experts: dict[str, int]) -> Fold:
-        """Return the fold of an attention view and an expert view."""
+        """Return the mapping that combines an attention view and an expert view."""
         return Fold(self.world, self.pp, **attention, **experts)
 
     def pairs(self) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
-        """Return all combinations of an attention view and an expert view."""
+        """Return an iterator over all pairs of an attention view and an expert view."""
         return product(self.attention, self.experts)
 
 
 def legal_stages(world: int, config: Config | None = None) -> Iterator[StageViews]:
-    """Yield the legal views for each pp.
+    """Yield the legal views for each legal degree of pp, ascending.
 
-    Without a config, views only have to divide the ranks. With one, all its laws apply; its own degrees are ignored.
+    Args:
+        world: the number of ranks.
+        config: with it, views have to obey all its laws, whatever its own degrees; without, they only have to divide
+            the ranks.
     """
 
     def legal(pp: int, view: dict[str, int]) -> bool:
@@ -70,18 +76,24 @@ def legal_stages(world: int, config: Config | None = None) -> Iterator[StageView
 
 
 def legal_folds(world: int, config: Config | None = None) -> Iterator[Fold]:
-    """Yield every legal mapping of a world."""
+    """Yield every legal mapping of a world of this many ranks, under the laws of the config if there is one."""
     for stage in legal_stages(world, config):
         for attention, experts in stage.pairs():
             yield stage.fold(attention, experts)
 
 
 def nearest(world: int, parallelism: Parallelism, config: Config | None = None, count: int = 3) -> list[Fold]:
-    """Return the legal mappings that change the fewest requested degrees, and change them the least.
+    """Return the legal mappings that change the fewest requested degrees, and change them the least; best first.
 
     A changed degree costs 1 plus the powers of two between old and new. Derived degrees are free, except an
-    edp_replicate that is not its default: it has to be written down. A mapping that changes more than necessary is left
-    out.
+    edp_replicate that is not its default: it has to be written down. A mapping whose changes include all changes of a
+    better one is left out.
+
+    Args:
+        world: the number of ranks.
+        parallelism: the recipe's [parallelism].
+        config: with it, mappings have to obey all its laws.
+        count: the largest number of mappings to return.
     """
     requested, pool = requested_degrees(parallelism), 10 * count
 
@@ -116,7 +128,10 @@ def nearest(world: int, parallelism: Parallelism, config: Config | None = None, 
 
 
 def changes(parallelism: Parallelism, fold: Fold) -> dict[str, tuple[int, int]]:
-    """Return the requested degrees that differ in a mapping, by name: (old, new). Derived degrees are left out."""
+    """Return the degrees in which a mapping differs from the requested ones: {name: (requested, in the mapping)}.
+
+    Requested degrees of -1 are left out, except edp_replicate if it is not its default.
+    """
     names = {
         name: (old, getattr(fold, name))
         for name, old in requested_degrees(parallelism).items()
@@ -143,14 +158,22 @@ FIXED = ("pp", "cp", "tp", "ep", "etp")
 
 
 def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
-    """Return the mapping on another number of ranks, and a line that says what changed ("" if nothing did).
-
-    Raises FoldError if no mapping is legal.
+    """Adapt the degrees of a recipe to another number of ranks, for a run that is restarted on it.
 
     Only data parallelism adapts, because only that leaves what a rank computes unchanged: dp_shard first, then
     dp_replicate; for the experts edp, then edp_replicate. pp, cp, tp, ep and etp stay as in the recipe, and so does the
-    global batch. The result depends on the recipe and the world alone, so a world that shrinks and grows
-    again returns to its first mapping. Degrees that are not numbers of ranks are left for the laws to refuse.
+    global batch. The result depends on the recipe and the world alone, so a world that shrinks and grows again returns
+    to its first mapping. Degrees that are not numbers of ranks are left for the laws to refuse.
+
+    Args:
+        world: the number of ranks.
+        parallelism: the recipe's [parallelism].
+
+    Returns:
+        The adapted [parallelism], and a line for the log that says what changed; "" if nothing did.
+
+    Raises:
+        FoldError: if no mapping is legal.
     """
     degrees = requested_degrees(parallelism)
     sound = all(n > 0 or (n == -1 and name in DERIVED) for name, n in degrees.items())

@@ -25,7 +25,7 @@ ROW_BYTES = 16
 
 
 def violations(config: Config, world: int) -> list[str]:
-    """Return a message for each law that the mapping breaks on a world of so many ranks; [] if it is legal.
+    """Return a message for each law that a config's mapping breaks on a world of this many ranks; [] if it is legal.
 
     The machine is not known: training.device = "auto" is taken for a GPU, and parallelism.node = -1 for a number that
     fits.
@@ -35,7 +35,12 @@ def violations(config: Config, world: int) -> list[str]:
 
 
 def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
-    """Yield a message for each broken law, among those whose degrees are all in `degrees`."""
+    """Yield a message for each law that these degrees break.
+
+    Args:
+        degrees: degrees by name, with "stage" and "dp"; laws that need a missing one are not checked.
+        config: the recipe, whose own degrees are ignored.
+    """
     yield from model_violations(degrees, config)
     for law, *names in (
         (_ulysses, "cp", "tp"),
@@ -53,7 +58,12 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
 
 
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
-    """Yield a message for each broken law that ties degrees to the shapes of the model and the batch."""
+    """Yield a message for each broken law that ties degrees to the shapes of the model and the batch.
+
+    Args:
+        degrees: degrees by name, with "stage" and "dp"; laws that need a missing one are not checked.
+        config: the recipe.
+    """
     model, training = config.model, config.training
     for name, fields in divided_fields(config).items():
         yield from _divides(degrees, name, fields)
@@ -101,10 +111,10 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
 
 
 def _adapters(config: Config, ep: int, etp: int, edp: int) -> Iterator[str]:
-    """Yield a message if the adapters of experts cannot be sharded evenly over edp.
+    """Yield a message if the LoRA adapters of experts cannot be sharded evenly over edp.
 
-    An adapter is sharded by expert, else along the width that is not its rank: of B of w1 and w3, and of A of w2, that
-    is the hidden width.
+    An adapter matrix is sharded by expert, else along the width that is not the adapter's rank: of B of w1 and w3, and
+    of A of w2, that is the hidden width.
     """
     model, lora = config.model, config.lora
     matrices = [f"layers.{i}.moe.experts.{w}" for i in range(model.num_layers) for w in ("w1", "w2", "w3")]
@@ -129,7 +139,7 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
 
 
 def _products(config: Config, etp: int) -> Iterator[str]:
-    """Yield a message for each width that the experts' grouped products do not support."""
+    """Yield a message for each width of experts' weights that the grouped or 8-bit products do not support."""
     moe, model, dtype = config.moe, config.model, config.training.mixed_precision_param
     widths = {"model.expert_hidden / etp": model.expert_hidden // etp, "model.dim": model.dim}
     for name, width in widths.items():
@@ -147,7 +157,10 @@ def _products(config: Config, etp: int) -> Iterator[str]:
 
 
 def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
-    """Yield the schedule's violations. A global batch of -1 is one microbatch per data rank."""
+    """Yield a message for each reason why the pipeline schedule cannot run with these degrees.
+
+    A global batch of -1 counts as one microbatch per data rank.
+    """
     training = config.training
     unit = training.local_batch_size * dp
     has_global_batch = training.global_batch_size > 0
@@ -161,7 +174,10 @@ def _profile_ranks(config: Config, world: int) -> Iterator[str]:
 
 
 def divided_fields(config: Config) -> dict[str, dict[str, int]]:
-    """Return the numbers that each degree must divide: {degree: {name of the number: number}}."""
+    """Return the sizes that each degree has to divide: {degree: {name of the size: size}}.
+
+    For example, tp has to divide model.vocab_size.
+    """
     model, divided = config.model, {"tp": {}}
     for spec in config.components.specs(config):
         for degree, fields in spec.divided(config).items():
@@ -179,17 +195,20 @@ def divided_fields(config: Config) -> dict[str, dict[str, int]]:
 
 
 def _expert_degrees(degrees: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return ep, edp and etp, which determine the shape of a rank's experts."""
+    """Return the degrees ep, edp and etp, in this order."""
     return degrees["ep"], degrees["edp"], degrees["etp"]
 
 
 def experts_shard(model: Model, ep: int, edp: int, etp: int) -> bool:
-    """Return whether FSDP can shard a rank's experts over edp without padding: by expert, else along a width."""
+    """Return whether FSDP can shard a rank's experts over edp without padding: by expert, else along another dim.
+
+    True if ep does not divide the experts, which another law refuses.
+    """
     return model.num_experts % ep != 0 or model.num_experts // ep % edp == 0 or not _uneven_widths(model, edp, etp)
 
 
 def _uneven_widths(model: Model, edp: int, etp: int) -> list[str]:
-    """Return a text for each width that edp does not divide.
+    """Return a text such as "model.dim = 100 (100 % 8 = 4)" for each width that FSDP cannot shard evenly over edp.
 
     Matrices are sharded along the model dim, which etp does not split, biases along their width, which etp splits.
     """

@@ -54,39 +54,48 @@ class Communicators:
             ("blocking", (everyone,)): dist.group.WORLD
         }
 
-    def group(self, kind: CommunicatorKind | str, parts: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """Return this rank's group of a kind, or None if it is in none of them. Collective over the world.
+    def group(self, kind: CommunicatorKind | str, rank_lists: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Return the process group of this rank among groups of the same kind, made on the first request.
+
+        Collective over the world. None if this rank is in none of the groups. If they have one rank each,
+        `placeholder`.
 
         Args:
-            kind: What the group is used for. Only requests of one kind share a group.
-            parts: The ranks of each group to make. No rank is in two of them, and all have the same size.
+            kind: what the group is used for; only requests of one kind share a group.
+            rank_lists: the ranks of each group; no rank is in two of them, and all have the same size.
         """
-        key = kind, tuple(parts)
+        key = kind, tuple(rank_lists)
         if len(key[1][0]) == 1:
             return self.placeholder
         if key not in self.groups:
             self.groups[key] = self._make(*key)
         return self.groups[key]
 
-    def _make(self, kind: str, parts: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    def _make(self, kind: str, rank_lists: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         if dist.group.WORLD.bound_device_id is not None:  # NCCL: else each group would split the whole world
             options = _high_priority_options() if kind in HIGH_PRIORITY else None  # None: a copy of the world's
-            ranks = [list(part) for part in parts]
+            ranks = [list(part) for part in rank_lists]
             return dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=kind)
-        new_groups = [dist.new_group(list(part), self.timeout, group_desc=kind) for part in parts]
-        own_groups = [group for part, group in zip(parts, new_groups, strict=True) if dist.get_rank() in part]
+        new_groups = [dist.new_group(list(part), self.timeout, group_desc=kind) for part in rank_lists]
+        own_groups = [group for part, group in zip(rank_lists, new_groups, strict=True) if dist.get_rank() in part]
         return own_groups[0] if own_groups else None
 
     @cached_property
     def placeholder(self) -> dist.ProcessGroup:
-        """A group of this rank alone, without thread, socket or communicator, for axes along which nothing is sent."""
+        """A process group of this rank alone, for axes along which nothing is sent.
+
+        It has no thread, socket or communicator.
+        """
         if dist.get_world_size() == 1:
             return dist.group.WORLD
         return dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True, group_desc="alone")
 
 
 def _high_priority_options() -> Any:
-    """Return a copy of the world's NCCL options, with streams of high priority. A split writes into its options."""
+    """Return a copy of the world's NCCL options, with streams of high priority.
+
+    A copy, because splitting a group writes into its options.
+    """
     world = dist.group.WORLD
     options = copy.deepcopy(world._get_backend(world.bound_device_id).options)
     options.is_high_priority_stream = True
@@ -95,7 +104,7 @@ def _high_priority_options() -> Any:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The DeviceMeshes and process groups of this rank."""
+    """The DeviceMeshes and process groups of this rank for one mapping."""
 
     fold: Fold
     communicators: Communicators
@@ -123,15 +132,15 @@ def build_meshes(
     trains: bool = True,
     etp: bool = False,
 ) -> Meshes:
-    """Make the process groups and meshes of a fold. Collective over the world.
+    """Create the process groups and DeviceMeshes of a mapping. Collective over the world.
 
     Args:
         fold: the mapping.
         device_type: "cpu" or "cuda".
         node: number of ranks of a node if the dispatcher works node by node, else -1.
-        timeout: of the new groups; torch's default if None.
+        timeout: timeout of collectives in the new groups; None for torch's default.
         trains: False if nothing is trained and weights are not sharded over data ranks, so that FSDP sends nothing.
-        etp: whether gradients are summed over etp.
+        etp: whether to make a group of the etp ranks, over which gradients of adapters are summed.
     """
     communicators = Communicators(timeout)
 
@@ -139,11 +148,12 @@ def build_meshes(
         return communicators.group(kind, groups(fold, view, axes))
 
     def mesh(view: View, **axes: tuple[CommunicatorKind | None, tuple[str, ...]]) -> DeviceMesh:
-        """Build a mesh of this rank's stage.
+        """Build a DeviceMesh of the ranks of this rank's stage.
 
         Args:
-            view: the view that the axes are of.
-            axes: for each dimension, the kind of its communicator (None: nothing is sent) and its axes in the view.
+            view: "attention" or "experts".
+            axes: for each dimension of the mesh, the kind of its communicator (None: nothing is sent) and the axes of
+                the view that it combines.
         """
         sizes = [len(group_of(fold, view, parts, 0)) for _, parts in axes.values()]
         stage = coordinates(fold, view, dist.get_rank())["pp"] * fold.stage
@@ -198,9 +208,16 @@ def build_meshes(
 
 
 def _expert_groups(fold: Fold, communicators: Communicators, node: int) -> tuple[Group, Group, Group]:
-    """Return the group ep x etp, its ranks on this node, and those with this rank's place on other nodes.
+    """Create the groups over which the dispatcher of this rank's experts sends. Collective over the world.
 
-    Collective over the world. If the group is split by node, the first result is a placeholder that nothing is sent on.
+    Args:
+        fold: the mapping.
+        communicators: the process groups made so far.
+        node: number of ranks of a node if the dispatcher works node by node, else -1.
+
+    Returns:
+        The dispatch group (ep x etp); its ranks on this node; and its ranks at this rank's position on each node. If
+        the group spans nodes, nothing is sent on the first, and it has no process group.
     """
     axes, rank = ("ep", "etp"), dist.get_rank()
     if node == -1 or fold.nodes(node) == 1:

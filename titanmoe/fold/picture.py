@@ -32,11 +32,12 @@ CRITICAL = ("tp", "etp")  # every layer waits for their traffic several times: b
 
 
 class Row(NamedTuple):
-    """A row of the picture: one axis of a view."""
+    """A row of the picture: one axis of the attention view or of the expert view."""
 
     view: View
     axis: str
     label: str
+    """What precedes a rank's coordinate in the picture, such as "dp" in "dp3"."""
     meaning: str
     """What ranks with the same coordinate on the axis have in common."""
     traffic: str
@@ -57,12 +58,12 @@ PIPELINE = Row("attention", "pp", "pp", "layers", "activations, every microbatch
 
 
 def draw(fold: Fold, node: int = 8, model: Model | None = None) -> Text:
-    """Return the picture of both views, at most 100 columns wide.
+    """Return the picture of a mapping's attention view and expert view, at most 100 columns wide.
 
     Args:
         fold: the mapping.
         node: number of ranks of a node.
-        model: with it, the title names the model and each rank's experts are shown.
+        model: with it, the title names the model, and the numbers of each rank's experts are shown.
     """
     rows = [row for row in ROWS if getattr(fold, row.axis) > 1]
     lines = [*_title(fold, node, model), *_stages(fold, node, model, rows)]
@@ -72,7 +73,7 @@ def draw(fold: Fold, node: int = 8, model: Model | None = None) -> Text:
 
 
 def span(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as short text: 0-7, or 0,8,16,24, or 0,8,..,120."""
+    """Shorten ascending ranks to a text: consecutive ones to 0-7, up to four to 0,8,16,24, more to 0,8,..,120."""
     if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]}-{numbers[-1]}"
     if len(numbers) <= 4:
@@ -81,7 +82,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def count(n: int, thing: str) -> str:
-    """Return a number with its noun in singular or plural: "1 rank", "8 ranks"."""
+    """Return a number with a noun in singular or plural: "1 rank", "8 ranks"."""
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
@@ -126,7 +127,7 @@ def _stages(fold: Fold, node: int, model: Model | None, rows: list[Row]) -> Iter
 
 
 class _Strip:
-    """Neighbouring ranks side by side, with a bar over those in the same place of an axis."""
+    """A drawing of neighbouring ranks side by side: for each axis, a bar over ranks with the same coordinate."""
 
     def __init__(self, fold: Fold, node: int, model: Model | None, rows: list[Row]):
         self.fold, self.node, self.model, self.rows = fold, node, model, rows
@@ -139,7 +140,7 @@ class _Strip:
         self.length = nodes * node or max(d for d in divisors(node) if d == 1 or d * self.cell <= WIDTH - self.head)
 
     def split(self, stage: range) -> list[range]:
-        """Return the ranks of each line of a stage. Lines end where nodes do."""
+        """Split the ranks of a stage into those of each line of the picture. Lines end where nodes do."""
         lines = range(stage.start // self.length, -(-stage.stop // self.length))
         return [
             range(max(stage.start, line * self.length), min(stage.stop, (line + 1) * self.length)) for line in lines
@@ -178,13 +179,13 @@ class _Strip:
     def bars(
         self, line: Text, ranks: range, within: range, label: Callable[[int], str], style: Callable[[int], str]
     ) -> Text:
-        """Append bars to a line, without an end where a bar continues beyond the line.
+        """Append a labelled bar for each run of neighbouring ranks with equal labels. A bar may go on in other lines.
 
         Args:
             line: the text to append to.
             ranks: the ranks of the line.
             within: the ranks over which bars can extend.
-            label: returns the text of a rank's bar; neighbours with equal labels are under one bar.
+            label: returns the label of a rank.
             style: returns the style of a rank's bar.
         """
         for text, run in groupby(ranks, label):
@@ -206,7 +207,7 @@ class _Strip:
 
 
 def _table(fold: Fold, node: int, rows: list[Row]) -> Iterator[Text]:
-    """Yield a row for each axis: its groups of ranks, what they send, and whether groups cross nodes."""
+    """Yield a line for each axis: its groups of ranks, what they send, and whether groups cross nodes."""
     if not rows:
         return
     widths = 16, 35, 32
@@ -223,7 +224,7 @@ def _table(fold: Fold, node: int, rows: list[Row]) -> Iterator[Text]:
 
 
 def _beginning(fold: Fold, row: Row, columns: int) -> str:
-    """Return as many of an axis's groups as fit into so many columns."""
+    """List the groups of ranks along an axis, as many as fit into this many columns of text."""
     text, total = "", fold.world // getattr(fold, row.axis)
     for number, group in enumerate(iter_groups(fold, row.view, row.axis), 1):
         longer = f"{text}  {span(group)}".lstrip()
@@ -248,7 +249,12 @@ def _folding(fold: Fold) -> Iterator[Text]:
 
 
 def list_mappings(stages: list[StageViews], node: int) -> Iterator[Text]:
-    """Yield a compact list of every legal mapping: for each pp, all attention views beside all expert views."""
+    """Yield the lines of a list of all legal mappings: for each pp, all attention views beside all expert views.
+
+    Args:
+        stages: the legal views for each pp.
+        node: number of ranks of a node.
+    """
     total = sum(len(stage.attention) * len(stage.experts) for stage in stages)
     yield Text(f"{count(total, 'legal mapping')} of {count(stages[0].world, 'rank')}, on nodes of {node:,}", "bold")
     yield Text("Any attention row goes with any expert row of the same pp.  * some groups of the axis cross nodes")

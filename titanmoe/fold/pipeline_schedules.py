@@ -19,7 +19,7 @@ from titanmoe.config.schema import Config, Pipeline
 
 @dataclass(frozen=True)
 class Schedule:
-    """Properties of a named schedule."""
+    """The properties of a named pipeline schedule, such as "1F1B"."""
 
     stages_per_rank: int  # unless [pipeline] virtual_stages says otherwise
     v_shape: bool = False  # the second half of the stages is on the ranks in reverse
@@ -44,7 +44,7 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
-    """One computation of a stage: forward, backward, or a half of backward."""
+    """One computation of a stage for one microbatch: its forward, its backward, or one half of its backward."""
 
     stage: int
     does: str  # of COST
@@ -58,7 +58,10 @@ Cell = tuple[Action, ...]
 
 
 def parse_cell(text: str) -> Cell:
-    """Return the actions of a cell such as "0F0", "1B3" or "(0F4;3B1)OVERLAP_F_B"; none for a pause or a message.
+    """Parse a cell of a schedule's file, such as "0F0", "1B3" or "(0F4;3B1)OVERLAP_F_B", to its actions.
+
+    Returns:
+        One action, two that overlap, or none for an empty cell or one that only names a message.
 
     Raises:
         ValueError: if the text is no action.
@@ -77,13 +80,21 @@ def parse_cell(text: str) -> Cell:
 
 
 def read_csv(path: str) -> list[list[Cell]]:
-    """Read a schedule: one row for each pipeline rank. Raises ValueError if the file is not a schedule."""
+    """Read a schedule from a CSV file: for each pipeline rank the list of its cells.
+
+    Raises ValueError if the file is not a schedule, and OSError if it cannot be read.
+    """
     with open(path, newline="") as file:
         return [[parse_cell(text) for text in row] for row in csv.reader(file) if row]
 
 
 def stage_ranks(options: Pipeline, pp: int) -> list[int]:
-    """Return the pipeline rank of each stage."""
+    """Return the pipeline rank that runs each stage, in the order of stages.
+
+    Args:
+        options: the recipe's [pipeline].
+        pp: the number of pipeline ranks.
+    """
     if options.schedule_csv:
         owner = {
             action.stage: rank
@@ -101,7 +112,7 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
 
 
 def channels(ranks: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return the channel number for messages between pipeline ranks, by (source, target).
+    """Assign process groups ("channels") to messages between pipeline ranks: {(source, target): number of the channel}.
 
     On one channel a rank sends to one other rank or receives from one, so that no message waits behind one in the other
     direction or to another rank. There are 2 channels for two ranks and 4 in most other cases.
@@ -122,7 +133,10 @@ def channels(ranks: Sequence[int]) -> dict[tuple[int, int], int]:
 
 
 def splits_backward(options: Pipeline, pp: int) -> bool:
-    """Return whether the schedule computes gradients of inputs and of weights separately; False without a pipeline."""
+    """Return whether the schedule computes gradients of inputs and of weights in separate actions (zero bubble).
+
+    False without a pipeline.
+    """
     if pp == 1:
         return False
     if not options.schedule_csv:
@@ -131,7 +145,10 @@ def splits_backward(options: Pipeline, pp: int) -> bool:
 
 
 def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
-    """Return the rows of GPipe or 1F1B. torch has none for GPipe, and those it has for 1F1B are shifted."""
+    """Return the cells of each pipeline rank under GPipe or 1F1B, which have one stage per rank.
+
+    torch has no such table for GPipe, and the one it has for 1F1B is shifted.
+    """
     rows = []
     for rank in range(pp):
         warmup = microbatches if schedule == "GPipe" else min(microbatches, pp - rank)
@@ -142,16 +159,22 @@ def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
 
 
 def alternate(forward: list[Cell], backward: list[Cell], warmup: int) -> list[Cell]:
-    """Return a row of `warmup` forwards, then alternating backwards and forwards, then the remaining backwards."""
+    """Return `warmup` forward cells, then backward and forward cells in turn, then the remaining backward cells."""
     steady = [cell for pair in zip(backward, forward[warmup:], strict=False) for cell in pair]
     return forward[:warmup] + steady + backward[len(forward) - warmup :]
 
 
 def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
-    """Return the idle fraction of all ranks' time by simulating the rows with the times of COST.
+    """Simulate a schedule with the times of COST, and return the fraction of all ranks' time that is idle.
 
-    A pair starts when both its actions can run and sends its results when both are done, as in torch. Raises ValueError
-    if the schedule deadlocks.
+    Two overlapping actions start when both can run and send their results when both are done, as in torch.
+
+    Args:
+        rows: the cells of each pipeline rank, in the order in which it runs them.
+        stages: the number of stages.
+
+    Raises:
+        ValueError: if the schedule deadlocks.
     """
     queues = [[cell for cell in row if cell] for row in rows]
     finished_at: dict[tuple[int, str, int], float] = {}
@@ -196,7 +219,14 @@ def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
 
 
 def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> list[str]:
-    """Return a message for each reason why the pipeline cannot run this config."""
+    """Return a message for each reason why the recipe's pipeline schedule cannot run; [] if it can or if pp = 1.
+
+    Args:
+        config: the recipe.
+        pp: the number of pipeline ranks.
+        dp: the number of data ranks.
+        microbatches: the number of microbatches of a step.
+    """
     options = config.pipeline
     if pp == 1:
         return []
@@ -239,7 +269,14 @@ def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> 
 
 
 def _named_violations(config: Config, pp: int, microbatches: int, samples: int) -> Iterator[str]:
-    """Yield why a named schedule cannot run. `samples` is the number per microbatch over all data ranks."""
+    """Yield a message for each reason why a schedule that is chosen by name cannot run.
+
+    Args:
+        config: the recipe.
+        pp: the number of pipeline ranks.
+        microbatches: the number of microbatches of a step.
+        samples: the samples of one microbatch over all data ranks.
+    """
     name, virtual = config.pipeline.schedule, config.pipeline.virtual_stages
     if name in SINGLE and virtual not in (-1, 1):
         yield (
@@ -263,7 +300,15 @@ def _named_violations(config: Config, pp: int, microbatches: int, samples: int) 
 
 
 def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: int, samples: int) -> list[str]:
-    """Return why a schedule from a file cannot run. `samples` is the number per microbatch over all data ranks."""
+    """Return a message for each reason why a schedule from a file cannot run.
+
+    Args:
+        path: the file, for messages.
+        rows: the cells of each pipeline rank.
+        pp: the number of pipeline ranks.
+        microbatches: the number of microbatches of a step.
+        samples: the samples of one microbatch over all data ranks.
+    """
     problems = []
     if len(rows) != pp:
         problems.append(f"{path} has {len(rows)} rows and needs one per pipeline rank: parallelism.pp is {pp}")
@@ -299,7 +344,12 @@ PAIRS = 'moe.overlap = "pairs"'
 
 
 def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
-    """Yield why moe.overlap = "pairs" cannot run with the schedule. `rows` are those of the file, if there is one."""
+    """Yield a message for each reason why moe.overlap = "pairs" cannot run with the schedule.
+
+    Args:
+        config: the recipe.
+        rows: the cells of each pipeline rank, if the schedule is from a file; else empty.
+    """
     options = config.pipeline
     name = options.schedule_csv or options.schedule
     pairs = [cell for row in rows for cell in row if len(cell) == 2]
@@ -317,7 +367,7 @@ def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]
 
 
 def pair_violations(config: Config, pp: int, ep: int, etp: int) -> Iterator[str]:
-    """Yield a message if moe.overlap = "pairs" has nothing to hide, because the experts of a token are on its rank."""
+    """Yield a message if moe.overlap = "pairs" has no messages to hide, because ep * etp = 1."""
     if pp > 1 and config.moe.overlap == "pairs" and ep * etp == 1:
         yield (
             f"{PAIRS} hides the dispatch of tokens to other ranks, but with ep * etp = 1 there is none: set "

@@ -33,12 +33,21 @@ COMMUNICATOR_AXES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
 
 
 def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[int, ...]]:
-    """Return every group of ranks along some axes, ranks ascending, ordered by their first ranks."""
+    """Return every group of ranks along some axes, each in ascending order, sorted by their first ranks.
+
+    Args:
+        fold: the mapping.
+        view: "attention" or "experts".
+        axes: names of axes of the view, such as "tp" or ("cp", "tp"); ranks of a group differ in these alone.
+    """
     return list(iter_groups(fold, view, axes))
 
 
 def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the groups of `groups` one by one, for callers that need only the first few of a large world."""
+    """Yield the groups of ranks along some axes one by one, sorted by their first ranks.
+
+    For callers that need only the first few groups of a large world. Arguments as of `groups`.
+    """
     names = _axis_names(fold, view, axes)
     spans = _sizes_and_strides(fold, view)
     members = list(_ranks([spans[name] for name in spans if name in names]))
@@ -47,7 +56,10 @@ def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator
 
 
 def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """Return the group of ranks along some axes that `rank` is in. Costs the group's size, not the world's."""
+    """Return the ranks of the group along some axes that contains `rank`, in ascending order.
+
+    Takes time in proportion to the group's size, not the world's. Other arguments as of `groups`.
+    """
     names = _axis_names(fold, view, axes)
     place = coordinates(fold, view, rank)
     spans = _sizes_and_strides(fold, view)
@@ -56,7 +68,15 @@ def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> 
 
 
 def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:
-    """Return the names of the axes that a group of this kind spans, joined by " = " where several have these ranks."""
+    """Return the names of the axes that a process group spans, such as "ep x etp".
+
+    Joined by " = " if groups along several axes have these ranks.
+
+    Args:
+        fold: the mapping.
+        kind: the group's communicator kind (titanmoe.fold.meshes).
+        ranks: the ranks of the group.
+    """
     names = list(
         dict.fromkeys(
             " x ".join(axis for axis in axes if getattr(fold, axis) > 1)
@@ -72,20 +92,26 @@ def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:
 
 
 def coordinates(fold: Fold, view: View, rank: int) -> dict[str, int]:
-    """Return the rank's coordinate on every axis of a view, outermost first."""
+    """Return the rank's coordinate on every axis of a view by name, outermost first."""
     if not 0 <= rank < fold.world:
         raise ValueError(f"rank {rank} is not in a world of {fold.world} ranks: use 0 to {fold.world - 1}")
     return {name: rank // stride % size for name, (size, stride) in _sizes_and_strides(fold, view).items()}
 
 
 def crossing(fold: Fold, view: View, axes: str | tuple[str, ...], node: int) -> Literal["none", "some", "all"]:
-    """Return whether none, some or all groups of some adjacent axes have ranks on more than one node.
+    """Return whether "none", "some" or "all" groups along some adjacent axes have ranks on more than one node.
 
     Ranks fill the nodes in order.
 
     The groups tile blocks of size * stride ranks, from rank 0. If such blocks tile a node, no group leaves it.
     Otherwise some block has a node boundary inside, and some group of that block crosses it; rank 0's group does not if
     it ends before the first boundary.
+
+    Args:
+        fold: the mapping.
+        view: "attention" or "experts".
+        axes: names of axes of the view that are next to each other.
+        node: number of ranks of a node.
     """
     names = _axis_names(fold, view, axes)
     spans = [span for name, span in _sizes_and_strides(fold, view).items() if name in names]
@@ -104,7 +130,10 @@ def _axes(fold: Fold, view: View) -> dict[str, int]:
 
 
 def _sizes_and_strides(fold: Fold, view: View) -> dict[str, tuple[int, int]]:
-    """Return size and stride (ranks from one coordinate to the next) of every axis, outermost first."""
+    """Return (size, stride) of every axis of a view by name, outermost first.
+
+    The stride is the distance between the ranks of consecutive coordinates.
+    """
     spans, stride = {}, fold.world
     for name, size in _axes(fold, view).items():
         stride //= size
@@ -124,6 +153,10 @@ def _axis_names(fold: Fold, view: View, axes: str | tuple[str, ...]) -> set[str]
 
 
 def _ranks(spans: list[tuple[int, int]]) -> Iterator[int]:
-    """Yield every sum of coordinate * stride over the axes, ascending because outer axes come first."""
+    """Yield the sum of coordinate * stride for every combination of coordinates, in ascending order.
+
+    Args:
+        spans: (size, stride) of each axis, outermost first.
+    """
     steps = (range(0, size * stride, stride) for size, stride in spans)
     return map(sum, product(*steps))

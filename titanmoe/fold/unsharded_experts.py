@@ -9,27 +9,31 @@ from titanmoe.config.schema import Config, Parallelism, Training
 
 
 def reshards_after_forward(options: Parallelism) -> bool:
-    """Return whether FSDP frees gathered weights between forward and backward."""
+    """Return whether FSDP frees gathered weights between forward and backward.
+
+    Args:
+        options: the recipe's [parallelism].
+    """
     choice = options.reshard_after_forward
     return options.pp == 1 if choice == "auto" else choice == "always"
 
 
 def experts_are_unsharded(options: Parallelism, training: Training, edp: int) -> bool:
-    """Return whether the experts are in no FSDP unit, because edp = 1 leaves nothing to gather.
+    """Return whether experts stay outside FSDP, because edp = 1 leaves nothing to gather.
 
-    Their copies in the compute dtype exist from the step's first forward to its last backward. So with
-    reshard_after_forward = "always" they are left to FSDP, which copies one layer at a time.
+    Copies of these weights in the compute dtype exist from the step's first forward to its last backward. So with
+    reshard_after_forward = "always" the experts are left to FSDP, which copies one layer at a time.
     """
     return edp == 1 and not (has_compute_copies(training) and options.reshard_after_forward == "always")
 
 
 def has_compute_copies(training: Training) -> bool:
-    """Return whether weights are stored in one dtype and computed in another."""
+    """Return whether weights are computed with in another dtype than they are stored in, so that copies are needed."""
     return training.dtype != training.mixed_precision_param
 
 
 def accumulation_violations(config: Config, edp: int) -> Iterator[str]:
-    """Yield why moe.accumulate_weight_gradients has no effect, if it is set."""
+    """Yield a message if moe.accumulate_weight_gradients is set but has no effect, with the reason."""
     if not config.moe.accumulate_weight_gradients:
         return
     wrong, fix = "", "set it to false"

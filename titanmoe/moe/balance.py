@@ -32,7 +32,10 @@ from titanmoe.tokens import Tokens
 
 
 class _Attach(torch.autograd.Function):
-    """Returns x unchanged; in backward, gives each term its coefficient as its gradient."""
+    """Returns x unchanged; in backward, gives each balance loss its coefficient as its gradient.
+
+    So the losses are trained without being added to the objective.
+    """
 
     @staticmethod
     def forward(ctx, x, coefficients, *terms):
@@ -46,7 +49,7 @@ class _Attach(torch.autograd.Function):
 
 
 class Balance(nn.Module):
-    """The balance losses of one layer, and the counts that it reports of a step."""
+    """The balance losses of one MoE layer, and the counts of a step for the layer's metrics."""
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
         super().__init__()
@@ -68,7 +71,12 @@ class Balance(nn.Module):
         buffer("step_samples")
 
     def begin_step(self, tokens: Tensor, samples: Tensor | int) -> None:
-        """Reset the counts, and set the step's numbers of tokens and samples, on all ranks."""
+        """Reset the counts of the step before, and store the sizes of the new step.
+
+        Args:
+            tokens: the number of tokens in the whole step, on all ranks, without padding.
+            samples: the number of samples in the whole step, on all ranks.
+        """
         self.counts.begin_step()
         self.step_tokens.copy_(tokens).clamp_(min=1)
         self.step_samples.fill_(samples).clamp_(min=1)
@@ -77,7 +85,10 @@ class Balance(nn.Module):
             loss.begin_step()
 
     def begin_pass(self) -> None:
-        """Add the counts of the step's microbatches so far to those of earlier passes."""
+        """Prepare for the next pass of a step of several passes, whose microbatches are numbered from 0 again.
+
+        Moves the counts of the microbatches so far into the step's sums, so that the new pass does not overwrite them.
+        """
         self.counts.begin_pass()
         for loss in self.losses:
             loss.begin_pass()
@@ -85,7 +96,12 @@ class Balance(nn.Module):
     def forward(
         self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, count_BE: Tensor, tokens: Tokens
     ) -> Tensor:
-        """Return the routing weights with the gradients of the balance losses attached, and record the counts."""
+        """Attach the gradients of the balance losses to the routing weights, and record the microbatch's counts.
+
+        Returns:
+            The routing weights (T, K) with unchanged values; their backward also gives the router the balance losses'
+            gradients.
+        """
         routed = RouterOutput(
             logits_TE=logits_TE,
             scores_TE=scores_TE,
@@ -105,18 +121,26 @@ class Balance(nn.Module):
                 self.counts.record(tokens.microbatch, (name,), coefficient * term)
         return _Attach.apply(weights_TK, self.coefficients_X, *terms) if terms else weights_TK
 
-    def record_dropped(self, entries: Tensor, microbatch: Tensor) -> None:
-        """Record how many of this rank's choices in a microbatch were over capacity."""
-        self.counts.record(microbatch, ("dropped",), entries)
+    def record_dropped(self, dropped: Tensor, microbatch: Tensor) -> None:
+        """Record how many choices of experts were dropped in a microbatch because they were over capacity.
+
+        Args:
+            dropped: the number of this rank's dropped choices, a scalar.
+            microbatch: the index of the microbatch, a scalar.
+        """
+        self.counts.record(microbatch, ("dropped",), dropped)
 
 
 @torch.no_grad()
 def update_expert_bias(routers: Mapping[int, Router], loads: Mapping[int, Tensor], rate: float) -> None:
-    """Move each router's expert_bias by `rate` towards even loads, in place. Frozen routers are left out.
+    """Move each router's expert_bias by `rate` towards even loads, in place: up for experts below the mean load.
+
+    Frozen routers are left out, and nothing happens if `rate` is 0.
 
     Args:
-        routers: the routers of this rank's layers, by block.
-        loads: the (E,) loads of the step on all ranks, by block.
+        routers: the routers of this rank's MoE layers, by the layer's block number.
+        loads: how often each expert was chosen in the step on all ranks, (E,), by block number.
+        rate: the step size.
     """
     for number, router in routers.items() if rate else ():
         if not router.weight.requires_grad:  # a frozen router chooses as it did

@@ -20,7 +20,7 @@ from titanmoe.tokens import Tokens
 
 
 class Capacity(nn.Module):
-    """Drops the choices of one layer that are over capacity."""
+    """Drops the choices of experts that exceed an expert's capacity, in one MoE layer."""
 
     def __init__(self, model: Model, options: MoEOptions):
         super().__init__()
@@ -29,20 +29,35 @@ class Capacity(nn.Module):
         self.full = options.capacity_scope == "full_sequence"
 
     def limit(self, positions: int) -> int:
-        """Return C, the capacity of an expert, for a scope of this many token positions."""
+        """Return the capacity: the most tokens that an expert takes from a scope.
+
+        Args:
+            positions: the number of token positions in the scope, including padding.
+        """
         return math.ceil(self.options.capacity_factor * self.model.top_k * positions / self.model.num_experts)
 
     def slots_per_expert(self, samples: int, own_tokens: int) -> int:
-        """Return the most tokens that this rank can send to one expert: the size of a padded expert buffer."""
+        """Return the most tokens that this rank can send to one expert: the size of a padded expert buffer.
+
+        Args:
+            samples: the number of samples in the microbatch.
+            own_tokens: the number of tokens that this rank owns in the microbatch, including padding.
+        """
         if not self.full:
             return self.limit(own_tokens)
         positions = own_tokens // samples
         return samples * min(self.limit(positions * self.sequence.size), positions)
 
     def forward(self, chosen_TK: Tensor, weights_TK: Tensor, tokens: Tokens, samples: int) -> Tensor:
-        """Return chosen_TK with every choice over capacity set to E, which is no expert.
+        """Return chosen_TK with every choice over capacity set to E, which stands for "no expert".
 
         Collective over cp x tp if the scope is full_sequence.
+
+        Args:
+            chosen_TK: each token's chosen experts.
+            weights_TK: their routing weights, which decide who is dropped if `drop_policy` is "probability".
+            tokens: the positions and samples of this rank's tokens.
+            samples: the number of samples in the microbatch.
         """
         own_tokens = chosen_TK.shape[0]
         scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)
@@ -58,10 +73,11 @@ class Capacity(nn.Module):
 
 
 def sortable(weights: Tensor) -> Tensor:
-    """Return non-negative weights in bfloat16 as integers that sort in the same order.
+    """View non-negative bfloat16 weights as int16 numbers that sort in the same order.
 
-    The weights of equal tokens differ by rounding, in a different way under each mapping. In 8 significant bits they
-    are equal, so positions decide. They are integers because a compiler may remove a rounding that is undone later.
+    The weights of equal tokens differ by rounding, in a different way under each mapping. In the 8 significant bits of
+    bfloat16 they are equal, so that positions decide. They are integers because a compiler may remove a rounding to
+    bfloat16 that is undone later.
     """
     return weights.view(torch.int16)
 
@@ -69,12 +85,16 @@ def sortable(weights: Tensor) -> Tensor:
 def over_capacity(
     chosen_NK: Tensor, weights_NK: Tensor | None, order_N: Tensor, scope_N: Tensor, num_experts: int, capacity: int
 ) -> Tensor:
-    """Return a mask (N, K) of the choices beyond the first `capacity` of each expert in each scope.
+    """Return a mask (N, K) of the choices to drop: all but the first `capacity` of each expert in each scope.
 
     Args:
-        weights_NK: if given, choices count in order of falling weight, then of order_N; else in the order of order_N.
+        chosen_NK: each token's chosen experts; `num_experts` for a choice of no expert, which is never in the mask.
+        weights_NK: if given, choices of higher weight come first, then those of lower order_N; if None, order_N alone
+            decides.
         order_N: the global positions of the tokens.
-        scope_N: the scope of each token.
+        scope_N: the number of each token's scope.
+        num_experts: the number of experts.
+        capacity: the number of choices that each expert takes per scope.
     """
     bucket = (scope_N.unsqueeze(1) * (num_experts + 1) + chosen_NK).flatten()
     rank = order_N.argsort(stable=True)

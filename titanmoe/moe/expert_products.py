@@ -35,11 +35,11 @@ from titanmoe.moe.grouped_mm import (
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
-Kind = Literal["grouped", "even", "loop"]
-"""How tokens are multiplied by their experts' weights.
+ProductMethod = Literal["grouped", "even", "loop"]
+"""How the tokens of a rank's experts are multiplied by their experts' weights.
 
-"grouped" is torch's grouped product; "even" a batched product, if all experts have as many tokens; "loop" one expert
-after the other, for which the host has to know the numbers of their tokens.
+"grouped" is torch's grouped product (`torch._grouped_mm`); "even" a batched product, if all experts have equally many
+tokens; "loop" one product per expert, for which the host has to know how many tokens each expert has.
 """
 PRODUCTS = {"grouped": grouped_product, "even": even_product, "loop": loop_product}
 GRADIENTS = {"grouped": grouped_gradient, "even": even_gradient, "loop": loop_gradient}
@@ -47,64 +47,86 @@ GRADIENTS = {"grouped": grouped_gradient, "even": even_gradient, "loop": loop_gr
 
 @dataclass(eq=False, kw_only=True)
 class ExpertProducts:
-    """How one call of the experts multiplies its routed tokens, sorted by expert, by the experts' weights."""
+    """The matrix products of one call of a layer's experts: of routed tokens, sorted by expert, and weights."""
 
     groups: Groups
-    kind: Kind
+    method: ProductMethod
     clamped: bool = False
     """Whether the activation is gpt-oss's clamped SwiGLU."""
     kernels: str = "auto"
 
     @property
     def grouped(self) -> bool:
-        """Whether torch's grouped product multiplies."""
-        return self.kind == "grouped"
+        """Whether torch's grouped product (`torch._grouped_mm`) multiplies."""
+        return self.method == "grouped"
 
     # ---- differentiable
 
     def up(self, x_RD: Tensor, *weights: Tensor, sums: Sequence[AddGradient | None] = ()) -> tuple[Tensor, ...]:
-        """Return the products of the tokens with each of the weights (e, F, D): (R, F) each. Differentiable.
+        """Return the product of the tokens with each of the weights (e, F, D), one tensor (R, F) each. Differentiable.
 
         Args:
-            sums: for the first of the weights, what adds the gradient to a sum, if autograd does not get it.
+            x_RD: the routed tokens, sorted by expert.
+            weights: the experts' weights for gate and up, or one with both side by side.
+            sums: for each of the first weights, a function that adds its gradient to a sum over microbatches, so that
+                autograd gets none for it; None for a weight whose gradient autograd gets.
         """
         return _Up.apply(as_non_leaf(x_RD), self, sums, *map(as_non_leaf, weights))
 
     def down(
         self, hidden: tuple[Tensor, ...], weight_R1: Tensor, *weights: Tensor, add: AddGradient | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the products of the activation times the routing weight with each of the weights (e, D, F).
+        """Return the product of the down projection's input with each of the weights (e, D, F), one tensor (R, D) each.
 
-        Differentiable.
+        The input is act(gate) * up * routing weight, which backward recomputes. Differentiable.
 
         Args:
-            add: adds the gradient of the first of the weights to a sum, if autograd does not get it.
+            hidden: gate and up, (R, F) each, or one tensor with both side by side.
+            weight_R1: the routing weights.
+            weights: the experts' weights, such as w2.
+            add: a function that adds the gradient of the first of the weights to a sum over microbatches, so that
+                autograd gets none for it.
         """
         return _Down.apply(self, add, recomputing(), len(hidden), *hidden, weight_R1, *map(as_non_leaf, weights))
 
     # ---- not differentiable: the factors of a product, the product, and the gradient of a weight
 
     def token_factor(self, x_RD: Tensor) -> Any:
-        """Return the tokens in the form that `product` takes."""
+        """Convert tokens to the left operand of `product`. Here they stay as they are; a subclass quantises them."""
         return x_RD
 
     def weight_factor(self, name: str, w_eFD: Tensor) -> Any:
-        """Return a weight in the form that `product` takes.
+        """Convert a weight to the right operand of `product`. Here it stays as it is; a subclass quantises it.
 
         Args:
-            name: identifies the weight, and the width along which it is multiplied, within the layer.
+            name: a key for caches that identifies, within the layer, the weight and the dim that the product sums over.
+            w_eFD: the weight of all local experts.
         """
         return w_eFD
 
     def product(self, x_RD: Any, w_eFD: Any) -> Tensor:
-        """Return the product of each token with its expert's transposed weight. Not differentiable."""
-        return PRODUCTS[self.kind](x_RD, w_eFD, self.groups)
+        """Multiply each token by its expert's transposed weight: (R, F). Not differentiable.
+
+        Args:
+            x_RD: the tokens, from `token_factor`.
+            w_eFD: the weights, from `weight_factor`.
+        """
+        return PRODUCTS[self.method](x_RD, w_eFD, self.groups)
 
     def weight_gradient(self, grad_RD: Tensor, h_RF: Tensor, add: AddGradient | None) -> Tensor | None:
-        """Return the gradient of a weight, (e, D, F); None if it has been added to a sum."""
+        """Compute the gradient of a weight (e, D, F) of a product y = h w^T.
+
+        Args:
+            grad_RD: the gradient of the product's output.
+            h_RF: the product's input.
+            add: a function that adds the gradient to a sum over microbatches instead.
+
+        Returns:
+            The gradient; None if `add` has added it.
+        """
         if add is not None:
             return add(grad_RD, h_RF, self)
-        return GRADIENTS[self.kind](grad_RD, h_RF, self.groups)
+        return GRADIENTS[self.method](grad_RD, h_RF, self.groups)
 
 
 AddGradient = Callable[[Tensor, Tensor, ExpertProducts], None]
@@ -112,40 +134,40 @@ AddGradient = Callable[[Tensor, Tensor, ExpertProducts], None]
 
 
 class _Up(torch.autograd.Function):
-    """The products of one set of tokens with several weights; the tokens are converted to a factor once."""
+    """The products of the same tokens with several weights, with a backward that converts operands only once."""
 
     @staticmethod
-    def forward(ctx, x_RD, how, sums, *weights):
+    def forward(ctx, x_RD, products, sums, *weights):
         ctx.save_for_backward(x_RD if any(ctx.needs_input_grad[-len(weights) :]) else None, *weights)
-        ctx.how, ctx.sums = how, sums
-        return tuple(multiply(how, "up", x_RD, weights))
+        ctx.products, ctx.sums = products, sums
+        return tuple(multiply(products, "up", x_RD, weights))
 
     @staticmethod
     def backward(ctx, *grads):
         x_RD, *weights = ctx.saved_tensors
         wanted = [wants_gradient(ctx, i) for i in range(1 + len(weights))]  # of the inputs that are tensors
-        grad_x, grad_weights = up_backward(ctx.how, grads, x_RD, weights, wanted, ctx.sums)
+        grad_x, grad_weights = up_backward(ctx.products, grads, x_RD, weights, wanted, ctx.sums)
         return grad_x, None, None, *grad_weights
 
 
 class _Down(torch.autograd.Function):
     """The down projection, which saves only its inputs: 2F numbers per token instead of the formula's 5F.
 
-    Backward recomputes the activation. While backward recomputes the layer, nothing uses the first product, the
-    experts' output: its memory is not written.
+    Backward recomputes the activation. While backward recomputes the layer, nothing uses the product with the first
+    weight, the experts' output, so a tensor of that shape is returned whose memory is not written.
     """
 
     @staticmethod
-    def forward(ctx, how, add, recomputes, parts, *tensors):
+    def forward(ctx, products, add, recomputes, parts, *tensors):
         # tensors: the parts of hidden, weight_R1, weights
         hidden, weight_R1, weights = tensors[:parts], tensors[parts], tensors[parts + 1 :]
         ctx.save_for_backward(*tensors)
-        ctx.how, ctx.add, ctx.parts = how, add, parts
+        ctx.products, ctx.add, ctx.parts = products, add, parts
         if not recomputes:
-            return tuple(multiply(how, "down", activate(how, hidden, weight_R1), weights))
+            return tuple(multiply(products, "down", activate(products, hidden, weight_R1), weights))
         unused = hidden[0].new_empty(hidden[0].shape[0], weights[0].shape[1])
         needed = weights[1:]
-        return unused, *(multiply(how, "down", activate(how, hidden, weight_R1), needed, 1) if needed else ())
+        return unused, *(multiply(products, "down", activate(products, hidden, weight_R1), needed, 1) if needed else ())
 
     @staticmethod
     def backward(ctx, *grads):
@@ -154,7 +176,9 @@ class _Down(torch.autograd.Function):
         # The routing weights may have a gradient where the rows have none: where nothing before the router is trained.
         inputs = any(wants_gradient(ctx, i) for i in range(parts + 1))
         wanted = [inputs, *(wants_gradient(ctx, parts + 1 + i) for i in range(len(weights)))]
-        grad_both, grad_R1, grad_weights = down_backward(ctx.how, grads, hidden, weight_R1, weights, wanted, ctx.add)
+        grad_both, grad_R1, grad_weights = down_backward(
+            ctx.products, grads, hidden, weight_R1, weights, wanted, ctx.add
+        )
         grad_hidden = [None] * parts if grad_both is None else grad_both.chunk(parts, 1)
         return None, None, None, None, *grad_hidden, grad_R1, *grad_weights
 
@@ -162,44 +186,59 @@ class _Down(torch.autograd.Function):
 # ---- the formulas, not differentiable
 
 
-def multiply(how: ExpertProducts, name: str, x_RD: Tensor, weights: Sequence[Tensor], first: int = 0) -> list[Tensor]:
-    """Return the product of the tokens with each of the weights, which are numbered from `first`.
+def multiply(
+    products: ExpertProducts, name: str, x_RD: Tensor, weights: Sequence[Tensor], first: int = 0
+) -> list[Tensor]:
+    """Multiply the tokens by each of several experts' weights: a list of tensors (R, F). Not differentiable.
 
-    Not differentiable.
+    Args:
+        products: how to multiply.
+        name: "up" or "down", a prefix of the weights' names for `ExpertProducts.weight_factor`.
+        x_RD: the tokens.
+        weights: the weights, each of all local experts.
+        first: the number of the first of the weights in their names.
     """
-    rows = how.token_factor(x_RD)
-    return [how.product(rows, how.weight_factor(f"{name} {i}", w)) for i, w in enumerate(weights, first)]
+    rows = products.token_factor(x_RD)
+    return [products.product(rows, products.weight_factor(f"{name} {i}", w)) for i, w in enumerate(weights, first)]
 
 
-def activate(how: ExpertProducts, hidden: Sequence[Tensor], weight_R1: Tensor) -> Tensor:
-    """Return the input of the down projection: act(gate) * up * routing weight. Not differentiable."""
+def activate(products: ExpertProducts, hidden: Sequence[Tensor], weight_R1: Tensor) -> Tensor:
+    """Compute the input of the down projection, act(gate) * up * routing weight: (R, F). Not differentiable."""
     gate_RF, up_RF = gate_and_up(hidden)
-    make, _ = activation(gate_RF, how.clamped, how.kernels)
+    make, _ = activation(gate_RF, products.clamped, products.kernels)
     return make(gate_RF, up_RF, weight_R1)
 
 
 def up_backward(
-    how: ExpertProducts,
+    products: ExpertProducts,
     grads: Sequence[Tensor],
     x_RD: Tensor | None,
     weights: Sequence[Tensor],
     wanted: Sequence[bool],
     sums: Sequence[AddGradient | None] = (),
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return the gradients of the tokens and of each weight; None for those that `wanted` leaves out.
+    """Compute the gradients of `ExpertProducts.up`.
 
     Args:
-        wanted: whether each is wanted, of the tokens first, then of each weight.
+        products: how to multiply.
+        grads: the gradient of the product with each weight.
+        x_RD: the tokens; None if no weight's gradient is wanted.
+        weights: the weights.
+        wanted: whether the gradient is wanted: of the tokens first, then of each weight.
+        sums: as of `ExpertProducts.up`.
+
+    Returns:
+        The gradient of the tokens, and a list with that of each weight; None for those not wanted or added to a sum.
     """
     grads = [grad if grad.stride(1) == 1 and grad.stride(0) else grad.contiguous() for grad in grads]
-    grad_x = _through(how, "up", grads, weights) if wanted[0] else None
+    grad_x = _through(products, "up", grads, weights) if wanted[0] else None
     adders = [*sums, *[None] * (len(weights) - len(sums))]
     each = zip(grads, adders, wanted[1:], strict=True)
-    return grad_x, [how.weight_gradient(grad, x_RD, add) if wants else None for grad, add, wants in each]
+    return grad_x, [products.weight_gradient(grad, x_RD, add) if wants else None for grad, add, wants in each]
 
 
 def down_backward(
-    how: ExpertProducts,
+    products: ExpertProducts,
     grads: Sequence[Tensor],
     hidden: Sequence[Tensor],
     weight_R1: Tensor,
@@ -207,31 +246,52 @@ def down_backward(
     wanted: Sequence[bool],
     add: AddGradient | None = None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """Return the gradients of gate and up, side by side, of the routing weights, and of each weight.
+    """Compute the gradients of `ExpertProducts.down`.
 
     Args:
-        wanted: whether they are wanted, the first two together, then of each weight. Others are None.
+        products: how to multiply.
+        grads: the gradient of the product with each weight.
+        hidden: gate and up, (R, F) each, or one tensor with both side by side.
+        weight_R1: the routing weights.
+        weights: the weights.
+        wanted: whether the gradient is wanted: of `hidden` and the routing weights together first, then of each weight.
+        add: as of `ExpertProducts.down`.
+
+    Returns:
+        The gradients of gate and up side by side (R, 2F) and of the routing weights (R, 1), and a list with that of
+        each weight; None for those not wanted or added to a sum.
     """
     arguments = *gate_and_up(hidden), weight_R1
     grads = [grad.contiguous() for grad in grads]
-    make, differentiate = activation(arguments[0], how.clamped, how.kernels)
+    make, differentiate = activation(arguments[0], products.clamped, products.kernels)
     grad_both = grad_R1 = None
     if wanted[0]:
-        h_RF, grad_both, grad_R1 = differentiate(_through(how, "down", grads, weights), *arguments)
+        h_RF, grad_both, grad_R1 = differentiate(_through(products, "down", grads, weights), *arguments)
     else:
         h_RF = make(*arguments)
     each = enumerate(zip(grads, wanted[1:], strict=True))
-    return grad_both, grad_R1, [how.weight_gradient(g, h_RF, None if i else add) if w else None for i, (g, w) in each]
+    return (
+        grad_both,
+        grad_R1,
+        [products.weight_gradient(g, h_RF, None if i else add) if w else None for i, (g, w) in each],
+    )
 
 
-def _through(how: ExpertProducts, name: str, grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return the gradient of the tokens that were multiplied by all of the weights."""
-    across = [how.weight_factor(f"{name} {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
-    return _total(how.product(how.token_factor(g), w) for g, w in zip(grads, across, strict=True))
+def _through(products: ExpertProducts, name: str, grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of tokens that several experts' weights multiplied: the sum of grad @ weight.
+
+    Args:
+        products: how to multiply.
+        name: "up" or "down", as of `multiply`.
+        grads: the gradient of the product with each weight.
+        weights: the weights.
+    """
+    across = [products.weight_factor(f"{name} {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
+    return _total(products.product(products.token_factor(g), w) for g, w in zip(grads, across, strict=True))
 
 
 def _total(summands: Iterator[Tensor]) -> Tensor:
-    """Return the sum of tensors. Two of them exist at a time."""
+    """Sum tensors into the first. Only two of them exist at a time."""
     out = next(summands)
     for summand in summands:
         out += summand
@@ -242,17 +302,17 @@ def _total(summands: Iterator[Tensor]) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return gpt-oss's activation: the gate is at most 7, the up projection within 7 of 0 and then shifted by 1.
+    """Compute gpt-oss's activation: gate * sigmoid(1.702 * gate) * (up + 1), with gate <= 7 and -7 <= up <= 7.
 
-    A bound itself, which 16-bit numbers often are, passes its gradient. That of `clamp` does so until torch 2.13 only
-    (github.com/pytorch/pytorch/issues/195931).
+    Inputs equal to a bound, which are common among 16-bit numbers, pass their gradient. With `clamp` they do so until
+    torch 2.13 only (github.com/pytorch/pytorch/issues/195931).
     """
     gate, up = gate.masked_fill(gate > 7.0, 7.0), up.masked_fill(up > 7.0, 7.0).masked_fill(up < -7.0, -7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
-    """Return the down projection's input, act(gate) * up * weight, by plain operations: the kernel's reference.
+    """Compute the down projection's input, act(gate) * up * weight, by operations of torch: the kernel's reference.
 
     The routing weight is applied here, so that backward needs no expert's output.
     """
@@ -264,7 +324,19 @@ def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: boo
 def plain_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the value of `plain_swiglu`, the gradients of gate and up side by side, and that of the routing weight."""
+    """Compute `plain_swiglu` and its gradients by operations of torch: the kernel's reference.
+
+    Args:
+        grad_RF: the gradient of the output of `plain_swiglu`.
+        gate_RF: gate.
+        up_RF: up.
+        weight_R1: the routing weights.
+        clamped: whether the activation is gpt-oss's clamped SwiGLU.
+
+    Returns:
+        The output of `plain_swiglu` (R, F), which the gradient of w2 needs; the gradients of gate and up side by side
+        (R, 2F); and the gradient of the routing weights (R, 1).
+    """
     gate, up, grad = (x.to(weight_R1.dtype) for x in (gate_RF, up_RF, grad_RF))
     grad_h = grad * weight_R1
     if clamped:
@@ -282,12 +354,15 @@ def plain_swiglu_backward(
 
 
 def gate_and_up(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return gate and up, (R, F) each."""
+    """Split `hidden`, which may be one tensor (R, 2F), into gate and up, (R, F) each."""
     return hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
 
 
 def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
-    """Return the functions for the down projection's input and its gradients: kernels on GPUs, else plain formulas."""
+    """Return two functions with the signatures of `plain_swiglu` and `plain_swiglu_backward`, `clamped` already bound.
+
+    They are kernels on GPUs, if the option `[moe] kernels` allows them; else the plain functions.
+    """
     if fused(kernels, x):
         from titanmoe.ops.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 

@@ -14,7 +14,7 @@ from titanmoe.comm.collectives import to_local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
-from titanmoe.moe.expert_products import AddGradient, ExpertProducts, Kind
+from titanmoe.moe.expert_products import AddGradient, ExpertProducts, ProductMethod
 from titanmoe.moe.fp8 import EightBitProducts, QuantisedWeights
 from titanmoe.moe.grouped_mm import Groups, can_group
 from titanmoe.moe.traced_products import TracedProducts
@@ -22,10 +22,10 @@ from titanmoe.observe import named
 
 
 class Experts(nn.Module):
-    """The weights of one layer's experts: w1 gate, w3 up, w2 down.
+    """The experts of one MoE layer on this rank: w1 gate, w3 up, w2 down, stacked along dim 0.
 
-    `w1_bias`, `w3_bias` and `w2_bias` are the linear biases of these projections; a router's `expert_bias` is another
-    thing.
+    `w1_bias`, `w3_bias` and `w2_bias` are the linear biases of these projections. They are unrelated to a router's
+    `expert_bias`.
     """
 
     def __init__(self, model: Model, options: MoEOptions, dtype: torch.dtype):
@@ -53,29 +53,41 @@ class Experts(nn.Module):
         self.set_etp_rank(0)
 
     def set_etp_rank(self, etp_rank: int) -> None:
-        """Choose the columns to which this rank adds the last bias. Called when the model is laid on the meshes."""
+        """Set this rank's index among the etp ranks of its experts: it adds that part of `w2_bias`'s columns.
+
+        Called when the model is distributed over the ranks.
+        """
         self.etp_rank = etp_rank
 
     @named("experts")
     def forward(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        """Return the output of each routed token's expert, times its routing weight: (R, D)."""
+        """Apply each routed token's expert, times the token's routing weight: (R, D).
+
+        Args:
+            x_RD: the routed tokens, sorted by expert.
+            weight_R1: their routing weights.
+            count_e: the number of each local expert's tokens.
+        """
         y_RD = self.products(x_RD, weight_R1, count_e)
         observe.products(self, (x_RD, weight_R1), y_RD)
         return y_RD
 
     def hidden_weights(self) -> dict[str, Tensor]:
-        """Return the weights for gate and up by name; a single one if they lie side by side."""
+        """Return this rank's weights for gate and up by name: "w1" and "w3", or "w1_and_w3" with both side by side."""
         if self.w1_and_w3 is not None:
             return {"w1_and_w3": self.w1_and_w3}
         return {"w1": to_local(self.w1), "w3": to_local(self.w3)}
 
     def uses_grouped_mm(self, x_RD: Tensor, w1_eFD: Tensor) -> bool:
-        """Return whether these tokens are multiplied by torch's grouped product."""
+        """Return whether `torch._grouped_mm` multiplies these tokens, not a loop over experts or a batched product.
+
+        It does if the option `[moe] grouped_mm` allows it and the device, dtype and widths suit it (`can_group`).
+        """
         return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
 
     # A method so that compilation and recomputation can wrap it.
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        """Return the output of each routed token's expert, times its routing weight: `forward` without observers."""
+        """Apply each routed token's expert, times its routing weight: `forward` without telling observers."""
         products = self.choose_products(x_RD, count_e)
         hidden = self.gate_and_up(products, x_RD)
         if self.w1_bias is None:
@@ -85,31 +97,37 @@ class Experts(nn.Module):
         return self.add_down_bias(self.down(products, hidden, weight_R1), member_Re * weight_R1)
 
     def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | TracedProducts:
-        """Return the object that says how this call multiplies."""
-        kind: Kind = "grouped" if self.uses_grouped_mm(x_RD, to_local(self.w1)) else "loop"
-        if kind == "loop" and self.even_rows:
-            kind = "even"
+        """Return the object that multiplies in this call: eager, traced by torch.compile, or in 8 bits."""
+        method: ProductMethod = "grouped" if self.uses_grouped_mm(x_RD, to_local(self.w1)) else "loop"
+        if method == "loop" and self.even_rows:
+            method = "even"
         if torch.compiler.is_compiling():
-            return TracedProducts.of(count_e, kind, self.clamped, self.kernels)
+            return TracedProducts.of(count_e, method, self.clamped, self.kernels)
         common = {"groups": Groups(count_e), "clamped": self.clamped, "kernels": self.kernels}
         if self.dtype == "compute":
-            return ExpertProducts(kind=kind, **common)
+            return ExpertProducts(method=method, **common)
         emulated = self.dtype == "fp8_emulated"
-        kind = "loop" if emulated else kind
-        return EightBitProducts(kind=kind, emulated=emulated, rounded=self.rounded, **common)
+        method = "loop" if emulated else method
+        return EightBitProducts(method=method, emulated=emulated, rounded=self.rounded, **common)
 
     def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
-        """Return gate and up, (R, F) each, or side by side in one tensor (R, 2F)."""
+        """Compute gate and up without biases, (R, F) each, or side by side in one tensor (R, 2F)."""
         weights = self.hidden_weights()
         return products.up(x_RD, *weights.values(), sums=[self.sums.get(name) for name in weights])
 
     def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
-        """Return the down projection of the activation times the routing weights, without bias: (R, D)."""
+        """Compute the activation times the routing weights, and its down projection without bias: (R, D)."""
         (y_RD,) = products.down(hidden, weight_R1, to_local(self.w2), add=self.sums.get("w2"))
         return y_RD
 
     def add_up_bias(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:
-        """Return gate and up with their biases. Unused slots become 0."""
+        """Add the biases of gate and up. Unused slots become 0.
+
+        Args:
+            hidden: gate and up, (R, F) each, or one tensor with both side by side.
+            member_Re: the mask of `expert_one_hot`.
+            count_e: the number of each local expert's tokens.
+        """
         w1_eF, w3_eF = to_local(self.w1_bias), to_local(self.w3_bias)
         biases = (w1_eF, w3_eF) if len(hidden) == 2 else (torch.cat((w1_eF, w3_eF), 1),)
         hidden = tuple(torch.addmm(x, member_Re, bias) for x, bias in zip(hidden, biases, strict=True))
@@ -119,9 +137,10 @@ class Experts(nn.Module):
         return tuple(x.where(used_R1, 0) for x in hidden)  # 0 * NaN is NaN: mask, do not multiply
 
     def add_down_bias(self, y_RD: Tensor, weight_Re: Tensor) -> Tensor:
-        """Return y_RD plus the bias of the down projection times each token's routing weight.
+        """Add the bias of the down projection, times each token's routing weight.
 
         Args:
+            y_RD: the experts' outputs, already times the routing weight.
             weight_Re: the routing weight in the column of the token's expert, 0 elsewhere.
         """
         # The etp ranks of an expert return summands: each adds the bias to its own columns only.
@@ -132,9 +151,15 @@ class Experts(nn.Module):
 
 
 def expert_one_hot(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """Return a mask (R, e): 1 where a token belongs to an expert.
+    """Return a mask (R, e): 1 where a token belongs to an expert, else 0.
 
-    Multiplied by the biases, it gives each token its expert's; its transpose sums their gradients.
+    The mask times the biases (e, F) gives each token the bias of its expert; the mask's transpose sums the gradients of
+    the biases.
+
+    Args:
+        count_e: the number of each expert's tokens, which are sorted by expert.
+        rows: R, which may be more than all experts' tokens: the last rows are 0 then.
+        dtype: the dtype of the mask.
     """
     row_R1, end_e = torch.arange(rows, device=count_e.device).unsqueeze(1), count_e.cumsum(0)
     return ((row_R1 >= end_e - count_e) & (row_R1 < end_e)).to(dtype)

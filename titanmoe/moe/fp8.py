@@ -31,7 +31,7 @@ LARGEST = 448.0
 
 
 class Quantised(NamedTuple):
-    """A tensor in 8 bits: e4m3 numbers, and a scale for each row."""
+    """A tensor in 8 bits: e4m3 numbers, with a float32 scale for each row (along the last dim)."""
 
     q: Tensor
     scale: Tensor
@@ -41,7 +41,7 @@ class Quantised(NamedTuple):
 
 
 def quantise(x: Tensor, kernels: str = "auto") -> Quantised:
-    """Return x as e4m3 numbers and a scale per row, whose product is about x. A row of zeros stays zeros."""
+    """Quantise x to e4m3 numbers with a scale per row of the last dim, x ~ q * scale. A row of zeros stays zeros."""
     if fused(kernels, x):
         from titanmoe.ops.kernels.quantise import quantise as by_kernel
 
@@ -50,7 +50,7 @@ def quantise(x: Tensor, kernels: str = "auto") -> Quantised:
 
 
 def plain_quantise(x: Tensor) -> Quantised:
-    """Return what `quantise` does, by plain operations of torch: the kernel's reference."""
+    """Quantise x to e4m3 numbers with a scale per row, by operations of torch: the reference of a kernel."""
     wide = x.to(torch.float32)
     largest = wide.abs().amax(-1)
     # By a tensor: on CUDA torch divides by a number through its reciprocal, and some scales are then a bit off.
@@ -63,10 +63,11 @@ def plain_quantise(x: Tensor) -> Quantised:
 
 
 class QuantisedWeights:
-    """A layer's weights in 8 bits, as factors of its products.
+    """The cache of one layer's expert weights in 8 bits.
 
-    Where gathered weights stay gathered (`keep`), their 8-bit copies stay too, until the next step begins: 2 bytes per
-    weight, one for each width. Where gathered weights are freed, they are quantised anew in each pass.
+    If full weights stay in memory during a step (`keep`), their 8-bit copies are cached too, until the next step
+    begins: 2 bytes per weight, one for each dim that products sum over. If FSDP frees gathered weights, nothing is
+    cached, and they are quantised anew in each pass.
     """
 
     def __init__(self, kernels: str = "auto"):
@@ -79,10 +80,11 @@ class QuantisedWeights:
         self.cache.clear()
 
     def __call__(self, name: str, weight: Tensor) -> Quantised:
-        """Return the weight in 8 bits.
+        """Return the weight in 8 bits, from the cache if it is there.
 
         Args:
-            name: identifies the weight, and the width along which it is quantised, within the layer.
+            name: a key that identifies, within the layer, the weight and the dim along which it is quantised.
+            weight: the weight, to be quantised along its last dim.
         """
         if name in self.cache:
             return self.cache[name]
@@ -93,16 +95,26 @@ class QuantisedWeights:
 
 
 def scaled_grouped_mm(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:
-    """Multiply the quantised tokens of each expert by its transposed weight, in torch's scaled grouped product."""
+    """Multiply the quantised tokens of each expert by its transposed weight, by `torch._scaled_grouped_mm`: (R, F).
+
+    Args:
+        x: the tokens, sorted by expert.
+        w: the weights (e, F, D).
+        ends_e: the number of the token after each expert's last, int32.
+    """
     return torch._scaled_grouped_mm(
         x.q, w.q.transpose(1, 2), x.scale, w.scale, offs=ends_e, out_dtype=x.dtype, use_fast_accum=True
     )
 
 
 def plain_scaled_grouped_mm(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
-    """Return the product of `scaled_grouped_mm` by the plain formula, a loop over experts in float32.
+    """Multiply the quantised tokens of each expert by its transposed weight, by a loop over experts in float32: (R, F).
+
+    The reference of `scaled_grouped_mm`.
 
     Args:
+        x: the tokens, sorted by expert.
+        w: the weights (e, F, D).
         sizes: the number of each expert's tokens.
     """
     rows = (x.q.to(torch.float32) * x.scale.unsqueeze(1)).split(sizes)
@@ -113,11 +125,12 @@ def plain_scaled_grouped_mm(x: Quantised, w: Quantised, sizes: list[int]) -> Ten
 
 @dataclass(eq=False, kw_only=True)
 class EightBitProducts(ExpertProducts):
-    """The products of quantised factors. Gradients of weights are products of the factors before rounding."""
+    """Products of tokens and weights in 8 bits. Gradients of weights are products in the dtype before rounding."""
 
     rounded: QuantisedWeights = field(default_factory=QuantisedWeights)
+    """The layer's cache of weights in 8 bits."""
     emulated: bool = False
-    """Whether the plain formula computes them, which is a loop over experts: `kind` is "loop" then."""
+    """Whether `plain_scaled_grouped_mm` multiplies instead of the hardware's product; `method` is "loop" then."""
 
     def token_factor(self, x_RD: Tensor) -> Quantised:
         return quantise(x_RD, self.kernels)
@@ -132,7 +145,11 @@ class EightBitProducts(ExpertProducts):
 
 
 def missing(on_gpu: bool) -> str:
-    """Return why this machine cannot compute products in 8 bits; "" if it can."""
+    """Return why this machine cannot compute products in 8 bits; "" if it can.
+
+    Args:
+        on_gpu: whether the run is on GPUs.
+    """
     if not on_gpu:
         return "the run is on CPUs, which have none"
     if not hasattr(torch, "_scaled_grouped_mm"):

@@ -19,9 +19,9 @@ from titanmoe.ops.kernels import fused
 
 
 class Groups:
-    """The number of each expert's tokens, in the two forms that products take.
+    """The number of each expert's tokens, in the forms that grouped products and loops over experts take.
 
-    Each form is made once per layer, for the products of forward and backward.
+    Each form is computed at most once, for all products of a layer's forward and backward.
     """
 
     def __init__(self, count_e: Tensor):
@@ -29,25 +29,25 @@ class Groups:
 
     @cached_property
     def ends_e(self) -> Tensor:
-        """The number of the token after each expert's last, int32, on the device."""
+        """The index of the token after each expert's last, int32, on the device."""
         return self.count_e.cumsum(0, dtype=torch.int32)
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The number of each expert's tokens, on the host. On GPUs the host waits for it."""
+        """The number of each expert's tokens as Python numbers. On GPUs the first use makes the host wait."""
         return host_sync.read_numbers(self.count_e)  # on GPUs the host waits
 
 
 def as_groups(count: Tensor | Groups) -> Groups:
-    """Return the counts as Groups."""
+    """Wrap a tensor (e,) of the numbers of each expert's tokens as Groups; return Groups as they are."""
     return count if isinstance(count, Groups) else Groups(count)
 
 
 def loop_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """Multiply the tokens of each expert by its transposed weight, one product per expert: (R, F).
 
-    An expert without tokens gets a gradient of exact zeros. Rows after the last expert's, which only a padded buffer
-    has, are zero here, and undefined in `grouped_product`.
+    Differentiable. An expert without tokens gets a gradient of exact zeros. Rows after the last expert's tokens, which
+    only a padded buffer has, are zero in the result (in `grouped_product` they are undefined).
     """
     sizes = as_groups(count).sizes
     *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
@@ -63,7 +63,7 @@ def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tens
 def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """Multiply the tokens of each expert by its transposed weight in one batched product: (R, F).
 
-    All experts must have the same number of tokens, which the host need not know.
+    All experts must have the same number of tokens; no host sync is needed to learn it.
     """
     out_RF = x_RD.new_empty(x_RD.shape[0], w_eFD.shape[1])  # no view, so that it can be changed in place
     e = len(w_eFD)
@@ -72,20 +72,38 @@ def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 
 def even_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """Return the gradient of the weights (e, D, F) in one batched product, if all experts have as many tokens."""
+    """Compute the gradient of the weights (e, D, F) in one batched product, for experts with equally many tokens.
+
+    Args:
+        grad_RD: the gradient of the product's output.
+        h_RF: the product's input.
+        count: the number of each expert's tokens.
+    """
     e = len(as_groups(count).count_e)
     return torch.bmm(grad_RD.unflatten(0, (e, -1)).transpose(1, 2), h_RF.unflatten(0, (e, -1)))
 
 
 def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """Return the gradient of the weights (e, D, F): for each expert, the sum of outer products over its tokens."""
+    """Compute the gradient of the weights (e, D, F) by one product per expert.
+
+    Args:
+        grad_RD: the gradient of the product's output.
+        h_RF: the product's input.
+        count: the number of each expert's tokens.
+    """
     sizes = as_groups(count).sizes
     per_expert = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
     return torch.stack([g.t() @ h for g, h in per_expert])
 
 
 def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """Return the gradient of the weights (e, D, F) by torch's grouped product."""
+    """Compute the gradient of the weights (e, D, F) by torch's grouped product.
+
+    Args:
+        grad_RD: the gradient of the product's output.
+        h_RF: the product's input.
+        count: the number of each expert's tokens.
+    """
     groups = as_groups(count)
     grad_eDF = torch._grouped_mm(grad_RD.t(), h_RF, offs=groups.ends_e)
     if forgets_empty_groups(grad_RD):
@@ -94,9 +112,15 @@ def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> T
 
 
 def plain_add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, sizes: list[int], add: bool) -> None:
-    """Add the gradients of H weights side by side (N = H * F) to their sums in place: the kernel's reference.
+    """Add the gradients of H weights of each expert to their sums, in place, by a loop over experts.
+
+    The reference of a kernel.
 
     Args:
+        total_HeFD: the sums.
+        grad_RN: the gradients of the products' outputs side by side, N = H * F.
+        x_RD: the products' input.
+        sizes: the number of each expert's tokens.
         add: False to overwrite the sums.
     """
     wide, width = torch.promote_types(total_HeFD.dtype, torch.float32), total_HeFD.shape[3]
@@ -110,10 +134,16 @@ def plain_add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, sizes:
 def add_gradient(
     total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, groups: Groups, *, grouped: bool, kernels: str, add: bool
 ) -> None:
-    """Add the gradients of H weights side by side to their sums in place, by a kernel on GPUs.
+    """Add the gradients of H weights of each expert to their sums, in place.
 
     Args:
-        grouped: whether a kernel may compute them, as where products are grouped; else the plain formula does.
+        total_HeFD: the sums.
+        grad_RN: the gradients of the products' outputs side by side, N = H * F.
+        x_RD: the products' input.
+        groups: the number of each expert's tokens.
+        grouped: whether a kernel may compute them on GPUs, as where torch's grouped product multiplies; else a loop
+            does.
+        kernels: the option `[moe] kernels`.
         add: False to overwrite the sums.
     """
     if grouped and fused(kernels, grad_RN):
@@ -128,12 +158,16 @@ def add_gradient(
 
 
 def can_group(x: Tensor, *widths: int) -> bool:
-    """Return whether torch's grouped product pays on this device.
+    """Return whether `torch._grouped_mm` can multiply these tokens, and faster than a loop over experts.
 
     It needs rows of whole 16-byte units, and no float64. On GPUs it is one kernel in bfloat16 on Hopper and B200
     (majors 9 and 10). In float32, and on other GPUs, torch 2.11 copies the counts to the host in each product and loops
     over experts: our loop does the same, with one copy per layer. (Later versions have the kernel on majors 11 and 12
     too: github.com/pytorch/pytorch/pull/184334.)
+
+    Args:
+        x: the tokens, whose dtype and device count.
+        widths: the numbers of elements in the rows of all operands.
     """
     if x.dtype == torch.float64 or any(width * x.element_size() % 16 for width in widths):
         return False
@@ -143,8 +177,8 @@ def can_group(x: Tensor, *widths: int) -> bool:
 
 
 def forgets_empty_groups(x: Tensor) -> bool:
-    """Return whether the grouped product may leave the weight gradient of an expert without tokens unwritten.
+    """Return whether torch's grouped product may leave the weight gradient of an expert without tokens unwritten.
 
-    It does on Blackwell: github.com/pytorch/pytorch/issues/172439, still open, so every version is assumed to.
+    It does on Blackwell (github.com/pytorch/pytorch/issues/172439, still open, so every version is assumed to).
     """
     return device.kind(x) == "cuda" and device.capability(x.device) >= (10, 0)

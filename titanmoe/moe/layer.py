@@ -51,18 +51,19 @@ class MoE(nn.Module):
         self.pad = options.pad_to_capacity
 
     def begin_step(self, step: int, tokens: Tensor, samples: Tensor | int) -> None:
-        """Reset what the layer counts and caches during a step.
+        """Reset the counts and caches of the step before.
 
         Args:
-            tokens: the number in the whole step, on all ranks, without padding.
-            samples: the number in the whole step, on all ranks.
+            step: the number of the step.
+            tokens: the number of tokens in the whole step, on all ranks, without padding.
+            samples: the number of samples in the whole step, on all ranks.
         """
         self.router.begin_step(step)
         self.balance.begin_step(tokens, samples)
         self.experts.rounded.begin_step()
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
-        """Return each token's sum over its experts (B, s, D), plus the shared expert's output."""
+        """Return the weighted sum of each token's experts, plus the shared expert's output: (B, s, D)."""
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, slots_per_expert = self.route(x_TD, tokens)
         exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
@@ -75,9 +76,8 @@ class MoE(nn.Module):
         """Choose each token's experts, drop choices over capacity, and attach the gradients of the balance losses.
 
         Returns:
-            The routing weights (T, K); the chosen experts (T, K), E for a dropped choice; and the slots per expert if
-            expert
-            buffers are padded, else 0.
+            The routing weights (T, K); the chosen experts (T, K), E for a dropped choice; and the slots per expert and
+            sender if expert buffers are padded, else 0.
         """
         logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
         weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
@@ -89,7 +89,7 @@ class MoE(nn.Module):
         return weights_TK, within_TK, self.capacity.slots_per_expert(samples, x_TD.shape[0]) if self.pad else 0
 
     def run_shared(self, x_BsD: Tensor) -> Tensor | None:
-        """Return the shared expert's output; None without one."""
+        """Return the shared expert's output; None if the layer has no shared expert."""
         if self.shared is None:
             return None
         with region("shared expert"):

@@ -27,17 +27,17 @@ from titanmoe.ops.kernels import fused
 
 @dataclass
 class LayerStatistics:
-    """One layer's counts of one step: tensors, or numbers once they are on the host."""
+    """The counts of one MoE layer over one step: tensors, or Python numbers once they are on the host."""
 
     load: Any
     """The number of times each expert was chosen, before dropping: (E,)."""
     losses: dict[str, Any]
-    """The terms of the balance losses that are on, times their coefficients, by metric."""
+    """The balance losses that are on, times their coefficients, by their names in metrics."""
     counts: dict[str, Any]
-    """The counts that STATISTICS names, by name."""
+    """The counts that the entries of STATISTICS declare, by name."""
 
     def metrics(self) -> dict[str, Any]:
-        """Return the layer's metrics by name. The counts must be numbers on the host."""
+        """Compute the layer's metrics by name, such as "imbalance" and "load". The counts must be Python numbers."""
         mean = sum(self.load) / len(self.load)
         values = {**self.losses, "tokens_min": min(self.load), "tokens_mean": mean, "tokens_max": max(self.load)}
         values["imbalance"] = max(self.load) / mean if mean else 1.0
@@ -47,22 +47,25 @@ class LayerStatistics:
 
 
 class Statistic(NamedTuple):
-    """A reported number of MoE layers besides loads and balance losses."""
+    """A metric of MoE layers that is neither a load nor a balance loss: what is counted, and what is reported of it."""
 
     metric: str
     report: Callable[[LayerStatistics], float]
-    """Returns a layer's metric. The step's metric is the mean over layers."""
+    """Computes a layer's metric from the counts of the step. The step's metric is the mean over layers."""
     counts: tuple[str, ...]
-    """The names of the numbers that it adds to LayerStatistics.counts."""
+    """The names of the numbers that are counted for it, keys of LayerStatistics.counts."""
     measure: Callable[[RouterOutput], Tensor] | None = None
-    """Returns these numbers for this rank's tokens of a microbatch, in one tensor. None: the layer records them."""
+    """Counts these numbers in this rank's tokens of a microbatch, in one tensor; None if the layer records them."""
 
 
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
-    """Return the summed entropy of the scores of tokens that are not padding, and their number, as (2,) in float64.
+    """Return the sum of the tokens' score entropies and the number of tokens, without padding: (2,) in float64.
 
     Args:
+        scores_TE: the router scores of each token.
+        valid_T: the mask of tokens: 0 for padding.
         normalise: whether each token's scores have to be scaled to sum to 1.
+        kernels: the option `[moe] kernels`.
     """
     if fused(kernels, scores_TE) and not torch.compiler.is_compiling():
         from titanmoe.ops.kernels.router_entropy import entropy_and_count as sums
@@ -91,7 +94,7 @@ STATISTICS = [
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The columns of a layer's row of counts: the loads, the balance losses, and what STATISTICS counts."""
+    """The columns of one MoE layer's counts: loads by expert, then balance losses, then counts of STATISTICS."""
 
     num_experts: int
     losses: tuple[str, ...]
@@ -99,7 +102,7 @@ class RowLayout:
 
     @staticmethod
     def of(num_experts: int, options: MoEOptions) -> RowLayout:
-        """Return the layout for the balance losses that are on."""
+        """Return the layout for a layer with this many experts and the balance losses that [moe] switches on."""
         losses = tuple(term.metric for term in active_losses(options))
         return RowLayout(num_experts, losses, tuple(name for statistic in STATISTICS for name in statistic.counts))
 
@@ -109,19 +112,22 @@ class RowLayout:
         return self.num_experts + len(self.losses) + len(self.counts)
 
     def columns(self, names: tuple[str, ...]) -> slice:
-        """Return the columns of these numbers, which are adjacent in a row."""
+        """Return the columns of several named losses or counts, which must be adjacent in a row."""
         first = self.num_experts + (*self.losses, *self.counts).index(names[0])
         return slice(first, first + len(names))
 
     def read(self, row: Any) -> LayerStatistics:
-        """Return the numbers of a row, a tensor or a list, by name."""
+        """Split a row, a tensor or a list, into named numbers."""
         values = dict(zip((*self.losses, *self.counts), row[self.num_experts :], strict=True))
         losses, counts = ({name: values[name] for name in names} for names in (self.losses, self.counts))
         return LayerStatistics(row[: self.num_experts], losses, counts)
 
 
 class StepCounts(nn.Module):
-    """One layer's counts on this rank in a step: a row for each microbatch of a pass, and the sum of earlier passes."""
+    """The counts of one MoE layer on this rank in a step.
+
+    A row for each microbatch of a pass, with the columns of a `RowLayout`, and the sum of earlier passes' rows.
+    """
 
     def __init__(self, layout: RowLayout, microbatches: int):
         super().__init__()
@@ -136,26 +142,37 @@ class StepCounts(nn.Module):
         self.earlier_X.zero_()
 
     def begin_pass(self) -> None:
-        """Add the rows to the sum of earlier passes, and set them to 0 for the microbatches of the next pass."""
+        """Add the counts of the microbatches so far to the sum of earlier passes, and reset them for the next pass."""
         self.earlier_X += self.counts_MX.sum(0)
         self.counts_MX.zero_()
 
     def total(self) -> Tensor:
-        """Return the sum over the microbatches of all passes of the step: (X,)."""
+        """Return this rank's counts summed over all microbatches of the step so far: a row (X,)."""
         return self.earlier_X + self.counts_MX.sum(0)
 
     def record_load(self, microbatch: Tensor, count_BE: Tensor) -> None:
-        """Write how often each expert was chosen in a microbatch."""
+        """Write how often this rank's tokens chose each expert in a microbatch, over what was written for it before.
+
+        Args:
+            microbatch: the index of the microbatch in the pass, a scalar.
+            count_BE: how often each sample's tokens chose each expert.
+        """
         count_1E = count_BE.sum(0, keepdim=True, dtype=torch.float64)
         self.counts_MX[:, : self.layout.num_experts].index_copy_(0, microbatch.view(1), count_1E)
 
     def record(self, microbatch: Tensor, names: tuple[str, ...], values: Tensor) -> None:
-        """Write numbers of a microbatch: a balance loss, or all that one of STATISTICS counts."""
+        """Write numbers of a microbatch, over what was written for it before.
+
+        Args:
+            microbatch: the index of the microbatch in the pass, a scalar.
+            names: the names of adjacent columns: a balance loss, or all counts of a statistic.
+            values: one value for each name.
+        """
         columns, row_1X = self.layout.columns(names), values.view(1, -1).to(torch.float64)
         self.counts_MX[:, columns].index_copy_(0, microbatch.view(1), row_1X)
 
     def record_routed(self, routed: RouterOutput) -> None:
-        """Write the load of a microbatch, and what STATISTICS measure in it."""
+        """Write a microbatch's loads, and the counts that STATISTICS measure in the router's output."""
         microbatch = routed.tokens.microbatch
         self.record_load(microbatch, routed.count_BE)
         for statistic in STATISTICS:
@@ -167,11 +184,17 @@ class StepCounts(nn.Module):
 def sum_statistics(
     counts: Mapping[int, StepCounts], blocks: Sequence[int], layout: RowLayout, world: Group, device: torch.device
 ) -> Tensor:
-    """Sum the counts of a step over microbatches and all ranks: (L, X). One message; collective over the world.
+    """Sum the counts of a step over microbatches and all ranks, in one all-reduce. Collective over the world.
 
     Args:
-        counts: the counts of this rank's layers, by block.
-        blocks: the blocks of all MoE layers of the model, in the order of the rows.
+        counts: the counts of this rank's MoE layers, by block number.
+        blocks: the block numbers of all MoE layers of the model, on all ranks.
+        layout: the columns of a layer's counts.
+        world: all ranks.
+        device: the device of the result.
+
+    Returns:
+        A table (L, X): a row for each of `blocks`, with the columns of `layout`.
     """
     table_LX = torch.zeros(len(blocks), layout.width, dtype=torch.float64, device=device)
     for row, number in enumerate(blocks):
@@ -181,7 +204,11 @@ def sum_statistics(
 
 
 def step_metrics(layers: Mapping[int, LayerStatistics]) -> dict[str, Any]:
-    """Return the metrics of a step's MoE layers, of all together, then of each. Their counts must be on the host."""
+    """Return the metrics of a step's MoE layers by name: first of all layers together, then "layers.N.NAME" of each.
+
+    Args:
+        layers: the counts of each MoE layer by block number, as Python numbers.
+    """
     if not layers:
         return {}
     of_layers = {number: layer.metrics() for number, layer in layers.items()}

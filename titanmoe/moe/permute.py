@@ -80,13 +80,27 @@ class _PermuteWithWeights(torch.autograd.Function):
 
 
 def permute_tokens(x_TD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
-    """Copy token source_R[r] into slot r: (R, D)."""
+    """Copy token source_R[r] into slot r: (R, D). Differentiable.
+
+    Args:
+        x_TD: the tokens.
+        source_R: the token in each slot; T for a row of zeros.
+        slot_TJ: the slots of each token, which backward sums; R for none.
+        kernels: the option `[moe] kernels`.
+    """
     with save_tensors():
         return _Permute.apply(x_TD, source_R, slot_TJ, kernels)
 
 
 def unpermute_tokens(y_RD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
-    """Sum the rows in the slots slot_TJ[t] for each token t: (T, D)."""
+    """Sum the rows in slots slot_TJ[t] for each token t: (T, D). Differentiable.
+
+    Args:
+        y_RD: the rows in the slots.
+        source_R: the token of each slot, which backward copies; T for none.
+        slot_TJ: the slots of each token; R for none.
+        kernels: the option `[moe] kernels`.
+    """
     with save_tensors():
         return _Unpermute.apply(y_RD, source_R, slot_TJ, kernels)
 
@@ -94,9 +108,14 @@ def unpermute_tokens(y_RD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: s
 def permute_with_weights(
     x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor, slot_TJ: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Copy tokens and their routing weights into slots.
+    """Copy tokens and their routing weights into slots. Differentiable.
 
-    Slot r has choice c = choice_R[r]: token c // K, weight c % K of it.
+    Args:
+        x_TD: the tokens.
+        weights_TK: the routing weights of each token's choices.
+        choice_R: the choice in each slot, numbered token * K + k; T * K for an empty slot.
+        slot_TJ: the slots of each token, which backward sums; R for none.
+        kernels: the option `[moe] kernels`.
 
     Returns:
         The routed tokens (R, D) and their routing weights (R, 1).
@@ -112,30 +131,30 @@ def permute_with_weights(
 
 
 class _PermutePacked(torch.autograd.Function):
-    """`permute_packed` with its backward, whose incoming gradient is packed too."""
+    """The autograd function of `permute_packed`. The gradient that it receives is packed too."""
 
     @staticmethod
     def forward(ctx, x_TD, weights_TK, choice_R, slot_TJ):
         from titanmoe.ops.kernels.permute_rows import fetch_packed_rows
 
         ctx.save_for_backward(slot_TJ)
-        ctx.top_k, ctx.wide = weights_TK.shape[1], weights_TK.dtype
+        ctx.top_k, ctx.weights_dtype = weights_TK.shape[1], weights_TK.dtype
         return fetch_packed_rows(x_TD, weights_TK, choice_R)
 
     @staticmethod
     def backward(ctx, grad_RP):
         from titanmoe.ops.kernels.permute_rows import sum_packed_rows
 
-        return *sum_packed_rows(grad_RP, *ctx.saved_tensors, ctx.top_k, ctx.wide), None, None
+        return *sum_packed_rows(grad_RP, *ctx.saved_tensors, ctx.top_k, ctx.weights_dtype), None, None
 
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, packed_RP, order_R, inverse_R, wide):
+    def forward(ctx, packed_RP, order_R, inverse_R, weights_dtype):
         from titanmoe.ops.kernels.permute_rows import fetch_unpacked_rows
 
         ctx.save_for_backward(inverse_R)
-        return fetch_unpacked_rows(packed_RP, order_R, wide)
+        return fetch_unpacked_rows(packed_RP, order_R, weights_dtype)
 
     @staticmethod
     def backward(ctx, grad_RD, grad_R1):
@@ -145,32 +164,35 @@ class _Unpack(torch.autograd.Function):
 
 
 def can_pack(x_TD: Tensor, kernels: str) -> bool:
-    """Return whether routed tokens can be packed with their weights without an extra pass over them.
+    """Return whether each routed token and its routing weight can be copied into one row of bytes at no extra cost.
 
-    The kernels that copy them have to run, and rows have to be multiples of 16 bytes.
+    So they need one message instead of two. Kernels have to run, and a token has to be a multiple of 16 bytes.
     """
     return fused(kernels, x_TD) and x_TD.shape[1] * x_TD.element_size() % 16 == 0
 
 
 def permute_packed(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor, slot_TJ: Tensor) -> Tensor:
-    """Copy tokens and routing weights into slots as `permute_with_weights`, in one tensor (R, P).
+    """Copy tokens and their routing weights into slots, each slot with both in one row (R, P). Differentiable.
 
-    titanmoe.ops.kernels.permute_rows says where the weight is in a packed row.
+    titanmoe.ops.kernels.permute_rows says where the weight is in a row. Arguments as of `permute_with_weights`.
     """
     with save_tensors():
         return _PermutePacked.apply(x_TD, weights_TK, choice_R, slot_TJ)
 
 
 def reorder_and_unpack(
-    packed_RP: Tensor, order_R: Tensor, inverse_R: Tensor, wide: torch.dtype
+    packed_RP: Tensor, order_R: Tensor, inverse_R: Tensor, weights_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Reorder packed rows, and split them into routed tokens (R, D) and their weights (R, 1).
+    """Reorder the rows of `permute_packed`, and split them into routed tokens (R, D) and routing weights (R, 1).
 
     Args:
-        wide: the dtype of the weights.
+        packed_RP: the rows.
+        order_R: the row that becomes each row of the result, a permutation.
+        inverse_R: the inverse of that permutation.
+        weights_dtype: the dtype of the routing weights.
     """
     with save_tensors():
-        return _Unpack.apply(packed_RP, order_R, inverse_R, wide)
+        return _Unpack.apply(packed_RP, order_R, inverse_R, weights_dtype)
 
 
 class _Reorder(torch.autograd.Function):
@@ -191,7 +213,7 @@ def _move(x_RD: Tensor, order_R: Tensor, kernels: str) -> Tensor:
 
 
 def reorder(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor, kernels: str = "auto") -> Tensor:
-    """Return x[order_R], for a permutation whose inverse is inverse_R."""
+    """Return x_RD[order_R], for a permutation order_R whose inverse is inverse_R. Differentiable."""
     with save_tensors():
         return _Reorder.apply(x_RD, order_R, inverse_R, kernels)
 
@@ -199,7 +221,7 @@ def reorder(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor, kernels: str = "au
 def reorder_weighted(
     x_RD: Tensor, weights_R1: Tensor, order_R: Tensor, inverse_R: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Return routed tokens and their weights in the order of a permutation whose inverse is inverse_R."""
+    """Return x_RD[order_R] and weights_R1[order_R], for a permutation whose inverse is inverse_R. Differentiable."""
     if fused(kernels, x_RD):
         with save_tensors():
             return _PermuteWithWeights.apply(x_RD, weights_R1, order_R, inverse_R.unsqueeze(1))

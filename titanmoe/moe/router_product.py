@@ -26,16 +26,25 @@ from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
 
-def uses_terms(setting: str, x_TD: Tensor, wide: torch.dtype) -> bool:
-    """Return whether the product is computed by terms, as `[moe] router_product` and the dtypes and device say."""
-    fits = x_TD.dtype == torch.bfloat16 and wide == torch.float32
+def uses_terms(setting: str, x_TD: Tensor, router_dtype: torch.dtype) -> bool:
+    """Return whether the router multiplies float32 numbers as sums of bfloat16 terms.
+
+    It does on GPUs, for tokens in bfloat16 and a router in float32.
+
+    Args:
+        setting: the option `[moe] router_product`.
+        x_TD: the tokens.
+        router_dtype: the dtype that the router computes in.
+    """
+    fits = x_TD.dtype == torch.bfloat16 and router_dtype == torch.float32
     return setting == "auto" and fits and device.kind(x_TD) == "cuda"
 
 
 def plain_bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
-    """Return the bfloat16 terms of each row: (R, 4, C), the first term twice, the second, the third; or in reverse.
+    """Split float32 numbers into three bfloat16 terms that sum to them: (R, 4, C), the first term twice.
 
-    The two factors of each product then find the terms that they multiply side by side.
+    The order along dim 1 is first, first, second, third; reversed if `backwards`. So the two operands of a product find
+    the terms that they multiply side by side.
     """
     first = x_RC.bfloat16()
     rest = x_RC - first
@@ -61,7 +70,7 @@ def _plain_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the float32 product of bfloat16 matrices."""
+    """Multiply two bfloat16 matrices with a float32 result."""
     return device.choose(a, _product_on_gpu, cpu=_plain_product)(a, b)
 
 
@@ -87,5 +96,5 @@ class _ProductByTerms(torch.autograd.Function):
 
 
 def product_by_terms(x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
-    """Return x w^T in float32, of x in bfloat16 and w in float32. Differentiable."""
+    """Return x w^T in float32, for x in bfloat16 and w in float32, by products of bfloat16 terms. Differentiable."""
     return _ProductByTerms.apply(as_non_leaf(x_TD), as_non_leaf(w_ED), kernels)

@@ -24,7 +24,7 @@ FIELD = "model.score_function"
 
 
 class ScoreFunction(Spec):
-    """The formulas of a score function, and facts about it with their usual values."""
+    """The formulas of a router's score function, and facts about it. The values here are the defaults."""
 
     kernel_mode = ""
     """The key of titanmoe.ops.kernels.route.MODES whose kernel computes it; "" if only the plain formulas do."""
@@ -35,19 +35,19 @@ class ScoreFunction(Spec):
     scores_per_group = 1
     """The number of a group's best scores whose sum rates it, where experts are chosen by groups."""
     equivalent: dict[str, Any] = {}
-    """The fields of [model] by which another score function gives the same weights."""
+    """Fields of [model] with which another score function gives the same routing weights, by name."""
 
     @abstractmethod
     def scores(self, logits_TE: Tensor) -> Tensor:
-        """Return the scores (T, E), which rank the experts of a token."""
+        """Return the scores (T, E) by which each token ranks the experts."""
         raise NotImplementedError
 
     def weights(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Return the weights (T, K) of the chosen experts, before norm_topk and route_scale."""
+        """Return the routing weights (T, K) of the chosen experts, before norm_topk and route_scale are applied."""
         return scores_TE.gather(1, chosen_TK)
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield that the router has no gradient, if every routing weight is 1."""
+        """Yield a violation if every routing weight is 1 under this recipe: the router would have no gradient."""
         model = config.model
         if not moe_layers(model) or model.top_k > 1 or not (model.norm_topk or self.weights_sum_to_one):
             return
@@ -105,5 +105,9 @@ SCORE_FUNCTIONS = ComponentKind(
 
 
 def score_function_of(model: Model) -> ScoreFunction:
-    """Return the score function that the model names; raises ComponentError if it is unknown."""
+    """Return the score function that `model.score_function` names.
+
+    Raises:
+        ComponentError: if it is unknown.
+    """
     return cast(ScoreFunction, SCORE_FUNCTIONS.look_up(model.score_function))

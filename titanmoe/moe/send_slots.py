@@ -38,7 +38,11 @@ class Route(NamedTuple):
 
 
 def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the choices sorted by expert, then by token, those of no expert last; and each expert's count (E,)."""
+    """Sort the T * K choices by expert, then by token, with choices of no expert last.
+
+    Returns:
+        The sorted choices, numbered token * K + k, (T * K,); and the number of choices of each expert (E,).
+    """
     flat = chosen_TK.flatten()
     count = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
     # A radix sort passes over the keys once per few bits: int16 is 2.8 times faster (CPU, 262,144 keys, 128 experts).
@@ -50,14 +54,18 @@ def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
 def assign_slots(
     chosen_TK: Tensor, order: Tensor, count_E: Tensor, ep: int, etp: int, slots_per_expert: int, num_slots: int
 ) -> tuple[Tensor, Tensor]:
-    """Assign a slot of a send buffer to each of every choice's etp copies.
+    """Assign slots of a send buffer to each choice: one for each of the etp ranks of the chosen expert.
 
     The buffer has a block for each destination rank (ep outer, etp inner). A block is sorted by expert, and within an
     expert by token. Experts begin right behind each other, or every `slots_per_expert` slots if that is not 0.
 
     Args:
+        chosen_TK: each token's chosen experts; E for no expert.
         order: the choices sorted by expert, from `sort_by_expert`.
         count_E: the number of choices of each expert.
+        ep: the number of ranks among which the experts are divided.
+        etp: the number of ranks that share each expert.
+        slots_per_expert: the number of slots of each expert; 0 for as many as it has choices.
         num_slots: the number of slots of the buffer.
 
     Returns:
@@ -107,29 +115,39 @@ def fill_slots(
     return *permute_with_weights(x_TD, weights_TK, choice_R, route.slot_TJ, kernels), route
 
 
-def truncate_buffer(x_RD: Tensor, rows: int) -> Tensor:
-    """Return the first slots of a buffer, whose other slots are unused."""
+def truncate_buffer(x_RD: Tensor, used_slots: int) -> Tensor:
+    """Return the first `used_slots` slots of a buffer (R, D); the others are unused. Differentiable."""
     if torch.compiler.is_compiling():  # their number is not known then
-        return x_RD.narrow(0, 0, rows)
-    rest = x_RD.shape[0] - rows
-    return x_RD.split([rows, rest])[0] if rest else x_RD  # so that backward need not copy
+        return x_RD.narrow(0, 0, used_slots)
+    rest = x_RD.shape[0] - used_slots
+    return x_RD.split([used_slots, rest])[0] if rest else x_RD  # so that backward need not copy
 
 
-def truncate_route(route: Route, rows: int) -> Route:
-    """Return the route of a buffer's first slots, if all that tokens use are among them."""
-    if not torch.compiler.is_compiling() and rows == len(route.source_R):
+def truncate_route(route: Route, used_slots: int) -> Route:
+    """Return the links between tokens and the first `used_slots` slots of a buffer; the others are unused."""
+    if not torch.compiler.is_compiling() and used_slots == len(route.source_R):
         return route
-    return Route(route.source_R.narrow(0, 0, rows), route.slot_TJ.clamp(max=rows))
+    return Route(route.source_R.narrow(0, 0, used_slots), route.slot_TJ.clamp(max=used_slots))
 
 
 @named("permute")
 def assign_unpadded_slots(
     chosen_TK: Tensor, num_experts: int, ep: int, etp: int, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Assign slots without padding, in the largest buffer possible: T * K * etp slots, unused ones last.
+    """Assign slots of a send buffer without padding, in a buffer of the largest possible size.
+
+    It has T * K * etp slots. Those that are unused, because tokens chose no expert, come last.
+
+    Args:
+        chosen_TK: each token's chosen experts; E for no expert.
+        num_experts: E.
+        ep: the number of ranks among which the experts are divided.
+        etp: the number of ranks that share each expert.
+        kernels: the option `[moe] kernels`.
 
     Returns:
-        The choice in each slot, the slots of each choice (as `assign_slots`), and each expert's count (E,).
+        The choice in each slot, and the slots of each choice, both as of `assign_slots`; and the number of choices of
+        each expert (E,).
     """
     if fused(kernels, chosen_TK):
         from titanmoe.ops.kernels import slot_kernels
@@ -140,21 +158,22 @@ def assign_unpadded_slots(
 
 
 @named("permute")
-def order_by_expert(count_Ge: Tensor, rows: int, kernels: str = "auto") -> tuple[Tensor, Tensor]:
-    """Return the order that sorts what arrived by expert, then sender, and its inverse.
+def order_by_expert(count_Ge: Tensor, total: int, kernels: str = "auto") -> tuple[Tensor, Tensor]:
+    """Return the permutation that sorts received routed tokens by expert, then sender; and its inverse.
 
-    It arrives by sender, then expert.
+    They are received by sender, then expert.
 
     Args:
         count_Ge: the number of routed tokens from each sender for each local expert.
-        rows: their sum, which the host knows.
+        total: the sum of these numbers, as a Python number.
+        kernels: the option `[moe] kernels`.
     """
     if fused(kernels, count_Ge):
         from titanmoe.ops.kernels import slot_kernels
 
-        return slot_kernels.regroup(count_Ge, rows)
+        return slot_kernels.regroup(count_Ge, total)
     start_Ge = (count_Ge.flatten().cumsum(0) - count_Ge.flatten()).view_as(count_Ge)
     length = count_Ge.t().flatten()
     shift = start_Ge.t().flatten() - (length.cumsum(0) - length)
-    order = torch.arange(rows, device=count_Ge.device) + shift.repeat_interleave(length, output_size=rows)
+    order = torch.arange(total, device=count_Ge.device) + shift.repeat_interleave(length, output_size=total)
     return order, invert(order)

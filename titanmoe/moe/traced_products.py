@@ -15,59 +15,64 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titanmoe.moe.expert_products import ExpertProducts, Kind, activate, down_backward, multiply, up_backward
+from titanmoe.moe.expert_products import ExpertProducts, ProductMethod, activate, down_backward, multiply, up_backward
 from titanmoe.moe.grouped_mm import Groups
 
 
 @dataclass(eq=False, kw_only=True)
 class TracedProducts:
-    """How a call of the experts multiplies where torch.compile traces it: up and down are one operation each."""
+    """The matrix products of one call of a layer's experts where torch.compile traces it, as operations."""
 
     groups: list[Tensor]
-    """The number of each expert's tokens, and what `kind` needs of it, made once for all operations of a layer.
+    """The number of each expert's tokens, and that number in the form that `method` needs.
 
-    For "grouped" the numbers where experts end, for "loop" a copy on the host.
+    For "grouped" the index of the token after each expert's last, for "loop" a copy on the host; nothing more for
+    "even". Made once for all operations of a layer.
     """
-    kind: Kind
+    method: ProductMethod
     clamped: bool
     kernels: str
 
     @staticmethod
-    def of(count_e: Tensor, kind: Kind, clamped: bool, kernels: str) -> TracedProducts:
-        """Return the object for these counts. For "loop" on GPUs the host waits."""
+    def of(count_e: Tensor, method: ProductMethod, clamped: bool, kernels: str) -> TracedProducts:
+        """Create the object for these numbers of tokens of each expert. For "loop" on GPUs the host waits."""
         groups = [count_e]
-        if kind == "grouped":
+        if method == "grouped":
             groups.append(count_e.cumsum(0, dtype=torch.int32))
-        elif kind == "loop":
+        elif method == "loop":
             groups.append(count_e.to("cpu"))  # on GPUs the host waits
-        return TracedProducts(groups=groups, kind=kind, clamped=clamped, kernels=kernels)
+        return TracedProducts(groups=groups, method=method, clamped=clamped, kernels=kernels)
 
     @property
     def grouped(self) -> bool:
-        return self.kind == "grouped"
+        return self.method == "grouped"
 
     def up(self, x_RD: Tensor, *weights: Tensor, sums: Sequence[None] = ()) -> tuple[Tensor, ...]:
-        """Return the products of the tokens with each of the weights (e, F, D). Differentiable."""
-        return tuple(experts_up(x_RD, weights, self.groups, self.kind, self.clamped, self.kernels))
+        """Return the product of the tokens with each of the weights (e, F, D), one tensor (R, F) each. Differentiable.
+
+        `sums` is ignored: traced calls do not sum gradients over microbatches.
+        """
+        return tuple(experts_up(x_RD, weights, self.groups, self.method, self.clamped, self.kernels))
 
     def down(
         self, hidden: tuple[Tensor, ...], weight_R1: Tensor, *weights: Tensor, add: None = None
     ) -> tuple[Tensor, ...]:
-        """Return the products of the activation times the routing weight with each of the weights (e, D, F).
+        """Return the product of the down projection's input with each of the weights (e, D, F), one tensor (R, D) each.
 
-        Differentiable.
+        The input is act(gate) * up * routing weight. Differentiable. `add` is ignored: traced calls do not sum
+        gradients over microbatches.
         """
-        how = self.groups, self.kind, self.clamped, self.kernels
-        return tuple(experts_down(hidden, weight_R1, weights, *how))
+        constants = self.groups, self.method, self.clamped, self.kernels
+        return tuple(experts_down(hidden, weight_R1, weights, *constants))
 
 
-def _products(groups: Sequence[Tensor], kind: Kind, clamped: bool, kernels: str) -> ExpertProducts:
+def _products(groups: Sequence[Tensor], method: ProductMethod, clamped: bool, kernels: str) -> ExpertProducts:
     made = Groups(groups[0])
-    if kind == "grouped":
+    if method == "grouped":
         made.ends_e = groups[1]
-    elif kind == "loop":
+    elif method == "loop":
         made.sizes = groups[1].tolist()
-    return ExpertProducts(groups=made, kind=kind, clamped=clamped, kernels=kernels)
+    return ExpertProducts(groups=made, method=method, clamped=clamped, kernels=kernels)
 
 
 @torch.library.custom_op("titanmoe::experts_up", mutates_args=())
@@ -75,12 +80,12 @@ def experts_up(
     x_RD: Tensor,
     weights: Sequence[Tensor],
     groups: Sequence[Tensor],
-    kind: str,
+    method: str,
     clamped: bool,
     kernels: str,
 ) -> list[Tensor]:
-    """Return the products of the tokens with each of the weights, as an operation: `ExpertProducts.up`."""
-    return multiply(_products(groups, kind, clamped, kernels), "up", x_RD, weights)
+    """Compute `ExpertProducts.up` as one operation that torch.compile does not trace into: (R, F) per weight."""
+    return multiply(_products(groups, method, clamped, kernels), "up", x_RD, weights)
 
 
 @experts_up.register_fake
@@ -95,13 +100,24 @@ def experts_up_backward(
     weights: Sequence[Tensor],
     wanted: Sequence[bool],
     groups: Sequence[Tensor],
-    kind: str,
+    method: str,
     clamped: bool,
     kernels: str,
 ) -> list[Tensor]:
-    """Return the wanted gradients, of the tokens and of each weight."""
-    how = _products(groups, kind, clamped, kernels)
-    grad_x, grad_weights = up_backward(how, grads, x_RD, weights, wanted)
+    """Compute the wanted gradients of `experts_up`: of the tokens first, then of each weight. Others are left out.
+
+    Args:
+        grads: the gradient of the product with each weight.
+        x_RD: the tokens; None if no weight's gradient is wanted.
+        weights: the weights.
+        wanted: whether the gradient is wanted: of the tokens first, then of each weight.
+        groups: as of `TracedProducts`.
+        method: a `ProductMethod`.
+        clamped: whether the activation is gpt-oss's clamped SwiGLU.
+        kernels: the option `[moe] kernels`.
+    """
+    products = _products(groups, method, clamped, kernels)
+    grad_x, grad_weights = up_backward(products, grads, x_RD, weights, wanted)
     return [grad for grad in (grad_x, *grad_weights) if grad is not None]
 
 
@@ -117,13 +133,13 @@ def experts_down(
     weight_R1: Tensor,
     weights: Sequence[Tensor],
     groups: Sequence[Tensor],
-    kind: str,
+    method: str,
     clamped: bool,
     kernels: str,
 ) -> list[Tensor]:
-    """Return the products of the activation with each of the weights, as an operation: `ExpertProducts.down`."""
-    how = _products(groups, kind, clamped, kernels)
-    return multiply(how, "down", activate(how, hidden, weight_R1), weights)
+    """Compute `ExpertProducts.down` as one operation that torch.compile does not trace into: (R, D) per weight."""
+    products = _products(groups, method, clamped, kernels)
+    return multiply(products, "down", activate(products, hidden, weight_R1), weights)
 
 
 @experts_down.register_fake
@@ -139,13 +155,28 @@ def experts_down_backward(
     weights: Sequence[Tensor],
     wanted: Sequence[bool],
     groups: Sequence[Tensor],
-    kind: str,
+    method: str,
     clamped: bool,
     kernels: str,
 ) -> list[Tensor]:
-    """Return the wanted gradients: of gate and up, side by side, and of the routing weights; and of each weight."""
-    how = _products(groups, kind, clamped, kernels)
-    grad_both, grad_R1, grad_weights = down_backward(how, grads, hidden, weight_R1, weights, wanted)
+    """Compute the wanted gradients of `experts_down`. Those not wanted are left out.
+
+    Args:
+        grads: the gradient of the product with each weight.
+        hidden: gate and up, (R, F) each, or one tensor with both side by side.
+        weight_R1: the routing weights.
+        weights: the weights.
+        wanted: whether the gradient is wanted: of `hidden` and the routing weights together first, then of each weight.
+        groups: as of `TracedProducts`.
+        method: a `ProductMethod`.
+        clamped: whether the activation is gpt-oss's clamped SwiGLU.
+        kernels: the option `[moe] kernels`.
+
+    Returns:
+        The gradients of gate and up side by side (R, 2F), of the routing weights (R, 1), and of each weight.
+    """
+    products = _products(groups, method, clamped, kernels)
+    grad_both, grad_R1, grad_weights = down_backward(products, grads, hidden, weight_R1, weights, wanted)
     return [grad for grad in (grad_both, grad_R1, *grad_weights) if grad is not None]
 
 
@@ -157,7 +188,7 @@ def _(grads, hidden, weight_R1, weights, wanted, *_):
 
 
 def _save_up(ctx, inputs, output):
-    x_RD, weights, groups, *ctx.how = inputs
+    x_RD, weights, groups, *ctx.constants = inputs
     ctx.wanted, ctx.groups = list(ctx.needs_input_grad[: 1 + len(weights)]), len(groups)  # flat, unlike in backward
     ctx.save_for_backward(*groups, *weights, *([x_RD] if any(ctx.wanted[1:]) else []))
 
@@ -165,13 +196,13 @@ def _save_up(ctx, inputs, output):
 def _differentiate_up(ctx, grads):
     n, end = ctx.groups, ctx.groups + len(ctx.wanted) - 1
     groups, weights, rows = ctx.saved_tensors[:n], ctx.saved_tensors[n:end], ctx.saved_tensors[end:]
-    out = iter(experts_up_backward(grads, rows[0] if rows else None, weights, ctx.wanted, groups, *ctx.how))
+    out = iter(experts_up_backward(grads, rows[0] if rows else None, weights, ctx.wanted, groups, *ctx.constants))
     grad_x, *grad_weights = (next(out) if wants else None for wants in ctx.wanted)
     return grad_x, grad_weights, [None] * n, None, None, None
 
 
 def _save_down(ctx, inputs, output):
-    hidden, weight_R1, weights, groups, *ctx.how = inputs
+    hidden, weight_R1, weights, groups, *ctx.constants = inputs
     n = ctx.parts = len(hidden)
     needs = ctx.needs_input_grad
     ctx.wanted = [any(needs[: n + 1]), *needs[n + 1 : n + 1 + len(weights)]]
@@ -182,7 +213,7 @@ def _differentiate_down(ctx, grads):
     n, end = ctx.parts, ctx.parts + len(ctx.wanted)
     hidden, weight_R1, weights = ctx.saved_tensors[:n], ctx.saved_tensors[n], ctx.saved_tensors[n + 1 : end]
     groups = ctx.saved_tensors[end:]
-    out = iter(experts_down_backward(grads, hidden, weight_R1, weights, ctx.wanted, groups, *ctx.how))
+    out = iter(experts_down_backward(grads, hidden, weight_R1, weights, ctx.wanted, groups, *ctx.constants))
     grad_hidden, grad_R1 = [None] * n, None
     if ctx.wanted[0]:
         grad_hidden, grad_R1 = list(next(out).chunk(n, 1)), next(out)

@@ -18,18 +18,18 @@ _CHUNK = 1 << 18  # elements per pass, so that the temporaries stay in cache
 
 
 def key(*parts: int | str) -> int:
-    """Return a 63-bit key from what names the numbers, such as ("weight", seed, "layers.0.moe.router.weight")."""
+    """Hash what random numbers are for, such as ("weight", seed, "layers.0.moe.router.weight"), to a 63-bit key."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def _shift(x: Tensor, n: int) -> Tensor:
-    """Return the logical right shift; torch's is arithmetic."""
+    """Shift 64-bit integers right by n bits, filling with zeros (`>>` of torch fills with the sign)."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
 def bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """Return 64 random bits, as int64, for each index."""
+    """Return 64 random bits, as int64, for each element of `index`: a pure function of the key and that element."""
     x = index.to(torch.int64) * _GAMMA + key
     x = (x ^ _shift(x, 30)) * _MIX1
     x = (x ^ _shift(x, 27)) * _MIX2
@@ -37,14 +37,25 @@ def bits(key: int | Tensor, index: Tensor) -> Tensor:
 
 
 def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return uniform numbers in [0, 1) for each index, from the top 24 bits (exact in float32)."""
+    """Return a uniform number in [0, 1) for each element of `index`, a multiple of 2^-24 (exact in float32).
+
+    Args:
+        key: a key from `key`.
+        index: integers, such as positions in a tensor; equal ones get equal numbers.
+        dtype: the dtype of the result.
+    """
     return _shift(bits(key, index), 40).to(dtype) * 2.0**-24
 
 
 def normal(key: int, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return standard normal numbers for each index, truncated at 3 standard deviations.
+    """Return a standard normal number for each element of `index`, truncated at 3 standard deviations.
 
-    Box-Muller from two 32-bit halves of the bits, with a bounded radius.
+    By Box-Muller, from two 32-bit halves of the bits, with a bounded radius.
+
+    Args:
+        key: a key from `key`.
+        index: integers, such as positions in a tensor; equal ones get equal numbers.
+        dtype: the dtype of the result.
     """
     out = torch.empty(index.shape, dtype=dtype, device=index.device)
     flat_index, flat_out = index.reshape(-1), out.view(-1)

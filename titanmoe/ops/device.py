@@ -19,7 +19,7 @@ Implementation = TypeVar("Implementation")
 
 
 class Hardware(NamedTuple):
-    """A kind of device, as far as the choice of code depends on it."""
+    """The properties of a device on which the choice of code depends."""
 
     kind: Kind
     capability: tuple[int, int] = (0, 0)
@@ -44,7 +44,7 @@ A global, because code deep inside autograd has no caller that could pass it on.
 
 @contextmanager
 def imitate(hardware: Hardware) -> Iterator[None]:
-    """Run the code for this hardware, although the tensors are on the CPU."""
+    """Run the body of this context with the code for this hardware, although its tensors are on the CPU."""
     global _instead
     before, _instead = _instead, hardware
     try:
@@ -54,31 +54,37 @@ def imitate(hardware: Hardware) -> Iterator[None]:
 
 
 def is_imitated() -> bool:
-    """Return whether a rehearsal runs the code for other hardware."""
+    """Return whether CPU tensors stand for other hardware, in a rehearsal (`imitate`)."""
     return _instead is not None
 
 
-def kind(where: Tensor | torch.device | str) -> str:
-    """Return the device type whose code runs: "cuda" or "cpu", or "meta", which takes the code of GPUs without kernels.
+def kind(target: Tensor | torch.device | str) -> str:
+    """Return the device type whose code has to run: "cuda", "cpu" or "meta".
+
+    "meta" takes the code of GPUs without kernels.
 
     Args:
-        where: a tensor, a device or a device type. CPU tensors count as the hardware that a rehearsal imitates.
+        target: a tensor, a device or a device type. CPU tensors count as the hardware that a rehearsal imitates.
     """
-    own_kind = where if isinstance(where, str) else where.type if isinstance(where, torch.device) else where.device.type
+    own_kind = (
+        target if isinstance(target, str) else target.type if isinstance(target, torch.device) else target.device.type
+    )
     return _instead.kind if _instead is not None and own_kind == "cpu" else own_kind
 
 
 def choose(
-    where: Tensor | torch.device | str, usual: Implementation, *, cpu: Implementation, compiled: bool = False
+    target: Tensor | torch.device | str, usual: Implementation, *, cpu: Implementation, compiled: bool = False
 ) -> Implementation:
-    """Return the implementation for this device: `cpu`, which is usually from titanmoe.ops.cpu, or else `usual`.
+    """Return one of two implementations: `cpu` for CPUs, else `usual`.
 
     Args:
+        target: a tensor, a device or a device type, as of `kind`.
+        usual: the implementation for all devices but CPUs, and for compiled code.
+        cpu: the implementation for CPUs, usually from titanmoe.ops.cpu.
         compiled: whether `cpu` is taken in compiled code too. Most code for CPUs fuses operations, which compilers do
-            by
-        themselves.
+            by themselves.
     """
-    on_cpu = kind(where) == "cpu" and (compiled or not torch.compiler.is_compiling())
+    on_cpu = kind(target) == "cpu" and (compiled or not torch.compiler.is_compiling())
     return cpu if on_cpu else usual
 
 

@@ -44,7 +44,10 @@ FLA = find_spec("fla") is not None
 
 
 class ChunkedSegment(NamedTuple):
-    """The inputs of the rule for one segment of consecutive tokens. Without beta it is gated linear attention."""
+    """A segment of consecutive tokens, with the inputs of the gated delta rule for them.
+
+    Without beta, those of gated linear attention.
+    """
 
     q_BSRk: Tensor
     k_BSRk: Tensor
@@ -52,11 +55,15 @@ class ChunkedSegment(NamedTuple):
     decay: Tensor
     beta_BSH: Tensor | None
     begins_BS: Tensor | None
-    """Whether a document begins at each token; None: at none."""
+    """Whether a document begins at each token; None if none begins in the segment."""
     kernels: str
 
     def state_map(self) -> tuple[Tensor, Tensor]:
-        """Return M (B, H, k, k) and S (B, H, k, v) of the segment as a linear map: state_out = M state_in + S."""
+        """Return the linear map of the state that the segment makes: M and N of state_after = M state_before + N.
+
+        Returns:
+            M (B, H, k, k) and N (B, H, k, v), in float32 or wider.
+        """
         *tokens, kernels = self
         (B, _, H, v), k = self.v_BSHv.shape, self.k_BSRk.shape[-1]
         # A state that is wider, of which values write to the end.
@@ -70,10 +77,13 @@ class ChunkedSegment(NamedTuple):
         return after[..., :k], after[..., k:]
 
     def forward(self, state_BHkv: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the outputs (B, S, H, v), in v's dtype, and the state after the segment, in float32 or wider.
+        """Compute the segment's outputs and the state after it. Differentiable.
 
         Args:
             state_BHkv: the state before the segment; None for zeros.
+
+        Returns:
+            The outputs (B, S, H, v), in v's dtype, and the state (B, H, k, v), in float32 or wider.
         """
         *tokens, kernels = self
         if uses_fla(kernels, self.v_BSHv):
@@ -91,15 +101,18 @@ def make_segment(
     before_B: Tensor | None = None,
     kernels: str = "torch",
 ) -> ChunkedSegment:
-    """Return a segment of tokens, with documents' begins found from their numbers.
+    """Build a ChunkedSegment, with the tokens at which documents begin found from document numbers.
 
     Args:
-        q_BSRk: queries as projected, neither repeated for each value head nor scaled; k_BSRk likewise.
-        decay: (B, S, H); for GLA (B, S, R, k) or (B, S, H, k).
-        beta_BSH: None for GLA.
+        q_BSRk: queries as projected, neither repeated for each value head nor scaled.
+        k_BSRk: keys as projected, neither repeated for each value head nor scaled.
+        v_BSHv: values.
+        decay: logarithms of the decays, at most 0: (B, S, H); for GLA (B, S, R, k) or (B, S, H, k).
+        beta_BSH: the strength with which each token is written; None for GLA.
         document_BS: numbers that change where a document begins; None: nowhere.
-        before_B: the number of the token before the segment; None: the segment goes on with the incoming state's
-            document.
+        before_B: the document number of the token before the segment; None: the first document of the segment began
+            before it, and the incoming state belongs to it.
+        kernels: "torch" for the formulas of this file; else kernels of fla-core where they can run.
     """
     begins = None
     if document_BS is not None:
@@ -109,13 +122,16 @@ def make_segment(
 
 
 def uses_fla(kernels: str, x: Tensor) -> bool:
-    """Return whether fla-core's kernels compute it. Those for float32 are left out: they round to TF32 on the way."""
+    """Return whether fla-core's kernels compute the rule for tensors of x's device and dtype.
+
+    Not in float32, where these kernels round to TF32 in between.
+    """
     return FLA and kernels != "torch" and x.is_cuda and x.element_size() == 2 and not is_miscompiled(x.device)
 
 
 @cache
 def is_miscompiled(gpu: torch.device) -> bool:
-    """Return whether this Triton computes wrong gradients of fla-core's kernels on this GPU.
+    """Return whether the installed Triton miscompiles the backward of fla-core's kernels on this GPU.
 
     Triton 3.4 to 3.7.0 does on Hopper (fla-org/flash-linear-attention, issue 640), where fla-core raises an error in
     backward.
@@ -127,9 +143,10 @@ def is_miscompiled(gpu: torch.device) -> bool:
 def step_token(
     state_BHkv: Tensor, q_BRk: Tensor, k_BRk: Tensor, v_BHv: Tensor, decay: Tensor, beta_BH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return one token's output (B, H, v), and the state after it: the recurrence itself, for generation.
+    """Apply the recurrence to one token, for generation. Arguments as of `make_segment`, without the dim S.
 
-    Arguments are those of `make_segment`, without the dim S.
+    Returns:
+        The token's output (B, H, v), and the state after it (B, H, k, v).
     """
     R, wide = q_BRk.shape[1], state_BHkv.dtype
     q, k, state, v, decay = (x.to(wide).unflatten(1, (R, -1)) for x in (q_BRk, k_BRk, state_BHkv, v_BHv, decay))
@@ -178,10 +195,12 @@ def _run(state_BHkv: Tensor | None, *tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _states(carry: Tensor, gain_ZNkv: Tensor, state_Zkv: Tensor) -> list[Tensor]:
-    """Return the states before each chunk, and after the last one.
+    """Return a list of the states before each chunk and after the last chunk, (Z, k, v) each.
 
     Args:
-        carry: (Z, N, k, k), or (Z, N, k, 1) if it is diagonal.
+        carry: (Z, N, k, k), or (Z, N, k, 1) if each chunk's matrix is diagonal.
+        gain_ZNkv: what each chunk adds to the state.
+        state_Zkv: the state before the first chunk.
     """
     states, after = [state_Zkv], torch.addcmul if carry.shape[-1] == 1 else torch.baddbmm
     for carry_, gain in zip(carry.unbind(1), gain_ZNkv.unbind(1), strict=True):
@@ -192,7 +211,12 @@ def _states(carry: Tensor, gain_ZNkv: Tensor, state_Zkv: Tensor) -> list[Tensor]
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, begins: Tensor | None
 ) -> tuple[Tensor, Tensor, Callable[[], tuple[Tensor, Tensor]]]:
-    """Return carry, gain, and a function that computes read and own."""
+    """Compute the four linear maps of each chunk that the module's docstring names.
+
+    Returns:
+        carry (Z, N, k, k) or, for GLA, (Z, N, k, 1); gain (Z, N, k, v); and a function that computes read (Z, N, C, k)
+        and own (Z, N, C, v).
+    """
     B, S, R = q.shape[:3]
     G, wide = v.shape[2] // R, _wide(v, decay)
     C = min(CHUNK, 1 << (S - 1).bit_length())
@@ -219,20 +243,22 @@ def _chunks(
 
 
 class _Decays(NamedTuple):
-    """The decays within chunks. The width x is 1, or k for GLA."""
+    """The decays between places within each chunk. The width x is 1, or k for GLA."""
 
     since: Tensor
-    """The logarithms from the chunk's begin to each token: (..., C, x)."""
+    """The logarithm of the decay from the chunk's begin to each token: (..., C, x)."""
     from_begin: Tensor
+    """The decay from the chunk's begin to each token, 0 if a document begins in between."""
     to_end: Tensor
+    """The decay from each token to the chunk's end, 0 if a document begins in between."""
     through: Tensor
-    """The decay of the full chunk: (..., 1, x)."""
+    """The decay of the full chunk, 0 if a document begins in it: (..., 1, x)."""
     seen: Tensor
-    """Whether a token is in the same document and not later: (..., C, C)."""
+    """Whether token j is in the document of token i and not later: (..., C, C), by i and j."""
 
 
 def _running_sums(x_Cx: Tensor) -> Tensor:
-    """Return running sums over C, deterministic on GPUs, unlike torch.cumsum of floats."""
+    """Return running sums along C that are deterministic on GPUs, which torch.cumsum of floats is not."""
     length, distance = x_Cx.shape[-2], 1
     while distance < length:
         x_Cx = x_Cx + F.pad(x_Cx[..., :-distance, :], (0, 0, distance, 0))
@@ -278,10 +304,10 @@ def _gla(q: Tensor, k: Tensor, v: Tensor, decays: _Decays) -> tuple[Tensor, Tens
 
 
 def _gla_weights(q: Tensor, k: Tensor, since: Tensor) -> Tensor:
-    """Return for each token and each earlier one of its chunk the sum over k of q k e^(decays between them).
+    """Return the weight of each earlier token in the output of each token of a chunk: sum over k of q k e^(decay).
 
-    First of each token with itself, then of chunks twice as long each time: from the first half to the second, decays
-    add up to the first half's end and from there on. Other pairs get 0.
+    The decay is that between the two tokens. First each token with itself, then chunks twice as long each time: from
+    the first half to the second, decays add up to the first half's end and from there on. Later tokens get 0.
     """
     weights = (q * k).sum(-1, keepdim=True).unsqueeze(-1).expand(*since.shape[:-1], 1, 1)
     while (half := weights.shape[-1]) < since.shape[-2]:
@@ -308,7 +334,7 @@ def _run_fla(
     beta_BSH: Tensor | None,
     begins_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `ChunkedSegment.forward` does, by the kernels of fla-core 0.6 (github.com/fla-org).
+    """Compute `ChunkedSegment.forward` by the kernels of fla-core 0.6 (github.com/fla-org).
 
     **Not run yet**: no GPU was at hand. Tests put stand-ins with the same arguments in their place. The kernels save
     what they get, with q and k of length 1 instead, and 64 numbers of 16 bits per token and value head. Decays and

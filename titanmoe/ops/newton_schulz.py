@@ -31,16 +31,24 @@ SAFETY = 1.01
 """The divisor of singular values against rounding, as in arXiv 2505.16932."""
 
 
-def step_coefficients(kind: str, steps: int) -> Coefficients:
-    """Return the coefficients of each of so many steps."""
-    if kind == "classic":
+def step_coefficients(name: str, steps: int) -> Coefficients:
+    """Return the coefficients (a, b, c) of each Newton-Schulz step.
+
+    Args:
+        name: "classic" or "polar_express".
+        steps: the number of steps.
+    """
+    if name == "classic":
         return (CLASSIC,) * steps
     safe = tuple((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS)
     return (safe + (LATER,) * steps)[:steps]
 
 
 def largest_gain(steps: Coefficients) -> float:
-    """Return the factor by which a tiny singular value grows over all steps, and by which rounding may grow at most."""
+    """Return the factor by which all steps together enlarge a tiny singular value: the product of their a.
+
+    Rounding errors grow at most by this factor.
+    """
     out = 1.0
     for a, _, _ in steps:
         out *= a
@@ -48,14 +56,20 @@ def largest_gain(steps: Coefficients) -> float:
 
 
 def normalize(x: Tensor, eps_norm: Tensor | float) -> Tensor:
-    """Return x / (|x| + eps_norm) for each matrix of a stack, with 0 for 0 / 0."""
+    """Divide each matrix of a stack by its Frobenius norm plus eps_norm; 0 / 0 is 0."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     norm = norm + eps_norm
     return (x / norm.where(norm > 0, 1)).to(x.dtype)
 
 
 def orthogonalize(x: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> Tensor:
-    """Return the nearest matrix with orthonormal rows or columns to each matrix of a stack, in its dtype."""
+    """Return the nearest matrix with orthonormal rows or columns to each matrix of a stack, in the stack's dtype.
+
+    Args:
+        x: a matrix, or a stack of matrices (n, rows, columns).
+        steps: the coefficients of each Newton-Schulz step.
+        eps_norm: what is added to the norm that a matrix is divided by first.
+    """
     upright = x.shape[-2] > x.shape[-1]
     x = normalize(x.mT if upright else x, eps_norm)
     for a, b, c in steps:
@@ -68,9 +82,14 @@ def orthogonalize(x: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> T
 
 
 def orthogonalizing_factor(gram: Tensor, steps: Coefficients, eps_norm: Tensor | float) -> Tensor:
-    """Return what to multiply each wide matrix X by from the left, given its X X', to orthogonalize it.
+    """Return the matrix F for which F X is the result of `orthogonalize`, given only X X' of a wide matrix X.
 
-    The numbers are those of `orthogonalize`. The gram matrix has the square of X's condition, so use float32 at least.
+    X X' has the square of X's condition number, so use float32 at least.
+
+    Args:
+        gram: X X', or a stack of such matrices.
+        steps: the coefficients of each Newton-Schulz step.
+        eps_norm: what is added to the norm of X.
     """
     norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp(min=0).sqrt()[..., None, None] + eps_norm
     norm = norm.where(norm > 0, 1)

@@ -12,20 +12,24 @@ from torch import Tensor
 
 
 def as_non_leaf(x: Tensor) -> Tensor:
-    """Return x, as a view if it is a leaf that requires a gradient. The engine cannot say if it will visit a leaf."""
+    """Return a view of x if x is a leaf that requires a gradient, else x.
+
+    `wants_gradient` needs it: autograd's engine cannot say whether it will visit a leaf.
+    """
     if torch.compiler.is_compiling():  # a graph is never run for a part of its gradients
         return x
     return x.view_as(x) if x.is_leaf and x.requires_grad else x
 
 
-def wants_gradient(ctx: torch.autograd.function.FunctionCtx, number: int) -> bool:
+def wants_gradient(ctx: torch.autograd.function.FunctionCtx, index: int) -> bool:
     """Return whether the running backward pass wants the gradient of an input of an autograd function.
 
     Args:
-        number: the input's number. The input came through `as_non_leaf` or from another node. In traced code all inputs
-        are counted, so that tensors have to come first.
+        ctx: the context of the autograd function, in its backward.
+        index: the index of the input among those that are tensors. The input came through `as_non_leaf` or from
+            another node. In traced code all inputs are counted, so that tensors have to come first.
     """
     if torch.compiler.is_compiling():
-        return ctx.needs_input_grad[number]
-    node = ctx.next_functions[number][0]
+        return ctx.needs_input_grad[index]
+    node = ctx.next_functions[index][0]
     return node is not None and torch._C._will_engine_execute_node(node)

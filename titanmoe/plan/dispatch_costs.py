@@ -138,7 +138,7 @@ class DispatchCosts:
         if ep * etp == 1:
             return 0.0
         parts = choice.parts
-        one_piece = DISPATCHERS.look_up(choice.dispatcher).seconds_in_one_piece
+        one_piece = DISPATCHERS.look_up(choice.dispatcher).unhidden_seconds
         whole = one_piece(self, T, ep, etp) / 2
         part = (self.exchange(choice.dispatcher, T / parts, ep, etp) - one_piece(self, T / parts, ep, etp)) / 2
         all_messages = 2 * (whole + parts * part)

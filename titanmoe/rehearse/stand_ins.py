@@ -125,8 +125,8 @@ def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
     """
     from titanmoe.ops.kernels import slot_kernels
 
-    blocks = slot_kernels.blocks(len(chosen_N), experts)
-    block_N = torch.arange(len(chosen_N)) // slot_kernels.tile(experts)["ROWS"]
+    blocks = slot_kernels.number_of_blocks(len(chosen_N), experts)
+    block_N = torch.arange(len(chosen_N)) // slot_kernels.launch_constants(experts)["ROWS"]
     count = torch.bincount(chosen_N * blocks + block_N, minlength=(experts + 1) * blocks)
     return count.view(experts + 1, blocks)[:experts].to(torch.int32)
 

@@ -53,27 +53,28 @@ class RouterOutput:
 
     @property
     def valid_T(self) -> Tensor:
-        """The mask of tokens: 0 for padding, else 1.
+        """The mask of tokens: 0 for padding, else 1, in the dtype of the scores.
 
-        Padding has logits and scores too, so every sum over tokens needs it.
+        Padding has logits and scores too, so every sum over tokens needs this mask.
         """
         if self._valid_T is None:
             self._valid_T = self.tokens.valid_T.to(self.scores_TE.dtype)
         return self._valid_T
 
     def choice_counts(self) -> Tensor:
-        """Return how often each expert was chosen in full samples (B, E), in float64, without a gradient.
+        """Return how often each sample's tokens chose each expert, (B, E), in float64, without a gradient.
 
-        Collective over `sequence`, once for all losses.
+        Counts the tokens of the full samples, on all ranks of `sequence`: the first call of a microbatch is collective
+        over these, and further calls return the same tensor.
         """
         if self._choices_BE is None:
             self._choices_BE = all_reduce(self.count_BE.to(torch.float64), self.sequence)
         return self._choices_BE
 
     def score_sums(self) -> Tensor:
-        """Return this rank's tokens' scores, scaled to add up to 1 for each token, summed over each sample: (B, E).
+        """Return the scores of this rank's tokens, scaled to add up to 1 per token, summed over each sample: (B, E).
 
-        Computed once for all losses.
+        Padding does not count. Further calls return the same tensor.
         """
         if self._shares_BE is None:
             B, E = self.count_BE.shape
@@ -83,7 +84,7 @@ class RouterOutput:
 
 
 class BalanceLoss(nn.Module):
-    """The base class of balance losses. Each MoE layer has one of each that is on.
+    """The base class of balance losses. Each MoE layer has an instance of each loss that is switched on.
 
     State that lasts for a step belongs in buffers (`register_buffer(..., persistent=False)`), which are 0 before the
     first step. The result must depend neither on the mapping nor on recomputation. So write state at the index of the
@@ -94,25 +95,28 @@ class BalanceLoss(nn.Module):
         """Store the options.
 
         Args:
-            microbatches: the number that a step has on this rank.
+            model: the recipe's [model].
+            options: the recipe's [moe].
+            microbatches: the number of microbatches that this rank computes in one pass.
         """
         super().__init__()
         self.model, self.options = model, options
 
     def begin_step(self) -> None:
-        """Reset the state. Called before the first microbatch of a step."""
+        """Reset state that lasts for a step. Called before the first microbatch of each step."""
 
     def begin_pass(self) -> None:
-        """Fold the state of the microbatches so far into the step's: the next microbatch has index 0 again.
+        """Prepare state for the next pass of a step of several passes, whose microbatches are numbered from 0 again.
 
-        Called in steps of several passes (titanmoe.session), before each but the first.
+        A loss with state by microbatch adds that state to a sum over the step here. Called before each pass but the
+        first (titanmoe.session).
         """
 
     @abstractmethod
     def forward(self, routed: RouterOutput) -> Tensor:
-        """Return this rank's summand of the term, a scalar with its gradient, without the coefficient.
+        """Return this rank's summand of the loss for one microbatch, a differentiable scalar without the coefficient.
 
-        Summed over all ranks and microbatches of a step, these give the full term, and their gradients its gradient:
-        what other ranks computed is a constant here.
+        The sum of the summands over all ranks and microbatches of a step is the loss, and the sum of their gradients
+        its gradient: what other ranks computed is a constant here.
         """
         raise NotImplementedError

@@ -29,7 +29,7 @@ OTHER_METRICS |= {"max_logit", "tokens_min", "tokens_mean", "tokens_max", "load"
 
 
 class BalanceSpec(Spec):
-    """The facts about a balance loss, with their usual values."""
+    """The facts about a balance loss that are known without torch. The values here are the defaults."""
 
     evens_loads = True
     """Whether the loss keeps experts evenly busy. A run in which nothing does is told so in its header."""
@@ -70,7 +70,11 @@ class Entry(NamedTuple):
 
 
 def parse_entries(lines: list[str]) -> list[Entry]:
-    """Return the entries of `[moe] balance_losses`; raises a ComponentError with everything that is wrong with them."""
+    """Parse the lines of `[moe] balance_losses`, each "NAME COEFFICIENT".
+
+    Raises:
+        ComponentError: with everything that is wrong with the lines.
+    """
     parsed: list[Entry] = []
     problems = []
     for line in lines:
@@ -112,7 +116,7 @@ BALANCE_LOSSES = ComponentKind(
 
 
 class Term(NamedTuple):
-    """A balance loss that is switched on."""
+    """A balance loss that a recipe switches on, with its coefficient."""
 
     name: str
     coefficient: float
@@ -120,12 +124,16 @@ class Term(NamedTuple):
 
     @property
     def metric(self) -> str:
-        """The loss's name in reports."""
+        """The name under which the loss is reported as a metric."""
         return self.spec.metric or self.name.rpartition(":")[2]
 
 
 def active_losses(moe: MoE) -> list[Term]:
-    """Return the balance losses with a coefficient that is not 0, in the order in which they are reported."""
+    """Return the balance losses whose coefficient is not 0, in the order in which metrics report them.
+
+    Args:
+        moe: the recipe's [moe].
+    """
     keys = [Entry(name, getattr(moe, name)) for name in BALANCE_LOSSES.table if name in KEYS]
     return [
         Term(*entry, cast(BalanceSpec, BALANCE_LOSSES.look_up(entry.name)))
@@ -135,7 +143,7 @@ def active_losses(moe: MoE) -> list[Term]:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield the balance losses whose metric would overwrite another number."""
+    """Yield a violation for each balance loss whose name in reports is that of another metric."""
     names: dict[str, list[str]] = {}
     for term in active_losses(config.moe):
         names.setdefault(term.metric, []).append(term.name)

@@ -24,11 +24,11 @@ from titanmoe.observe import named
 
 
 class AllGather(Dispatcher):
-    """Gathers all tokens of the group on every rank."""
+    """The dispatcher that gathers all tokens of the dispatch group on every rank."""
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> SummedExchange:
-        """Gather the tokens, and fill the slots of this rank's experts. Waits for them."""
+        """Gather the tokens of all ranks, wait, and copy those of this rank's experts into their slots."""
         slots_per_expert *= self.group.size
         chosen_NK, order, count_e, number = self.gather_and_sort_choices(chosen_TK, slots_per_expert)
         # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.
@@ -44,12 +44,12 @@ class AllGather(Dispatcher):
     def gather_and_sort_choices(
         self, chosen_TK: Tensor, slots_per_expert: int
     ) -> tuple[Tensor, Tensor, Tensor, HostCopy | None]:
-        """Gather the choices of all ranks, and sort those of this rank's experts.
+        """Gather the choices of all ranks, and sort those of this rank's experts. Collective over the dispatch group.
 
         Returns:
-            The local experts that all tokens chose (N, K), e for an expert elsewhere; the choices sorted by expert;
-            each
-            expert's count (e,); and their sum on its way to the host, None if expert buffers are padded.
+            The chosen experts of all tokens, numbered among this rank's experts (N, K), e for an expert of another
+            rank; the choices sorted by expert; the number of choices of each local expert (e,); and the sum of these
+            numbers, on its way to the host, or None if expert buffers are padded.
         """
         chosen_NK = all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts
         local = (chosen_NK >= 0) & (chosen_NK < self.local_experts)
@@ -59,21 +59,32 @@ class AllGather(Dispatcher):
 
 
 class SummedExchange(NamedTuple):
-    """The exchange of dispatchers that bring a token once for all experts of this rank, and sum their outputs here."""
+    """The exchange of dispatchers that send a token to a rank once, for all of the rank's experts that it chose.
+
+    The rank sums its experts' outputs by token before it sends the sums back.
+    """
 
     x_RD: Tensor
     weights_R1: Tensor
     count_e: Tensor
     route: Route
     return_sums: Callable[[Tensor], Tensor]
-    """Sends the sum of each token that arrived (N, D) to its rank; returns this rank's tokens' sums over ranks."""
+    """A function that sends back this rank's sums by token, and returns each own token's sum over all ranks.
+
+    It takes one sum for each of the N received tokens, (N, D), and returns one for each of the T own tokens, (T, D).
+    """
     kernels: str
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the routed tokens (R, D), routing weights (R, 1) and experts' counts (e,), which have arrived."""
+        """Return the routed tokens of this rank's experts; `dispatch` has already waited for them.
+
+        Returns:
+            The routed tokens (R, D), sorted by expert; their routing weights (R, 1); and the number of each expert's
+            (e,).
+        """
         return self.x_RD, self.weights_R1, self.count_e
 
     @named("combine")
     def combine(self, y_RD: Tensor) -> Tensor:
-        """Sum the outputs of this rank's experts by token, and sum these over ranks: (T, D)."""
+        """Sum the outputs of this rank's experts by token, send the sums back, and return each token's total (T, D)."""
         return self.return_sums(unpermute_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels))

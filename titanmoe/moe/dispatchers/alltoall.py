@@ -38,21 +38,22 @@ from titanmoe.ops import device
 
 
 class AllToAll(Dispatcher):
-    """Sends each routed token to all etp ranks of its expert in one all-to-all.
+    """The dispatcher that sends each routed token to all etp ranks of its expert in one all-to-all.
 
-    Each of them returns its summand of the down projection, and the sum over top-k on the token's rank adds these too.
-    So expert tensor parallelism costs no extra collective. Per rank and direction: T * K * etp rows of D elements, less
-    those that stay.
+    Each of these ranks returns its summand of the down projection, and the sum over top-k on the token's rank adds
+    these too, so that expert tensor parallelism costs no extra collective. Per rank and direction: T * K * etp rows of
+    D elements, less those that stay on the rank.
     """
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> AllToAllExchange:
         """Start to send routed tokens to their experts' ranks.
 
-        The host waits for counts, unless expert buffers are padded.
+        The host waits for counts, unless expert buffers are padded or `dispatch_locally` applies.
 
         Without padding, tokens fill a buffer of the largest possible size before its used size is known; then the
-        unused end is dropped. A graph would copy the gradients once more for that, so it reads the size first.
+        unused end is dropped. In a compiled graph that would copy the gradients once more, so there the size is read
+        first.
         """
         G, e = self.group.size, self.local_experts
         host_waits = device.choose(x_TD, True, cpu=False, compiled=True)
@@ -82,10 +83,10 @@ class AllToAll(Dispatcher):
         return AllToAllExchange(x_flight, weights_flight, weights_TK.dtype, count_e, expert_order, route, self.kernels)
 
     def dispatch_locally(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> AllToAllExchange:
-        """Lay out the routed tokens of a rank that has all experts, without a host sync.
+        """Copy tokens into the slots of their experts on a rank that has all experts, without a host sync.
 
-        Nothing is sent, so the host need not know their number. Unused slots come last; what experts compute of them is
-        undefined and reaches no token.
+        Nothing is sent. The buffer has the largest possible size, since the host does not know how much is used. Unused
+        slots come last; what experts compute of them is undefined and reaches no token.
         """
         choice_R, slot, count_e = assign_unpadded_slots(chosen_TK, self.num_experts, 1, 1, self.kernels)
         x_RD, weights_R1, route = fill_slots(x_TD, weights_TK, choice_R, slot, self.kernels)
@@ -93,12 +94,11 @@ class AllToAll(Dispatcher):
         return AllToAllExchange(x_flight, weights_flight, weights_TK.dtype, count_e, None, route, self.kernels)
 
     def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, Tensor, CountExchange | None]:
-        """Assign a slot of the send buffer to each choice.
+        """Assign a slot of the send buffer to each choice of an expert.
 
         Returns:
-            The choice in each slot; the slots of each choice; each expert's count (E,); and the exchange of counts,
-            None if
-            expert buffers are padded.
+            The choice in each slot (R,); the slots of each choice (T * K, etp); the number of choices of each expert
+            (E,); and the started exchange of counts, None if expert buffers are padded.
         """
         if not slots_per_expert:
             choice_R, slot, count_E = assign_unpadded_slots(
@@ -110,14 +110,18 @@ class AllToAll(Dispatcher):
         return *assign_slots(chosen_TK, order, count_E, self.ep, self.etp, slots_per_expert, most), count_E, None
 
     def send_counts(self, count_E: Tensor) -> CountExchange:
-        """Start to send each rank of the group how many routed tokens its experts get from this one."""
+        """Start to tell each rank of the dispatch group how many routed tokens this rank sends to its experts.
+
+        Args:
+            count_E: the number of this rank's choices of each expert.
+        """
         e = self.local_experts
         send_Ge = count_E.view(self.ep, 1, e).expand(-1, self.etp, -1).reshape(self.group.size, e)
         return CountExchange(send_Ge, self.group, device.kind(count_E) == "cuda")
 
 
 class AllToAllExchange(NamedTuple):
-    """Routed tokens and their routing weights in flight to this rank's experts; then their outputs in flight back."""
+    """An exchange by all-to-all: routed tokens and their weights in flight, then experts' outputs in flight back."""
 
     x_RD: InFlight
     weights_R1: InFlight | None
@@ -125,20 +129,23 @@ class AllToAllExchange(NamedTuple):
     weights_dtype: torch.dtype
     count_e: Tensor
     expert_order: tuple[Tensor, Tensor] | None
-    """The order from by-sender to by-expert, and its inverse; None if what arrives is by expert already."""
+    """The permutation that sorts received routed tokens, which come by sender, by expert; and its inverse.
+
+    None if they arrive sorted by expert.
+    """
     route: Route
     kernels: str
 
     def relay(self) -> AllToAllExchange:
-        """Return this exchange: no rank in between forwards its messages."""
+        """Return this exchange itself: routed tokens reach their experts without an intermediate rank."""
         return self
 
     @named("dispatch")
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for the routed tokens, and return them sorted by expert.
+        """Wait for the routed tokens of this rank's experts, and return them sorted by expert.
 
         Returns:
-            Routed tokens (R, D), their routing weights (R, 1) and each expert's count (e,).
+            The routed tokens (R, D), their routing weights (R, 1) and the number of each expert's (e,).
         """
         x_RD = finish_all_to_all(self.x_RD)
         if self.weights_R1 is None:
@@ -154,12 +161,12 @@ class AllToAllExchange(NamedTuple):
 
     @named("combine")
     def start_combine(self, y_RD: Tensor) -> InFlight:
-        """Start to send the experts' outputs back, in the order in which their tokens came."""
+        """Start to send the experts' outputs back to the ranks of their tokens."""
         if self.expert_order is not None:
             y_RD = reorder(y_RD, *reversed(self.expert_order), self.kernels)
         return start_reverse_all_to_all(y_RD, self.x_RD)
 
     @named("combine")
     def finish_combine(self, in_flight: InFlight) -> Tensor:
-        """Wait for the outputs in flight, and return each token's sum of them (T, D)."""
+        """Wait for the experts' outputs from `start_combine`, and return each token's sum of them (T, D)."""
         return unpermute_tokens(finish_all_to_all(in_flight), self.route.source_R, self.route.slot_TJ, self.kernels)

@@ -35,7 +35,7 @@ from titanmoe.config.schema import MoE as MoEOptions
 
 
 class Exchange(Protocol):
-    """One layer's routed tokens, from dispatch to combine."""
+    """One MoE layer's routed tokens of one microbatch on this rank, from dispatch to combine."""
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
         """Wait for the routed tokens of this rank's experts, and return them. Called once.
@@ -52,7 +52,7 @@ class Exchange(Protocol):
 
 
 class SplitExchange(Exchange, Protocol):
-    """An exchange whose messages can be in flight while something else is computed, such as the other half.
+    """An exchange whose messages can be in flight while other work runs, such as the microbatch's other half.
 
     `combine(y)` equals `finish_combine(start_combine(y))`. What `relay` and `start_combine` return passes into and out
     of the module that has the experts' weights, whose hooks (FSDP's) look for tensors with gradients in it. So return
@@ -61,47 +61,66 @@ class SplitExchange(Exchange, Protocol):
     """
 
     def relay(self) -> SplitExchange:
-        """Wait for what ranks in between have to forward; return the exchange that brings tokens to the experts.
+        """Pass on the tokens that reached this rank only on their way to another rank, and return the next exchange.
 
-        `receive_routed` and `start_combine` are called on the exchange that it returns.
+        Call `receive_routed` and `start_combine` on the returned exchange. A dispatcher whose tokens go straight to
+        their experts' ranks returns the exchange itself.
         """
         ...
 
     def start_combine(self, y_RD: Tensor) -> Any:
-        """Start to send the experts' outputs back; return what `finish_combine` takes."""
+        """Start to send the experts' outputs back to their tokens' ranks.
+
+        Returns:
+            The argument for `finish_combine`.
+        """
         ...
 
     def finish_combine(self, in_flight: Any) -> Tensor:
-        """Wait for the outputs in flight, and return each token's sum of them (T, D)."""
+        """Wait for the experts' outputs, and return each token's sum of them (T, D).
+
+        Args:
+            in_flight: what `start_combine` returned.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks that hold one layer's experts, as this rank sees them."""
+    """The ranks that hold the experts of one MoE layer, as this rank sees them."""
 
     group: Group = NO_GROUP
     """The dispatch group: ep x etp, etp innermost."""
     ep: int = 1
     etp: int = 1
     within: Group = NO_GROUP
-    """The group's ranks on this node, if it spans nodes and the dispatcher's spec says `works_by_node`."""
+    """The ranks of the dispatch group on this node.
+
+    Set only if the group spans nodes and the dispatcher's spec says `works_by_node`; else NO_GROUP.
+    """
     across: Group = NO_GROUP
-    """The rank with this rank's position on each node of the group; only this rank if the group does not span nodes."""
+    """One rank of each node of the dispatch group: the rank with the same position on its node as this rank.
+
+    NO_GROUP if the group does not span nodes.
+    """
 
 
 class CannotReserve(Exception):
-    """The reason why `Dispatcher.reserve` failed on a rank. Raised on all ranks of the world."""
+    """The error of `Dispatcher.reserve`, raised on all ranks of the world if one rank cannot use the dispatcher.
+
+    Its text says why.
+    """
 
 
 class SharedBuffers:
-    """Buffers that all dispatchers of a rank share, attached to them during the first forward and backward of a step.
+    """Communication buffers that the dispatchers of all MoE layers of a rank share.
 
-    A dispatcher that finds them too small asks for the step to be repeated without them (titanmoe.train.gradients).
+    The dispatchers use them in the first forward and backward of each step. If a dispatcher finds the buffers too
+    small, it asks for the step to be computed once more, without them (titanmoe.train.gradients).
     """
 
     repeats = 0
-    """The number of steps of this process that were repeated."""
+    """The number of steps that this process computed a second time because the buffers were too small."""
 
     def __init__(self, device: torch.device):
         self.needs_repeat = torch.zeros((), dtype=torch.bool, device=device)
@@ -111,20 +130,20 @@ class SharedBuffers:
         """
 
     def must_repeat(self, ranks: float) -> bool:
-        """Return whether the step has to be repeated.
+        """Return whether the step has to be computed once more without the buffers. The same on all ranks.
 
         Args:
-            ranks: the number of ranks that ask for it.
+            ranks: the number of ranks of the world that set `needs_repeat` in this step.
         """
         return ranks > 0
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of these buffers, which every step reports."""
+        """Return metrics about the buffers by name, for the metrics of every step."""
         return {}
 
     @contextmanager
     def attached(self, layers: Collection[nn.Module]) -> Iterator[None]:
-        """Attach the buffers to the dispatchers of these MoE layers while the context lasts."""
+        """Let the dispatchers of these MoE layers use the buffers inside the context; clear `needs_repeat` first."""
         self.needs_repeat.zero_()
         try:
             for layer in layers:
@@ -136,25 +155,28 @@ class SharedBuffers:
 
 
 class Dispatcher:
-    """The base class of dispatchers. Each MoE layer has one."""
+    """The base class of dispatchers. Each MoE layer has a dispatcher of its own."""
 
     memory: SharedBuffers | None = None
-    """The buffers that `reserve` returned, during a training step; None outside of one."""
+    """The buffers that `reserve` returned, while layers use them in a training step; else None."""
     allows_unused_slots = False
-    """Whether slots after those of the last expert may hold anything; with biases, experts need to know which are used.
+    """Whether experts may get unused slots with arbitrary contents after their last routed token.
+
+    Not allowed if experts have biases, because these must not be added to unused slots.
     """
 
     def __init__(self, num_experts: int, kernels: str = "auto"):
-        """Place all experts on this rank; `place` is called when the model is laid on the meshes.
+        """Create a dispatcher for a rank that has all experts, until `place` sets the ranks that share them.
 
         Args:
+            num_experts: the number of experts of the layer, on all ranks.
             kernels: the option `[moe] kernels`.
         """
         self.num_experts, self.kernels = num_experts, kernels
         self.place(ExpertRanks())
 
     def place(self, ranks: ExpertRanks) -> None:
-        """Set the ranks that hold this layer's experts. Called when the model is laid on the meshes."""
+        """Set the ranks that hold this layer's experts. Called once, when the model is distributed over the ranks."""
         self.ranks = ranks
         self.group, self.ep, self.etp = ranks.group, ranks.ep, ranks.etp
         self.local_experts = self.num_experts // ranks.ep
@@ -163,10 +185,14 @@ class Dispatcher:
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
         """Start to send each token to the ranks of its chosen experts; return without waiting if possible.
 
+        Collective over the dispatch group.
+
         Args:
-            chosen_TK: each token's experts; E for no expert.
-            slots_per_expert: the capacity slots of an expert for each sender, if its buffer is padded to a static size;
-            0 without padding.
+            x_TD: this rank's tokens.
+            weights_TK: the routing weights of each token's chosen experts.
+            chosen_TK: the numbers of each token's chosen experts; E for no expert.
+            slots_per_expert: if expert buffers are padded to a static size, the number of slots of an expert for each
+                sending rank; else 0.
         """
         raise NotImplementedError
 
@@ -183,13 +209,17 @@ class Dispatcher:
     def reserve(
         model: Model, options: MoEOptions, ranks: ExpertRanks, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> SharedBuffers | None:
-        """Make what the dispatchers of all layers of a rank share; None if nothing is needed.
+        """Allocate buffers that the dispatchers of all layers of a rank share; return None if they need none.
 
-        Collective over the world.
+        Collective over the world. Called once, before training.
 
         Args:
-            tokens: the number that a rank owns in a microbatch.
+            model: the recipe's [model].
+            options: the recipe's [moe].
+            ranks: the ranks that hold a layer's experts.
+            tokens: the number of tokens that a rank owns in a microbatch.
             dtype: the dtype of the tokens that are sent.
+            device: this rank's device.
 
         Raises:
             CannotReserve: on all ranks, if one of them cannot use the dispatcher.

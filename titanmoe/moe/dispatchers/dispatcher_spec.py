@@ -20,54 +20,67 @@ ALIGN = 8  # routed tokens: 16 bytes of bfloat16, which the grouped product need
 
 
 class Network(Protocol):
-    """The seconds that messages of a group of ranks take, by their bytes."""
+    """The planner's estimates of communication: seconds of a collective, from the bytes that it sends."""
 
     def gather(self, group: Any, whole: float) -> float:
-        """Return the seconds of an all-gather to `whole` bytes on each rank."""
+        """Return the seconds of an all-gather, after which each rank has `whole` bytes."""
 
     def exchange(self, group: Any, size: float) -> float:
-        """Return the seconds of an all-to-all of `size` bytes per rank."""
+        """Return the seconds of an all-to-all in which each rank sends `size` bytes, including those for itself."""
 
     def relay(self, group: Any, across: float, inside: float) -> float:
-        """Return the seconds to send `across` bytes out of a domain and `inside` within it."""
+        """Return the seconds of one-sided kernels that pass tokens on from rank to rank.
+
+        Args:
+            group: the ranks.
+            across: the bytes that each rank sends out of its NVLink domain.
+            inside: the bytes that each rank sends within its NVLink domain.
+        """
 
 
 class ExchangeCosts(Protocol):
-    """A model on a network, as the planner presents it to dispatchers."""
+    """What a dispatcher's spec asks of the planner to estimate its messages: the model, the network and the ranks."""
 
     model: Model
     links: Network
     routed_token_bytes: int
-    """The bytes of a routed token."""
+    """The bytes of one routed token's activations."""
 
     def expert_group(self, ep: int, etp: int) -> Any:
-        """Return the ranks that a dispatcher's messages go to."""
+        """Return the dispatch group (ep x etp ranks), as the methods of `links` take a group."""
 
     def domains(self, ep: int, etp: int) -> int:
-        """Return the number of NVLink domains that these ranks are in."""
+        """Return the number of NVLink domains over which the ranks of a dispatch group are spread."""
 
     def groups_by_domain(self, ep: int, etp: int) -> tuple[Any, Any]:
-        """Return the ranks within a domain, and one rank of each domain."""
+        """Return two groups: a dispatch group's ranks within one NVLink domain, and one rank of each of its domains."""
 
     def visits(self, parts: int) -> float:
-        """Return in how many of `parts` equal parts of the experts a token has any, on average."""
+        """Return over how many places a token's chosen experts are spread, on average.
+
+        Args:
+            parts: the number of places, such as NVLink domains, each of which has an equal part of the experts.
+        """
 
 
 class StaticSizes(NamedTuple):
-    """Numbers of slots for routed tokens on a rank that do not depend on the routing; 0 if they do."""
+    """The slots for routed tokens on a rank, where their number does not depend on the routing; else 0."""
 
     receive_slots: int = 0
-    """Slots that the rank's experts compute, with the unused ones."""
+    """Slots, used or not, that go through the rank's experts."""
     buffer_slots: int = 0
     """Slots of the receive buffer."""
 
 
 def symm_mem_sizes(model: Model, factor: float, tokens: int, ep: int, etp: int) -> StaticSizes:
-    """Return the sizes of symm_mem.
+    """Return the numbers of slots that the dispatcher symm_mem allocates on a rank.
 
     Args:
+        model: the recipe's [model].
         factor: moe.symm_mem_factor.
-        tokens: the tokens that a rank owns in a microbatch.
+        tokens: the number of tokens that a rank owns in a microbatch.
+        ep: degree of expert parallelism.
+        etp: degree of expert tensor parallelism.
     """
     local_experts, sent = model.num_experts // ep, tokens * model.top_k * etp  # with even routing, as many arrive
     arriving = min(math.ceil(factor * sent), ep * etp * tokens * min(model.top_k, local_experts))
@@ -76,7 +89,7 @@ def symm_mem_sizes(model: Model, factor: float, tokens: int, ep: int, etp: int) 
 
 
 class DispatcherSpec(Spec):
-    """The facts about a dispatcher, with their usual values."""
+    """The facts about a dispatcher that are known without torch. The values here are the defaults."""
 
     host_syncs = 1
     """The number of times that the host waits in a layer's forward, to learn sizes.
@@ -107,7 +120,7 @@ class DispatcherSpec(Spec):
     """Whether the planner's search may replace the dispatcher, or choose it in place of another that says so too."""
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield what in the recipe contradicts the dispatcher, whatever the mapping."""
+        """Yield options of the recipe that the dispatcher cannot run with, whatever the mapping."""
         moe = config.moe
         if moe.overlap == "halves":
             yield from halves_violations(config, self)
@@ -118,7 +131,13 @@ class DispatcherSpec(Spec):
             )
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        """Yield what contradicts the dispatcher under these degrees."""
+        """Yield a message for each reason why the dispatcher cannot run with these parallel degrees.
+
+        Args:
+            config: the recipe.
+            degrees: ranks on each axis by name ("pp", "ep", "etp") and of a pipeline stage ("stage"); some may be
+                missing, which are then not checked.
+        """
         if config.moe.overlap == "pairs" and self.cannot_overlap and degrees.get("pp", 1) > 1:
             yield (
                 'moe.overlap = "pairs" computes where the host would wait for routed tokens, and moe.dispatcher = '
@@ -132,11 +151,14 @@ class DispatcherSpec(Spec):
             yield from self.limits(config, ep, etp)
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
-        """Yield what does not fit this dispatcher on a group of more than one rank."""
+        """Yield a message for each reason why the dispatcher cannot serve a dispatch group of these degrees.
+
+        Called only if the group has more than one rank. Subclasses override it.
+        """
         yield from ()
 
     def _nodes(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        """Yield what a dispatcher that works node by node requires of their size."""
+        """Yield a message if dispatch groups do not line up with nodes, as a dispatcher that `works_by_node` needs."""
         node, stage, ep, etp = config.parallelism.node, degrees["stage"], degrees["ep"], degrees["etp"]
         world, size = degrees["pp"] * stage, ep * etp
         if node < 1 or stage % size or nodes_of_a_group(world, ep, etp, node) is not None:
@@ -150,20 +172,34 @@ class DispatcherSpec(Spec):
         )
 
     def static_sizes(self, config: Config, tokens: int, ep: int, etp: int) -> StaticSizes:
-        """Return the sizes that the planner counts whatever the routing is, for a rank's tokens of a microbatch."""
+        """Return the slots for routed tokens that the dispatcher allocates on a rank whatever the routing is.
+
+        For the planner's memory estimate. All 0 by default.
+
+        Args:
+            config: the recipe.
+            tokens: the number of tokens that a rank owns in a microbatch.
+            ep: degree of expert parallelism.
+            etp: degree of expert tensor parallelism.
+        """
         return StaticSizes()
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Return the planner's time of one forward's messages, there and back; by default that of two all-to-alls.
+        """Estimate the seconds of a layer's dispatch and combine in one forward, without overlap, for the planner.
+
+        By default those of two all-to-alls of routed tokens.
 
         Args:
-            tokens: the number that a rank owns.
+            costs: the planner's model and network.
+            tokens: the number of tokens that a rank owns.
+            ep: degree of expert parallelism.
+            etp: degree of expert tensor parallelism.
         """
         row, K = costs.routed_token_bytes, costs.model.top_k
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
-    def seconds_in_one_piece(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Return the part of `seconds` that nothing hides where the other messages overlap with computation."""
+    def unhidden_seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
+        """Return how many of `seconds` remain exposed even if the other messages overlap with computation."""
         return 0.0
 
 
@@ -197,15 +233,19 @@ class HierarchicalSpec(DispatcherSpec):
     search_tries = True
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Return the time of each token once to each NVLink domain, then of copies for the experts there."""
+        """Estimate the seconds of a layer's dispatch and combine in one forward.
+
+        Each token goes once to each NVLink domain of its experts, then within the domain as one copy for each expert
+        and etp rank.
+        """
         if costs.domains(ep, etp) == 1:
             return super().seconds(costs, tokens, ep, etp)
         within, _ = costs.groups_by_domain(ep, etp)
         inside = costs.links.exchange(within, tokens * costs.model.top_k * etp * costs.routed_token_bytes)
-        return self.seconds_in_one_piece(costs, tokens, ep, etp) + 2 * inside
+        return self.unhidden_seconds(costs, tokens, ep, etp) + 2 * inside
 
-    def seconds_in_one_piece(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Return the time of the hop across nodes, which nothing hides."""
+    def unhidden_seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
+        """Return the seconds of the messages between NVLink domains, in both directions; 0 in a single domain."""
         if (domains := costs.domains(ep, etp)) == 1:
             return 0.0
         _, across = costs.groups_by_domain(ep, etp)
@@ -230,7 +270,7 @@ class SymmetricMemorySpec(DispatcherSpec):
     )
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
-        """Yield that ranks map each other's memory, which they can within a node only."""
+        """Yield a message if a dispatch group is not within one node: ranks map each other's memory only there."""
         ranks, node = ep * etp, config.parallelism.node  # 1 also where no launcher says
         if node > 1 and node % ranks:
             yield (
@@ -245,7 +285,10 @@ class SymmetricMemorySpec(DispatcherSpec):
 
 
 class AutoSpec(AllToAllSpec):
-    """The facts of alltoall, so that "auto" is legal wherever alltoall is, and a model outside a run uses alltoall."""
+    """The spec of "auto": the facts of alltoall, so that it is legal wherever alltoall is.
+
+    A run replaces "auto" by symm_mem or alltoall at its start; a model outside a run uses alltoall.
+    """
 
     help = (
         "auto is symm_mem on GPUs whose ep x etp lies within a node, if they can map each other's memory and the check "
@@ -255,10 +298,14 @@ class AutoSpec(AllToAllSpec):
 
 
 def why_not_symm_mem(config: Config, fold: Fold, node: int, gpus: bool) -> str:
-    """Return why "auto" is alltoall under this recipe and mapping; "" if only sharing memory can still fail.
+    """Return why the dispatcher "auto" becomes alltoall under this recipe and mapping; "" if it becomes symm_mem.
+
+    After "", a run may still fall back to alltoall because its GPUs cannot share memory.
 
     Args:
-        node: how many ranks are on a machine and its NVLink.
+        config: the recipe.
+        fold: the mapping.
+        node: the number of ranks on a node, which share NVLink.
         gpus: whether ranks run on GPUs.
     """
     ranks, spec = fold.ep * fold.etp, DISPATCHERS.look_up("symm_mem")
@@ -275,14 +322,14 @@ def why_not_symm_mem(config: Config, fold: Fold, node: int, gpus: bool) -> str:
 
 
 def with_dispatcher(config: Config, name: str) -> Config:
-    """Return the config with that moe.dispatcher."""
+    """Return a copy of the config with this moe.dispatcher."""
     return replace(config, moe=replace(config.moe, dispatcher=name))
 
 
 def with_planned_dispatcher(config: Config, fold: Fold, node: int, gpus: bool) -> Config:
-    """Return the config with moe.dispatcher filled in where it is "auto", as on a machine that can share memory.
+    """Replace the dispatcher "auto" by the one that a run would choose on a machine whose GPUs can share memory.
 
-    The arguments are those of `why_not_symm_mem`.
+    Returns the config as it is if it names another dispatcher. Arguments as of `why_not_symm_mem`.
     """
     if config.moe.dispatcher != "auto":
         return config
@@ -290,7 +337,10 @@ def with_planned_dispatcher(config: Config, fold: Fold, node: int, gpus: bool) -
 
 
 def halves_violations(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:
-    """Yield why one half's samples cannot be computed while routed tokens of the other half are in flight."""
+    """Yield the reasons why moe.overlap = "halves" is impossible.
+
+    It computes one half of a microbatch's samples while routed tokens of the other half are in flight.
+    """
     moe, samples = config.moe, config.training.local_batch_size
     halves, off = 'moe.overlap = "halves"', 'or overlap = "none"'
     if moe_layers(config.model) == 0:
@@ -334,10 +384,10 @@ DISPATCHERS = ComponentKind(
 
 
 def overlapping() -> list[str]:
-    """Return the names of the dispatchers whose tokens can be in flight while something else is computed."""
+    """Return the names of the dispatchers whose routed tokens can be in flight while something else is computed."""
     return [name for name in DISPATCHERS.table if not DISPATCHERS.look_up(name).cannot_overlap]
 
 
 def overlapping_quoted() -> str:
-    """Return the names of `overlapping` as a message suggests them."""
+    """Return the names of dispatchers that can overlap with computation, quoted and joined by "or", for messages."""
     return " or ".join(f'"{name}"' for name in overlapping())

@@ -29,7 +29,7 @@ from titanmoe.ops import device
 
 
 class Hierarchical(Dispatcher):
-    """An all-to-all across nodes, then one inside the node."""
+    """The dispatcher with two hops: an all-to-all across nodes, then one inside the node."""
 
     def place(self, ranks: ExpertRanks) -> None:
         super().place(ranks)
@@ -40,9 +40,10 @@ class Hierarchical(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
-        """Start to send tokens to the nodes of their experts.
+        """Start to send each token once to every node that has an expert of it.
 
-        The host waits for counts, unless expert buffers are padded.
+        The host waits for counts, unless expert buffers are padded. Within a single node, start the all-to-all to
+        experts.
         """
         across = self.ranks.across
         T, N = x_TD.shape[0], across.size
@@ -65,12 +66,11 @@ class Hierarchical(Dispatcher):
         return HierarchicalExchange(self, x_VD, weights_VK, choices_VK, slots_per_expert * N, route, send, receive)
 
     def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, CountExchange | None]:
-        """Assign a slot of the send buffer to each visit of a token to a node.
+        """Assign a slot of the send buffer to each copy of a token, one for each node that has experts of it.
 
         Returns:
-            The visit in each slot, numbered token * N + node; the slot of each visit; and the exchange of counts, None
-            if
-            expert buffers are padded.
+            The copy in each slot, numbered token * N + node; the slot of each copy; and the started exchange of counts
+            between nodes, None if expert buffers are padded.
         """
         T, N = chosen_TK.shape[0], self.ranks.across.size
         # A token visits each of its nodes once; "no expert" is on node N, which does not exist.
@@ -87,7 +87,7 @@ class Hierarchical(Dispatcher):
 
 @dataclass
 class HierarchicalExchange:
-    """Routed tokens in flight to the nodes of their experts, and then to the experts."""
+    """An exchange in two hops: tokens in flight to the nodes of their experts, then inside the node to the experts."""
 
     dispatcher: Hierarchical
     x_VD: InFlight
@@ -96,24 +96,33 @@ class HierarchicalExchange:
     slots_per_expert: int
     route: Route
     leaving: list[int]
-    """The number of tokens to each node."""
+    """The number of tokens that this rank sends to each node."""
     arriving: list[int]
-    """The number of tokens from each node."""
+    """The number of tokens that this rank receives from each node."""
 
     @named("dispatch")
     def relay(self) -> AllToAllExchange:
-        """Wait for the tokens that cross to this rank, dispatch them inside the node, and return that exchange."""
+        """Wait for the tokens from other nodes, and start to send them to their experts inside this node.
+
+        Returns:
+            The exchange inside the node, which brings the tokens to the experts.
+        """
         x_VD, weights_VK = finish_all_to_all(self.x_VD), finish_all_to_all(self.weights_VK)
         chosen_VK = self.local_choices(finish_all_to_all(self.choices_VK))
         self.node_exchange = self.dispatcher.inner.dispatch(x_VD, weights_VK, chosen_VK, self.slots_per_expert)
         return self.node_exchange
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for both hops; return routed tokens (R, D), their weights (R, 1) and each expert's count (e,)."""
+        """Wait for both hops, and return the routed tokens of this rank's experts.
+
+        Returns:
+            The routed tokens (R, D), sorted by expert; their routing weights (R, 1); and the number of each expert's
+            (e,).
+        """
         return self.relay().receive_routed()
 
     def local_choices(self, chosen_VK: Tensor) -> Tensor:
-        """Return the experts chosen on this node, numbered from its first; others become "no expert"."""
+        """Renumber chosen experts from this node's first expert; choices of other nodes' experts become "no expert"."""
         node_experts = self.dispatcher.node_experts
         chosen_VK = chosen_VK.long() - self.dispatcher.ranks.across.rank * node_experts
         return chosen_VK.where((chosen_VK >= 0) & (chosen_VK < node_experts), node_experts)
@@ -123,12 +132,16 @@ class HierarchicalExchange:
         return self.finish_combine(self.start_combine(y_RD))
 
     def start_combine(self, y_RD: Tensor) -> InFlight:
-        """Start to send the experts' outputs back inside the node."""
+        """Start the first hop back: send the experts' outputs to the ranks of this node that forwarded the tokens."""
         return self.node_exchange.start_combine(y_RD)
 
     @named("combine")
     def finish_combine(self, in_flight: InFlight) -> Tensor:
-        """Wait for the outputs inside the node, send their sums across nodes, and return each token's sum (T, D)."""
+        """Wait for the first hop back, sum the outputs by token, send the sums across nodes, and wait.
+
+        Returns:
+            Each token's sum over its experts (T, D).
+        """
         y_VD, across = self.node_exchange.finish_combine(in_flight), self.dispatcher.ranks.across
         y_RD = finish_all_to_all(start_all_to_all(y_VD, across, self.arriving, self.leaving))
         return unpermute_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.dispatcher.kernels)

@@ -69,14 +69,18 @@ def missing(device: str) -> str:
 
 
 def exchange_steps(barrier: Callable[[], None], put: Callable[[], None], take: Callable[[], Arrived]) -> Arrived:
-    """Run what every rank of a group does in an exchange, in the order of its stream; return what `take` returns.
+    """Exchange rows through receive buffers, in the order of steps that keeps ranks from overwriting unread rows.
 
-    The same buffer receives in every exchange, of any layer, microbatch and direction.
+    Collective over the group. On GPUs the steps are launched on the current stream. The same buffer receives in every
+    exchange, of any layer, microbatch and direction.
 
     Args:
-        barrier: returns once all ranks have entered it; what they did before is done, and visible after it.
+        barrier: returns once all ranks have called it; writes before it are finished, and visible after it.
         put: writes this rank's rows to the others' buffers.
         take: copies what arrived out of this rank's buffer.
+
+    Returns:
+        What `take` returns.
     """
     barrier()  # all ranks have taken what arrived in the exchange before
     put()
@@ -85,52 +89,59 @@ def exchange_steps(barrier: Callable[[], None], put: Callable[[], None], take: C
 
 
 class Places(NamedTuple):
-    """The places of routed tokens in the buffers of a group, as one rank sees them."""
+    """Where each routed token goes to and comes from in the buffers of a dispatch group, as one rank sees it.
+
+    A place is rank * limit + slot of that rank's buffer; -1 is nowhere.
+    """
 
     to_H: Tensor
-    """The place that each slot of the send buffer goes to."""
+    """The place in a receive buffer to which each slot of this rank's send buffer goes."""
     from_A: Tensor
-    """The place that each slot of the receive buffer comes from."""
+    """The place in a send buffer from which each slot of this rank's receive buffer comes."""
     slots_e: Tensor
-    """The slots of each expert's buffer on this rank."""
+    """The number of slots of each local expert in the receive buffer, a multiple of ALIGN."""
     fits: Tensor
-    """Whether the routed tokens of every rank fit. If not, nothing is sent."""
+    """Whether the routed tokens of every rank fit into its receive buffer, a scalar. If not, nothing is sent."""
     overflows: Tensor
-    """Whether this rank's own do not fit."""
+    """Whether the routed tokens for this rank do not fit into its receive buffer, a scalar."""
 
 
-def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, rows: int, room: int) -> Places:
-    """Return the places of routed tokens, from the counts of the group.
+def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, send_slots: int, receive_slots: int) -> Places:
+    """Compute where each routed token goes to and comes from in the buffers of a dispatch group.
+
+    Runs on the device, without a host sync or a message.
 
     Args:
-        count_GE: the number of routed tokens from each sender for each expert.
-        limit: the slots of a buffer.
-        rows: H, the slots of the send buffer.
-        room: A, the slots of the receive buffer.
+        count_GE: the number of routed tokens from each sending rank for each expert.
+        ranks: the ranks that hold the experts.
+        limit: the distance between the first places of consecutive ranks: at least the slots of a buffer.
+        send_slots: H, the slots of this rank's send buffer.
+        receive_slots: A, the slots of this rank's receive buffer.
     """
     rank = ranks.group.rank
     # By sender, receiver and local expert: all etp ranks of an expert get its rows.
     size_SRe = count_GE.view(len(count_GE), ranks.ep, -1).repeat_interleave(ranks.etp, 1)
     need_R = aligned_counts(size_SRe.sum(0)).sum(1)
-    fits = (need_R <= room).all()
+    fits = (need_R <= receive_slots).all()
     size_SRe = size_SRe * fits
     slots_Re = aligned_counts(size_SRe.sum(0))
     first_SRe = (size_SRe.flatten(1).cumsum(1) - size_SRe.flatten(1)).view_as(size_SRe)  # in the send buffer
     place_SRe = slots_Re.cumsum(1) - slots_Re + size_SRe.cumsum(0) - size_SRe  # in the receive buffer
     begin_G1 = (torch.arange(len(count_GE), device=count_GE.device) * limit).unsqueeze(1)
-    to_H = _by_row(size_SRe[rank], first_SRe[rank], place_SRe[rank] + begin_G1, rows)
+    to_H = _counterparts(size_SRe[rank], first_SRe[rank], place_SRe[rank] + begin_G1, send_slots)
     size_eS, first_eS, place_eS = (x[:, rank].t() for x in (size_SRe, first_SRe, place_SRe))
-    from_A = _by_row(size_eS, place_eS, first_eS + begin_G1.t(), room)
-    return Places(to_H, from_A, slots_Re[rank], fits, need_R[rank] > room)
+    from_A = _counterparts(size_eS, place_eS, first_eS + begin_G1.t(), receive_slots)
+    return Places(to_H, from_A, slots_Re[rank], fits, need_R[rank] > receive_slots)
 
 
-def _by_row(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
-    """Return the place of each row's counterpart, for ranges of consecutive rows in order; -1 for a row in no range.
+def _counterparts(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
+    """Return the place that each of `rows` rows maps to, where ranges of rows map to ranges of places; else -1.
 
     Args:
-        size: the number of rows of each range.
+        size: the number of rows of each range; ranges ascend and do not overlap.
         begin: the first row of each range.
-        other: the place of the counterpart of that first row.
+        other: the place that the first row of each range maps to; the others follow one by one.
+        rows: the number of rows.
     """
     size, begin, other = (x.flatten() for x in (size, begin, other))
     row = torch.arange(rows, device=size.device)
@@ -141,12 +152,15 @@ def _by_row(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
 
 
 def aligned_counts(total: Tensor) -> Tensor:
-    """Return the slots of each expert's buffer: its count rounded up to a multiple of ALIGN, at least ALIGN."""
+    """Round counts of routed tokens up to a multiple of ALIGN, at least ALIGN: the slots of each expert's buffer."""
     return ((total + ALIGN - 1) // ALIGN * ALIGN).clamp(min=ALIGN)
 
 
 def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
-    """Write each row to its place; the last row of each buffer takes what goes elsewhere. The kernel's reference."""
+    """Write each row to its place in the ranks' buffers, by operations of torch: the reference of a kernel.
+
+    Rows whose place is -1 or in another buffer are written to the last row of each buffer, which nobody reads.
+    """
     limit = len(buffers[0]) - 1
     for rank, buffer in enumerate(buffers):
         row_N = to_N - rank * limit
@@ -154,14 +168,23 @@ def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
 
 
 def plain_take(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
-    """Return a copy of a buffer's rows, with zeros in unused slots: the kernel's reference."""
+    """Return a copy of a receive buffer, with zeros in unused slots, by operations of torch: the reference of a kernel.
+
+    Args:
+        buffer_ND: the slots of the buffer.
+        from_N: the place that each slot's row came from; -1 for an unused slot.
+    """
     return buffer_ND.where((from_N >= 0).unsqueeze(1), 0)
 
 
 def allocate_shared(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
-    """Return a buffer of this rank, and the handle to those of its group. Collective over the world."""
+    """Allocate a buffer on this rank that the ranks of `group` map into their memory. Collective over the world.
+
+    Returns:
+        The buffer, and a handle with `get_remote_tensor` for the other ranks' buffers and `barrier`.
+    """
     return devices.choose(device, _allocate_on_gpus, cpu=shared_memory.allocate_shared)(shape, dtype, device, group)
 
 
@@ -181,22 +204,25 @@ def _allocate_on_gpus(
 
 
 class Buffers(NamedTuple):
-    """The receive buffers, (limit + 1, width) each, of all ranks of a group."""
+    """The receive buffers of all ranks of a group for rows of one width, (limit + 1, width) each."""
 
     of_ranks: list[Tensor]
+    """The buffer of each rank, mapped into this rank's memory."""
     addresses_G: Tensor
+    """The address of each rank's buffer, for kernels."""
 
 
 class SymmetricBuffers(SharedBuffers):
-    """The buffers that all layers of a rank share.
+    """The receive buffers in symmetric memory, for routed tokens and their weights, shared by a rank's MoE layers.
 
-    Making them is collective: all ranks of the world do it together, with equal sizes.
+    Creating an instance is collective over the world, and all ranks have buffers of equal sizes.
     """
 
     by_name: WeakValueDictionary[str, SymmetricBuffers] = WeakValueDictionary()
-    """All buffers of this process by name.
+    """All instances of this process by name.
 
-    An operation takes tensors and plain values alone, so it is told a name, as it is of a process group.
+    A torch operation takes only tensors and plain values, so it gets a name, as functional collectives get a process
+    group's.
     """
     numbers = itertools.count()
 
@@ -223,10 +249,10 @@ class SymmetricBuffers(SharedBuffers):
         self.check_first_exchange(model.num_experts)
 
     def allocate(self, width: int, dtype: torch.dtype, device: torch.device) -> Buffers:
-        """Return the receive buffers of one width and dtype. Collective over the world.
+        """Allocate receive buffers for rows of this width and dtype. Collective over the world.
 
         Raises:
-            CannotReserve: if these ranks cannot share memory.
+            CannotReserve: on all ranks, if these ranks cannot share memory.
         """
         shape, problem = (self.limit + 1, width), ""
         try:
@@ -247,25 +273,30 @@ class SymmetricBuffers(SharedBuffers):
         return sum(buffers.of_ranks[self.group.rank].nbytes for buffers in (self.rows, self.weights))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of repeated steps."""
+        """Return {"overflow_reruns": the number of steps so far that were repeated because a buffer was too small}."""
         return {"overflow_reruns": self.repeats}
 
     def barrier(self) -> None:
-        """Return once all ranks of the group have called it; on GPUs it waits on the stream."""
+        """Wait until all ranks of the group have called this; on GPUs the stream waits, not the host."""
         self.handles[0][1].barrier()
 
     def exchange(self, rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor) -> tuple[Tensor, ...]:
-        """Send rows to their places; return what arrives, with zeros in unused slots. Collective over the group.
+        """Write rows to their places in the ranks' buffers, wait, and return what arrived. Collective over the group.
 
         Args:
-            rows: rows of model width, and perhaps routing weights of width 1, which go to the same places.
-        """
-        kinds = (self.rows, self.weights)[: len(rows)]
-        return exchange_steps(self.barrier, partial(self.put, rows, kinds, to_N), partial(self.take, kinds, from_M))
+            rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
+            to_N: the place to which each row goes.
+            from_M: the place from which each slot of this rank's buffer gets its row; -1 for an unused slot.
 
-    def put(self, rows: Sequence[Tensor], kinds: Sequence[Buffers], to_N: Tensor) -> None:
-        """Write this rank's rows to the buffers of the others."""
-        for x_ND, (of_ranks, addresses_G) in zip(rows, kinds, strict=True):
+        Returns:
+            For each of `rows`, a copy of this rank's buffer, with zeros in unused slots.
+        """
+        buffers = (self.rows, self.weights)[: len(rows)]
+        return exchange_steps(self.barrier, partial(self.put, rows, buffers, to_N), partial(self.take, buffers, from_M))
+
+    def put(self, rows: Sequence[Tensor], buffers: Sequence[Buffers], to_N: Tensor) -> None:
+        """Write this rank's rows to the buffers of all ranks. The first step of `exchange`; waits for nobody."""
+        for x_ND, (of_ranks, addresses_G) in zip(rows, buffers, strict=True):
             if fused(self.kernels, x_ND):
                 from titanmoe.ops.kernels import put
 
@@ -273,9 +304,9 @@ class SymmetricBuffers(SharedBuffers):
             else:
                 plain_put(x_ND, to_N, of_ranks)
 
-    def take(self, kinds: Sequence[Buffers], from_M: Tensor) -> tuple[Tensor, ...]:
-        """Return a copy of what arrived in this rank's buffers."""
-        arrived = [of_ranks[self.group.rank][: len(from_M)] for of_ranks, _ in kinds]
+    def take(self, buffers: Sequence[Buffers], from_M: Tensor) -> tuple[Tensor, ...]:
+        """Return a copy of this rank's buffers, with zeros in unused slots. The last step of `exchange`."""
+        arrived = [of_ranks[self.group.rank][: len(from_M)] for of_ranks, _ in buffers]
         if fused(self.kernels, arrived[0]):
             from titanmoe.ops.kernels.put import take_rows as take
         else:
@@ -283,9 +314,12 @@ class SymmetricBuffers(SharedBuffers):
         return tuple(take(x_MD, from_M) for x_MD in arrived)
 
     def check_first_exchange(self, num_experts: int) -> None:
-        """Send rows that name their origin there and back, and raise a ConfigError if any arrives wrong. Collective.
+        """Test the buffers: send rows that name their origin to other ranks and back. Collective over the world.
 
-        Every other expert gets a row from a rank, the first of its experts or the second, if they fit.
+        Each rank sends one row each to half of the experts, as far as the send buffer allows.
+
+        Raises:
+            CannotReserve: on all ranks, if a row arrives wrong on any rank.
         """
         group, device, dtype = self.group, self.rows.of_ranks[0].device, self.rows.of_ranks[0].dtype
         width, rows = self.rows.of_ranks[0].shape[1], min(self.send_slots, num_experts * self.ranks.etp)
@@ -313,10 +347,17 @@ class SymmetricBuffers(SharedBuffers):
 
 
 def exchange(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> tuple[Tensor, ...]:
-    """Send rows through the buffers of that name; their gradients go the other way. Collective over the group.
+    """Write rows to their places in the ranks' buffers, and return what arrived. Collective over the group.
 
-    In a graph it is one operation, `titanmoe::exchange`, which returns new tensors and gets no buffer: a compiler that
-    sees an operation change a buffer may hand it a copy, and then write that copy over what peers have sent.
+    Differentiable: gradients are sent back to where the rows came from. In a compiled graph it is one operation,
+    `titanmoe::exchange`, which returns new tensors and gets no buffer: a compiler that sees an operation change a
+    buffer may hand it a copy, and then write that copy over what other ranks have sent.
+
+    Args:
+        rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
+        to_N: the place to which each row goes.
+        from_M: the place from which each slot of this rank's buffer gets its row; -1 for an unused slot.
+        memory: the name of the `SymmetricBuffers`.
     """
     if torch.compiler.is_compiling():
         return tuple(exchange_op(list(rows), to_N, from_M, memory))
@@ -325,7 +366,10 @@ def exchange(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) 
 
 
 class ExchangeRows(torch.autograd.Function):
-    """The operation `titanmoe::exchange` without torch's dispatcher, which takes longer than the launch."""
+    """The differentiable operation `titanmoe::exchange`, called without torch's dispatcher.
+
+    The dispatcher takes the host longer than launching the kernels.
+    """
 
     @staticmethod
     def forward(ctx: Any, memory: str, to_N: Tensor, from_M: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -340,7 +384,11 @@ class ExchangeRows(torch.autograd.Function):
 
 
 def send(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> list[Tensor]:
-    """Send rows through the buffers of that name, as an operation for modes that watch messages. Not differentiable."""
+    """Exchange rows through the `SymmetricBuffers` of the name `memory`. Not differentiable; collective over the group.
+
+    Under a torch dispatch mode, such as one that records messages, it goes through the operation `titanmoe::exchange`,
+    which the mode sees.
+    """
     return (exchange_op if is_in_torch_dispatch_mode() else _exchange)(list(rows), to_N, from_M, memory)
 
 
@@ -371,7 +419,10 @@ exchange_op.register_autograd(_send_back, setup_context=_save_places)
 
 
 class Symmetric(Dispatcher):
-    """Uses symmetric memory during a training step; elsewhere, where no overflow could be repeated, it is AllToAll."""
+    """The dispatcher that writes routed tokens into the memory of their experts' ranks.
+
+    It does so during a training step; elsewhere, where an overflow could not be repeated, it works as AllToAll.
+    """
 
     memory: SymmetricBuffers | None
 
@@ -393,24 +444,32 @@ class Symmetric(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
-        """Write routed tokens to their experts' ranks, without a host sync.
+        """Write routed tokens into the receive buffers of their experts' ranks, without a host sync.
 
-        Unused slots are zero in what experts get, and may be anything in their output. If the routed tokens of a rank
-        do not fit, nothing is sent and `needs_repeat` is set.
+        The experts get the full receive buffer, in which unused slots are zero; their outputs for these may be
+        anything. If the routed tokens for any rank do not fit, nothing is sent, and that rank sets `needs_repeat`.
         """
         memory = self.memory
         if memory is None or self.group == NO_GROUP:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
         rows = chosen_TK.numel() * self.etp
         choice_H, slot, count_E = assign_unpadded_slots(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
-        to_H, from_A, slots_e, fits, _ = self.places_of(count_E, memory, rows)
+        to_H, from_A, slots_e, fits, _ = self.gather_places(count_E, memory, rows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_HD, weights_H1, route = fill_slots(x_TD, weights_TK, choice_H, slot.where(fits, rows), self.kernels)
         x_AD, weights_A1 = exchange((x_HD, weights_H1), to_H, from_A, memory.name)
         return SymmetricExchange(x_AD, weights_A1, slots_e, memory.name, to_H, from_A, route, self.kernels)
 
-    def places_of(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
-        """Gather the counts of the group, and return the places. Sets `needs_repeat` if this rank's do not fit."""
+    def gather_places(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
+        """Gather all ranks' counts of routed tokens, and compute the places. Collective over the dispatch group.
+
+        Sets `needs_repeat` if the routed tokens for this rank do not fit into its receive buffer.
+
+        Args:
+            count_E: the number of this rank's choices of each expert.
+            memory: the buffers.
+            rows: the slots of this rank's send buffer.
+        """
         count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
         out = places(count_GE, self.ranks, memory.limit, rows, memory.receive_slots)
         memory.needs_repeat.logical_or_(out.overflows)
@@ -418,7 +477,7 @@ class Symmetric(Dispatcher):
 
 
 class SymmetricExchange(NamedTuple):
-    """The routed tokens of this rank's experts, and where their outputs go."""
+    """The received routed tokens of this rank's experts, and the places to which the experts' outputs go back."""
 
     x_AD: Tensor
     weights_A1: Tensor
@@ -430,11 +489,16 @@ class SymmetricExchange(NamedTuple):
     kernels: str
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the slots of the receive buffer (A, D), their routing weights (A, 1), and each expert's slots (e,)."""
+        """Return the routed tokens of this rank's experts, which have arrived, with unused slots.
+
+        Returns:
+            The slots of the receive buffer (A, D), sorted by expert; their routing weights (A, 1); and the number of
+            each expert's slots (e,), its unused ones included.
+        """
         return self.x_AD, self.weights_A1, self.slots_e
 
     @named("combine")
     def combine(self, y_AD: Tensor) -> Tensor:
-        """Write the experts' outputs back to their senders, and return each token's sum of them (T, D)."""
+        """Write the experts' outputs back to their tokens' ranks, and return each token's sum of them (T, D)."""
         (y_HD,) = exchange((y_AD,), self.from_A, self.to_H, self.memory)
         return unpermute_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)

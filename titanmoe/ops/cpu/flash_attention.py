@@ -15,12 +15,26 @@ _aten = torch.ops.aten
 
 
 def _padded(width: int, *xs: Tensor) -> list[Tensor]:
-    """Pad tensors with zeros to one width, which the kernels need; zeros do not change a score."""
+    """Pad tensors with zeros to `width` along the last dim. Zeros do not change a score.
+
+    The kernels need queries, keys and values of one width.
+    """
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
 
 
 def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the attention of q over one block of keys and values, and the log-sum-exp of its scores."""
+    """Compute the attention of queries over one block of keys and values.
+
+    Args:
+        q: the queries (B, heads, S, width).
+        k: the keys of the block.
+        v: the values of the block.
+        bias: what is added to the scores, such as a mask; None for nothing.
+        causal: whether a query sees only keys at its own position and before.
+
+    Returns:
+        The outputs, and the log-sum-exp of each query's scores, by which blocks are merged.
+    """
     scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         *_padded(width, q, k, v), 0.0, causal, attn_mask=bias, scale=scale
@@ -29,7 +43,18 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
 
 
 def block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v of one `block`."""
+    """Compute the gradients of q, k and v of one call of `block`.
+
+    Args:
+        grad: the gradient of the outputs.
+        q: as of `block`.
+        k: as of `block`.
+        v: as of `block`.
+        bias: as of `block`.
+        out: the outputs; after blocks are merged, the merged ones.
+        lse: the log-sum-exp of the scores; after blocks are merged, the merged one.
+        causal: as of `block`.
+    """
     scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
     grad, *qkv, out = _padded(width, grad, q, k, v, out)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(

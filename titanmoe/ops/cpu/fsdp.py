@@ -24,14 +24,18 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class _Exchange(dist.Work):
-    """One message between every two ranks of a group: `outgoing` by destination rank, `incoming` by source rank."""
+    """The handle of messages in flight between every two ranks of a group, started on creation.
+
+    `outgoing` has a tensor for each destination rank, `incoming` one for each source rank; `operation` names what they
+    are for in errors.
+    """
 
     def __init__(
-        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup, what: str, tag: int
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup, operation: str, tag: int
     ):
         super().__init__()
         ranks, rank = group.size(), group.rank()
-        self.group, self.what = group, what
+        self.group, self.operation = group, operation
         self.works: list[tuple[dist.Work, str, int]] = []
         for step in range(1, ranks):
             before, after = (rank - step) % ranks, (rank + step) % ranks
@@ -39,7 +43,9 @@ class _Exchange(dist.Work):
             self.works.append((dist.isend(outgoing[after], group=group, group_dst=after, tag=tag), "take", after))
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for all messages within the group's current time-out; gloo by itself uses that of the group's creation.
+        """Wait until all messages have arrived, at most for the group's current timeout.
+
+        gloo by itself would use the timeout of the group's creation.
 
         Raises:
             TimeoutError: names the rank that did not send or take its shard in time.
@@ -56,8 +62,8 @@ class _Exchange(dist.Work):
                     raise
                 rank = dist.get_global_rank(self.group, peer)
                 raise TimeoutError(
-                    f"rank {dist.get_rank()} waited {bound:g} s in {self.what} for rank {rank} to {does} its shard: "
-                    f"see what rank {rank} prints or hangs in; if it is only slow, raise training.timeout_s "
+                    f"rank {dist.get_rank()} waited {bound:g} s in {self.operation} for rank {rank} to {does} its "
+                    f"shard: see what rank {rank} prints or hangs in; if it is only slow, raise training.timeout_s "
                     "(training.first_step_timeout_s for the first step)"
                 ) from error
         observe.arrived()
@@ -65,20 +71,20 @@ class _Exchange(dist.Work):
 
 
 class DirectAllGather:
-    """FSDP2's all-gather on CPUs: each rank's shard is received at its place in the full weight.
+    """FSDP2's all-gather on CPUs, which receives each rank's shard directly at its place in the full weight.
 
-    FSDP has put this rank's own shard there before. gloo's all-gather copies through a second buffer: twice the CPU
-    time. FSDP waits when it needs the weights.
+    FSDP has put this rank's own shard there before. gloo's all-gather copies through a second buffer, which takes twice
+    the CPU time. FSDP waits when it needs the weights.
     """
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new tensor for the gathered weights; FSDP2 calls it."""
+        """Allocate the tensor into which weights are gathered. Called by FSDP2."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
-        """Start the all-gather, and return its handle."""
+        """Start the all-gather, and return the handle to wait on. Called by FSDP2; collective over the group."""
         ranks = group.size()
         return _Exchange(
             [input_tensor] * ranks, output_tensor.chunk(ranks), group, "FSDP's all-gather of weights", tag=0
@@ -86,27 +92,28 @@ class DirectAllGather:
 
 
 class ReduceScatter:
-    """FSDP2's reduce-scatter on CPUs, as gloo does it, with its wait announced to observers.
+    """FSDP2's reduce-scatter on CPUs: gloo's, with the wait announced to observers.
 
-    With replicas, torch sums over them by itself right after this and then calls FSDP's all-reduce hook: the wait for
-    them is announced here too, and ends in `announce_replicas_summed`.
+    If there are replicas, torch all-reduces over them right after this and then calls FSDP's all-reduce hook. The wait
+    for replicas is announced here too, and ends in the hook `announce_replicas_summed`.
     """
 
     def __init__(self, ranks: int, replicas: str = ""):
-        """Set the groups.
+        """Store the group sizes and names.
 
         Args:
             ranks: the number of ranks that share the weights.
-            replicas: the name of the group of replicas; "" without any. FSDP's hook has to be
-                `announce_replicas_summed`.
+            replicas: the name of the process group of replicas; "" if there are none. With replicas, FSDP's all-reduce
+                hook has to be `announce_replicas_summed`.
         """
         self.ranks, self.replicas = ranks, replicas
         self._message_numbers = 0
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new tensor.
+        """Allocate a tensor for gradients. Called by FSDP2.
 
-        FSDP2 calls it alternately for what is sent and for the sum, smaller by the number of ranks.
+        FSDP2 calls it alternately for the gradients to send and for this rank's shard of the sum, which is smaller by
+        the factor `ranks`.
         """
         numbers = math.prod(size)
         is_sum = numbers * self.ranks == self._message_numbers
@@ -118,7 +125,7 @@ class ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Sum the gradients over the ranks and wait for this rank's shard of the sum."""
+        """Sum the gradients over the ranks, and wait for this rank's shard of the sum. Collective over the group."""
         observe.waits(group.group_name)
         REDUCE_SCATTER(output_tensor, input_tensor, op, group)
         observe.arrived()
@@ -130,15 +137,16 @@ class ReduceScatter:
 
 
 def announce_replicas_summed(summed: Tensor) -> None:
-    """Announce to observers that the wait for the replicas has ended. An all-reduce hook of FSDP2."""
+    """Tell observers that the wait for the all-reduce over replicas has ended. For `set_all_reduce_hook` of FSDP."""
     observe.arrived()
 
 
 def use_gloo_collectives(unit: FSDPModule, mesh: DeviceMesh) -> None:
-    """Set these collectives on an FSDP unit.
+    """Let an FSDP unit use `DirectAllGather` and `ReduceScatter`, on CPUs.
 
     Args:
-        mesh: the ranks that share its weights, after its replicas if there are any.
+        unit: the module that `fully_shard` wrapped.
+        mesh: the mesh over which it is sharded, whose first dim is that of replicas if it has two.
     """
     unit.set_custom_all_gather(DirectAllGather())
     replicas = mesh.get_group(0).group_name if mesh.ndim > 1 else ""

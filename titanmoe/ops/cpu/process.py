@@ -10,7 +10,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def configure_process(local_world: int) -> None:
-    """Set threads, scheduling and memory of a process whose rank computes on CPUs.
+    """Set the threads, scheduling policy and memory allocator of a process whose rank computes on CPUs.
 
     Args:
         local_world: the number of ranks on this machine.
@@ -21,9 +21,13 @@ def configure_process(local_world: int) -> None:
 
 
 def limit_threads(local_world: int) -> None:
-    """Give all ranks together one thread per core.
+    """Set torch's threads so that all ranks of this machine together have one per core.
 
-    More wait for each other: 2 per core were measured 10 times slower.
+    Does nothing if OMP_NUM_THREADS is set. With more threads than cores, threads wait for each other: 2 per core were
+    measured 10 times slower.
+
+    Args:
+        local_world: the number of ranks on this machine.
     """
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
@@ -33,7 +37,7 @@ def limit_threads(local_world: int) -> None:
 
 
 def use_batch_scheduling() -> None:
-    """Let this process's threads wait for a free core when they wake up, instead of preempting others.
+    """Set the scheduling policy SCHED_BATCH: threads that wake up wait for a free core instead of preempting others.
 
     Where ranks share cores, gloo's thread would often wake up in place of the one that holds the lock it needs, and try
     that lock until its own time is up: a sum over 4 ranks on 2 cores takes a quarter of the time without this. A policy
@@ -44,10 +48,10 @@ def use_batch_scheduling() -> None:
 
 
 def reuse_freed_memory() -> None:
-    """Let glibc reuse freed memory instead of returning it to the kernel: every step allocates the same gigabytes.
+    """Let glibc reuse freed memory instead of returning it to the kernel: steps allocate the same tensors.
 
     By default each large tensor is a mapping of its own, whose pages the kernel clears at first touch: 40 % of the CPU
-    time of a step with 316M parameters. A setting in the environment takes precedence.
+    time of a step with 316M parameters. A MALLOC_ setting in the environment takes precedence.
     """
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return

@@ -22,29 +22,37 @@ FOLDER = "/dev/shm"
 
 
 def missing() -> str:
-    """Return why ranks on this machine cannot share memory; "" if they can."""
+    """Return why ranks on CPUs of this machine cannot share memory; "" if they can."""
     return "" if sys.platform == "linux" else f"ranks on CPUs share memory in {FOLDER}, which only Linux has"
 
 
 class MappedBuffers:
-    """The buffers of a group's ranks, with the methods of torch's symmetric memory handle that dispatchers call."""
+    """The buffers of all ranks of a group, mapped into this rank's memory.
+
+    It has those methods of torch's symmetric memory handle that dispatchers call.
+    """
 
     def __init__(self, buffers: list[Tensor], group: dist.ProcessGroup):
         self.buffers, self.group = buffers, group
 
     def get_remote_tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the buffer of that rank of the group."""
+        """Return the buffer of a rank of the group, as it is: `shape` and `dtype` are those of its allocation."""
         return self.buffers[rank]
 
     def barrier(self) -> None:
-        """Return once all ranks of the group have called it."""
+        """Wait until all ranks of the group have called this."""
         dist.barrier(self.group)
 
 
 def allocate_shared(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, MappedBuffers]:
-    """Return this rank's buffer and those of its group. Collective over the world, with equal sizes.
+    """Allocate a buffer on this rank that the ranks of `group` map into their memory. Collective over the world.
+
+    All ranks allocate equal sizes.
+
+    Returns:
+        The buffer, and a handle to the buffers of all ranks of the group.
 
     Raises:
         RuntimeError: on all ranks, if the ranks of a group are on several machines, or if the buffers do not fit.
@@ -77,7 +85,14 @@ def allocate_shared(
 
 
 def _check_machines(size: int, peers: list[int]) -> None:
-    """Raise a RuntimeError on all ranks if any group is on several machines, or any machine has too little room."""
+    """Raise a RuntimeError on all ranks if a group is on several machines or a machine has too little shared memory.
+
+    Collective over the world.
+
+    Args:
+        size: bytes of each rank's buffer.
+        peers: the ranks of this rank's group.
+    """
     space = os.statvfs(FOLDER)
     here = Path("/proc/sys/kernel/random/boot_id").read_text()
     ranks = _gather((here, space.f_bavail * space.f_frsize, peers))
@@ -92,10 +107,10 @@ def _check_machines(size: int, peers: list[int]) -> None:
             )
 
 
-def _gather(own: Any) -> list[Any]:
-    """Return every rank's object. Collective over the world."""
+def _gather(value: Any) -> list[Any]:
+    """Return the objects of all ranks, in rank order. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, value)
     return everyone
 
 

@@ -1,12 +1,12 @@
 """Triton kernels, each with its plain reference elsewhere. Nothing here is imported without Triton.
 
-slot_kernels      which row each choice gets       titanmoe.moe.send_slots
-rows             tokens to routed rows and back   titanmoe.moe.permute
+slot_kernels     which slot each choice gets      titanmoe.moe.send_slots
+permute_rows     tokens into slots and back       titanmoe.moe.permute
 rotate           rotary positions                 titanmoe.models.layers
 rms_norm         norms of rows                    titanmoe.models.layers
 latent_heads     queries and keys of latents      titanmoe.models.latent_attention
 weighted_swiglu  the experts' activation          titanmoe.moe.expert_products.plain_swiglu
-router_entropy     how evenly scores are spread     titanmoe.moe.layer_statistics.entropy_and_count
+router_entropy   how evenly scores are spread     titanmoe.moe.layer_statistics.entropy_and_count
 route            scores, choice, weights, counts  titanmoe.moe.router
 bfloat16_terms   float32 as bfloat16 parts        titanmoe.moe.router_product
 quantise         rows to 8 bits                   titanmoe.moe.fp8
@@ -26,7 +26,10 @@ from titanmoe.ops import device
 
 
 def interpreted() -> bool:
-    """Return whether Triton interprets kernels on CPUs. It decides at import, so this needs a process of its own."""
+    """Return whether Triton interprets kernels on CPUs, by the environment variable TRITON_INTERPRET.
+
+    Triton reads the variable when it is imported, so this needs a process of its own.
+    """
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -39,12 +42,21 @@ def installed() -> bool:
 
 
 def fused(kernels: str, x: Tensor) -> bool:
-    """Return whether this tensor goes through the kernels, as the option `[moe] kernels` and the device say."""
+    """Return whether Triton kernels compute this tensor, rather than operations of torch.
+
+    Args:
+        kernels: the option `[moe] kernels`: "triton" always, "auto" on GPUs with Triton.
+        x: the tensor.
+    """
     return kernels == "triton" or (kernels == "auto" and device.kind(x) == "cuda" and installed())
 
 
 def missing(on_gpu: bool) -> str:
-    """Return why the kernels cannot run; "" if they can."""
+    """Return why Triton kernels cannot run in this process; "" if they can.
+
+    Args:
+        on_gpu: whether the run is on GPUs.
+    """
     if not installed():
         return "Triton is not installed"
     if not on_gpu and not interpreted():

@@ -44,10 +44,13 @@ def _add_gradient(grad, x, ends, total, of_grad, of_x, of_part, of_expert, N, D,
 
 @kernel("titanmoe::add_gradient", mutates_args=("total_HeFD",))
 def add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, ends_e: Tensor, add: bool) -> None:
-    """Add the gradients of H weights side by side to their sums in place, or begin the sums with them.
+    """Add the gradients of H weights of each expert to their sums, in place.
 
     Args:
-        ends_e: the number of the routed token after each expert's last.
+        total_HeFD: the sums.
+        grad_RN: the gradients of the products' outputs side by side, N = H * F.
+        x_RD: the products' input.
+        ends_e: the index of the routed token after each expert's last.
         add: False to overwrite the sums.
     """
     H, e, F, D = total_HeFD.shape

@@ -38,7 +38,7 @@ def _bfloat16_terms(x, out, N, C, BACKWARDS: tl.constexpr, TILE: tl.constexpr):
 
 @kernel("titanmoe::bfloat16_terms")
 def bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
-    """Return the bfloat16 terms (R, 4, C) of contiguous float32 rows; see `plain_bfloat16_terms`."""
+    """Split contiguous float32 numbers into bfloat16 terms, (R, 4, C), as `plain_bfloat16_terms` does."""
     (R, C), N = x_RC.shape, x_RC.numel()
     out = x_RC.new_empty(R, 4, C, dtype=torch.bfloat16)
     if N:

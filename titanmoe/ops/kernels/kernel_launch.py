@@ -15,27 +15,36 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from titanmoe.ops.kernels import interpreted
 
 
-def tile(width: int, numbers: int) -> tuple[int, int]:
-    """Return the rows and columns of a program that holds so many numbers at a time, for rows of this width."""
-    columns = min(triton.next_power_of_2(width), numbers)
-    return numbers // columns, columns
+def tile_shape(width: int, elements: int) -> tuple[int, int]:
+    """Return (rows, columns) of a Triton program's tile of about `elements` elements, powers of two.
+
+    Args:
+        width: the number of columns of the tensor; the tile is no wider than the power of two above it.
+        elements: the elements of the tile, a power of two.
+    """
+    columns = min(triton.next_power_of_2(width), elements)
+    return elements // columns, columns
 
 
 def sum_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Return the dtype of sums: float64 for float64, else float32."""
+    """Return the Triton dtype in which sums over numbers of this dtype are taken: float64 for float64, else float32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def can_run(x: Tensor) -> bool:
-    """Return whether kernels can run on this tensor. A rehearsal's is usually on the CPU."""
+    """Return whether Triton kernels can run on this tensor's device: on GPUs, or on CPUs if Triton interprets."""
     return x.is_cuda or interpreted()
 
 
 def kernel(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that makes a function that launches kernels an operation of torch, of this name.
+    """Return a decorator that registers a function that launches kernels as a torch operation.
 
-    Compilers, and modes that watch or count, see the operation. Without either the function is called directly: torch's
+    Compilers and dispatch modes see the operation. Without either, a call goes to the function directly: torch's
     dispatcher would take longer than the launch.
+
+    Args:
+        name: the name of the operation, "titanmoe::...".
+        mutates_args: the names of arguments that it changes in place.
     """
 
     def decorate(launch: Callable[..., Any]) -> Any:

@@ -72,17 +72,21 @@ def _split(dk, dv, cos, sin, dkv, dkey, S, of_k, k_token, k_head, of_v, v_token,
 
 
 def _tile(heads: int, width: int) -> tuple[int, int]:
-    """Return the columns and the heads of a program's tile."""
+    """Return (columns, heads) of a program's tile for heads of this width, powers of two."""
     columns = triton.next_power_of_2(width)
     return columns, min(max(TILE // columns, 1), triton.next_power_of_2(heads))
 
 
 def _run_join(plain: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
-    """Launch the kernel that joins each head's plain part with its rotated part.
+    """Launch the kernel that writes each head's part without positions, followed by its rotated part, to `out`.
 
     Args:
-        plain: of width 0 to rotate in place.
-        rotated: the part to rotate, of every head, or one for all.
+        plain: the part without positions of every head; of width 0 to rotate in place.
+        rotated: the part to rotate, of every head, or one that all heads share.
+        cos: cosines of the rotation's angles.
+        sin: sines of the rotation's angles.
+        out: the tensor to write to.
+        sign: 1, or -1 to rotate by the opposite angles.
     """
     (B, S, H, n), half, cos, sin = plain.shape, rotated.shape[3] // 2, cos.contiguous(), sin.contiguous()
     (NP, n_rows), (P, p_rows) = _tile(H, max(n, 1)), _tile(H, half)
@@ -96,7 +100,13 @@ def _run_join(plain: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor, out: Ten
 
 @kernel("titanmoe::rotate_ends", mutates_args=("x_BSHp",))
 def rotate_ends(x_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor) -> None:
-    """Rotate the end of each head by RoPE, in place."""
+    """Rotate queries or keys by their positions (RoPE), in place.
+
+    Args:
+        x_BSHp: a view of the rotated part of each head, its last p numbers.
+        cos_bS1p: cosines of the angles.
+        sin_bS1p: sines of the angles.
+    """
     _run_join(x_BSHp[..., :0], x_BSHp, cos_bS1p, sin_bS1p, x_BSHp, 1)
 
 
@@ -107,7 +117,15 @@ def _(x_BSHp, cos_bS1p, sin_bS1p):
 
 @kernel("titanmoe::join_ends")
 def join_ends(plain_BSHn: Tensor, rotated_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor, sign: int) -> Tensor:
-    """Return heads of a plain part and a rotated one. The latter may be one for all heads."""
+    """Rotate one part of each head by its position (RoPE), and append it to the other part: (B, S, H, n + p).
+
+    Args:
+        plain_BSHn: the parts without positions.
+        rotated_BSHp: the parts to rotate; with H = 1, one that all heads share.
+        cos_bS1p: cosines of the angles.
+        sin_bS1p: sines of the angles.
+        sign: 1, or -1 to rotate by the opposite angles.
+    """
     plain, rotated = adjacent_numbers(plain_BSHn), adjacent_numbers(rotated_BSHp)
     out = plain.new_empty(*plain.shape[:3], plain.shape[3] + rotated.shape[3])
     _run_join(plain, rotated, cos_bS1p, sin_bS1p, out, sign)
@@ -121,7 +139,12 @@ def _(plain_BSHn, rotated_BSHp, cos_bS1p, sin_bS1p, sign):
 
 @kernel("titanmoe::split_ends")
 def split_ends(dk_BSHh: Tensor, dv_BSHv: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of keys without positions and values, side by side, and of the shared unrotated key."""
+    """Compute the gradients of `KeysAndValues` from those of keys and values.
+
+    Returns:
+        The gradients of the keys' parts without positions and of values, side by side (B, S, H, n + v); and the
+        gradient of the shared key before its rotation (B, S, 1, p), summed over heads.
+    """
     dk, dv, cos, sin = (
         adjacent_numbers(dk_BSHh),
         adjacent_numbers(dv_BSHv),
@@ -148,7 +171,7 @@ def _(dk_BSHh, dv_BSHv, cos_bS1p, sin_bS1p):
 
 
 class Queries(torch.autograd.Function):
-    """Rotates the end of each of H heads in place."""
+    """Rotates the last p numbers of each of H query heads by their positions (RoPE), in place. Differentiable."""
 
     @staticmethod
     def forward(ctx: Any, q_BSX: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -167,7 +190,11 @@ class Queries(torch.autograd.Function):
 
 
 class KeysAndValues(torch.autograd.Function):
-    """Makes keys and values from keys without positions and values, side by side, and the shared key to rotate."""
+    """Makes the keys and values of latent attention. Differentiable.
+
+    From each head's key without positions and its value, side by side, and from the key that all heads share, which is
+    rotated by its position (RoPE) and appended to each head's key.
+    """
 
     @staticmethod
     def forward(

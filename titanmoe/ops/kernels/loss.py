@@ -65,10 +65,15 @@ def _launch(kernel, logits_Tv: Tensor, *rest) -> None:
 def loss_slice(
     logits_Tv: Tensor, label_T: Tensor, begin: int, top_T: Tensor, total_T: Tensor, label_logit_T: Tensor
 ) -> None:
-    """Add a slice of the logits to the three running numbers of each token, in place.
+    """Update each token's running numbers of a softmax over the vocabulary with a slice of its logits, in place.
 
     Args:
+        logits_Tv: the slice.
+        label_T: the id of each token's label.
         begin: the id of the slice's first column.
+        top_T: the largest logit so far.
+        total_T: the sum of exp(logit - top_T) so far.
+        label_logit_T: the logit of the label, written if the slice has it.
     """
     _launch(_loss_forward, logits_Tv, label_T, top_T, total_T, label_logit_T, begin)
 
@@ -80,7 +85,15 @@ def _(logits_Tv, label_T, begin, top_T, total_T, label_logit_T):
 
 @kernel("titanmoe::loss_slice_backward", mutates_args=("logits_Tv",))
 def loss_slice_backward(logits_Tv: Tensor, label_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> None:
-    """Overwrite a slice's logits with their gradients."""
+    """Overwrite a slice of logits with the gradient of the loss, (softmax - one-hot of the label) * scale.
+
+    Args:
+        logits_Tv: the slice.
+        label_T: the id of each token's label.
+        begin: the id of the slice's first column.
+        log_total_T: the log-sum-exp of each token's logits over the vocabulary.
+        scale_T: the factor of each token's loss.
+    """
     _launch(_loss_backward, logits_Tv, label_T, log_total_T, scale_T, begin)
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype, tile
+from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype, tile_shape
 
 TILE = 4096
 """The numbers per program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""
@@ -68,10 +68,19 @@ def _sum_rows(y, slot, out, weight_grad, weight_out, T, R, D: tl.constexpr, J: t
 
 
 def _launch_fetch(x: Tensor, index_R: Tensor, weight: Tensor, K: int, out: Tensor, weight_out: Tensor) -> None:
-    """Launch the kernel that fetches rows. Without weights, `weight_out` is `out`."""
+    """Launch the kernel that copies rows of x by index to `out`, and their routing weights to `weight_out`.
+
+    Args:
+        x: the rows to read.
+        index_R: for each row of `out`, the row of x times K, plus the number of its weight.
+        weight: the routing weights, K for each row of x.
+        K: the number of weights of a row.
+        out: the rows to write.
+        weight_out: the weights to write; `out` itself if there are no weights.
+    """
     index_R, weighted = index_R.contiguous(), weight_out is not out
     R, (N, D) = index_R.numel(), x.shape
-    rows, columns = tile(D, TILE)
+    rows, columns = tile_shape(D, TILE)
     if R:
         _fetch_rows[(triton.cdiv(R, rows),)](
             x, index_R, out, weight, weight_out, R, N, D=D, K=K,
@@ -81,14 +90,24 @@ def _launch_fetch(x: Tensor, index_R: Tensor, weight: Tensor, K: int, out: Tenso
 
 
 def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
-    """Launch the kernel that sums rows; return the sums and those of the weights, of which there are K per token."""
+    """Launch the kernel that sums rows of y by token, and the gradients of their routing weights.
+
+    Args:
+        y: the rows.
+        slot: the J rows of each token.
+        weight_grad: the gradient of each row's weight; None if there are no weights.
+        K: the number of weights of a token.
+
+    Returns:
+        The sums of rows (T, D), and the sums of weight gradients (T, K); without weights the first twice.
+    """
     slot = slot.contiguous()
     (T, J), (R, D) = slot.shape, y.shape
     out = y.new_empty(T, D)
     weighted = weight_grad is not None
     weight_out = weight_grad.new_empty(T, K) if weighted else out
     weight_grad = weight_grad if weighted else out
-    rows, columns = tile(D, TILE)
+    rows, columns = tile_shape(D, TILE)
     if T:
         _sum_rows[(triton.cdiv(T, rows),)](
             y, slot, out, weight_grad, weight_out, T, R, D=D, J=J, K=K,
@@ -100,7 +119,7 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
 
 @kernel("titanmoe::fetch_rows")
 def fetch_rows(x_ND: Tensor, index_R: Tensor) -> Tensor:
-    """Return row index_R[r] of x for each r, zeros where the index is N: (R, D)."""
+    """Copy row index_R[r] of x_ND for each r: (R, D). An index of N gives zeros. Not differentiable."""
     x_ND, out = x_ND.contiguous(), x_ND.new_empty(index_R.numel(), x_ND.shape[1])
     _launch_fetch(x_ND, index_R, out, 1, out, out)
     return out
@@ -113,7 +132,16 @@ def _(x_ND, index_R):
 
 @kernel("titanmoe::fetch_weighted_rows")
 def fetch_weighted_rows(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return token c // K of x (R, D) and weight c of weights_TK (R, 1) for each choice c; zeros where c is T * K."""
+    """Copy the token and the routing weight of each choice. Not differentiable.
+
+    Args:
+        x_TD: the tokens.
+        weights_TK: the routing weights of each token's choices.
+        choice_R: choices, numbered token * K + k; T * K gives zeros.
+
+    Returns:
+        Tokens (R, D) and routing weights (R, 1).
+    """
     out = x_TD.new_empty(choice_R.numel(), x_TD.shape[1]), weights_TK.new_empty(choice_R.numel(), 1)
     _launch_fetch(x_TD.contiguous(), choice_R, weights_TK.contiguous(), weights_TK.shape[1], *out)
     return out
@@ -126,7 +154,7 @@ def _(x_TD, weights_TK, choice_R):
 
 @kernel("titanmoe::sum_rows")
 def sum_rows(y_RD: Tensor, slot_TJ: Tensor) -> Tensor:
-    """Return for each token t the sum of the rows slot_TJ[t] of y: (T, D). Slot R stands for no row."""
+    """Sum the rows y_RD[slot_TJ[t]] for each token t: (T, D). Slot R stands for no row. Not differentiable."""
     return _launch_sum(y_RD.contiguous(), slot_TJ, None, 1)[0]
 
 
@@ -137,9 +165,16 @@ def _(y_RD, slot_TJ):
 
 @kernel("titanmoe::sum_weighted_rows")
 def sum_weighted_rows(y_RD: Tensor, weight_R1: Tensor, slot_TJ: Tensor, K: int) -> tuple[Tensor, Tensor]:
-    """Return each token's sums of rows (T, D) and of weights (T, K): the transpose of `fetch_weighted_rows`.
+    """Sum rows and weights by token: the transpose of `fetch_weighted_rows`. Not differentiable.
 
-    J / K rows share a weight.
+    Args:
+        y_RD: the rows.
+        weight_R1: a weight for each row.
+        slot_TJ: the rows of each token; R for no row. J / K consecutive ones belong to one choice.
+        K: the number of choices of a token.
+
+    Returns:
+        The sum of each token's rows (T, D), and of each choice's weights (T, K).
     """
     return _launch_sum(y_RD.contiguous(), slot_TJ, weight_R1.contiguous(), K)
 
@@ -149,8 +184,8 @@ def _(y_RD, weight_R1, slot_TJ, K):
     return y_RD.new_empty(slot_TJ.shape[0], y_RD.shape[1]), weight_R1.new_empty(slot_TJ.shape[0], K)
 
 
-def apart(packed_RP: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return views of the rows in packed rows, and of their weights."""
+def split_packed(packed_RP: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return views of the routed tokens (R, D) and of the routing weights (R, 1) in packed rows."""
     size, D = packed_RP.element_size(), packed_RP.shape[1] - SPACE // packed_RP.element_size()
     first = D * size // weight_dtype.itemsize
     return packed_RP[:, :D], packed_RP.view(weight_dtype)[:, first : first + 1]
@@ -158,9 +193,12 @@ def apart(packed_RP: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 @kernel("titanmoe::fetch_packed_rows")
 def fetch_packed_rows(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor) -> Tensor:
-    """Return what `fetch_weighted_rows` does, as packed rows (R, P)."""
+    """Copy the token and the routing weight of each choice into one packed row: (R, P).
+
+    Arguments as of `fetch_weighted_rows`.
+    """
     packed_RP = x_TD.new_empty(choice_R.numel(), x_TD.shape[1] + SPACE // x_TD.element_size())
-    out = apart(packed_RP, weights_TK.dtype)
+    out = split_packed(packed_RP, weights_TK.dtype)
     _launch_fetch(x_TD.contiguous(), choice_R, weights_TK.contiguous(), weights_TK.shape[1], *out)
     return packed_RP
 
@@ -172,8 +210,8 @@ def _(x_TD, weights_TK, choice_R):
 
 @kernel("titanmoe::fetch_unpacked_rows")
 def fetch_unpacked_rows(packed_NP: Tensor, index_R: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the packed rows index_R[r], as rows (R, D) and their weights (R, 1)."""
-    x_ND, weight_N1 = apart(packed_NP.contiguous(), weight_dtype)
+    """Copy the packed rows index_R[r], split into routed tokens (R, D) and routing weights (R, 1)."""
+    x_ND, weight_N1 = split_packed(packed_NP.contiguous(), weight_dtype)
     out = x_ND.new_empty(index_R.numel(), x_ND.shape[1]), weight_N1.new_empty(index_R.numel(), 1)
     _launch_fetch(x_ND, index_R, weight_N1, 1, *out)
     return out
@@ -187,8 +225,8 @@ def _(packed_NP, index_R, weight_dtype):
 
 @kernel("titanmoe::sum_packed_rows")
 def sum_packed_rows(packed_RP: Tensor, slot_TJ: Tensor, K: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what `sum_weighted_rows` does, of packed rows."""
-    y_RD, weight_R1 = apart(packed_RP.contiguous(), weight_dtype)
+    """Sum packed rows by token, into sums of rows (T, D) and of weights (T, K), as `sum_weighted_rows` does."""
+    y_RD, weight_R1 = split_packed(packed_RP.contiguous(), weight_dtype)
     return _launch_sum(y_RD, slot_TJ, weight_R1, K)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import tile
+from titanmoe.ops.kernels.kernel_launch import tile_shape
 from titanmoe.ops.kernels.permute_rows import TILE
 
 
@@ -33,14 +33,15 @@ def _put(x, to, addresses, N, LIMIT, D: tl.constexpr, ROWS: tl.constexpr, COLUMN
 
 
 def put_rows(x_ND: Tensor, to_N: Tensor, addresses_G: Tensor, limit: int) -> None:
-    """Write each row to its place in the buffers of the ranks.
+    """Write each row to its place in the buffers of the ranks. Does not wait for other ranks.
 
     Args:
-        to_N: the place of each row.
-        addresses_G: the addresses of the ranks' buffers, int64.
-        limit: the number of rows that each buffer has room for.
+        x_ND: the rows.
+        to_N: the place of each row; -1 for a row that is not written.
+        addresses_G: the addresses of the ranks' buffers in this GPU's memory space, int64.
+        limit: the distance between the first places of consecutive ranks.
     """
-    (N, D), (rows, columns) = x_ND.shape, tile(x_ND.shape[1], TILE)
+    (N, D), (rows, columns) = x_ND.shape, tile_shape(x_ND.shape[1], TILE)
     if N:
         _put[(triton.cdiv(N, rows),)](
             x_ND.contiguous(), to_N, addresses_G, N, limit, D=D, ROWS=rows, COLUMNS=columns, num_warps=8
@@ -60,8 +61,13 @@ def _take(buffer, places, out, N, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: 
 
 
 def take_rows(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
-    """Return a copy of a buffer's rows, with zeros where none came from anywhere."""
-    (N, D), (rows, columns) = buffer_ND.shape, tile(buffer_ND.shape[1], TILE)
+    """Return a copy of a buffer's rows, with zeros in unused ones.
+
+    Args:
+        buffer_ND: the buffer.
+        from_N: the place that each row came from; -1 for an unused row.
+    """
+    (N, D), (rows, columns) = buffer_ND.shape, tile_shape(buffer_ND.shape[1], TILE)
     out_ND = torch.empty_like(buffer_ND)
     if N:
         _take[(triton.cdiv(N, rows),)](buffer_ND, from_N, out_ND, N, D=D, ROWS=rows, COLUMNS=columns, num_warps=8)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, tile
+from titanmoe.ops.kernels.kernel_launch import kernel, tile_shape
 
 TILE = 4096
 ACROSS = 64
@@ -24,7 +24,7 @@ LARGEST = tl.constexpr(448.0)
 
 @triton.jit
 def _to_e4m3(v):
-    """Round numbers of at most 448 to e4m3's, to nearest, ties to even."""
+    """Round float32 numbers of at most 448 to those that e4m3 has, to nearest, ties to even; the dtype stays."""
     exponent = (v.to(tl.int32, bitcast=True) >> 23) & 255
     exponent = tl.maximum(exponent, 127 - 6)  # smaller numbers are as far apart as those of the smallest exponent
     big = (((exponent + 20) << 23) | (1 << 22)).to(tl.float32, bitcast=True)
@@ -54,19 +54,23 @@ def _quantise(x, q, scale, R, INNER, of_outer, of_inner, of_column, W: tl.conste
         tl.store(q + row[:, None] * W + c, _to_e4m3(value).to(q.dtype.element_ty), mask=inside)
 
 
-def shape(x: Tensor) -> dict[str, int]:
-    """Return the launch constants for a tensor of these strides."""
-    rows, columns = tile(x.shape[-1], TILE) if x.stride(-1) == 1 else (ACROSS, ACROSS)
+def _launch_constants(x: Tensor) -> dict[str, int]:
+    """Return the kernel's constants W, ROWS and COLUMNS (its tile) by name, for a tensor of x's shape and strides."""
+    rows, columns = tile_shape(x.shape[-1], TILE) if x.stride(-1) == 1 else (ACROSS, ACROSS)
     return {"W": x.shape[-1], "ROWS": rows, "COLUMNS": columns}
 
 
 @kernel("titanmoe::quantise")
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e4m3 numbers and scales, both contiguous, of (R, W), or of (e, R, W) with any strides."""
+    """Quantise each row of (R, W), or of (e, R, W) with any strides, to e4m3 numbers with a float32 scale.
+
+    Returns:
+        The numbers, of x's shape, and the scales, without its last dim; both contiguous.
+    """
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     outer = x if x.dim() == 3 else x.unsqueeze(0)
-    R, constants = scale.numel(), shape(x)
+    R, constants = scale.numel(), _launch_constants(x)
     if R:
         _quantise[(triton.cdiv(R, constants["ROWS"]),)](
             x, q, scale, R, outer.shape[1], *outer.stride(), **constants, num_warps=8

@@ -70,23 +70,23 @@ def _rms_norm_backward(grad, x, weight, grad_x, sums, R, of_grad, of_x, D: tl.co
 
 
 def _block(width: int, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
-    """Return a program's launch options and its number of rows."""
+    """Return the launch options of a program by name, such as its tile and its warps; and its number of rows."""
     columns, of_thread = triton.next_power_of_2(width), NUMBERS // 2 if dtype == torch.float64 else NUMBERS
     warps = min(max(columns // (32 * of_thread), 4), 32)
     rows = max(warps * 32 * of_thread // columns, 1)
     return dict(D=width, WIDE=sum_dtype(dtype), ROWS=rows, COLUMNS=columns, num_warps=warps), rows
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return x as (R, D), a copy only where its rows are not evenly spaced or the numbers of a row are not adjacent."""
+def _flatten_to_rows(x: Tensor) -> Tensor:
+    """Return x as a 2-D tensor (R, D) whose rows are contiguous; copy it only if no such view exists."""
     x_RD = x.reshape(-1, x.shape[-1])
     return x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
 
 
 @kernel("titanmoe::rms_norm_forward")
 def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim. Not differentiable."""
-    x_RD, out = _rows(x), x.new_empty(x.shape)
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dim. Not differentiable."""
+    x_RD, out = _flatten_to_rows(x), x.new_empty(x.shape)
     options, rows = _block(x.shape[-1], x.dtype)
     if R := len(x_RD):
         _rms_norm_forward[(triton.cdiv(R, rows),)](
@@ -100,27 +100,36 @@ def _(x, weight_D, eps):
     return x.new_empty(x.shape)
 
 
-def _programs(x: Tensor) -> int:
-    """Return the number of programs of backward."""
+def _backward_programs(x: Tensor) -> int:
+    """Return how many Triton programs backward launches for an input of x's shape and dtype."""
     options, rows = _block(x.shape[-1], x.dtype)
     return min(triton.cdiv(x.numel() // x.shape[-1], rows), max(WARPS // options["num_warps"], 1))
 
 
-def _sums(x: Tensor, wanted: bool) -> Tensor:
-    """Return an empty tensor for the sums of the weight's gradient: (P, D), P = 0 if it is not wanted."""
-    return x.new_empty(_programs(x) if wanted else 0, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
+def _empty_weight_sums(x: Tensor, wanted: bool) -> Tensor:
+    """Allocate the tensor (P, D) to which each of P programs writes its sum of the weight's gradient.
+
+    P = 0 if the gradient is not wanted.
+    """
+    return x.new_empty(
+        _backward_programs(x) if wanted else 0, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32)
+    )
 
 
 @kernel("titanmoe::rms_norm_backward")
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight_D: Tensor, eps: float, weight_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, and sums of the weight's gradient, (P, D), to be added; P = 0 without weight_grad."""
-    grad_RD, x_RD, grad_x = _rows(grad), _rows(x), x.new_empty(x.shape)
+    """Compute the gradients of `rms_norm_forward`.
+
+    Returns:
+        The gradient of x; and summands (P, D) of the weight's gradient, to be added over P; P = 0 without weight_grad.
+    """
+    grad_RD, x_RD, grad_x = _flatten_to_rows(grad), _flatten_to_rows(x), x.new_empty(x.shape)
     options, _ = _block(x.shape[-1], x.dtype)
-    sums_PD = _sums(x, weight_grad)
+    sums_PD = _empty_weight_sums(x, weight_grad)
     if R := len(x_RD):
-        _rms_norm_backward[(_programs(x),)](
+        _rms_norm_backward[(_backward_programs(x),)](
             grad_RD, x_RD, weight_D.contiguous(), grad_x, sums_PD, R, grad_RD.stride(0), x_RD.stride(0),
             EPS=eps, WEIGHT_GRAD=weight_grad, **options,
         )  # fmt: skip
@@ -129,7 +138,7 @@ def rms_norm_backward(
 
 @rms_norm_backward.register_fake
 def _(grad, x, weight_D, eps, weight_grad):
-    return x.new_empty(x.shape), _sums(x, weight_grad)
+    return x.new_empty(x.shape), _empty_weight_sums(x, weight_grad)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -148,5 +157,5 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype, with gradients of x and the weight."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype. Differentiable."""
     return _RMSNorm.apply(x, as_non_leaf(weight_D), eps)

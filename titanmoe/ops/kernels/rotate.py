@@ -24,17 +24,40 @@ TILE = 2048
 
 
 @triton.jit
-def angles(cos, sin, at, SIGN: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr):
-    """Load cos and sin of a token, the sin times SIGN."""
+def angles(cos, sin, offset, SIGN: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr):
+    """Load the cosines and sines of a token's angles as (1, P) tiles; the sines are multiplied by SIGN.
+
+    Args:
+        cos: pointer to the cosines.
+        sin: pointer to the sines.
+        offset: offset of the token's first angle.
+        SIGN: 1, or -1 to rotate by the opposite angles.
+        HALF: half the width of a head, the number of angles.
+        P: the power of two above HALF.
+        WIDE: dtype of the result.
+    """
     i = tl.arange(0, P)
-    c = tl.load(cos + at + i, mask=i < HALF, other=0.0).to(WIDE)[None, :]
-    return c, tl.load(sin + at + i, mask=i < HALF, other=0.0).to(WIDE)[None, :] * SIGN
+    c = tl.load(cos + offset + i, mask=i < HALF, other=0.0).to(WIDE)[None, :]
+    return c, tl.load(sin + offset + i, mask=i < HALF, other=0.0).to(WIDE)[None, :] * SIGN
 
 
 @triton.jit
 def rotate_heads(x, out, c, s, HEADS: tl.constexpr, per_head, out_head, HALF: tl.constexpr, P: tl.constexpr,
                  ROWS: tl.constexpr):  # fmt: skip
-    """Rotate the heads of a token. `out` may be x."""
+    """Rotate all heads of one token by its angles. `out` may be x, to rotate in place.
+
+    Args:
+        x: pointer to the first head.
+        out: pointer to where the first rotated head goes.
+        c: cosines from `angles`.
+        s: sines from `angles`.
+        HEADS: the number of heads.
+        per_head: elements from one head of x to the next.
+        out_head: elements from one head of `out` to the next.
+        HALF: half the width of a head.
+        P: the power of two above HALF.
+        ROWS: the heads that are rotated at a time.
+    """
     i = tl.arange(0, P)[None, :]
     for first in range(0, HEADS, ROWS):
         head = first + tl.arange(0, ROWS)[:, None]
@@ -59,13 +82,21 @@ def _rotate(q, k, cos, sin, q_out, k_out, S, of_q, of_k, q_token, k_token, q_hea
 
 
 def adjacent_numbers(x: Tensor) -> Tensor:
-    """Return x, copied if the numbers of a head are not adjacent in memory; other dims may be strided."""
+    """Return x, made contiguous if its last dim is strided; other dims may be strided."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @kernel("titanmoe::rotate")
 def rotate(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, sign: int) -> tuple[Tensor, Tensor]:
-    """Return queries and keys rotated by their positions; by the opposite angles if sign is -1. Not differentiable."""
+    """Rotate queries and keys by their positions (RoPE), and return both. Not differentiable.
+
+    Args:
+        q_BSHh: queries.
+        k_BSGh: keys.
+        cos_bS1h: cosines of the angles.
+        sin_bS1h: sines of the angles.
+        sign: 1, or -1 to rotate by the opposite angles.
+    """
     q, k, cos, sin = adjacent_numbers(q_BSHh), adjacent_numbers(k_BSGh), cos_bS1h.contiguous(), sin_bS1h.contiguous()
     (B, S, H, h), G = q.shape, k.shape[2]
     out = q.new_empty(q.shape), k.new_empty(k.shape)
@@ -86,7 +117,7 @@ def _(q_BSHh, k_BSGh, cos_bS1h, sin_bS1h, sign):
 
 
 class Rotate(torch.autograd.Function):
-    """`rotate` with the gradients of queries and keys."""
+    """Rotates queries and keys by their positions (RoPE). Differentiable."""
 
     @staticmethod
     def forward(ctx, q_BSHh, k_BSGh, cos_bS1h, sin_bS1h):

@@ -32,7 +32,7 @@ _SIGMOID, _AFTER = tl.constexpr(MODES["sigmoid"]), tl.constexpr(MODES["softmax_a
 
 @triton.jit
 def _softmax(x):
-    """Return the softmax of rows in which -inf marks what is left out; zeros if everything is."""
+    """Return the softmax along the rows of a tile. Elements of -inf get 0, also where a full row is -inf."""
     top = tl.max(x, 1)[:, None]
     e = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(e, 1)[:, None]
@@ -40,14 +40,31 @@ def _softmax(x):
 
 
 @triton.jit
-def _largest(key, at):
-    """Return where each row's largest number is, the first among equals: (tokens, 1)."""
-    return tl.min(tl.where(key == tl.max(key, 1)[:, None], at, key.shape[1]), 1)[:, None]
+def _largest(key, columns):
+    """Return the column of each row's largest number, the first among equals: (tokens, 1).
+
+    Args:
+        key: the numbers.
+        columns: the numbers of the columns.
+    """
+    return tl.min(tl.where(key == tl.max(key, 1)[:, None], columns, key.shape[1]), 1)[:, None]
 
 
 @triton.jit
 def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr):
-    """Return a mask of the experts in a token's best groups; a group is rated by its two best keys, or its best one."""
+    """Return a mask of the experts in the TOP best groups of each token.
+
+    A group is rated by the sum of its two best keys if TWO, else by its best key.
+
+    Args:
+        key: score plus expert_bias of each expert.
+        e: the numbers of the experts.
+        E: the number of experts.
+        G: the number of groups.
+        GP: the power of two above G.
+        TOP: the number of groups to choose.
+        TWO: whether two keys rate a group.
+    """
     SIZE: tl.constexpr = E // G
     group = tl.arange(0, GP)[None, :]
     value = tl.full([key.shape[0], GP], float("-inf"), key.dtype)
@@ -67,7 +84,14 @@ def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP
 
 @triton.jit
 def _unnormalised(logits, scores, chosen, MODE: tl.constexpr):
-    """Return the unnormalised weights of the chosen experts, 0 elsewhere."""
+    """Return the routing weights of chosen experts before they are scaled to sum to 1; 0 for other experts.
+
+    Args:
+        logits: router logits.
+        scores: router scores.
+        chosen: a mask of the chosen experts.
+        MODE: the score function, a value of MODES.
+    """
     return _softmax(tl.where(chosen, logits, float("-inf"))) if MODE == _AFTER else tl.where(chosen, scores, 0.0)
 
 
@@ -167,7 +191,7 @@ def _route_backward(grad_scores, grad_weights, logits, scores, chosen, out, T, E
     tl.store(out + place, result, mask=inside)
 
 
-def _tile(experts: int) -> dict[str, int]:
+def _launch_constants(experts: int) -> dict[str, int]:
     padded = triton.next_power_of_2(experts)
     return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
 
@@ -188,12 +212,31 @@ def route(
     scale: float,
     forced: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores (T, E), weights (T, K) and chosen experts (T, K), E for padding; add to count_BE in place."""
+    """Choose experts from the router's logits, and add the counts of choices to count_BE in place. Not differentiable.
+
+    Args:
+        logits_TE: router logits.
+        bias_E: expert_bias.
+        index_T: the global position of each token, which decides its experts if `forced`.
+        sample_T: the sample of each token.
+        valid_T: whether each token is no padding.
+        count_BE: counts of choices by sample and expert.
+        top_k: K.
+        groups: the number of groups of experts.
+        top_groups: the number of groups from which a token chooses.
+        scoring: the score function, a value of MODES.
+        norm: whether weights are scaled to sum to 1 over a token's choices.
+        scale: the factor of the weights, route_scale.
+        forced: whether experts are chosen in turn instead of by score.
+
+    Returns:
+        Scores (T, E), routing weights (T, K) and chosen experts (T, K), E for padding.
+    """
     inputs = [x.contiguous() for x in (logits_TE, bias_E, index_T, sample_T, valid_T)]
     T, E = logits_TE.shape
     scores_TE = torch.empty_like(inputs[0])
     weights_TK, chosen_TK = scores_TE.new_empty(T, top_k), index_T.new_empty(T, top_k, dtype=torch.int64)
-    shape = _tile(E)
+    shape = _launch_constants(E)
     if T:
         _route_forward[(triton.cdiv(T, shape["ROWS"]),)](
             *inputs, scores_TE, weights_TK, chosen_TK, count_BE, T, **shape,
@@ -221,10 +264,13 @@ def route_backward(
     norm: bool,
     scale: float,
 ) -> Tensor:
-    """Return the gradient of the logits (T, E), from those of scores and weights; None counts as zeros."""
+    """Compute the gradient of the logits (T, E) from the gradients of scores and of routing weights.
+
+    A gradient of None counts as zeros.
+    """
     logits_TE = logits_TE.contiguous()
     T, K = chosen_TK.shape
-    out, shape = torch.empty_like(scores_TE), _tile(scores_TE.shape[1])
+    out, shape = torch.empty_like(scores_TE), _launch_constants(scores_TE.shape[1])
     if T:
         _route_backward[(triton.cdiv(T, shape["ROWS"]),)](
             out if grad_scores_TE is None else grad_scores_TE.contiguous(),
@@ -242,7 +288,7 @@ def _(grad_scores_TE, grad_weights_TK, logits_TE, scores_TE, *_):
 
 
 class RouteFunction(torch.autograd.Function):
-    """`route` with the gradients of scores and weights."""
+    """The operation `route` with its backward: scores and routing weights are differentiable."""
 
     @staticmethod
     def forward(ctx, logits_TE, bias_E, index_T, sample_T, valid_T, samples, top_k, groups, top_groups, *rest):
@@ -252,7 +298,7 @@ class RouteFunction(torch.autograd.Function):
         tokens = (index_T, sample_T, valid_T)
         scores_TE, weights_TK, chosen_TK = route(logits_TE, bias_E, *tokens, count_BE, *shape)
         ctx.save_for_backward(logits_TE, scores_TE, chosen_TK)
-        ctx.how = (mode, norm, scale)
+        ctx.constants = (mode, norm, scale)
         ctx.mark_non_differentiable(chosen_TK, count_BE)
         ctx.set_materialize_grads(False)
         return scores_TE, weights_TK, chosen_TK, count_BE
@@ -261,5 +307,5 @@ class RouteFunction(torch.autograd.Function):
     def backward(ctx, grad_scores_TE, grad_weights_TK, *_):
         if grad_scores_TE is None and grad_weights_TK is None:
             return (None,) * 13
-        grad = route_backward(grad_scores_TE, grad_weights_TK, *ctx.saved_tensors, *ctx.how)
+        grad = route_backward(grad_scores_TE, grad_weights_TK, *ctx.saved_tensors, *ctx.constants)
         return grad, *(None,) * 12

@@ -34,21 +34,28 @@ def _router_entropy(scores, valid, out, T, E: tl.constexpr, P: tl.constexpr, NOR
     tl.store(target + 1, tl.sum(real.to(tl.float64), 0))
 
 
-def tile(experts: int) -> dict[str, int]:
-    """Return the launch constants for this number of experts."""
+def launch_constants(experts: int) -> dict[str, int]:
+    """Return the kernel's constants by name, for this number of experts: E, P and ROWS, the tokens of a program."""
     padded = triton.next_power_of_2(experts)
     return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
 
 
 @kernel("titanmoe::entropy_and_count")
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
-    """Return each program's summed entropy of the tokens that are not padding, and their number: (N, 2), float64.
+    """Return the sum of the tokens' score entropies and the number of tokens, without padding, for each of N programs.
+
+    The caller adds these over N.
 
     Args:
+        scores_TE: the router scores of each token.
+        valid_T: the mask of tokens: 0 for padding.
         norm: whether scores do not sum to 1 and have to be scaled.
+
+    Returns:
+        (N, 2) in float64.
     """
     T, E = scores_TE.shape
-    shape = tile(E)
+    shape = launch_constants(E)
     programs = triton.cdiv(T, shape["ROWS"])
     out = torch.empty(programs, 2, dtype=torch.float64, device=scores_TE.device)
     if T:
@@ -61,4 +68,4 @@ def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
 @entropy_and_count.register_fake
 def _(scores_TE, valid_T, norm):
     T, E = scores_TE.shape
-    return scores_TE.new_empty(triton.cdiv(T, tile(E)["ROWS"]), 2, dtype=torch.float64)
+    return scores_TE.new_empty(triton.cdiv(T, launch_constants(E)["ROWS"]), 2, dtype=torch.float64)

@@ -79,44 +79,56 @@ def _regroup_rows(count, order, inverse, J: tl.constexpr, EXPERTS: tl.constexpr,
         tl.store(inverse + source + r, target + r, mask=r < rows)
 
 
-def tile(experts: int) -> dict[str, int]:
-    """Return the launch constants for this number of experts."""
+def launch_constants(experts: int) -> dict[str, int]:
+    """Return the kernels' constants by name, for this number of experts: E, P and ROWS, the choices of a program."""
     padded = triton.next_power_of_2(experts)
     return {"E": experts, "P": padded, "ROWS": max(16, TILE // padded)}
 
 
-def blocks(choices: int, experts: int) -> int:
-    """Return the number of blocks of consecutive choices, one for each program."""
-    return triton.cdiv(choices, tile(experts)["ROWS"])
+def number_of_blocks(choices: int, experts: int) -> int:
+    """Return into how many blocks of consecutive choices the kernels divide all choices, one for each program."""
+    return triton.cdiv(choices, launch_constants(experts)["ROWS"])
 
 
 @kernel("titanmoe::count_choices")
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
-    """Return how many choices of each block are of each expert: (E, blocks)."""
+    """Count the choices of each expert in each block of consecutive choices: (E, blocks)."""
     N = len(chosen_N)
-    programs = blocks(N, experts)
+    programs = number_of_blocks(N, experts)
     count = torch.empty(experts, programs, dtype=torch.int32, device=chosen_N.device)
     if N:
-        _count_choices[(programs,)](chosen_N.contiguous(), count, N, programs, **tile(experts), num_warps=8)
+        _count_choices[(programs,)](chosen_N.contiguous(), count, N, programs, **launch_constants(experts), num_warps=8)
     return count
 
 
 @count_choices.register_fake
 def _(chosen_N, experts):
-    return chosen_N.new_empty(experts, blocks(len(chosen_N), experts), dtype=torch.int32)
+    return chosen_N.new_empty(experts, number_of_blocks(len(chosen_N), experts), dtype=torch.int32)
 
 
 @kernel("titanmoe::assign_choices")
 def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `assign_unpadded_slots` does, from the cumulative sums of `count_choices`."""
+    """Assign slots of a send buffer to choices, without padding.
+
+    Args:
+        chosen_N: the chosen expert of each choice; E for no expert.
+        ends: cumulative sums of the counts of `count_choices`, flattened.
+        experts: E.
+        ep: the number of ranks among which the experts are divided.
+        etp: the number of ranks that share each expert.
+
+    Returns:
+        The choice in each slot (N * etp,), N in an unused one; the slots of each choice (N, etp), N * etp for no
+        expert; and the number of choices of each expert (E,).
+    """
     N, long = len(chosen_N), {"dtype": torch.int64, "device": chosen_N.device}
     entry, slot = torch.empty(N * etp, **long), torch.empty(N, etp, **long)
     count = torch.empty(experts, **long) if N else torch.zeros(experts, **long)
-    programs = blocks(N, experts)
+    programs = number_of_blocks(N, experts)
     if N:
         _assign_rows[(programs,)](
-            chosen_N.contiguous(), ends, entry, slot, count, N, programs, **tile(experts), HELD=experts // ep, ETP=etp,
-            num_warps=8,
+            chosen_N.contiguous(), ends, entry, slot, count, N, programs, **launch_constants(experts),
+            HELD=experts // ep, ETP=etp, num_warps=8,
         )  # fmt: skip
     return entry, slot, count
 
@@ -129,7 +141,14 @@ def _(chosen_N, ends, experts, ep, etp):
 
 @kernel("titanmoe::regroup")
 def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the order from by-sender to by-expert and its inverse, as `titanmoe.moe.send_slots.order_by_expert`."""
+    """Return the permutation that sorts received routed tokens by expert, then sender; and its inverse.
+
+    As `titanmoe.moe.send_slots.order_by_expert`, by a kernel.
+
+    Args:
+        count_Ge: the number of routed tokens from each sender for each local expert.
+        rows: the sum of these numbers.
+    """
     order, inverse = (torch.empty(rows, dtype=torch.int64, device=count_Ge.device) for _ in range(2))
     J = count_Ge.numel()
     if rows:
@@ -146,7 +165,10 @@ def _(count_Ge, rows):
 
 
 def assign_unpadded_slots(chosen_TK: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Assign slots without padding by two kernels, as `titanmoe.moe.send_slots.assign_unpadded_slots`."""
+    """Assign slots of a send buffer to choices without padding, by two kernels.
+
+    Arguments and results as of `titanmoe.moe.send_slots.assign_unpadded_slots`.
+    """
     chosen_N = chosen_TK.flatten()
     ends = count_choices(chosen_N, experts).flatten().cumsum(0, dtype=torch.int32)
     return assign_choices(chosen_N, ends, experts, ep, etp)

@@ -19,14 +19,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype, tile
+from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype, tile_shape
 
 TILE = 2048
 
 
 @triton.jit
 def _activate(gate, up, CLAMPED: tl.constexpr):
-    """Return act(gate), its derivative, the factor u, and a mask of where up's gradient passes."""
+    """Compute a SwiGLU activation elementwise, clamped as gpt-oss's if CLAMPED.
+
+    Returns:
+        act(gate); its derivative; the factor u of the module's docstring; and whether u passes a gradient to up.
+    """
     if CLAMPED:
         clamped_gate = tl.minimum(gate, 7.0)
         sigmoid = 1 / (1 + tl.exp(-1.702 * clamped_gate))
@@ -82,17 +86,17 @@ def _swiglu_backward(grad, gate, up, weight, out, grad_both, grad_weight, R, F: 
     tl.store(grad_weight + row, total.to(grad_weight.dtype.element_ty), mask=row < R)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return x, copied if the numbers of a row are not adjacent in memory."""
+def _with_adjacent_numbers(x: Tensor) -> Tensor:
+    """Return x (R, F), made contiguous if the numbers of a row are not adjacent in memory."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
 @kernel("titanmoe::weighted_swiglu")
 def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
-    """Return act(gate) * up * weight (R, F). Not differentiable."""
-    gate_RF, up_RF, weight_R1 = _rows(gate_RF), _rows(up_RF), weight_R1.contiguous()
+    """Compute act(gate) * up * routing weight: (R, F), as `plain_swiglu` does. Not differentiable."""
+    gate_RF, up_RF, weight_R1 = _with_adjacent_numbers(gate_RF), _with_adjacent_numbers(up_RF), weight_R1.contiguous()
     (R, F), out = gate_RF.shape, gate_RF.new_empty(gate_RF.shape)
-    rows, columns = tile(F, TILE)
+    rows, columns = tile_shape(F, TILE)
     if R:
         _swiglu_forward[(triton.cdiv(R, rows),)](
             gate_RF, up_RF, weight_R1, out, R,
@@ -111,11 +115,21 @@ def _(gate_RF, up_RF, weight_R1, clamped):
 def weighted_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `weighted_swiglu`; the gradients of gate and up, side by side (R, 2F); and the gradient of the weight."""
-    grad_RF, gate_RF, up_RF, weight_R1 = grad_RF.contiguous(), _rows(gate_RF), _rows(up_RF), weight_R1.contiguous()
+    """Compute `weighted_swiglu` and its gradients, as `plain_swiglu_backward` does.
+
+    Returns:
+        The output of `weighted_swiglu` (R, F); the gradients of gate and up side by side (R, 2F); and the gradient of
+        the routing weights (R, 1).
+    """
+    grad_RF, gate_RF, up_RF, weight_R1 = (
+        grad_RF.contiguous(),
+        _with_adjacent_numbers(gate_RF),
+        _with_adjacent_numbers(up_RF),
+        weight_R1.contiguous(),
+    )
     R, F = gate_RF.shape
     outputs = gate_RF.new_empty(R, F), gate_RF.new_empty(R, 2 * F), torch.empty_like(weight_R1)
-    rows, columns = tile(F, TILE)
+    rows, columns = tile_shape(F, TILE)
     if R:
         _swiglu_backward[(triton.cdiv(R, rows),)](
             grad_RF, gate_RF, up_RF, weight_R1, *outputs, R,
