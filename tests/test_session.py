@@ -16,6 +16,8 @@ from tests.support import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
+from titanmoe.session import NoLoader, Session
+from titanmoe.train.launch import scoring_config
 from titanmoe.train.world_batch import make_batch
 
 SAMPLES = 7
@@ -31,8 +33,6 @@ MAPPINGS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def open_session(changes: dict[str, Any]) -> Any:
-    from titanmoe.session import NoLoader, Session
-
     trainer = parity.make_trainer(changes, loader=NoLoader)
     return Session(parity.read(changes, trainer.training.runtime.world), trainer.training)
 
@@ -296,12 +296,16 @@ def run_functions_of_the_page(changes: dict[str, Any]) -> list[float]:
     expected = -float(session.log_probs(session.batch(ids))[0].sum()) / 2
     policy = names["policy_step"](session, ids, None, [[1.0] * 4, [0.0] * 3])
     old, new, mismatch = names["replay_step"](session, ids)
-    return [report["tokens"], policy["tokens"], policy["loss"], expected, torch.equal(old, new) and mismatch == 0]
+    assert torch.equal(old, new) and mismatch == 0
+    generator = session.log_probs(session.batch(ids)).cpu() + 0.1
+    watched = names["grpo_step"](session, ids, None, [1.0, 0.0], ["a prompt"] * 2, generator)
+    assert watched["policy.ratio_p50"] == 1 and watched["policy.mismatch"] == pytest.approx(0.1)
+    return [report["tokens"], policy["tokens"], policy["loss"], expected]
 
 
 def test_the_pages_functions_make_steps() -> None:
-    ((tokens, policy_tokens, loss, expected, is_replayed),) = world.run(1, run_functions_of_the_page, {})
-    assert tokens == policy_tokens == 7 and is_replayed
+    ((tokens, policy_tokens, loss, expected),) = world.run(1, run_functions_of_the_page, {})
+    assert tokens == policy_tokens == 7
     assert loss == pytest.approx(expected, rel=1e-12)
 
 
@@ -314,3 +318,25 @@ def test_the_pages_program_learns(tmp_path: Path) -> None:
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 4 and losses[-1] < 0.6 * losses[0]
     assert (tmp_path / "sums/checkpoint/manifest.json").is_file()
+
+
+def a_reference_beside(changes: dict[str, Any]) -> None:
+    """A second run in the same processes is a frozen copy; without adapters the first gives the same numbers."""
+    lora = {"lora.rank": 2, "lora.experts_rank": 2}
+    session, seams = open_session(changes | lora), {"loader": NoLoader, "garbage": parity.no_collection}
+    config = scoring_config(parity.read(changes, 2))
+    reference = Session(config, parity.build_trainer(config, session.training.runtime, **seams).training)
+    batch = samples(session, 0, 4)
+    before = reference.log_probs(batch)
+    for _ in range(3):
+        session.forward_backward(batch)
+        session.optim_step(rate=0.05)
+    assert torch.equal(reference.log_probs(batch), before)
+    torch.testing.assert_close(session.log_probs(batch, adapters=False), before, rtol=0, atol=1e-12)
+    assert not torch.allclose(session.log_probs(batch), before, atol=1e-3)
+    with pytest.raises(ConfigError, match="trains=False"):
+        reference.forward_backward(batch)
+
+
+def test_a_reference_model_runs_beside_or_under_the_adapters() -> None:
+    world.run(2, a_reference_beside, {"parallelism.experts.ep": 2})

@@ -14,8 +14,8 @@ Shapes: N samples of a call, L positions of a sample (training.seq_len).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.checkpoint.safe_files import CheckpointError
-from titanmoe.comm.collectives import all_gather_autograd
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_layers
@@ -36,14 +35,13 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import BatchLayout
 from titanmoe.data.routes import Routes
-from titanmoe.fold.meshes import Meshes
-from titanmoe.models.vocabulary import HeadScores
-from titanmoe.parallel.batch_slice import BatchSlice, check_alike, to_device
-from titanmoe.parallel.context import Placement
-from titanmoe.tokens import IGNORE, NO_EXPERT
+from titanmoe.models.lora import without_adapters
+from titanmoe.parallel.batch_slice import BatchSlice, check_alike
+from titanmoe.tokens import NO_EXPERT
 from titanmoe.train.build import build_training
 from titanmoe.train.gradients import PassSums, StepWork, Totals, sum_together
-from titanmoe.train.launch import read_config
+from titanmoe.train.launch import read_config, scoring_config
+from titanmoe.train.objectives.log_probs import NoSum, OfLogProbs, SampleLoss, WithLogProbs
 from titanmoe.train.objectives.objective import Objective
 from titanmoe.train.objectives.objective_spec import OBJECTIVES
 from titanmoe.train.runtime import Runtime, read_environment, start, stop, world_size
@@ -51,61 +49,8 @@ from titanmoe.train.trainer import update
 from titanmoe.train.training import Training
 from titanmoe.train.world_batch import DataRankBatch, Samples, data_rank_batch, make_batch
 
-SampleLoss = Callable[[Tensor, Batch], Tensor]
-"""An objective of your own: a function of the log-probabilities of the labels (B, L) of a microbatch, 0 where there is
-no label, and of its Batch on the same device. It returns the sum of the loss over these samples, a scalar."""
 ObjectiveName = str | SampleLoss
 """A name of training.objective, or a function."""
-
-
-class OfLogProbs(Objective):
-    """Objective from a function of the log-probabilities of full samples, gathered over the cp ranks."""
-
-    def __init__(self, meshes: Meshes, placement: Placement, device: torch.device, function: SampleLoss):
-        super().__init__(meshes)
-        self.placement, self.device, self.function = placement, device, function
-        self.batches: dict[int, Batch] = {}
-        """Full samples of the microbatches of a pass, by the id of their slice."""
-
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
-        cp, batch = self.meshes.cp, self.batches[id(batch_slice)]
-        log_p_BL = self.placement.to_sequence_order(all_gather_autograd(-scores.loss_BS, 1, cp), 1)
-        fields = (x if x is None else to_device(x, self.device) for x in batch[:-1])
-        extra_fields = {name: to_device(x, self.device) for name, x in batch.extra_fields.items()}
-        loss = self.function(log_p_BL, Batch(*fields, extra_fields))
-        return loss / cp.size  # all cp ranks have computed it, and their gradients are summed
-
-    def count(self, batch: Batch) -> Tensor:
-        return (batch.labels_BS != IGNORE).sum()
-
-
-class WithLogProbs(Objective):
-    """An objective that also records the log-probabilities of a pass's labels."""
-
-    def __init__(self, inner: Objective):
-        super().__init__(inner.meshes)
-        self.inner, self.log_p_BS = inner, dict[int, Tensor]()
-        """Log-probabilities of each microbatch, by the id of its slice."""
-
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
-        self.log_p_BS[id(batch_slice)] = 0 - scores.loss_BS.detach()  # without a label 0, not -0
-        return self.inner.sum(scores, batch_slice)
-
-    def count(self, batch: Batch) -> Tensor:
-        return self.inner.count(batch)
-
-    def take_metrics(self, like: Tensor) -> Tensor:
-        return self.inner.take_metrics(like)
-
-
-class NoSum(Objective):
-    """Objective of passes that only compute log-probabilities."""
-
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
-        return scores.loss_BS.new_zeros(())
-
-    def count(self, batch: Batch) -> Tensor:
-        return (batch.labels_BS != IGNORE).sum()
 
 
 class NoLoader:
@@ -306,6 +251,8 @@ class Session:
                     "step counts=total, where total = run.count(a) + run.count(b) + ..."
                 ]
             )
+        if not self.training.gradients.trained:
+            raise ConfigError(["this run was opened with trains=False: it has log_probs alone"])
         counts = counts or self._count(local, objective)
         if objective not in counts.divisors:
             raise ConfigError([f"counts has no objective {objective!r}: add run.count(batch, objective)"])
@@ -400,14 +347,16 @@ class Session:
 
     # ---- without gradients
 
-    def log_probs(self, batch: Batch | None, *, per_data_rank: bool = False) -> Tensor:
+    def log_probs(self, batch: Batch | None, *, adapters: bool = True, per_data_rank: bool = False) -> Tensor:
         """Return the log-probability of each label (N, L), 0 where there is none. Gradients of an open step stay.
 
         Args:
             batch: as in `forward_backward`.
+            adapters: False for the weights under LoRA's adapters, as a reference model.
             per_data_rank: as in `forward_backward`.
         """
-        return self._forward(batch, per_data_rank, routes=False)[0]
+        with nullcontext() if adapters else without_adapters(self.training.stages):
+            return self._forward(batch, per_data_rank, routes=False)[0]
 
     def log_probs_and_routes(self, batch: Batch | None, *, per_data_rank: bool = False) -> tuple[Tensor, Routes]:
         """Return what `log_probs` does, and the experts that the routers choose, to be given with a later batch.
@@ -471,13 +420,15 @@ def _add(one: PassSums, other: PassSums) -> PassSums:
     return PassSums(**{name: value + getattr(other, name) for name, value in vars(one).items()})
 
 
-def open_session(recipe: str | Path, changes: Mapping[str, Any] | None = None) -> Session:
+def open_session(recipe: str | Path, changes: Mapping[str, Any] | None = None, trains: bool = True) -> Session:
     """Build the run of a recipe on this rank, without its data, and load its weights. Collective over the world.
 
     Args:
         recipe: a TOML file, or the name of a shipped recipe.
         changes: options to set in place of the recipe's, such as {"training.steps": 100}. checkpoint.load names a
             checkpoint to go on from, checkpoint.initial_hf a Hugging Face model.
+        trains: False for a run that only computes log-probabilities, such as a reference model: no gradients, no
+            optimizer state.
 
     Raises:
         ConfigError: with every problem, before any message between ranks.
@@ -485,6 +436,8 @@ def open_session(recipe: str | Path, changes: Mapping[str, Any] | None = None) -
     # The recipe's data is not opened, so it cannot say how many steps an epoch has.
     words = [str(recipe), *_command_line({"training.epochs": 0} | dict(changes or {}))]
     config = read_config(words, world_size(), COMPONENTS)
+    if not trains:
+        config = scoring_config(config)
     quiz = replace(config.validation.quiz, interval=0)
     config = replace(
         config,

@@ -167,7 +167,7 @@ def _failing(tmp, part):
 
 MEASURE = """
 import threading
-from titanmoe.checkpoint.hf import convert, source  # what the conversion imports does not count
+from titanmoe.checkpoint.hf import convert, huggingface_source  # what the conversion imports does not count
 from titanmoe.cli import main
 
 def anonymous():

@@ -1,0 +1,134 @@
+"""Policy objectives: against the papers' formulas written out token by token, and under any mapping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests import parity, world
+from tests.test_session import MAPPINGS, SAMPLES, open_session, samples
+from titanmoe.config import ConfigError
+from titanmoe.data.batch import Batch
+from titanmoe.policy import PolicyLoss, group_advantages, token_weights
+from titanmoe.tokens import IGNORE
+
+LOSSES = {
+    "grpo": PolicyLoss(),
+    "dapo": PolicyLoss(clip_high=0.28),
+    "gspo": PolicyLoss(level="sequence", clip_low=0.05, clip_high=0.06),
+    "truncated": PolicyLoss(truncation=2.0),
+    "truncated by sequence, k1": PolicyLoss(truncation=1.5, truncate="sequence", estimator="k1"),
+}
+
+
+def with_columns(batch: Batch, documents: bool = False) -> Batch:
+    """Every column at random; old log-probabilities so far apart that some ratios are clipped."""
+    generator = torch.Generator().manual_seed(3)
+    shape = batch.labels_BS.shape
+
+    def near(centre: float, width: float) -> torch.Tensor:
+        return centre + width * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    old = near(-4.0, 0.5)
+    columns = {"advantage": near(0.0, 1.0), "weight": token_weights(batch.labels_BS != IGNORE, "sample"), "old": old}
+    columns |= {"generator": old + near(0.0, 0.5), "reference": near(-4.0, 0.3)}
+    columns |= {"kl_weight": 0.1 * columns["weight"], "sft_weight": 0.01 * (batch.labels_BS != IGNORE).double()}
+    document = torch.arange(shape[1]).expand(shape) // 6 if documents else None
+    return batch._replace(document_BS=document, extra_fields=columns)
+
+
+def by_hand(loss: PolicyLoss, log_p: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The objective as the papers write it: one answer and one token after the other."""
+    total = torch.zeros((), dtype=torch.float64)
+    x = batch.extra_fields
+    for b in range(len(log_p)):
+        answers: dict[int, list[int]] = {}
+        for t in range(log_p.shape[1]):
+            if batch.labels_BS[b, t] != IGNORE:
+                answers.setdefault(0 if batch.document_BS is None else int(batch.document_BS[b, t]), []).append(t)
+        for places in answers.values():
+            of_answer = torch.stack([log_p[b, t] - x["old"][b, t] for t in places]).mean().exp()
+            drift = math.exp(sum(float(x["old"][b, t] - x["generator"][b, t]) for t in places))
+            for t in places:
+                ratio = of_answer if loss.level == "sequence" else (log_p[b, t] - x["old"][b, t]).exp()
+                A = x["advantage"][b, t]
+                gain = torch.min(ratio * A, torch.clamp(ratio, 1 - loss.clip_low, 1 + loss.clip_high) * A)
+                if loss.truncation:
+                    token = math.exp(float(x["old"][b, t] - x["generator"][b, t]))
+                    gain = gain * min(drift if loss.truncate == "sequence" else token, loss.truncation)
+                d = x["reference"][b, t] - log_p[b, t]
+                kl = -d if loss.estimator == "k1" else d.exp() - d - 1
+                total = (
+                    total - x["weight"][b, t] * gain + x["kl_weight"][b, t] * kl - x["sft_weight"][b, t] * log_p[b, t]
+                )
+    return total
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_are_the_papers(name: str, documents: bool) -> None:
+    labels = torch.randint(0, 9, (3, 16), generator=torch.Generator().manual_seed(0))
+    labels[:, :3], labels[1] = IGNORE, IGNORE
+    batch = with_columns(Batch(labels.clamp(min=0), labels, labels == labels), documents)
+    log_p = (-4 + torch.randn(3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))).requires_grad_()
+    value, expected = LOSSES[name](log_p, batch), by_hand(LOSSES[name], log_p, batch)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
+    (got,), (want,) = torch.autograd.grad(value, log_p), torch.autograd.grad(expected, log_p)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
+    watched = LOSSES[name].metrics(log_p.detach(), batch)
+    assert 0 < watched["policy.clipped"] < 1 and watched["policy.ratio_p1"] < watched["policy.ratio_p99"]
+
+
+def policy_step(changes: dict[str, Any], spans: list[tuple[int, int]]) -> dict[str, Any]:
+    session, loss = open_session(changes), LOSSES["truncated by sequence, k1"]
+    full = with_columns(samples(session, 0, SAMPLES))
+    for first, end in spans:
+        rows = {name: x[first:end] for name, x in full.extra_fields.items()}
+        batch = samples(session, first, end)._replace(extra_fields=rows)
+        if (first, end) == spans[0]:
+            counts = session.count(full, loss, divisor=1)
+        session.forward_backward(batch, loss, counts=counts)
+    report = session.optim_step()
+    weights = parity.whole(session.training.parameters, session.training.runtime.rank, session.training.fold)
+    return {"loss": report["loss"], "norm": report["grad_norm"], "weights": weights}
+
+
+@pytest.mark.parametrize("name", ["tp 2, ep 4", "cp 2, etp 2", "pp 2, dp 2, ep 2"])
+def test_a_step_is_the_same_under_any_mapping_and_in_any_calls(name: str) -> None:
+    size, mapping = MAPPINGS[name]
+    (expected, *_) = world.run(1, policy_step, {}, [(0, SAMPLES)])
+    (got, *_) = world.run(size, policy_step, mapping, [(0, 2), (2, SAMPLES)])
+    assert (got["loss"], got["norm"]) == (
+        pytest.approx(expected["loss"], rel=1e-10),
+        pytest.approx(expected["norm"], rel=1e-10),
+    )
+    for weight, value in expected["weights"].items():
+        torch.testing.assert_close(got["weights"][weight], value, rtol=1e-10, atol=1e-12, msg=weight)
+
+
+def test_advantages_are_relative_to_the_group_in_any_order() -> None:
+    rewards, groups = [1.0, 0.0, 0.5, 2.0, 2.0, 3.0], ["a", "a", "b", "c", "c", "a"]
+    advantages = group_advantages(rewards, groups)
+    of_a = torch.tensor([1.0, 0.0, 3.0], dtype=torch.float64)
+    expected = (of_a - of_a.mean()) / (of_a.std() + 1e-6)
+    torch.testing.assert_close(advantages[[0, 1, 5]], expected)
+    assert advantages[2:5].tolist() == [0, 0, 0], "a group of one, and one of equal rewards"
+    assert group_advantages(rewards, groups, divide_by_std=False)[0] == pytest.approx(1 - 4 / 3)
+    order = [5, 3, 0, 4, 2, 1]
+    again = group_advantages([rewards[i] for i in order], [groups[i] for i in order])
+    assert torch.equal(again, advantages[order])
+    for wrong, message in (([1.0, math.nan], "the reward of sample 1 is nan"), ([1.0], "1 rewards for 2 groups")):
+        with pytest.raises(ConfigError, match=message):
+            group_advantages(wrong, [0, 0])
+
+
+def test_weights_are_means_over_tokens_or_samples() -> None:
+    has_loss = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]) > 0  # the last was dropped
+    assert token_weights(has_loss, "token")[0].tolist() == [0, 0.25, 0.25, 0.25]
+    assert token_weights(has_loss, "sample")[:, 3].tolist() == [pytest.approx(1 / 6), 0.5, 0]
+    assert token_weights(has_loss, "constant", longest=8)[:, 3].tolist() == [1 / 16, 1 / 16, 0]
+    with pytest.raises(ConfigError, match="give longest="):
+        token_weights(has_loss, "constant")

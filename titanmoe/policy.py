@@ -1,0 +1,189 @@
+"""Policy objectives of reinforcement learning, for `titanmoe.session.Session`: advantages, weights of tokens, losses.
+
+    advantages = group_advantages(rewards, groups)                                   # of N answers
+    weight = token_weights(answer_tokens, "token")
+    batch = run.batch(ids, labels, advantage=..., weight=weight, old=old_log_probs)
+    counts = run.count(batch, loss, divisor=1)                                       # the weights are divided already
+    run.forward_backward(batch, loss, counts=counts)                                 # loss = PolicyLoss()
+
+Rewards, groups and weights are of all samples of a step, so groups may lie on any ranks. Every term has a column of
+weights that the caller has divided by that term's own count: policy ("weight"), cross-entropy ("sft_weight") and
+divergence from a reference model ("kl_weight"). Three log-probabilities of the labels meet: of the model now, of the
+model that began the step's batch ("old"), and of the generator that sampled it ("generator").
+
+Shapes: N samples, B samples of a microbatch, L positions, G documents of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from titanmoe.config import ConfigError
+from titanmoe.data.batch import Batch
+from titanmoe.tokens import IGNORE
+
+Normalisation = Literal["sample", "token", "constant"]
+
+
+def group_advantages(
+    rewards: Sequence[float] | Tensor,
+    groups: Sequence[Hashable],
+    *,
+    divide_by_std: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Return each sample's reward relative to those of its group, float64 (N,): 0 in a group of equal rewards.
+
+    Args:
+        rewards: one for each sample.
+        groups: the group of each sample, such as its prompt's number.
+        divide_by_std: (r - mean) / (std + eps) with the sample standard deviation, as GRPO (arXiv 2402.03300); False: r
+            - mean, as Dr. GRPO (arXiv 2503.20783), which does not favour groups with rare rewards.
+        eps: added to the standard deviation.
+
+    Raises:
+        ConfigError: a reward is not finite, or their number is not that of the groups.
+    """
+    reward_N = torch.as_tensor(rewards, dtype=torch.float64)
+    if len(reward_N) != len(groups):
+        raise ConfigError([f"{len(reward_N)} rewards for {len(groups)} groups: give one of each for every sample"])
+    if len(bad := (~reward_N.isfinite()).nonzero()):
+        raise ConfigError(
+            [f"the reward of sample {int(bad[0])} is {float(reward_N[bad[0]])}: drop it, or give a number"]
+        )
+    number = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+    group_N = torch.tensor([number[group] for group in groups], dtype=torch.int64)
+    count_G = torch.zeros(len(number), dtype=torch.float64).index_add(0, group_N, torch.ones_like(reward_N))
+    mean_G = torch.zeros_like(count_G).index_add(0, group_N, reward_N) / count_G
+    apart_N = reward_N - mean_G[group_N]
+    if not divide_by_std:
+        return apart_N
+    square_G = torch.zeros_like(count_G).index_add(0, group_N, apart_N.square())
+    std_G = (square_G / (count_G - 1).clamp(min=1)).sqrt()
+    return torch.where(std_G[group_N] > 0, apart_N / (std_G[group_N] + eps), 0.0)
+
+
+def token_weights(has_loss_NL: Tensor, by: Normalisation = "token", longest: int = 0) -> Tensor:
+    """Return the weight of each token in a mean over a step's samples, float64 (N, L), 0 where there is no loss.
+
+    Samples that were dropped are left out by the caller, or have no token with a loss.
+
+    Args:
+        has_loss_NL: whether a position has a loss, for all samples of the step.
+        by: "sample": the mean over samples of the mean over their tokens (GRPO, GSPO); "token": the mean over all
+            tokens (DAPO, arXiv 2503.14476); "constant": the sum over tokens / `longest`, averaged over samples (Dr.
+            GRPO).
+        longest: the most tokens that an answer may have; for "constant".
+    """
+    has_loss_NL = has_loss_NL.to(torch.float64)
+    tokens_N1 = has_loss_NL.sum(1, keepdim=True)
+    samples = (tokens_N1 > 0).sum().clamp(min=1)
+    if by == "token":
+        return has_loss_NL / tokens_N1.sum().clamp(min=1)
+    if by == "constant" and longest < 1:
+        raise ConfigError(['token_weights(..., "constant") divides by the most tokens of an answer: give longest='])
+    return has_loss_NL / (samples * (longest if by == "constant" else tokens_N1.clamp(min=1)))
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The clipped policy objective, with cross-entropy and divergence terms if the batch has their weights.
+
+    Columns of the batch, per position (N, L): "advantage"; "weight"; "old"; "generator" if `truncation` is set;
+    "sft_weight"; "kl_weight" with "reference". A sample may be several documents, each an answer of its own.
+
+    The defaults are those of PPO and GRPO. DAPO has clip_high=0.28; GSPO (arXiv 2507.18071) has level="sequence" with
+    clip_low=3e-4 and clip_high=4e-4.
+    """
+
+    clip_low: float = 0.2
+    """The ratio to the old policy has no gradient below 1 - clip_low for a negative advantage."""
+    clip_high: float = 0.2
+    """It has none above 1 + clip_high for a positive advantage."""
+    level: Literal["token", "sequence"] = "token"
+    """The ratio of each token, or of each answer: the geometric mean of its tokens' ratios."""
+    truncation: float = 0.0
+    """Importance weight old / generator, at most this (2 is usual), on the loss; 0: none. It has no gradient."""
+    truncate: Literal["token", "sequence"] = "token"
+    """The importance weight of each token, or the product over each answer."""
+    estimator: Literal["k1", "k3"] = "k3"
+    """Divergence from the reference, with d = log reference - log p. k3 = exp(d) - d - 1: its gradient is that of
+    KL(reference | model). k1 = -d: right as a value or in a reward, but its gradient as a loss has mean 0."""
+
+    def __call__(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
+        """Return the weighted sum over a microbatch's labels: the objective of `Session.forward_backward`."""
+        column = batch.extra_fields
+        has_label_BL = batch.labels_BS != IGNORE
+        log_p_BL = log_p_BL.where(has_label_BL, 0)
+        ratio_BL, advantage_BL = self.ratio(log_p_BL, batch), column["advantage"]
+        clipped_BL = ratio_BL.clamp(1 - self.clip_low, 1 + self.clip_high)
+        gain_BL = torch.minimum(ratio_BL * advantage_BL, clipped_BL * advantage_BL)
+        if self.truncation:
+            gain_BL = gain_BL * self.importance(batch)
+        loss = -(gain_BL * column["weight"]).where(has_label_BL, 0).sum()
+        if "sft_weight" in column:
+            loss = loss - (log_p_BL * column["sft_weight"]).sum()
+        if "kl_weight" in column:
+            loss = loss + (self.divergence(log_p_BL, batch) * column["kl_weight"]).where(has_label_BL, 0).sum()
+        return loss
+
+    def ratio(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
+        """Return the probability ratio of the model to the old policy at each label, by `level`."""
+        apart_BL = (log_p_BL - batch.extra_fields["old"]).where(batch.labels_BS != IGNORE, 0)
+        return (apart_BL if self.level == "token" else _over_answers(apart_BL, batch, mean=True)).exp()
+
+    def importance(self, batch: Batch) -> Tensor:
+        """Return the truncated importance weight of the old policy against the generator at each label."""
+        column = batch.extra_fields
+        apart_BL = (column["old"] - column["generator"]).where(batch.labels_BS != IGNORE, 0)
+        if self.truncate == "sequence":
+            apart_BL = _over_answers(apart_BL, batch, mean=False)
+        return apart_BL.exp().clamp(max=self.truncation)
+
+    def divergence(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
+        """Return the estimated divergence from the reference at each label."""
+        apart_BL = (batch.extra_fields["reference"] - log_p_BL).where(batch.labels_BS != IGNORE, 0)
+        return -apart_BL if self.estimator == "k1" else apart_BL.exp() - apart_BL - 1
+
+    @torch.no_grad()
+    def metrics(self, log_probs_NL: Tensor, batch: Batch) -> dict[str, float]:
+        """Return what to watch of a step, from the log-probabilities that `forward_backward` returned.
+
+        Fraction of clipped labels, quantiles of the ratio, and with their columns the divergence from the reference and
+        the mean and largest difference of log-probabilities between generator and old policy.
+        """
+        column = {name: x.to(log_probs_NL.device) for name, x in batch.extra_fields.items()}
+        batch = batch._replace(labels_BS=batch.labels_BS.to(log_probs_NL.device), extra_fields=column)
+        is_label_NL = (batch.labels_BS != IGNORE) & (column["weight"] != 0)
+        if not is_label_NL.any():
+            return {}
+        ratio, advantage = self.ratio(log_probs_NL, batch)[is_label_NL], column["advantage"][is_label_NL]
+        clipped = ((ratio > 1 + self.clip_high) & (advantage > 0)) | ((ratio < 1 - self.clip_low) & (advantage < 0))
+        low, middle, high = ratio.double().quantile(torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64)).tolist()
+        out = {"policy.clipped": float(clipped.double().mean())}
+        out |= {"policy.ratio_p1": low, "policy.ratio_p50": middle, "policy.ratio_p99": high}
+        if "reference" in column:
+            out["policy.kl"] = float(self.divergence(log_probs_NL, batch)[is_label_NL].double().mean())
+        if "generator" in column:
+            mismatch = (column["old"] - column["generator"])[is_label_NL].abs().double()
+            out |= {"policy.mismatch": float(mismatch.mean()), "policy.mismatch_max": float(mismatch.max())}
+        return out
+
+
+def _over_answers(x_BL: Tensor, batch: Batch, mean: bool) -> Tensor:
+    """Return at each position the sum or mean of x over the labels of its answer: its document, or its sample."""
+    has_label_BL = (batch.labels_BS != IGNORE).to(x_BL.dtype)
+    if batch.document_BS is None:
+        answer_BL = torch.zeros_like(batch.labels_BS)
+    else:
+        document_BS = batch.document_BS
+        answer_BL = (document_BS.diff(dim=1, prepend=document_BS[:, :1]) != 0).cumsum(1)
+    total_BL = torch.zeros_like(x_BL).scatter_add(1, answer_BL, x_BL * has_label_BL)
+    if mean:
+        total_BL = total_BL / torch.zeros_like(x_BL).scatter_add(1, answer_BL, has_label_BL).clamp(min=1)
+    return total_BL.gather(1, answer_BL)

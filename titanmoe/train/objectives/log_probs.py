@@ -1,0 +1,74 @@
+"""Objectives of `titanmoe.session.Session`: a function of log-probabilities, and passes that record log-probabilities.
+
+They have no name in recipes. Shapes: B samples, L positions of a full sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm.collectives import all_gather_autograd
+from titanmoe.data.batch import Batch
+from titanmoe.fold.meshes import Meshes
+from titanmoe.models.vocabulary import HeadScores
+from titanmoe.parallel.batch_slice import BatchSlice, to_device
+from titanmoe.parallel.context import Placement
+from titanmoe.tokens import IGNORE
+from titanmoe.train.objectives.objective import Objective
+
+SampleLoss = Callable[[Tensor, Batch], Tensor]
+"""An objective of your own: a function of the log-probabilities of the labels (B, L) of a microbatch, 0 where there is
+no label, and of its Batch on the same device. It returns the sum of the loss over these samples, a scalar."""
+
+
+class OfLogProbs(Objective):
+    """Objective from a function of the log-probabilities of full samples, gathered over the cp ranks."""
+
+    def __init__(self, meshes: Meshes, placement: Placement, device: torch.device, function: SampleLoss):
+        super().__init__(meshes)
+        self.placement, self.device, self.function = placement, device, function
+        self.batches: dict[int, Batch] = {}
+        """Full samples of the microbatches of a pass, by the id of their slice."""
+
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+        cp, batch = self.meshes.cp, self.batches[id(batch_slice)]
+        log_p_BL = self.placement.to_sequence_order(all_gather_autograd(-scores.loss_BS, 1, cp), 1)
+        fields = (x if x is None else to_device(x, self.device) for x in batch[:-1])
+        extra_fields = {name: to_device(x, self.device) for name, x in batch.extra_fields.items()}
+        loss = self.function(log_p_BL, Batch(*fields, extra_fields))
+        return loss / cp.size  # all cp ranks have computed it, and their gradients are summed
+
+    def count(self, batch: Batch) -> Tensor:
+        return (batch.labels_BS != IGNORE).sum()
+
+
+class WithLogProbs(Objective):
+    """An objective that also records the log-probabilities of a pass's labels."""
+
+    def __init__(self, inner: Objective):
+        super().__init__(inner.meshes)
+        self.inner, self.log_p_BS = inner, dict[int, Tensor]()
+        """Log-probabilities of each microbatch, by the id of its slice."""
+
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+        self.log_p_BS[id(batch_slice)] = 0 - scores.loss_BS.detach()  # without a label 0, not -0
+        return self.inner.sum(scores, batch_slice)
+
+    def count(self, batch: Batch) -> Tensor:
+        return self.inner.count(batch)
+
+    def take_metrics(self, like: Tensor) -> Tensor:
+        return self.inner.take_metrics(like)
+
+
+class NoSum(Objective):
+    """Objective of passes that only compute log-probabilities."""
+
+    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+        return scores.loss_BS.new_zeros(())
+
+    def count(self, batch: Batch) -> Tensor:
+        return (batch.labels_BS != IGNORE).sum()
