@@ -53,7 +53,7 @@ def as_integers(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return a hash of the tensor's bits as an int64 scalar on its device. The host does not wait for it.
+    """Return a hash of the tensor's bits as an int64 scalar on its device, without a host sync.
 
     It is the sum of all words, each times its own odd number, modulo 2**64. One changed bit always changes it, and so
     do two unequal words that swap places.
@@ -70,28 +70,30 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def combine_fingerprints(fingerprints: list[Tensor]) -> Tensor:
-    """Return one fingerprint of a list of fingerprints. Their order counts."""
+    """Return one fingerprint (int64 scalar) of several fingerprints and their order."""
     return (torch.stack(fingerprints) * torch.arange(1, 2 * len(fingerprints), 2, device=fingerprints[0].device)).sum()
 
 
 class ReplicaGroup(NamedTuple):
-    """A kind of replication: ranks whose coordinates differ only in these axes of the view hold equal tensors."""
+    """Axes along which tensors are replicated: ranks whose coordinates differ only in these axes hold equal tensors."""
 
     view: View
+    """"attention" or "experts": the mesh that has the axes."""
     axes: tuple[str, ...]
 
 
 class ReplicaDifference(NamedTuple):
-    """A group of ranks whose replicas are not equal."""
+    """A group of ranks whose replicas of some tensors are not equal."""
 
     kind: ReplicaGroup
     group: tuple[int, ...]
+    """All ranks of the group."""
     ranks: list[int]
     """The ranks that differ from the majority; the whole group if there is none."""
 
 
 class ReplicaCheck:
-    """Compares the state that ranks hold in common, by fingerprints."""
+    """Check that replicated weights, moments, buffers and counters are equal to the bit on all ranks that hold them."""
 
     def __init__(self, training: RankModel, options: Options, seed: int):
         self.training, self.fold, self.seed = training, training.fold, seed
@@ -106,14 +108,14 @@ class ReplicaCheck:
         """The last step after which all ranks agreed; -1 if none."""
 
     def _of_view(self, view: View) -> Iterator[ReplicaGroup]:
-        """Yield every combination of the view's axes of more than one rank."""
+        """Yield each combination of the view's axes that have more than one rank."""
         axes = {name: names for name, names in AXES[view].items() if len(group_of(self.fold, view, names, 0)) > 1}
         for count in range(1, len(axes) + 1):
             for combination in combinations(axes.values(), count):
                 yield ReplicaGroup(view, tuple(chain.from_iterable(combination)))
 
     def _kind(self, parameter: nn.Parameter) -> ReplicaGroup | None:
-        """Return the axes over which a parameter is replicated, or None if it is on one rank only."""
+        """Return the axes along which a parameter is replicated; None if no other rank holds the same shard."""
         if not isinstance(parameter, DTensor):
             return None
         mesh = parameter.device_mesh
@@ -129,7 +131,7 @@ class ReplicaCheck:
         return kind if replicated else None
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor, ReplicaGroup]]:
-        """Yield name, local tensor and replica group of everything on this rank that other ranks hold too.
+        """Yield (name, local tensor, replica group) of each weight, buffer and moment that other ranks hold too.
 
         Moments in host memory are left out.
         """
@@ -142,7 +144,7 @@ class ReplicaCheck:
                 yield from ((f"{moment} of {name}", x, kind) for moment, x in moments.get(name, {}).items())
 
     def fingerprints(self) -> Tensor:
-        """Return one fingerprint for each kind of replica group, in the order of `kinds`."""
+        """Return this rank's fingerprint of all tensors of each replica group, one int64 for each entry of `kinds`."""
         prints: dict[ReplicaGroup, list[Tensor]] = {kind: [] for kind in self.kinds}
         for _, tensor, kind in self.replicated_state():
             prints[kind].append(fingerprint(tensor))
@@ -154,14 +156,14 @@ class ReplicaCheck:
         )
 
     def _counters(self) -> int:
-        """Return a 64-bit hash of the run's progress. Seed and step are all state of its random numbers."""
+        """Return a 64-bit hash of step, tokens, seed, skipped updates and loader's state, equal on all ranks."""
         state = self.training.state
         counts = state.step, state.tokens, self.seed, state.skips.state_dict()
         text = repr((*counts, self.training.loader.state_dict()))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def compare(self, step: int) -> str:
-        """Say which ranks differ in the state after a step, and in which tensors; return "" if all agree.
+        """Return a text that names the ranks and tensors whose replicas differ after a step; "" if all agree.
 
         Collective over the world; all ranks return the same text.
         """
@@ -180,7 +182,10 @@ class ReplicaCheck:
         return self._message(differences, step)
 
     def _message(self, differences: list[ReplicaDifference], step: int) -> str:
-        """Describe the differences. Collective over the world: exchanges the fingerprints of single tensors."""
+        """Return a text that names the ranks and tensors that differ.
+
+        Collective over the world: exchanges the fingerprints of single tensors.
+        """
         rank = dist.get_rank()
         own_prints: dict[str, int] = {}
         for difference in differences:
@@ -229,7 +234,7 @@ def _ranks_text(ranks: list[int], group: tuple[int, ...]) -> str:
 
 
 def first_few(items: list) -> str:
-    """Join the first `MOST_NAMED` items with commas, and count the rest."""
+    """Return the first `MOST_NAMED` items as text with commas, and the number of the others."""
     more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
     return ", ".join(map(str, items[:MOST_NAMED])) + more
 
@@ -237,38 +242,38 @@ def first_few(items: list) -> str:
 # ---- two passes over one batch
 
 
-def pass_fingerprints(gradients: Gradients, own: PassSums) -> dict[str, int]:
-    """Return fingerprints of this rank's last forward and backward, by name, in the order in which a fault spreads.
+def pass_fingerprints(gradients: Gradients, local_sums: PassSums) -> dict[str, int]:
+    """Return fingerprints of a rank's last forward and backward, by name, in the order in which a fault spreads.
 
-    The host waits for them.
+    They are of the routing counts of each MoE layer, the loss, and the gradient shards. The host waits for them.
 
     Args:
         gradients: The forward and backward passes, with their gradients.
-        own: This rank's sums of the pass, before they were summed over ranks.
+        local_sums: This rank's sums of the pass, before they were summed over ranks.
     """
     prints: dict[str, Tensor] = {}
     for number, moe in sorted(gradients.moe_layers.items()):
         prints[f"the router of layer {number}"] = fingerprint(moe.balance.counts.counts_MX)
-    prints["the loss"] = fingerprint(torch.stack((own.loss, own.mtp_loss)))
+    prints["the loss"] = fingerprint(torch.stack((local_sums.loss, local_sums.mtp_loss)))
     for name, parameter in gradients.trained.items():
         prints[f"the gradient of {name}"] = fingerprint(local_grad(parameter))
     return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
 
 
-def repeat_pass(gradients: Gradients, work: StepWork, own: PassSums) -> tuple[StepSums, str]:
-    """Run forward and backward again, and compare the results with the first pass bit by bit.
+def repeat_pass(gradients: Gradients, work: StepWork, local_sums: PassSums) -> tuple[StepSums, str]:
+    """Repeat a step's forward and backward, and compare the results with those of the first pass bit by bit.
 
     Collective over the world. The gradients of the second pass replace those of the first.
 
     Args:
         gradients: The forward and backward passes.
         work: The step's batches.
-        own: This rank's sums of the first pass.
+        local_sums: This rank's sums of the first pass, before they were summed over ranks.
 
     Returns:
-        The sums of the second pass, and which ranks are not reproducible ("" if all are).
+        The sums of the second pass, and a text that names the ranks that are not reproducible ("" if all are).
     """
-    first = pass_fingerprints(gradients, own)
+    first = pass_fingerprints(gradients, local_sums)
     gradients.drop()
     sums = gradients.sums(work)
     second = pass_fingerprints(gradients, sums.own)
@@ -279,7 +284,7 @@ def repeat_pass(gradients: Gradients, work: StepWork, own: PassSums) -> tuple[St
 
 
 def describe_differences(differences: list[list[str]]) -> str:
-    """Say on which ranks two passes differ, and where that was first seen; return "" if all ranks are reproducible.
+    """Return a text that names the ranks on which two passes differ, and the first difference; "" if none differs.
 
     Args:
         differences: For each rank, the names of the fingerprints that differ, in the order of `pass_fingerprints`.

@@ -38,7 +38,9 @@ class Connections:
 
 
 def read_connections(process: Path = Path("/proc/self")) -> Connections:
-    """Return the connections of a process without probing any; no connections where the system has no /proc.
+    """Return the TCP connections of a process as its kernel lists them; none where the system has no /proc.
+
+    No peer is probed, so `reached` is empty.
 
     Args:
         process: The process's folder in /proc.
@@ -60,7 +62,7 @@ def read_connections(process: Path = Path("/proc/self")) -> Connections:
 
 
 def probe_connections() -> Connections:
-    """Return the connections of this process, after trying to reach the peers on other hosts. Takes at most 0.7 s."""
+    """Return this process's TCP connections after probing the peers on other hosts, in at most 0.7 s."""
     connections = read_connections()
     to_other_hosts = [pair for pair in connections.pairs if pair[0] != pair[1]][:PROBED]
     reachable = reachable_addresses({peer for _, peer in to_other_hosts})
@@ -69,7 +71,7 @@ def probe_connections() -> Connections:
 
 
 def reachable_addresses(addresses: Iterable[str]) -> set[str]:
-    """Return the addresses that accept or refuse a connection within `PROBE_S`."""
+    """Return the addresses whose host answers a TCP connection, accepted or refused, within `PROBE_S`."""
     reached, waiting = set[str](), dict[socket.socket, str]()
     for address in addresses:
         probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -101,7 +103,7 @@ def _sockets(process: Path) -> Iterator[str]:
 
 
 def _address(text: str, family: socket.AddressFamily) -> str:
-    """Return the address of an entry such as `0201A8C0:1F90` in /proc/net/tcp, without the port.
+    """Return the IP address of an entry such as `0201A8C0:1F90` in /proc/net/tcp, without the port.
 
     Its words of 4 bytes are in the byte order of the machine.
     """

@@ -37,19 +37,19 @@ SHOWN_CHARACTERS = 60
 
 
 class CheckedTensor(NamedTuple):
-    """The result of checking one tensor."""
+    """The count of NaNs and infinities in one tensor of a module, on the device until the host reads it."""
 
     backward: bool
     module: str
     microbatch: Tensor
     bad: Tensor
-    """The count of its elements that are not finite."""
+    """The count of elements that are not finite."""
     numbers: int
-    """The count of all its elements."""
+    """The count of all elements."""
     rows_B: Tensor | None
-    """Whether each sample of the microbatch has such elements; None if the tensor has no dimension of samples."""
+    """Whether each sample of the microbatch has non-finite elements; None if the tensor has no dimension of samples."""
     weight: bool = False
-    """Whether it is a weight's gradient, before it is summed over ranks; `module` is the weight's name."""
+    """Whether the tensor is a weight's gradient, before it is summed over ranks; `module` is the weight's name."""
 
 
 class FirstNonFinite(NamedTuple):
@@ -59,17 +59,17 @@ class FirstNonFinite(NamedTuple):
     microbatch: int
     layer: int
     nth: int
-    """Its index among the checked tensors of this layer and microbatch."""
+    """The index of the tensor among the checked tensors of this layer and microbatch."""
     module: str
     bad: int
     numbers: int
     samples: dict[int, str]
-    """The beginning of each affected sample's text, by the sample's index in the run."""
+    """The beginning of each affected sample's text, by the sample's index in the training data."""
     weight: bool
 
 
 class NonFiniteTrace(Observer):
-    """Runs a step's passes with hooks that count the non-finite elements of every module's tensors."""
+    """Repeats a step with hooks on all modules that count NaNs and infinities in outputs and gradients."""
 
     def __init__(self, gradients: Gradients, loader: Loader, compilation: Compile, model: Model, data: Data):
         self.passes, self.loader, self.data = gradients, loader, data
@@ -85,7 +85,7 @@ class NonFiniteTrace(Observer):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Keep hooks on all modules within this context."""
+        """Register the checking hooks on all modules within this context, and remove them on exit."""
         with ExitStack() as stack:
             for stage in self.passes.stages:
                 for name, module in stage.named_modules():
@@ -104,7 +104,7 @@ class NonFiniteTrace(Observer):
                     hook.remove()
 
     def products(self, experts: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Check the experts' output. A hook on the module would see it only after it has been sent back."""
+        """Check the experts' outputs before they are sent back to their tokens. An observer's method."""
         self._check_module(self.names[experts], experts, inputs, output)
 
     def _set_microbatch(self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,13 +142,19 @@ class NonFiniteTrace(Observer):
         self.checked.append(CheckedTensor(backward, name, microbatch, not_finite.sum(), x.numel(), rows_B))
 
     def run(self, work: StepWork) -> StepSums:
-        """Run the step's forward and backward with all checks, uncompiled, and return its sums."""
+        """Run the step's forward and backward, uncompiled and checked, and return the step's sums.
+
+        Collective over the world.
+        """
         self.batches = work.batches
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext(), self.hooked():
             return self.passes.sums(work)
 
     def earliest(self) -> FirstNonFinite | None:
-        """Return the first non-finite tensor of this rank, or None. The host waits for the device."""
+        """Return the first non-finite tensor of this rank in the order of computation; None if all are finite.
+
+        The host waits for the device.
+        """
         nth: Counter[tuple[bool, int, int]] = Counter()
         findings: list[tuple[tuple[bool, int, int, int], CheckedTensor]] = []
         for checked in self.checked:
@@ -171,7 +177,7 @@ class NonFiniteTrace(Observer):
         )
 
     def _layer(self, module: str) -> int:
-        """Return the index of the module's layer: -1 for the embedding, the number of layers for all other modules."""
+        """Return a module's layer: -1 for the embedding, the number of layers for modules after the last one."""
         kind, _, rest = module.partition(".")
         return int(rest.partition(".")[0]) if kind == "layers" else -1 if kind == "embed" else self.layers
 
@@ -188,9 +194,9 @@ def _float_tensors(values: Any) -> list[Tensor]:
 
 
 def text_tokenizer(data: Data) -> Tokenizer | None:
-    """Return the tokenizer that decodes the run's samples, or None if the config does not name it.
+    """Return the tokenizer that decodes samples for a message; None for synthetic data and token shards.
 
-    Token shards record theirs, synthetic data have none.
+    None also if the tokenizer's files are gone.
     """
     if data.source == "synthetic" or any(is_shards(Path(entry).expanduser()) for entry in data.paths):
         return None
@@ -201,19 +207,20 @@ def text_tokenizer(data: Data) -> Tokenizer | None:
 
 
 def beginning_of_text(batch: Batch, row: int, tokenizer: Tokenizer | None) -> str:
-    """Return the first `SHOWN_CHARACTERS` characters of a sample of the batch; "" without a tokenizer."""
+    """Return the first `SHOWN_CHARACTERS` characters of sample `row` of the batch; "" without a tokenizer."""
     if tokenizer is None:
         return ""
     return " ".join(tokenizer.decode(batch.tokens_BS[row, :SHOWN_CHARACTERS].tolist()).split())[:SHOWN_CHARACTERS]
 
 
 def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSums, str]:
-    """Repeat forward and backward with checks, and find the first non-finite tensor of all ranks.
+    """Repeat a step's forward and backward with checks, to find the first NaN or infinity on any rank.
 
     Collective over the world. The gradients of this pass replace those of the first.
 
     Returns:
-        The sums of this pass, and a text that names the tensor.
+        The sums of this pass, and a text that names module, microbatch, rank and samples of the first non-finite
+        tensor.
     """
     trace.passes.drop()
     sums = trace.run(work)
@@ -223,7 +230,11 @@ def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSum
 
 
 def describe_first_nonfinite(first_by_rank: list[FirstNonFinite | None]) -> str:
-    """Name the first non-finite tensor of all ranks, the ranks that have it, and the affected samples."""
+    """Return a text that names the first non-finite tensor of all ranks, its ranks, and its samples.
+
+    Args:
+        first_by_rank: The first non-finite tensor of each rank; None where all are finite.
+    """
     firsts = {rank: first for rank, first in enumerate(first_by_rank) if first}
     if not firsts:
         return "a second forward and backward is finite in every module on all ranks"

@@ -22,21 +22,21 @@ CollectiveKind = tuple[int, str, str, int]
 
 
 class Collective(NamedTuple):
-    """A collective that a rank has issued."""
+    """A collective that a rank has issued, as torch's flight recorder has it."""
 
     index: int
-    """Its index among the collectives of its step, from 0."""
+    """The index of the collective among those of the rank's step, from 0."""
     group: int
-    """The index of its group in `name_groups`."""
+    """The index of the process group in `name_groups`."""
     op: str
     dtype: str
     elements: int
     number: int
-    """Its number among the collectives of its group, from 1 over the whole run."""
+    """The number of the collective among those of its group, from 1 since the process started."""
 
     @property
     def kind(self) -> CollectiveKind:
-        """What is the same in every step. The size of an all-to-all depends on the data, so it counts as 0."""
+        """The fields that are equal in every step. The size of an all-to-all depends on the data, and counts as 0."""
         return self.group, self.op, self.dtype, 0 if self.op == "all_to_all" else self.elements
 
 
@@ -63,19 +63,20 @@ class FlightRecord(NamedTuple):
         return FlightRecord(**value | {"last": tuple(Collective(*collective) for collective in value["last"])})
 
 
-def read_recorder(groups: Mapping[str, int], begun: int, before: int) -> FlightRecord:
-    """Return the collectives of this rank's current step, compared with those of the step before.
+def read_recorder(group_indices: Mapping[str, int], step_begun: int, previous_begun: int) -> FlightRecord:
+    """Return the collectives of this rank's current step, compared with those of the previous step.
 
     Args:
-        groups: The index of each group by torch's name for it. Collectives of other groups are left out.
-        begun: When this step began (`titanmoe.watch.heartbeat.STEP_BEGUN`).
-        before: When the step before it began; 0 if there was none.
+        group_indices: The index of each process group in `name_groups`, by torch's name for it. Collectives of other
+            groups are left out.
+        step_begun: The time at which this step began, in nanoseconds of `time.time_ns`.
+        previous_begun: The time at which the previous step began; 0 if there was none.
     """
-    entries = list(_entries(groups))
-    step = _collectives(entry for entry in entries if entry[0] >= begun)
-    previous = _collectives(entry for entry in entries if before <= entry[0] < begun)
+    entries = list(_entries(group_indices))
+    step = _collectives(entry for entry in entries if entry[0] >= step_begun)
+    previous = _collectives(entry for entry in entries if previous_begun <= entry[0] < step_begun)
     # A step whose first collectives have left the recorder cannot be compared.
-    comparable = before > 0 and bool(entries) and entries[0][0] < before
+    comparable = previous_begun > 0 and bool(entries) and entries[0][0] < previous_begun
     numbers: dict[str, int] = {}
     unfinished: dict[str, int] = {}
     for _, finished, group, *_, number in entries:
@@ -87,7 +88,7 @@ def read_recorder(groups: Mapping[str, int], begun: int, before: int) -> FlightR
 
 
 def first_difference(step: list[Collective], previous: list[Collective]) -> int:
-    """Return the first index at which two steps have collectives of different kinds; -1 if there is none."""
+    """Return the first index at which two steps issued collectives of different kinds; -1 if there is none."""
     pairs = enumerate(zip(step, previous, strict=False))
     return next((index for index, (now, then) in pairs if now.kind != then.kind), -1)
 
@@ -100,10 +101,15 @@ def _collectives(entries: Iterator[Entry]) -> list[Collective]:
     return [Collective(index, *entry[2:]) for index, entry in enumerate(entries)]
 
 
-def _entries(groups: Mapping[str, int]) -> Iterator[Entry]:
-    """Yield the recorded collectives of these groups, oldest first."""
+def _entries(group_indices: Mapping[str, int]) -> Iterator[Entry]:
+    """Yield the collectives in torch's flight recorder as tuples, oldest first, without sends and receives.
+
+    Args:
+        group_indices: The index of each process group in `name_groups`, by torch's name for it. Collectives of other
+            groups are left out.
+    """
     for entry in sorted(_dump(), key=lambda entry: entry["record_id"]):
-        group = groups.get(entry["process_group"][0])
+        group = group_indices.get(entry["process_group"][0])
         if group is None or entry["is_p2p"]:
             continue
         op = entry["profiling_name"].partition(":")[2].removeprefix("_").removesuffix("_base")
@@ -114,7 +120,7 @@ def _entries(groups: Mapping[str, int]) -> Iterator[Entry]:
 
 
 def save(folder: Path, rank: int) -> bool:
-    """Write the flight recorder's content to `folder`, for PyTorch's torchfrtrace.
+    """Write the content of torch's flight recorder to a file of this rank in `folder`, for PyTorch's torchfrtrace.
 
     Returns:
         Whether this build of torch can dump its recorder; if not, nothing is written.
@@ -129,7 +135,7 @@ def save(folder: Path, rank: int) -> bool:
 
 
 def _dump() -> list[dict[str, Any]]:
-    """Return torch's recorded entries, of NCCL or else of gloo; an empty list if this torch records none."""
+    """Return the records of torch's flight recorder as dicts, of NCCL or else of gloo; [] if this torch has none."""
     c10d = torch._C._distributed_c10d
     entries: list[dict[str, Any]] = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

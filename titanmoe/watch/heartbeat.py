@@ -32,7 +32,7 @@ out."""
 
 
 class Position(NamedTuple):
-    """The place that a rank has reached in forward and backward."""
+    """The place that a rank has reached in a step's forward and backward."""
 
     stage: int = 0
     """The pipeline stage."""
@@ -51,14 +51,14 @@ class Position(NamedTuple):
 
 
 class Heartbeat:
-    """The memory of one rank's heartbeat: integers at fixed indices, and a reply to an alarm."""
+    """One rank's heartbeat in shared memory: integers at fixed indices, and the rank's reply to an alarm."""
 
     def __init__(self, path: Path, create: bool = False):
-        """Map the file of a heartbeat.
+        """Map the file that holds a rank's heartbeat into memory.
 
         Args:
             path: The file.
-            create: Whether it is this process's own heartbeat, whose file is created.
+            create: Whether the file is created, because the heartbeat is this process's own.
         """
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         try:
@@ -76,17 +76,17 @@ class Heartbeat:
     # ---- written by the rank itself
 
     def enter_phase(self, phase: int) -> None:
-        """Store that the step has entered a phase, an index into `PHASE_NAMES`."""
+        """Store the phase of the step that this rank enters, an index into `PHASE_NAMES`; counts as progress."""
         self.numbers[PHASE] = phase
         self.enter(Position())
 
     def enter(self, position: Position) -> None:
-        """Store the position, and now as the time of the last progress."""
+        """Store the position in the step that this rank has reached, and now as the time of its progress."""
         self.numbers[POSITION] = position.pack()
         self.numbers[PROGRESS] = monotonic_ns()
 
     def tick(self, waiting: bool) -> None:
-        """Store that the watchdog thread runs, and whether the main thread waits in a collective."""
+        """Store that this rank's watchdog thread runs, and whether its main thread waits in a collective."""
         self.numbers[WAITING] = waiting
         self.numbers[TICK] = monotonic_ns()
 
@@ -105,12 +105,12 @@ class Heartbeat:
 
     @property
     def last_progress(self) -> float:
-        """When the step last moved on, in seconds of `time.monotonic`."""
+        """The time at which the rank last made progress, in seconds of `time.monotonic`."""
         return self.numbers[PROGRESS] / 1e9
 
     @property
     def step_times(self) -> tuple[int, int]:
-        """When the current and the previous step began, in nanoseconds of `time.time_ns`."""
+        """The times at which the current and the previous step began, in nanoseconds of `time.time_ns`."""
         return self.numbers[STEP_BEGUN], self.numbers[PREVIOUS_BEGUN]
 
     @property
@@ -118,5 +118,5 @@ class Heartbeat:
         return bool(self.numbers[WAITING])
 
     def reply(self) -> bytes:
-        """Return the rank's reply to an alarm; empty if it has not replied."""
+        """Return the rank's reply to an alarm, JSON of its stacks and collectives; empty if it has not replied."""
         return self.memory[8 * REPLY : 8 * REPLY + self.numbers[REPLY_LENGTH]]

@@ -33,15 +33,15 @@ class RankStatus:
     """alive, stopped (by a signal), silent (its process lives, but its watchdog does not run), gone, failed, ended, or
     unknown (its machine does not answer)."""
     silent_s: float
-    """Seconds since the rank last made progress."""
+    """The seconds since the rank last made progress."""
     step: int = 0
     phase: str = ""
     position: Position = field(default_factory=Position)
     recorded: FlightRecord = field(default_factory=FlightRecord)
     stack: list[str] = field(default_factory=list)
-    """The stack of its main thread, innermost line first."""
+    """The stack of the rank's main thread, innermost line first."""
     threads: dict[str, list[str]] = field(default_factory=dict)
-    """The stacks of its other threads, by name."""
+    """The stacks of the rank's other threads, by name."""
     note: str = ""
     """The rank's error, or where it has saved its flight recorder."""
     connections: Connections = field(default_factory=Connections)
@@ -59,23 +59,23 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class LateRanks:
-    """The verdict on a hung run."""
+    """The ranks that a hung training job waits for, and the report about them."""
 
     late: dict[int, str]
-    """Why each rank that others wait for is named; "" if others wait for it and nothing else is known."""
+    """The reason why each late rank is named; "" if others wait for it and nothing else is known."""
     text: str
-    """The report."""
+    """The report, several lines."""
     during: dict[int, str]
-    """The phase of the step that each late rank is in."""
+    """The activity of each late rank: step, phase, and place in forward or backward, as text."""
 
 
 def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> LateRanks:
-    """Find the ranks that a hung run waits for, and write the report.
+    """Return the ranks that a hung training job waits for, with the reasons and the report.
 
     Args:
         statuses: The statuses of all ranks.
         groups: The process groups, as `name_groups` numbers them.
-        stage: The ranks in a pipeline stage. All of these issue the same collectives.
+        stage: The number of ranks in a pipeline stage, which all issue the same collectives.
     """
     by_rank = {status.rank: status for status in statuses}
     late = (
@@ -99,7 +99,7 @@ def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups]
 
 
 def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
-    """Return the ranks that failed; else those that are gone or unknown; else those that are stopped or silent."""
+    """Return (rank -> reason) of ranks that failed; else of gone or unknown, else of stopped or silent ones."""
     words = {
         "failed": "failed",
         "stopped": "stopped by a signal",
@@ -114,7 +114,7 @@ def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
 
 
 def _finished(statuses: Sequence[RankStatus]) -> dict[int, str]:
-    """Return the ranks that finished while others wait for them; if nobody waits, those that have not finished."""
+    """Return (rank -> reason) of ranks that finished while others wait; if none waits, of unfinished ranks."""
     ended = [status.rank for status in statuses if status.state == "ended"]
     running = [status for status in statuses if status.state != "ended"]
     if not ended:
@@ -125,7 +125,7 @@ def _finished(statuses: Sequence[RankStatus]) -> dict[int, str]:
 
 
 def _cut_off(statuses: Sequence[RankStatus]) -> dict[int, str]:
-    """Return the ranks at an address that is an end of every unacknowledged connection between ranks.
+    """Return (rank -> reason) of ranks whose network fails: their address is an end of every unacknowledged connection.
 
     If there is only one such connection, the end that a probe has reached is not to blame.
     """
@@ -148,10 +148,10 @@ def _cut_off(statuses: Sequence[RankStatus]) -> dict[int, str]:
 
 
 def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
-    """Return the ranks in the step that the fewest ranks are in, if ranks of two steps wait for each other.
+    """Return (rank -> reason) of the ranks in the step that the fewest ranks are in, if two steps wait for each other.
 
-    That is so if a rank waits for a collective that a rank in a later step has not issued: one of the two has called it
-    too often, or not often enough.
+    That is so if a rank waits for a collective that a rank in a later step has not issued: one of the two has called
+    the collective too often, or not often enough.
     """
     conflicts = {
         status.step: other.step
@@ -174,7 +174,7 @@ def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups])
 
 
 def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
-    """Return the ranks whose collective of some number in a group is another operation than that of most members."""
+    """Return (rank -> reason) of ranks whose n-th collective in a group is another operation than most's."""
     issued: dict[tuple[int, int, tuple[int, ...]], dict[int, str]] = {}
     for status in statuses:
         for collective in status.recorded.last:
@@ -194,7 +194,7 @@ def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups
 
 
 def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
-    """Return the ranks whose collective at some index of a step differs from that of most ranks of their stage.
+    """Return (rank -> reason) of ranks that issued another collective than most of their stage at some index of a step.
 
     If a stage is split evenly, the other stages decide.
     """
@@ -222,9 +222,9 @@ def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroup
 
 
 def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
-    """Return the ranks whose collective differs from that of the step before.
+    """Return (rank -> reason) of ranks that issued another collective at some index than in their previous step.
 
-    A rank counts only if another rank of its stage has repeated its own step before up to that collective.
+    A rank counts only if another rank of its stage has repeated its previous step up to that index.
     """
     late = {}
     for status in statuses:
@@ -240,9 +240,9 @@ def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroup
 
 
 def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
-    """Return the ranks that others wait for and that wait for nobody; if there is none, the ranks of a cycle of waits.
+    """Return (rank -> reason) of ranks that others wait for and that wait for nobody, else of a cycle.
 
-    A rank in a collective that all its group has issued is left out: it waits for the network.
+    A rank in a collective that all of its group have issued is left out: it waits for the network.
     """
     waits = {rank: _waits_for(status, by_rank, groups) for rank, status in by_rank.items()}
     awaited = {other for others in waits.values() for other in others}
@@ -255,7 +255,11 @@ def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]
 def _stuck_collectives(
     by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]
 ) -> dict[tuple[int, int, tuple[int, ...]], list[int]]:
-    """Return the ranks that wait in a collective that all of its group have issued, by group, number and members."""
+    """Return the collectives that all members have issued and that do not complete, with the ranks that wait in them.
+
+    Returns:
+        The waiting ranks, by (index of the group, number of the collective in the group, members of the group).
+    """
     stuck: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
     for rank, status in by_rank.items():
         for name, number in status.recorded.unfinished.items():
@@ -267,7 +271,7 @@ def _stuck_collectives(
 
 
 def _waits_for(status: RankStatus, by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> set[int]:
-    """Return the ranks that have not issued a collective that this rank has."""
+    """Return the ranks that have not yet issued a collective that the rank of `status` has issued."""
     late = set()
     for name, number in status.recorded.numbers.items():
         peers = (by_rank[rank] for rank in groups[int(name)].of(status.rank) if rank in by_rank)
@@ -276,7 +280,7 @@ def _waits_for(status: RankStatus, by_rank: dict[int, RankStatus], groups: Seque
 
 
 def _in_own_code(statuses: Sequence[RankStatus]) -> list[int]:
-    """Return the ranks that compute while others wait in a communication; empty if no rank waits.
+    """Return the ranks whose main thread computes while other ranks wait in a communication; [] if no rank waits.
 
     It decides where the flight recorder has nothing, as between two steps.
     """
@@ -286,7 +290,7 @@ def _in_own_code(statuses: Sequence[RankStatus]) -> list[int]:
 
 
 def _is_saving(status: RankStatus) -> bool:
-    """Return whether the thread that saves a checkpoint works, rather than waits for other ranks."""
+    """Return whether the rank's checkpoint thread works, rather than waits for other ranks."""
     lines = status.threads.get("checkpoint", [])
     return bool(lines) and not any(" in on_all_ranks" in line for line in lines)
 
@@ -295,12 +299,12 @@ def _is_saving(status: RankStatus) -> bool:
 
 
 def report(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups], late: dict[int, str], cut_off: bool) -> str:
-    """Return the report.
+    """Return the report on a hung training job: the late ranks and their stacks, then what the others wait for.
 
     Args:
         by_rank: The statuses of all ranks.
         groups: The process groups, as `name_groups` numbers them.
-        late: Why each late rank is named.
+        late: The reason why each late rank is named; empty if no rank is late.
         cut_off: Whether the network of the late ranks is to blame.
     """
     if not late:
@@ -392,7 +396,7 @@ def _are(ranks: Sized) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Return text such as "ranks 0-3, 5"."""
+    """Return rank numbers as text such as "ranks 0-3, 5"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

@@ -28,7 +28,7 @@ SHARED = Path("/dev/shm")
 
 @dataclass
 class Machines:
-    """All machines of the run, ordered by their first ranks."""
+    """The machines of the training job in the order of their first ranks, and the heartbeats on this one."""
 
     own_heart: Heartbeat
     """The heartbeat of this rank."""
@@ -41,11 +41,11 @@ class Machines:
     names: list[str]
     """The host name of each machine."""
     token: str
-    """A random name of this start of the run."""
+    """A random name of this start of the training job, the same on all ranks."""
 
     @staticmethod
     def meet(rank: int, world: int) -> Machines:
-        """Create this rank's heartbeat, find out which ranks share a machine, and open their heartbeats.
+        """Create this rank's heartbeat, find the ranks that share its machine, and open their heartbeats.
 
         Collective over the world.
         """
@@ -72,7 +72,7 @@ class Machines:
 
 
 def _create_heartbeat(parent: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
-    """Create the heartbeat of a rank in a folder that the ranks of its machine share; return both.
+    """Create this rank's heartbeat in the folder that the ranks of a machine share; return (folder, heartbeat).
 
     Raises:
         OSError: There is no room. Nothing is left behind.
@@ -89,9 +89,10 @@ def _create_heartbeat(parent: Path, token: str, rank: int) -> tuple[Path, Heartb
 
 
 def _identity(folder: Path) -> str:
-    """Create `folder/identity` unless another rank has, and return its text.
+    """Return a text that all ranks of this machine share, and no others: the content of `folder/identity`.
 
-    So ranks that see the same files get the same text, and no others, even if containers share a host name.
+    The first rank creates the file. Ranks that see the same files get the same text, even if containers share a host
+    name.
     """
     new_file = folder / f"{uuid.uuid4().hex}.new"
     new_file.write_text(new_file.stem)
@@ -102,7 +103,7 @@ def _identity(folder: Path) -> str:
 
 
 class MachineMessages:
-    """Messages between machines through the process group's store. Without other machines nothing is sent.
+    """JSON messages between the watchdogs of machines, through the process group's store; none if there is one machine.
 
     All methods raise RuntimeError or OSError if the store is gone.
     """
@@ -125,11 +126,11 @@ class MachineMessages:
         return json.loads(self.store.get(key))
 
     def publish(self, key: str, statuses: list[RankStatus]) -> None:
-        """Store the statuses of this machine's ranks for the other machines."""
+        """Store the statuses of this machine's ranks under `key`, for the other machines to read."""
         self.post(f"{key} {self.machines.number}", [status.as_json() for status in statuses])
 
     def read_published(self, key: str, machine: int) -> list[RankStatus] | None:
-        """Return the statuses that a machine has published under this key; None if it has not."""
+        """Return the statuses that machine number `machine` has published under `key`; None if it has not yet."""
         name = f"{key} {machine}"
         if not self.is_posted(name):
             return None

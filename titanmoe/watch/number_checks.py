@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def watched(config: Config, training: Training) -> Iterator[None]:
-    """Watch the run's ranks within this context. If a rank is late, the process ends here with a report.
+    """Watch for hung ranks within this context. If a rank is late, the process ends with a report.
 
     Collective over the world. Does nothing for a single rank or with `training.watch = false`.
     """
@@ -41,7 +41,7 @@ def watched(config: Config, training: Training) -> Iterator[None]:
 
 
 def checks(config: Config, training: RankModel) -> Checks:
-    """Build the numerical checks that the config asks for."""
+    """Return the numerical checks that the config asks for, for the trainer."""
     from titanmoe.watch.bit_checks import ReplicaCheck
 
     def trace() -> NonFiniteTrace:
@@ -55,7 +55,7 @@ def checks(config: Config, training: RankModel) -> Checks:
 
 @dataclass(eq=False)
 class NumberChecks(Checks):
-    """The checks of a rank: replicas, repeated passes, the first non-finite number, and stragglers."""
+    """The numerical checks of a rank: replicas, repeated passes, the first NaN or infinity, and stragglers."""
 
     options: Debug
     replicas: ReplicaCheck | None
@@ -111,7 +111,7 @@ class NumberChecks(Checks):
             self._stop(f"{text}{self._describe_repeated_passes()}")
 
     def _describe_repeated_passes(self) -> str:
-        """Say whether two passes over the last batch give the same bits; return "" if no batch is remembered.
+        """Return a text on whether two passes over the last batch give the same bits; "" if no batch is remembered.
 
         Collective over the world.
         """

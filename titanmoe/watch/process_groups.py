@@ -14,7 +14,7 @@ from titanmoe.fold.rank_groups import axes_of
 
 @dataclass(frozen=True)
 class AxisGroups:
-    """The process groups of one communicator kind over the same axes."""
+    """All process groups of one communicator kind along the same axes."""
 
     communicator: str
     """The kind (`titanmoe.fold.meshes.CommunicatorKind`)."""
@@ -24,12 +24,15 @@ class AxisGroups:
     """The names of the axes."""
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of the group that a rank is in; empty if it is in none."""
+        """Return the ranks of the group that `rank` is in; () if it is in none."""
         return next((ranks for ranks in self.ranks if rank in ranks), ())
 
 
 def name_groups(communicators: Communicators, fold: Fold) -> list[AxisGroups]:
-    """Return all process groups, in the same order on every rank."""
+    """Return all process groups of the training job, by kind and axes, in the same order on every rank.
+
+    The index in this list is the group's number in heartbeats, flight recorders and reports.
+    """
     return [AxisGroups(kind, ranks, axes_of(fold, kind, ranks[0])) for kind, ranks in communicators.groups]
 
 

@@ -42,7 +42,7 @@ DUMPS = "flight_recorder"
 
 
 def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
-    """Return the watchdog's limits, from the time-outs of the config."""
+    """Return how long the watchdog tolerates no progress, in seconds, from the time-outs of the config."""
     between = checkpoint.timeout_s if checkpoint.enable else options.first_step_timeout_s
     return Limits(
         step=options.timeout_s - min(EARLY_S, options.timeout_s / 5),
@@ -57,7 +57,7 @@ PHASE_NAME_OF = {"data": "data", "forward_backward": "forward and backward", "op
 
 
 class HeartbeatListener(Observer):
-    """Writes the step's phase, microbatch and layer into the heartbeat."""
+    """Observer that writes the step's phase, microbatch and layer into this rank's heartbeat."""
 
     def __init__(self, heart: Heartbeat):
         self.heart, self.position = heart, Position()
@@ -83,7 +83,7 @@ class HeartbeatListener(Observer):
 
 
 class Watch:
-    """The watch over this rank, as a context around its training.
+    """Context around a rank's training that keeps its heartbeat and runs its watchdog thread.
 
     If an error that another rank has caused leaves the context, the watchdog reports and ends the process.
     """
@@ -137,11 +137,11 @@ class Watch:
         self._stack.close()
 
     def _has_failed_rank(self) -> bool:
-        """Return whether a rank of this machine has failed, which then reports its own error."""
+        """Return whether a rank of this machine has failed; that rank then reports its own error."""
         return any(heart.numbers[heartbeat.STATE] == heartbeat.FAILED for heart in self.machines.local.values())
 
     def _dump(self) -> str:
-        """Save NCCL's flight recorder in the run folder; return where, or "" if nothing was saved."""
+        """Save NCCL's flight recorder in the run folder; return a sentence that says where, or "" if unsaved."""
         if self.folder.path is None:
             return ""
         folder = Path(self.folder.path, DUMPS)

@@ -35,7 +35,7 @@ PairSeconds = dict[tuple[int, int], float]
 
 
 class Link(NamedTuple):
-    """A slow link, or a rank most of whose links are slow."""
+    """A slow link between two ranks, or a rank most of whose links are slow."""
 
     rank: int
     other_end: int | None
@@ -43,19 +43,24 @@ class Link(NamedTuple):
     seconds: float
     """The seconds of a round trip over the slowest pair."""
     usual_s: float
-    """The seconds that others take."""
+    """The seconds that a round trip over other links of the kind takes."""
     pairs: PairSeconds
     """All slow pairs."""
 
 
 def distances(size: int, kind: str) -> list[int]:
-    """Return the distance of each round in a group of this size: rank i meets rank i ^ distance."""
+    """Return the distance of each round of probes in a group: in a round, rank i of the group meets rank i ^ distance.
+
+    Args:
+        size: The number of ranks in the group.
+        kind: The communicator kind; "dispatch" tries all pairs.
+    """
     past = 1 << (size - 1).bit_length()
     return list(range(1, past)) if size <= FEW or kind == "dispatch" else [1 << i for i in range(past.bit_length() - 1)]
 
 
 def groups_to_probe(groups: Sequence[AxisGroups]) -> list[int]:
-    """Return the indices of the groups to probe: one for each set of ranks, if possible one that tries all pairs."""
+    """Return the indices in `groups` to probe: one for each set of ranks, preferably one whose pairs are all tried."""
     chosen: dict[tuple[tuple[int, ...], ...], int] = {}
     for number, group in enumerate(groups):
         if group.ranks not in chosen or group.communicator == "dispatch":
@@ -66,9 +71,14 @@ def groups_to_probe(groups: Sequence[AxisGroups]) -> list[int]:
 def probe_links(
     groups: Sequence[AxisGroups], process_groups: Sequence[dist.ProcessGroup | None], device: torch.device
 ) -> list[float]:
-    """Return the seconds of the round trip that this rank timed in each round, or 0 where it timed none.
+    """Time a small message to other ranks and back; return this rank's seconds for each group and round.
 
-    Collective over the world.
+    A value is 0 where this rank timed none: the lower rank of a pair measures. Collective over the world.
+
+    Args:
+        groups: All process groups.
+        process_groups: This rank's process group for each of `groups`; None where it is in none.
+        device: The device of the messages.
     """
     x, seconds = torch.zeros(BYTES, dtype=torch.uint8, device=device), []
     for number in groups_to_probe(groups):
@@ -81,7 +91,7 @@ def probe_links(
 
 
 def _round_trip(x: torch.Tensor, group: dist.ProcessGroup, own_rank: int, peer: int) -> float:
-    """Send x to a peer and back; return the seconds of the fastest try on the lower rank, 0 on the other."""
+    """Send x to a peer and back several times; return the least seconds, or 0 on the pair's higher rank."""
     fastest = float("inf")
     for attempt in range(TRIES + 1):
         begin = time.perf_counter()
@@ -98,11 +108,11 @@ def _round_trip(x: torch.Tensor, group: dist.ProcessGroup, own_rank: int, peer: 
 
 
 def pair_times(table_RC: np.ndarray, groups: Sequence[AxisGroups]) -> PairSeconds:
-    """Return the seconds of each pair's round trip.
+    """Return the seconds of a round trip for each pair of ranks, from the measurements of all ranks.
 
     Args:
-        table_RC: For each rank, what `probe_links` returned.
-        groups: The same groups.
+        table_RC: The result of `probe_links` on each rank.
+        groups: All process groups.
     """
     times: PairSeconds = {}
     column = 0
@@ -119,17 +129,17 @@ def pair_times(table_RC: np.ndarray, groups: Sequence[AxisGroups]) -> PairSecond
 
 
 def find_slow_link(
-    times: PairSeconds, host_of: Mapping[int, str], before: Mapping[tuple[int, int], float]
+    times: PairSeconds, host_of: Mapping[int, str], earlier: Mapping[tuple[int, int], float]
 ) -> Link | None:
-    """Return the slowest link, or None if no pair takes `SLOW_FACTOR` times as long as usual.
+    """Return the slowest link; None if no pair takes `SLOW_FACTOR` times as long as usual.
 
-    Usual is the median of its kind: pairs within a machine, or pairs between two. With fewer than three pairs of a kind
-    it is the pair's own time `before`.
+    Usual is the median of the pairs of one kind: within a machine, or between two. With fewer than three pairs of a
+    kind it is the time that the pair itself took earlier.
 
     Args:
-        times: The seconds of each pair.
+        times: The seconds of a round trip, by pair of ranks.
         host_of: The machine of each rank.
-        before: The seconds of each pair in earlier probes.
+        earlier: The least seconds of each pair in earlier probes.
     """
 
     def kind(pair: tuple[int, int]) -> bool:
@@ -141,7 +151,7 @@ def find_slow_link(
     medians = {same: sorted(values)[(len(values) - 1) // 2] for same, values in by_kind.items() if len(values) >= 3}
 
     def usual(pair: tuple[int, int]) -> float:
-        return medians.get(kind(pair), before.get(pair, times[pair]))
+        return medians.get(kind(pair), earlier.get(pair, times[pair]))
 
     slow = [pair for pair, seconds in times.items() if seconds > SLOW_FACTOR * usual(pair)]
     if not slow:
@@ -162,12 +172,12 @@ def find_slow_link(
 
 
 def messages_over_link(link: Link, groups: Sequence[AxisGroups], messages: Mapping[str, float]) -> float:
-    """Return how many messages of a step go through groups that contain the link.
+    """Return the number of messages of a step in all groups that contain both ends of the link.
 
     Args:
         link: The link.
         groups: All process groups.
-        messages: The messages of a step in the groups over each axis, by the name of the axis.
+        messages: The messages of a step in the groups along each set of axes, by the axes' names.
     """
     ends = {link.rank} if link.other_end is None else {link.rank, link.other_end}
     return sum(messages[axes] for axes in {group.axes for group in groups if ends <= set(group.of(link.rank))})

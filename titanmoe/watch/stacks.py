@@ -19,7 +19,7 @@ DEEPEST = 40
 
 
 def stack_of(frame: FrameType | None) -> list[str]:
-    """Return the stack of a frame."""
+    """Return the stack that ends in a frame as lines, innermost first; at most `DEEPEST`."""
     lines = []
     while frame is not None and len(lines) < DEEPEST:
         code = frame.f_code
@@ -29,12 +29,15 @@ def stack_of(frame: FrameType | None) -> list[str]:
 
 
 def main_stack() -> list[str]:
-    """Return the stack of the main thread, which runs the step."""
+    """Return the stack of the main thread, which runs the training step, as lines, innermost first."""
     return stack_of(sys._current_frames().get(threading.main_thread().ident))
 
 
 def other_stacks() -> dict[str, list[str]]:
-    """Return the stacks of other threads that run titanmoe's code, such as one that saves or reads data, by name."""
+    """Return the stacks of this process's other threads that run titanmoe's code, by the thread's name.
+
+    The calling thread is left out.
+    """
     frames, stacks = sys._current_frames(), {}
     for thread in threading.enumerate():
         if thread in (threading.main_thread(), threading.current_thread()) or thread.ident not in frames:
@@ -50,11 +53,11 @@ OTHER_CODE = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/w
 
 
 def innermost_own_line(stack: list[str]) -> str:
-    """Return the innermost line of a stack that is in none of `OTHER_CODE`; "" if there is none."""
+    """Return the innermost line of a stack in our code other than comm and watch; "" if there is none."""
     return next((line for line in stack if not any(path in line for path in OTHER_CODE)), "")
 
 
 def is_communicating(stack: list[str]) -> bool:
-    """Return whether the stack is inside torch.distributed or titanmoe.comm, called from its innermost own line."""
+    """Return whether a stack is inside a communication: in a call of torch.distributed or titanmoe.comm."""
     inner = stack[: stack.index(line)] if (line := innermost_own_line(stack)) else stack
     return any("/torch/distributed/" in line or "titanmoe/comm/" in line for line in inner)

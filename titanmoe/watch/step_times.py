@@ -19,7 +19,7 @@ COMPUTE, DATA, WAITS = 0, 1, 2
 
 
 class Timer(Protocol):
-    """A clock of the device."""
+    """A clock of the device that steps are measured with."""
 
     every: int
     """The period of measured steps: one step in this many."""
@@ -27,7 +27,7 @@ class Timer(Protocol):
     """The count of measured steps that cannot be read yet when a step ends."""
 
     def mark(self) -> Any:
-        """Return a mark of the present moment on the device."""
+        """Return an object that stands for the present moment on the device, such as a recorded CUDA event."""
 
     def seconds(self, begin: Any, end: Any) -> float:
         """Return the seconds between two marks."""
@@ -64,7 +64,7 @@ Wait = tuple[int, Any, Any]
 
 
 class MeasuredStep(NamedTuple):
-    """The marks of a step."""
+    """The marks of a measured step, whose seconds are not read yet."""
 
     step: int
     begin: Any
@@ -78,7 +78,7 @@ class MeasuredStep(NamedTuple):
 
 
 class StepTimes(Observer):
-    """Measures the steps of this rank.
+    """Observer that measures this rank's steps: seconds of computing, of reading data, and of waiting on each axis.
 
     A step lasts from the beginning of its first phase to the end of its update. Not measured are the time between
     steps, such as a checkpoint or a validation, the first step of a process, and steps without an update.
@@ -88,7 +88,7 @@ class StepTimes(Observer):
     """
 
     def __init__(self, axes: Sequence[str], groups: Mapping[str, int], timer: Timer):
-        """Prepare a column for each axis.
+        """Prepare a column of waits for each distinct entry of `axes`.
 
         Args:
             axes: The axes of each process group. Groups with the same axes share a column.
@@ -138,9 +138,10 @@ class StepTimes(Observer):
             self.step = 0
 
     def take(self) -> tuple[list[int], list[list[float]]]:
-        """Return the steps that can be read by now and were not returned before, with a row of seconds for each.
+        """Remove and return the measured steps whose times can be read without blocking, as (step numbers, rows).
 
-        All ranks return the same steps.
+        A row has the seconds of a step: computing, reading data, then waiting on each entry of `axes`. All ranks return
+        the same steps.
         """
         steps, rows = [], []
         while len(self._measured) > self.timer.unreadable_steps:
@@ -150,7 +151,7 @@ class StepTimes(Observer):
         return steps, rows
 
     def _row(self, step: MeasuredStep) -> list[float]:
-        """Return the seconds of each column, and count the messages of the step."""
+        """Return the seconds of a step by column, and set `messages` to the number of waits on each axis."""
         row, seconds = [0.0] * (WAITS + len(self.axes)), self.timer.seconds
         for column, begin, end in step.data_waits:
             row[column] += seconds(begin, end)

@@ -53,7 +53,7 @@ ON_ONE_HOST = {
 
 
 class Straggler(NamedTuple):
-    """The rank, or the link, that others wait for."""
+    """The rank that the others wait for, or the link between two ranks."""
 
     rank: int
     other_end: int | None
@@ -94,12 +94,12 @@ class Slowest(NamedTuple):
 
 
 def find_slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> Slowest:
-    """Return the rank that computes and reads data longest, compared with its peers.
+    """Return the rank that takes longest to compute and read data, compared with the ranks of its pipeline stage.
 
     Args:
         times_NRK: The seconds of each step, rank and column.
-        stage: The ranks in a pipeline stage.
-        usual_R: The seconds that each rank computed earlier; used where a stage has one rank.
+        stage: The number of ranks in a pipeline stage.
+        usual_R: The seconds that each rank computed in earlier windows; used where a stage has one rank.
     """
     compute_NR, data_NR = times_NRK[:, :, COMPUTE], times_NRK[:, :, DATA]
     late_NR = data_NR - _lower_median(data_NR)
@@ -119,14 +119,15 @@ def find_slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None =
 
 
 def peer_times(x_NR: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> np.ndarray:
-    """Return the seconds that each rank's peers take: the lower median of its stage, so the faster of two.
+    """Return, for each step and rank, the seconds that the ranks of its pipeline stage take: their lower median.
 
-    Where a stage has one rank, these are its own earlier seconds, scaled by how all stages compare with theirs.
+    Where a stage has one rank, the result is that rank's own earlier seconds, scaled by how all stages compare with
+    theirs.
 
     Args:
         x_NR: The seconds of each step and rank.
-        stage: The ranks in a pipeline stage.
-        usual_R: The seconds that each rank took earlier; without it, a rank alone in its stage is its own peer.
+        stage: The number of ranks in a pipeline stage.
+        usual_R: The seconds that each rank took earlier; without it, a rank alone in its stage is compared with itself.
     """
     steps, ranks = x_NR.shape
     if stage > 1:
@@ -141,7 +142,7 @@ def _lower_median(x: np.ndarray) -> np.ndarray:
 
 
 class Stragglers:
-    """Compares the ranks' times and reports stragglers."""
+    """Comparison of all ranks' step times, which reports the rank or link that the others wait for."""
 
     def __init__(self, training: Training, times: StepTimes, machines: Machines, groups: list[AxisGroups]):
         self.training, self.times, self.groups = training, times, groups
@@ -168,9 +169,9 @@ class Stragglers:
         """The seconds of each pair's fastest probe."""
 
     def after_step(self) -> None:
-        """Evaluate the last window if its times have arrived, and exchange the times of the next.
+        """Evaluate the last window's times if they have arrived; after each `WINDOW` steps exchange new ones.
 
-        Collective over the world.
+        Called after every step. Collective over the world.
         """
         if self.pending is not None:
             (steps, gathered), self.pending = self.pending, None
@@ -183,7 +184,12 @@ class Stragglers:
                 self.pending = steps, HostCopy(all_gather(own_times, 0, self.training.meshes.world))
 
     def evaluate_window(self, steps: list[int], times_NRK: np.ndarray) -> None:
-        """Find and report stragglers in the times of all ranks. Collective over the world: it may probe links."""
+        """Report the straggler that the times of one window show, if any. Collective over the world.
+
+        Args:
+            steps: The numbers of the measured steps.
+            times_NRK: The seconds of each step, rank and column.
+        """
         observe.active.rank_times(steps, self.columns(times_NRK))
         usual = np.median(self.usual, axis=0) if self.usual else None
         result, previous = find_slowest(times_NRK, self.training.fold.stage, usual), self.latest
@@ -204,16 +210,19 @@ class Stragglers:
             self.straggler = None
 
     def columns(self, times_NRK: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the times of each column by its name: "compute", "data", and the axes."""
+        """Return the times (steps, ranks) of each column, by its name: "compute", "data", and the axes."""
         return {name: times_NRK[:, :, k] for k, name in enumerate(("compute", "data", *self.times.axes))}
 
     # ---- links
 
     def _suspect_links(self, result: Slowest) -> None:
-        """Probe the links if ranks wait longer than usual in `IN_A_ROW` windows though none is slow.
+        """Probe the links if no rank is slow, but all have waited longer than usual in `IN_A_ROW` windows.
 
         Then the messages themselves are slow. One window is not enough, because a first probe opens connections between
         ranks that may have had none. Collective over the world.
+
+        Args:
+            result: The slowest rank of the window.
         """
         if not self.waits or result.wait_s - median(self.waits) <= SLOW_FRACTION * result.step_s:
             self.waits.append(result.wait_s)
@@ -226,7 +235,10 @@ class Stragglers:
                 self.waits.clear()
 
     def _probe(self, result: Slowest) -> None:
-        """Set `link` to a link that is slow in every probe and costs enough, or to None."""
+        """Time the links, and set `link` to one that is slow in every probe and costs a step enough; else to None.
+
+        Collective over the world.
+        """
         self.link = None
         for _ in range(IN_A_ROW):  # a link that is slow only once was interrupted
             pairs = self._pair_times()
@@ -239,7 +251,7 @@ class Stragglers:
             self.link = link
 
     def _pair_times(self) -> slow_links.PairSeconds:
-        """Probe all pairs and return their seconds. Collective over the world; the host waits for the device."""
+        """Time a round trip over all links, and return the seconds by pair. Collective over the world."""
         training = self.training
         own_times = slow_links.probe_links(
             self.groups, list(training.meshes.communicators.groups.values()), training.device
@@ -250,9 +262,10 @@ class Stragglers:
         return slow_links.pair_times(table, self.groups)
 
     def _excess(self, link: Link) -> float:
-        """Return the seconds that a slow link costs a step: half the excess of a round trip for each message over it.
+        """Return the seconds that a slow link costs a step.
 
-        It is at most the shortest wait of any rank.
+        Each message over the link costs half the excess of a round trip. The result is at most the shortest wait of any
+        rank.
         """
         count = slow_links.messages_over_link(link, self.groups, self.messages)
         return min(count * (link.seconds - link.usual_s) / 2, self.latest.wait_s)
@@ -260,7 +273,7 @@ class Stragglers:
     # ---- reporting
 
     def _report_straggler(self, straggler: Straggler, excess_s: float) -> None:
-        """Report a straggler once: an event that names it, its cost and what to look at."""
+        """Emit an event that names a straggler, its cost and what to look at, unless it was the last one reported."""
         previous, self.straggler = self.straggler, straggler
         same_kind = previous is not None and (previous.cause == "link") == (straggler.cause == "link")
         if same_kind and previous[:2] == straggler[:2]:

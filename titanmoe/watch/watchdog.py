@@ -67,7 +67,7 @@ class Limits:
 
 
 class Watchdog(threading.Thread):
-    """The watchdog thread of a rank."""
+    """The watchdog thread of a rank, which ends the process with a report if a rank is late."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class Watchdog(threading.Thread):
         messages: MachineMessages | None = None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """Prepare the thread, which `start` starts.
+        """Prepare the thread; `start` starts it.
 
         Args:
             rank: This rank.
-            machines: The machines of the run.
+            machines: The machines of the training job.
             groups: The process groups, as `name_groups` numbers them.
-            stage: The ranks in a pipeline stage.
-            limits: The seconds without progress after which the run is considered hung.
+            stage: The number of ranks in a pipeline stage.
+            limits: The seconds without progress after which the training job is considered hung.
             folder: Returns the run folder, or None if there is none.
             dump: Saves the flight recorder and returns a sentence that says where.
             read_recorder: Returns the collectives of the current step.
@@ -128,7 +128,7 @@ class Watchdog(threading.Thread):
                 os._exit(128 + signal.SIGTERM)
 
     def tick(self) -> None:
-        """Write into the heartbeat that this thread runs, and whether the main thread waits in a communication."""
+        """Store in the heartbeat that this thread runs, and whether the main thread waits in a communication."""
         self.machines.own_heart.tick(is_communicating(main_stack()))
 
     def stop(self) -> None:
@@ -146,7 +146,7 @@ class Watchdog(threading.Thread):
     # ---- is anything wrong?
 
     def is_alarmed(self) -> bool:
-        """Return whether a rank of this machine has raised an alarm, or, for a leader, another machine has."""
+        """Return whether a rank of this machine, or for the machine's leader another machine, raised an alarm."""
         if any(heart.numbers[heartbeat.ALARM] for heart in self.machines.local.values()):
             return True
         with contextlib.suppress(RuntimeError, OSError):
@@ -154,7 +154,7 @@ class Watchdog(threading.Thread):
         return False
 
     def sees_trouble(self) -> bool:
-        """Return whether this rank or the next one of its machine makes no progress, is silent or has exited.
+        """Return whether this rank or the next rank of its machine makes no progress, is silent or has exited.
 
         So every rank is watched by another. If several are in trouble, one of them is watched by a rank that is not.
         """
@@ -171,7 +171,7 @@ class Watchdog(threading.Thread):
         )
 
     def _limit(self, heart: Heartbeat) -> float:
-        """Return the seconds that a rank may be without progress in its present phase."""
+        """Return the seconds that the rank of `heart` may be without progress in its present phase."""
         phase, limits = heart.numbers[heartbeat.PHASE], self.limits
         if phase == heartbeat.STARTING:  # loading has no time limit
             return float("inf")
@@ -180,7 +180,7 @@ class Watchdog(threading.Thread):
         return limits.first if heart.numbers[heartbeat.STEP] == heart.numbers[heartbeat.FIRST_STEP] else limits.step
 
     def is_leader(self) -> bool:
-        """Return whether this is the first rank of its machine whose watchdog runs."""
+        """Return whether this is the machine's first rank with a running watchdog, which publishes for it."""
         return all(rank_state(heart) != "alive" for rank, heart in self.machines.local.items() if rank < self.rank)
 
     def _publish_heartbeats(self) -> None:
@@ -198,7 +198,7 @@ class Watchdog(threading.Thread):
             self.end(1)
 
     def respond(self) -> None:
-        """Reply to the alarm, report if this rank has to, and end the process."""
+        """Reply to the alarm, report the hang if it is this rank's task, and end the process."""
         reply = {"stack": self.error_stack or main_stack(), "threads": other_stacks(), "note": ""}
         reply["step"] = self.machines.own_heart.numbers[
             heartbeat.STEP
@@ -236,7 +236,7 @@ class Watchdog(threading.Thread):
             return False
 
     def _note_report(self) -> None:
-        """Leave a note for this machine's launcher: another machine's report, or that another rank is late."""
+        """Write a failure note for this machine's launcher: another machine's report, or that another rank is late."""
         with contextlib.suppress(RuntimeError, OSError):
             if self.machines.number and self.messages.is_posted("report"):
                 self._leave_note(self.messages.read("report"))
@@ -244,7 +244,7 @@ class Watchdog(threading.Thread):
         launch_messages.write_failure_note("another rank is late", consequence=True)
 
     def _leave_note(self, report: dict[str, Any]) -> None:
-        """Leave the report for the launcher of this machine, with the ranks whose end only follows from the hang.
+        """Write the report as a failure note for this machine's launcher, with the ranks that watchdogs end.
 
         A late rank that is gone is the cause. A late rank that lives is ended, as are the others.
         """
@@ -254,7 +254,7 @@ class Watchdog(threading.Thread):
         launch_messages.write_failure_note(**report, alike=True, following=following)
 
     def report(self, statuses: list[RankStatus]) -> None:
-        """Find the late ranks, report them, and end the run.
+        """Find the late ranks, report them, and end this machine's processes.
 
         Called by the leader of the first machine, or of the second if the first is gone.
 
@@ -276,7 +276,10 @@ class Watchdog(threading.Thread):
         self.end(1)
 
     def _statuses_of_other_machines(self) -> list[RankStatus]:
-        """Return the statuses in the other machines' replies, or those that they published last, as unknown."""
+        """Return the statuses of the other machines' ranks, from their replies to the alarm.
+
+        A machine that does not reply in time is represented by its last published heartbeats, in the state "unknown".
+        """
         by_machine = {}
         others = [host for host in range(len(self.machines.ranks)) if host != self.machines.number]
 
@@ -301,7 +304,7 @@ class Watchdog(threading.Thread):
         return [status for statuses in by_machine.values() for status in statuses]
 
     def _write(self, statuses: list[RankStatus], verdict: LateRanks) -> None:
-        """Append an event with the report and all statuses to the run folder's events."""
+        """Append an event with the report and all statuses to the run folder's file of events."""
         folder = self.folder()
         if folder is None:
             return
@@ -336,13 +339,13 @@ class Watchdog(threading.Thread):
                 kill(heart)
 
     def _run_briefly(self, work: Callable[[], Any]) -> None:
-        """Run work that writes to a disk, and wait for it for at most `DISK_S`."""
+        """Run `work`, which writes to a disk, in a thread of its own, and wait for it for at most `DISK_S`."""
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         self._wait_until(lambda: not thread.is_alive(), DISK_S)
 
     def local_statuses(self) -> list[RankStatus]:
-        """Return the statuses of this machine's ranks."""
+        """Return the status of each rank of this machine."""
         return [self._status(rank, heart) for rank, heart in self.machines.local.items()]
 
     def _status(self, rank: int, heart: Heartbeat) -> RankStatus:
@@ -366,7 +369,7 @@ class Watchdog(threading.Thread):
         return status
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition holds, for at most so many seconds; return whether it does."""
+        """Wait until a condition holds, for at most `seconds`; return whether it does."""
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end:
@@ -377,11 +380,11 @@ class Watchdog(threading.Thread):
 
 
 def ignore(number: int, frame: Any) -> None:
-    """Do nothing. This handles SIGTERM where nothing else does: the watchdog then reports, and ends the process."""
+    """Do nothing: a handler of SIGTERM, so that the watchdog can report before it ends the process."""
 
 
 def is_ended_by_watchdog(number: int) -> bool:
-    """Return whether a signal is left to the watchdog, which then ends the process."""
+    """Return whether the handler of signal `number` is `ignore`, which leaves it to the watchdog to end the process."""
     return signal.getsignal(number) is ignore
 
 
@@ -400,7 +403,7 @@ def _kernel_state(pid: int) -> str:
 
 
 def has_exited(heart: Heartbeat) -> bool:
-    """Return whether a rank's process is gone, or is a zombie."""
+    """Return whether the process of a heartbeat's rank is gone or a zombie."""
     pid = heart.numbers[heartbeat.PID]
     try:
         os.kill(pid, 0)
@@ -413,7 +416,7 @@ def has_exited(heart: Heartbeat) -> bool:
 
 
 def rank_state(heart: Heartbeat) -> str:
-    """Return the state of a rank of this machine, as `RankStatus.state` has it."""
+    """Return the state of a rank of this machine: "alive", "stopped", "silent", "gone", "failed" or "ended"."""
     if heart.numbers[heartbeat.STATE] != heartbeat.RUNNING:
         return "ended" if heart.numbers[heartbeat.STATE] == heartbeat.ENDED else "failed"
     if has_exited(heart):
