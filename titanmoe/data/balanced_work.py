@@ -21,7 +21,7 @@ from titanmoe.models.families import mixers
 
 
 class DocumentWork:
-    """Callable that returns the forward FLOPs of documents of the given lengths, counted by titanmoe.models.count."""
+    """Callable that returns the total forward FLOPs of documents, given their lengths in tokens as an array."""
 
     def __init__(self, model: Model):
         self.per_pair: dict[int, int] = {}
@@ -42,7 +42,7 @@ class DocumentWork:
 
 
 def assign_samples(work_N: np.ndarray, microbatches: int, ranks: int, size: int) -> np.ndarray:
-    """Return the samples of each microbatch of each data rank, (M, R, B), so that their work is even.
+    """Return the sample numbers (M, R, B) of each microbatch and data rank, chosen so that their work is even.
 
     The heaviest sample goes first, into the lightest of M * R groups that has room. R groups of similar work form a
     microbatch; in it the rank with the least work so far takes the heaviest group. Ties are broken by number, so that
@@ -50,7 +50,9 @@ def assign_samples(work_N: np.ndarray, microbatches: int, ranks: int, size: int)
 
     Args:
         work_N: work of each sample, in any unit.
-        size: samples of a microbatch on a data rank.
+        microbatches: M, microbatches of a step.
+        ranks: R, data ranks.
+        size: B, samples of a microbatch on a data rank.
     """
     groups: list[list[int]] = [[] for _ in range(microbatches * ranks)]
     weight = np.zeros(len(groups))

@@ -48,11 +48,12 @@ class ChatError(ValueError):
 
 
 class ChatEncoder:
-    """A chat template with its tokenizer: turns conversations into tokens.
+    """Encoder of conversations: a Jinja chat template with the tokenizer of its text.
 
     Args:
         template: text of the template.
         origin: where the template comes from, for messages.
+        tokenizer: the tokenizer.
 
     Raises:
         ConfigError: the template cannot be compiled, or jinja2 is missing.
@@ -84,12 +85,11 @@ class ChatEncoder:
         """Tools of the conversation that is being encoded."""
 
     def encode(self, messages: Any, tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return a conversation's tokens and each token's weight as a label; 0 unless the assistant says it.
+        """Return (token ids, each token's weight as a label) of a conversation; weights are 0 outside answers.
 
         Args:
             messages: a record's list of messages, unchecked.
-            tools: list of JSON schemas that the template writes, or such a list as JSON text; None or empty for
-                none.
+            tools: list of JSON schemas that the template writes, or such a list as JSON text; None or empty for none.
 
         Raises:
             ChatError: the conversation cannot be rendered or learned from.
@@ -103,7 +103,11 @@ class ChatEncoder:
             self._tools = None
 
     def _read_tools(self, tools: Any) -> list[dict[str, Any]] | None:
-        """Return a record's tools as a list, or None; a ChatError if they are malformed or the template lacks them."""
+        """Return a record's tools as a list of JSON schemas; None if it has none.
+
+        Raises:
+            ChatError: the tools are malformed, or the template does not write tools.
+        """
         if isinstance(tools, str):
             try:
                 tools = parse_json(tools.encode()) if tools.strip() else None
@@ -138,7 +142,15 @@ class ChatEncoder:
         return tokens_T, weight_T
 
     def _weights(self, messages: list[Any], spans: int) -> list[float]:
-        """Return the label weight of each of the assistant's spans."""
+        """Return the label weight of each span of text that the assistant says, from the weights of its messages.
+
+        Args:
+            messages: the conversation.
+            spans: number of spans that the template marks.
+
+        Raises:
+            ChatError: messages have weights, and the spans are not one for each of them.
+        """
         weights = [float(message.get(WEIGHT, 1)) for message in messages if message["role"] == "assistant"]
         if len(weights) == spans or set(weights) == {1.0}:
             return weights if len(weights) == spans else [1.0] * spans
@@ -148,11 +160,11 @@ class ChatEncoder:
         )
 
     def encode_prompt(self, messages: list[dict[str, str]]) -> np.ndarray:
-        """Return the tokens of a conversation with the generation prompt, as transformers' apply_chat_template does."""
+        """Return the token ids of a conversation followed by the generation prompt, for sampling a reply."""
         return self.tokenizer.encode_with_offsets(self._render_without_marks(messages, prompt=True)).tokens_T
 
     def end_of_turn_token(self) -> int | None:
-        """Return the special token that ends an assistant message, such as ChatML's <|im_end|>; None without one."""
+        """Return the id of the special token that ends an assistant message, such as <|im_end|>; None without."""
         try:
             text = self._render_without_marks(
                 [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
@@ -169,9 +181,12 @@ class ChatEncoder:
         return self._render_all([(messages, prompt)])[0]
 
     def _render_all(self, requests: list[tuple[list[Any], bool]]) -> list[str]:
-        """Render each list of messages, with or without the generation prompt, as apply_chat_template of transformers.
+        """Return the text of each request, a list of messages and whether the generation prompt follows.
 
-        A null, list or object that would be written as Python writes it raises a ChatError.
+        Renders as transformers' apply_chat_template does.
+
+        Raises:
+            ChatError: the template refuses the messages, or would write a null, list or object as Python writes it.
         """
         texts = self._render_unchecked(requests)
         for (messages, prompt), text in zip(requests, texts, strict=True):
@@ -203,9 +218,11 @@ class ChatEncoder:
             raise ChatError(f"the chat template {self.origin} refuses it: {odd or _shorten(str(error))}") from None
 
     def _find_written_null(self, messages: list[Any], prompt: bool, times: int) -> str:
-        """Return where the first null is that the template writes as "None", for a message; "" if it writes none.
+        """Return the place of the first null that the template writes as the word "None", as text; "" if none.
 
         Args:
+            messages: the conversation.
+            prompt: whether the generation prompt follows.
             times: how often the rendered text has the word None.
         """
         for n, message in enumerate(messages):
@@ -220,7 +237,7 @@ class ChatEncoder:
         return ""
 
     def _render_with_marks(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendered text, and the character range of each {% generation %} block."""
+        """Return the rendered text, and the characters [begin, end) of each {% generation %} block in it."""
         texts, spans, length, span_start = [], [], 0, -1
         for text in _split_at_marks(self._render(messages)):
             if text == OPEN:
@@ -233,7 +250,9 @@ class ChatEncoder:
         return "".join(texts), spans
 
     def _render_by_prefixes(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendered text, and the character range that each assistant message adds to the turns before it.
+        """Return the rendered text, and the characters [begin, end) that each assistant message adds to it.
+
+        The range begins where the text of the earlier messages with the generation prompt ends.
 
         Raises:
             ConfigError: the template renders the turns before a message differently once the message follows.
@@ -263,31 +282,39 @@ class ChatEncoder:
                         [
                             f"the chat template {self.origin} does not show what the assistant said: {what} (from "
                             f"character {at}: {shorter[at : at + 30]!r}, then {longer[at : at + 30]!r}). "
-                            f"{self._how_to_mark(messages[:n], messages[n])}"
+                            f"{self._marking_advice(messages[:n], messages[n])}"
                         ]
                     )
             spans.append((len(prompt), len(answer_text)))
         return full_text, spans
 
-    def _prompt_after(self, before: list[Any]) -> str:
-        """Return the messages rendered with the generation prompt."""
+    def _prompt_after(self, earlier: list[Any]) -> str:
+        """Return the text of `earlier` messages followed by the generation prompt.
+
+        Raises:
+            ChatError: there are no earlier messages, and the template cannot be rendered without one.
+        """
         try:
-            return self._render(before, prompt=True)
+            return self._render(earlier, prompt=True)
         except ChatError:
-            if before:
+            if earlier:
                 raise
             raise ChatError(
                 f"its first message is the assistant's, and the chat template {self.origin} cannot be rendered "
                 "without a message before it: put one there, such as the system's"
             ) from None
 
-    def _how_to_mark(self, before: list[Any], answer: dict[str, Any]) -> str:
-        """Return advice on where to put {% generation %} in this template.
+    def _marking_advice(self, earlier: list[Any], answer: dict[str, Any]) -> str:
+        """Return a sentence for an error: where to put {% generation %} in the template.
 
         It quotes what the template writes around an assistant message, as far as that can be seen.
+
+        Args:
+            earlier: the messages before the assistant's.
+            answer: the assistant's message.
         """
-        rendered_before, prompt = self._render(before), self._prompt_after(before)
-        rendered, content = self._render([*before, answer]).removeprefix(rendered_before), answer.get("content")
+        rendered_before, prompt = self._render(earlier), self._prompt_after(earlier)
+        rendered, content = self._render([*earlier, answer]).removeprefix(rendered_before), answer.get("content")
         head, tail = prompt.removeprefix(rendered_before), ""
         if isinstance(content, str) and content and content in rendered:
             before_content, _, tail = rendered.rpartition(content)
@@ -322,7 +349,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _describe_content_not_text(messages: list[Any]) -> str:
-    """Return which message has a content that is not text, which many templates cannot render; "" if none has."""
+    """Return a text that names the first message whose content is not text, for an error; "" if there is none."""
     for n, message in enumerate(messages, 1):
         content = message.get("content", "")
         if not isinstance(content, str):
@@ -332,7 +359,11 @@ def _describe_content_not_text(messages: list[Any]) -> str:
 
 
 def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
-    """Return an encoder with the template in a file, or with the tokenizer's own if `template` is "".
+    """Return an encoder of conversations with a chat template from a file, or with the tokenizer's own.
+
+    Args:
+        template: path of a Jinja file; "" for the tokenizer's own template.
+        tokenizer: the tokenizer.
 
     Raises:
         ConfigError: there is no template, or it cannot be read or compiled.
@@ -372,7 +403,7 @@ def _shorten(text: str) -> str:
 
 
 def _check_messages(messages: Any) -> None:
-    """Raise a ChatError if messages are malformed, or the assistant says nothing to learn from."""
+    """Raise a ChatError if a conversation's messages are malformed, or the assistant says nothing to learn from."""
     if not isinstance(messages, list) or not messages:
         raise ChatError("'messages' is not a list of messages, or is empty")
     for n, message in enumerate(messages, 1):
@@ -401,5 +432,5 @@ def _check_messages(messages: Any) -> None:
 
 
 def _split_at_marks(text: str) -> list[str]:
-    """Split a text into the marks OPEN and CLOSE and what is between them."""
+    """Split a rendered text into the marks OPEN and CLOSE and the texts between them."""
     return [token for token in re.split(f"([{OPEN}{CLOSE}])", text) if token]

@@ -41,9 +41,10 @@ class NotText(Exception):
 
 
 class ChatTemplate:
-    """A compiled chat template, rendered in another process.
+    """A compiled chat template, rendered in a process of its own with limits of time and memory.
 
     Args:
+        text: the template.
         opening: what {% generation %} writes.
         closing: what {% endgeneration %} writes.
 
@@ -58,7 +59,7 @@ class ChatTemplate:
         self._idle = [self._start_process()]
 
     def render(self, *variables: dict[str, Any]) -> list[str]:
-        """Render the template once per dict of variables. The limits are for all of them together.
+        """Return the rendered text for each dict of template variables. The limits are for all of them together.
 
         Raises:
             OverBudget: rendering exceeds a limit.
@@ -81,11 +82,16 @@ class ChatTemplate:
         return worker
 
 
-def _ask_worker(worker: _RenderProcess, arguments: tuple[Any, ...], what: str) -> dict[str, Any]:
-    """Send a request to the process and return its response, which holds a result or an error.
+def _ask_worker(worker: _RenderProcess, arguments: tuple[Any, ...], subject: str) -> dict[str, Any]:
+    """Send a request to the rendering process, and return its response, a dict that holds a result or an error.
 
     Args:
-        what: what is rendered, for the message of an exceeded limit.
+        worker: the process.
+        arguments: the template, or the variables of each text to render.
+        subject: name of what is rendered, for the message of an exceeded limit.
+
+    Raises:
+        OverBudget: the request exceeds a limit, or the process ends.
     """
     request = json.dumps(arguments).encode()
     seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
@@ -94,15 +100,15 @@ def _ask_worker(worker: _RenderProcess, arguments: tuple[Any, ...], what: str) -
     if response is None:
         code = worker.end()
         if code == -signal.SIGPROF:
-            raise OverBudget(f"takes more than {seconds:.3g} s, the limit for {what}")
+            raise OverBudget(f"takes more than {seconds:.3g} s, the limit for {subject}")
         raise OverBudget(f"ends the process that renders it (code {code})")
     if "MemoryError" in response.get("error", ()):
-        raise OverBudget(f"takes more than {memory >> 20:,} MiB of memory, the limit for {what}")
+        raise OverBudget(f"takes more than {memory >> 20:,} MiB of memory, the limit for {subject}")
     return response
 
 
 def _result_or_raise(response: dict[str, Any]) -> Any:
-    """Return the result of a response, or raise the error that it holds.
+    """Return the result in a rendering process's response, or raise the error in it.
 
     An error whose class cannot be made from a text is raised as the nearest base class that can.
     """
@@ -122,7 +128,7 @@ def _result_or_raise(response: dict[str, Any]) -> Any:
 
 
 class _RenderProcess:
-    """Handle of the rendering process in its parent."""
+    """The parent's handle of a rendering process; creating it starts the process."""
 
     def __init__(self) -> None:
         import titanmoe
@@ -141,7 +147,13 @@ class _RenderProcess:
         self.end = weakref.finalize(self, _end_process, self._process, self.parent)
 
     def ask(self, request: bytes, seconds: float, memory: int) -> Any:
-        """Send a request with its limits and return the response; None if the process has ended."""
+        """Send a request with its limits to the process, and return the parsed response; None if the process has ended.
+
+        Args:
+            request: JSON text.
+            seconds: CPU seconds.
+            memory: bytes that the request may add to the process.
+        """
         try:
             _send(self._process.stdin, request, seconds, memory)
             response = _receive(self._process.stdout)
@@ -168,7 +180,7 @@ def _send(stream: BinaryIO, data: bytes, seconds: float = 0.0, memory: int = 0) 
 
 
 def _receive(stream: BinaryIO) -> tuple[bytes, float, int] | None:
-    """Read a message: its data, seconds and bytes of memory; None at the end of the stream, even within a message."""
+    """Read a message, (data, seconds, bytes of memory); None at the end of the stream, even within a message."""
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -241,19 +253,20 @@ class _GuardedList(list):
     __repr__ = __str__
 
 
-def _guard(value: Any, where: str) -> Any:
+def _guard(value: Any, name: str) -> Any:
     """Return a copy of a value in which dicts and lists raise NotText when a template writes them as text.
 
     Args:
-        where: name of the value, for the message.
+        value: a message, or a value in it.
+        name: name of the value, for the error.
     """
     if isinstance(value, dict):
-        joint = "." if "'s " in where else "'s "
-        guarded = _GuardedDict((key, _guard(item, f"{where}{joint}{key}")) for key, item in value.items())
-        guarded.where = f"{where}, an object,"
+        joint = "." if "'s " in name else "'s "
+        guarded = _GuardedDict((key, _guard(item, f"{name}{joint}{key}")) for key, item in value.items())
+        guarded.where = f"{name}, an object,"
     elif isinstance(value, list):
-        guarded = _GuardedList(_guard(item, f"{where}[{n}]") for n, item in enumerate(value))
-        guarded.where = f"{where}, a list,"
+        guarded = _GuardedList(_guard(item, f"{name}[{n}]") for n, item in enumerate(value))
+        guarded.where = f"{name}, a list,"
     else:
         return value
     return guarded
@@ -265,7 +278,7 @@ def _guard_messages(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile(text: str, opening: str, closing: str) -> tuple[Any, bool]:
-    """Compile a template; return also whether it has {% generation %}.
+    """Return the compiled template, and whether it has {% generation %}.
 
     The environment is the one that templates of published models expect, but without today's date (strftime_now) and
     random text: tokens must depend on neither, and templates that ask for the date have a default of their own.
@@ -302,5 +315,5 @@ def _compile(text: str, opening: str, closing: str) -> tuple[Any, bool]:
 def _json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> str:
-    """Return a value as JSON without HTML escapes, which Jinja's own filter adds."""
+    """Return a value as JSON: the filter `tojson` without the HTML escapes of Jinja's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

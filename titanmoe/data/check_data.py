@@ -20,11 +20,11 @@ from titanmoe.data.tokenize import check_first_records
 
 
 def check_data(config: Config, state: Mapping[str, Any] | None = None) -> None:
-    """Raise a ConfigError with everything that is wrong with the run's data.
+    """Check a training job's data before ranks start; raise a ConfigError with everything that is wrong.
 
     Args:
         config: the recipe; derived values, such as the batch size and the steps, may still be missing.
-        state: the loader's state in the checkpoint that the run resumes from; None for a new run.
+        state: the loader's state in the checkpoint that the job resumes from; None for a new one.
     """
     data, validation = config.data, config.validation
     problems, are_shards = [], True
@@ -51,7 +51,7 @@ def check_data(config: Config, state: Mapping[str, Any] | None = None) -> None:
 
 
 def _open_as_rank(config: Config, state: Mapping[str, Any] | None) -> None:
-    """Build rank 0's loader and validation set and compare them with the state; raise a ConfigError on any problem."""
+    """Open the data as rank 0 does and compare it with the resumed state; raise a ConfigError on a problem."""
     # Without epochs, of which all sequences would be counted.
     loader = Loader(replace(config, training=replace(config.training, epochs=0)), 0, 1)
     if config.validation.interval and (config.validation.paths or config.validation.held_out):

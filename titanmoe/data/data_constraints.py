@@ -13,7 +13,11 @@ from titanmoe.models.families import mixers
 
 
 def parse_skip_steps(texts: list[str]) -> list[range]:
-    """Return the ranges of steps that data.skip_steps names; a ValueError names an entry that is malformed."""
+    """Return the ranges of steps that data.skip_steps names, such as "120" or "120-130".
+
+    Raises:
+        ValueError: an entry is malformed.
+    """
     steps = []
     for text in texts:
         first, _, last = text.partition("-")
@@ -24,7 +28,7 @@ def parse_skip_steps(texts: list[str]) -> list[range]:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield all contradictions of a recipe's [data] and [validation]."""
+    """Yield each contradiction between options of a recipe's [data] and [validation]."""
     yield from _check_sources(config.data)
     try:
         parse_skip_steps(config.data.skip_steps)

@@ -14,9 +14,9 @@ CHUNK = 1 << 11
 
 
 class open_decompressed:
-    """Context manager that opens a file for reading; yields its decompressed stream, and the raw file beneath it.
+    """Context manager that opens a file or URL for reading, and yields (decompressed stream, raw stream).
 
-    The raw file's position tells how much of the compressed input has been read.
+    The raw stream's position tells how much of the compressed input has been read.
     """
 
     def __init__(self, file: str):

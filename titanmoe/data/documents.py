@@ -34,17 +34,17 @@ class Documents(Protocol):
 
     @property
     def starts(self) -> Any:
-        """First token of each document and the total, len + 1 integers: document i is tokens starts[i]:starts[i + 1].
+        """Index of the first token of each document, with the total number of tokens at the end: len + 1 integers.
 
-        An array, possibly memory-mapped, or anything that has a length and can be indexed by an integer, a slice or an
-        array of integers.
+        Document i is tokens [starts[i], starts[i + 1]). An array, possibly memory-mapped, or anything that has a length
+        and can be indexed by an integer, a slice or an array of integers.
         """
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the token ids of [start, stop), as int64 or narrower."""
+        """Return the ids of tokens [start, stop), as int64 or narrower."""
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
-        """Return which tokens of [start, stop) count towards the loss as labels (bool); None if all do."""
+        """Return whether each of tokens [start, stop) counts towards the loss as a label (bool); None if all do."""
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         """Return the weight in the loss of each token of [start, stop) as a label (float32); None if all are equal."""
@@ -53,20 +53,23 @@ class Documents(Protocol):
         """Return the reference model's log-probability of each token of [start, stop); None if it is not stored."""
 
     def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
-        """Return a teacher's top-k ids and log-probabilities in place of each token of [start, stop), or None.
+        """Return a teacher's top-k ids and log-probabilities at the place of each of tokens [start, stop).
 
-        One record per token, whose dtype `titanmoe.data.token_scores.TopK.record` gives. None: no teacher is read.
+        One record per token, whose dtype `titanmoe.data.token_scores.TopK.record` gives. None if no teacher is read.
         """
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the ranges of tokens of `stored_documents(self)` that [start, stop) consists of, in order."""
+        """Return where tokens [start, stop) are stored, as ranges of tokens of `stored_documents(self)`, in order.
+
+        A subset of documents has several ranges.
+        """
 
 
 class TokenScores(Protocol):
     """A model's log-probabilities of all tokens of a source (titanmoe.data.token_scores)."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the scores of tokens [start, stop)."""
+        """Return the log-probabilities of tokens [start, stop), or the records of a teacher's top-k ids."""
 
 
 class MemoryDocuments:
@@ -107,19 +110,19 @@ class MemoryDocuments:
 
 
 def stored_documents(documents: Any) -> Any:
-    """Return the documents as they are stored, of which these may be a subset (titanmoe.data.held_out)."""
+    """Return the documents as they are stored: for a subset (titanmoe.data.held_out) those that it was taken from."""
     while hasattr(documents, "parent"):
         documents = documents.parent
     return documents
 
 
 def is_masked(documents: Documents) -> bool:
-    """Return whether only some tokens of these documents are labels, such as the answers of chats."""
+    """Return whether only some tokens of these documents count in the loss, such as the assistant's in chats."""
     return len(documents) > 0 and documents.label_mask(0, 1) is not None
 
 
 def find_documents(documents: Documents, token_N: np.ndarray) -> np.ndarray:
-    """Return the number of the document that contains each of these tokens. Empty documents contain none."""
+    """Return the number of the document that contains each token, given the tokens' indices in the concatenation."""
     starts = documents.starts
     if isinstance(starts, np.ndarray):
         # Of the array's dtype: numpy would otherwise convert the whole array first.

@@ -30,10 +30,11 @@ FILE = "sequences.json"
 
 
 class EpochOrder:
-    """The order of the sources over a run of epochs.
+    """The order of the sources over a fixed number of epochs (training.epochs).
 
     Args:
         count_EK: number of sequences of each source in each epoch.
+        seed: seed of the order.
     """
 
     def __init__(self, count_EK: Sequence[Sequence[int]], seed: int):
@@ -42,11 +43,11 @@ class EpochOrder:
 
     @property
     def total(self) -> int:
-        """Number of sequences of the run."""
+        """Number of sequences in all epochs."""
         return int(self.end_E[-1])
 
     def source_indices(self, first: int, count: int) -> np.ndarray:
-        """Return the source of samples first, first + 1, ... of the run, (N,); -1 after the last sample."""
+        """Return the source (N,) of each of `count` samples from number `first` on; -1 after the last sample."""
         number_N = np.arange(first, first + count)
         epoch_N, source_N = np.searchsorted(self.end_E, number_N, side="right"), np.full(count, -1)
         for epoch in np.unique(epoch_N[epoch_N < len(self.end_E)]).tolist():
@@ -59,7 +60,10 @@ class EpochOrder:
 
 
 def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[int]:
-    """Return the number of sequences of each epoch, from `sequences.json` or by packing; writes the file if it can."""
+    """Return the number of packed sequences in each of the first epochs of a source.
+
+    Best fit reads the numbers from `sequences.json`, or packs and writes them there if it can.
+    """
     if isinstance(packer, StreamPacker):
         return packer.count(epochs)
     file = _counts_file(packer.documents)
@@ -74,13 +78,13 @@ def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[i
 
 
 def _counts_file(documents: Any) -> Path | None:
-    """Return the path of `sequences.json` beside the shards; None if the documents are not token shards."""
+    """Return the path of `sequences.json` in the folder of token shards; None if the documents are no token shards."""
     source = stored_documents(documents)
     return source.folder / FILE if hasattr(source, "folder") else None
 
 
 def _read_counts(file: Path | None) -> dict[str, list[int]]:
-    """Return the stored numbers by packing and shards. Anything malformed is dropped, and so counted again."""
+    """Return the sequences of each epoch in `sequences.json`, by shards and packing. Drops malformed entries."""
     try:
         stored = parse_json(file.read_bytes()) if file else {}
     except (OSError, ValueError):

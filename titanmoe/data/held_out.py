@@ -15,17 +15,17 @@ import numpy as np
 from titanmoe.data.documents import Documents
 
 
-def split_held_out(documents: Documents, every: int, least: int) -> tuple[DocumentSubset, DocumentSubset]:
-    """Split into training documents and every `every`-th document (or preference pair), which is held out.
+def split_held_out(documents: Documents, every: int, min_tokens: int) -> tuple[DocumentSubset, DocumentSubset]:
+    """Split a source into training documents and every `every`-th document (or preference pair), which is held out.
 
     A source of fewer than `every` documents, such as one text file, holds out the last 1 / `every` of its tokens
-    instead, provided that these are at least `least`; otherwise nothing.
+    instead, provided that these are at least `min_tokens`; otherwise nothing.
 
     Returns:
         The training documents, and the held-out ones.
     """
     total, size = int(documents.starts[len(documents)]), documents.completions_per_prompt
-    if size == 1 and len(documents) < every and total // every >= least:
+    if size == 1 and len(documents) < every and total // every >= min_tokens:
         source = DocumentsWithSplit(documents, total - total // every)
         first, border, end = np.array([[0], [source.document], [len(source)]])
         which = f"the last {every}th of the tokens"
@@ -39,15 +39,18 @@ def split_held_out(documents: Documents, every: int, least: int) -> tuple[Docume
 
 
 class DocumentsWithSplit:
-    """A source in which one document is split in two at token `at`. Copies all starts, so it is for few documents."""
+    """View of a source in which one document is split in two, so that the second begins at token `split_token`.
 
-    def __init__(self, parent: Documents, at: int):
+    Copies all starts, so it is for sources of few documents.
+    """
+
+    def __init__(self, parent: Documents, split_token: int):
         self.parent, self.name, self.vocab_size = parent, parent.name, parent.vocab_size
         self.completions_per_prompt = parent.completions_per_prompt
         self.fingerprint, self.description = parent.fingerprint, parent.description
         starts = np.asarray(parent.starts[np.arange(len(parent) + 1)]).astype(np.int64)
-        self.document = int(np.searchsorted(starts, at))
-        self.starts = np.insert(starts, self.document, at)
+        self.document = int(np.searchsorted(starts, split_token))
+        self.starts = np.insert(starts, self.document, split_token)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -72,21 +75,21 @@ class DocumentsWithSplit:
 
 
 class DocumentSubset:
-    """Ranges of a source's documents as a source of their own. Implements `Documents`.
+    """View of some ranges of a source's documents as a source. Implements `Documents`.
 
     Args:
         parent: the source.
         first_R: first document of each range.
         end_R: one past the last document of each range.
-        which: which documents these are, for the fingerprint and the description.
+        selection: text that says which documents these are, for the fingerprint and the description.
     """
 
-    def __init__(self, parent: Documents, first_R: np.ndarray, end_R: np.ndarray, which: str):
+    def __init__(self, parent: Documents, first_R: np.ndarray, end_R: np.ndarray, selection: str):
         if not len(first_R):  # no documents: one empty range
             first_R = end_R = np.zeros(1, np.int64)
         self.parent, self.name, self.vocab_size = parent, parent.name, parent.vocab_size
         self.completions_per_prompt, self.first_R = parent.completions_per_prompt, first_R
-        self.fingerprint, self.description = f"{parent.fingerprint} {which}", f"{parent.description}, {which}"
+        self.fingerprint, self.description = f"{parent.fingerprint} {selection}", f"{parent.description}, {selection}"
         self.document_R = _cumulative_counts(end_R - first_R)
         self.start_R = np.asarray(parent.starts[first_R]).astype(np.int64)
         self.token_R = _cumulative_counts(np.asarray(parent.starts[end_R]).astype(np.int64) - self.start_R)
@@ -118,12 +121,12 @@ class DocumentSubset:
         return [ends for a, b in self._parent_ranges(start, stop) for ends in self.parent.stored_ranges(a, b)]
 
     def _concatenate(self, read: Callable[[int, int], np.ndarray | None], start: int, stop: int) -> np.ndarray | None:
-        """Read each of the parent's ranges and concatenate them; None if the parent returns None."""
+        """Return what `read`, a method of the parent, gives for tokens [start, stop) of this subset, or None."""
         arrays = [read(a, b) for a, b in self._parent_ranges(start, stop)]
         return None if arrays[0] is None else np.concatenate(arrays)
 
     def _parent_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return the token ranges of the parent that tokens [start, stop) of this subset consist of."""
+        """Return where tokens [start, stop) of this subset are in the parent, as ranges of the parent's tokens."""
         r = int(np.searchsorted(self.token_R, start, side="right")) - 1
         out = []
         while start < stop:
@@ -137,7 +140,7 @@ class DocumentSubset:
 
 
 class _Starts:
-    """`Documents.starts` of a subset, computed when it is indexed."""
+    """The first token of each document of a subset, computed when it is indexed."""
 
     def __init__(self, subset: DocumentSubset):
         self.subset = subset

@@ -37,7 +37,7 @@ from titanmoe.data.sources import open_training_sources, open_validation_sources
 
 
 class BatchLayout:
-    """The assignment of a step's samples to microbatches and data ranks, as one data rank sees it."""
+    """The assignment of a step's samples to microbatches and data ranks, for one data rank."""
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
         training = config.training
@@ -53,7 +53,12 @@ class BatchLayout:
         self.round_robin_N = every_MRB[:, data_rank].ravel()
 
     def read(self, mix: SourceMix, samples: list[Sample | None], number_N: np.ndarray | None = None) -> Batch:
-        """Read this rank's planned samples of a step into one batch of all microbatches.
+        """Read the tokens of a data rank's planned samples, and return one batch of all microbatches of a step.
+
+        Args:
+            mix: the sources.
+            samples: plans of the samples; None for padding.
+            number_N: number of each sample within the step; None if they are numbered round-robin.
 
         Raises:
             ConfigError: the data has a token that stands for an image or a video.
@@ -76,9 +81,10 @@ class BatchLayout:
 
 
 class StepPlan(NamedTuple):
-    """One data rank's samples of a step, before their tokens are read."""
+    """The plan of a data rank's samples in one step, before their tokens are read."""
 
     samples: list[Sample | None]
+    """Plan of each sample; None for padding."""
     number_N: np.ndarray | None
     """Number of each sample within the step; None for the usual round-robin numbers."""
     state_after: dict[str, Any]
@@ -86,7 +92,7 @@ class StepPlan(NamedTuple):
 
 
 class StepPlans:
-    """An endless iterator over the plans of the coming steps; after the last epoch they are padding."""
+    """Endless iterable of a data rank's plans of the coming steps; after the last epoch all samples are padding."""
 
     def __init__(
         self, mix: SourceMix, layout: BatchLayout, work: DocumentWork | None, consumed: int, state: list[list[int]]
@@ -104,7 +110,11 @@ class StepPlans:
             yield StepPlan(*samples_and_numbers, state_after)
 
     def samples_of_rank(self, samples: list[Sample | None]) -> tuple[list[Sample | None], np.ndarray | None]:
-        """Return this rank's samples of a step and their numbers in it; None for numbers that are round-robin."""
+        """Return (this data rank's samples of a step, their numbers within the step); None for round-robin numbers.
+
+        Args:
+            samples: the planned samples of all data ranks.
+        """
         layout, number_N = self.layout, None
         if self.work:
             work_N = np.array([self.work(length_G) for length_G in self.mix.lengths(samples)])
@@ -116,7 +126,7 @@ class StepPlans:
 
 
 class SampleReader:
-    """A map from a step's plan to its tensors; runs in the worker processes if there are any."""
+    """Mapping whose `reader[plan]` reads a planned step's tokens; runs in the worker processes if there are any."""
 
     def __init__(self, mix: SourceMix, layout: BatchLayout):
         self.mix, self.layout = mix, layout
@@ -126,9 +136,9 @@ class SampleReader:
 
 
 class Loader:
-    """The training data of one data rank, an optimizer step at a time.
+    """The training data of one data rank, a list of microbatches for each optimizer step.
 
-    Its state can be saved, and resumed on another number of data ranks.
+    The loader's state can be saved, and resumed on another number of data ranks.
     """
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
@@ -144,7 +154,7 @@ class Loader:
         self._restart_from(0, self.mix.state)
 
     def next_step(self) -> list[Batch]:
-        """Return this data rank's microbatches of the next optimizer step and advance the state."""
+        """Return this data rank's microbatches of the next optimizer step, and advance the loader's state."""
         begin = time.perf_counter()
         step, state_after = self._start_prefetcher().next()
         self.wait_s = time.perf_counter() - begin
@@ -162,12 +172,16 @@ class Loader:
         return step.chunk(self.microbatches)
 
     def peek(self) -> list[Batch]:
-        """Return the microbatches that `next_step` will return, without advancing."""
+        """Return the microbatches that the next call of `next_step` will return, without advancing the state."""
         step, _ = self._start_prefetcher().peek()
         return step.chunk(self.microbatches)
 
     def digest_samples(self, batches: list[Batch]) -> dict[int, str]:
-        """Return a digest of the tokens of each sample of the last step, by the sample's number in the run."""
+        """Return a hash of each sample's tokens in the last step, by the sample's number in the training job.
+
+        Args:
+            batches: the microbatches that `next_step` returned last.
+        """
         number_N = self.layout.round_robin_N
         if batches[0].number_B is not None:
             number_N = torch.cat([batch.number_B for batch in batches]).numpy()
@@ -176,11 +190,11 @@ class Loader:
         return {self.first + number: digest for number, digest in zip(number_N.tolist(), digests, strict=True)}
 
     def report(self) -> dict[str, float]:
-        """Return the loader's metrics: seconds waited for data, and epochs read of each source."""
+        """Return the loader's metrics by name: seconds the last step waited for data, epochs of each source."""
         return {"data_wait_s": self.wait_s} | {f"data.epoch.{name}": epoch for name, epoch in self.epochs.items()}
 
     def header_rows(self) -> dict[str, str]:
-        """Return rows of the run's header: fractions of the sources, epochs, packing, and what is truncated."""
+        """Return lines about the data for the log's header, by title: sources, epochs, packing, truncated data."""
         sources, packing = self.mix.sources, self._packing
         total = sum(source.weight for source in sources)
         fractions = ", ".join(f"{source.name} {source.weight / total:.1%}" for source in sources)
@@ -196,7 +210,7 @@ class Loader:
         return rows if packing == "stream" else rows | {"packing": f"{packing}{even}"}
 
     def close(self) -> None:
-        """End the thread and the workers that read ahead."""
+        """End the thread and the worker processes that read ahead."""
         if self._prefetcher is not None:
             self._close_prefetcher()
             self._prefetcher = None
@@ -210,7 +224,12 @@ class Loader:
         return self._prefetcher
 
     def _restart_from(self, consumed: int, state: list[list[int]]) -> None:
-        """Set the state: samples consumed over all data ranks, and the state of each source's packer."""
+        """Set the loader's state, and discard samples that were read ahead.
+
+        Args:
+            consumed: samples consumed so far over all data ranks.
+            state: state of each source's packer.
+        """
         self.close()
         self.consumed = self.first = consumed
         """Samples, over all data ranks; first: before the last step."""
@@ -223,14 +242,16 @@ class Loader:
         """What to log about sources that the last step started over."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save: samples consumed, packers' states, and what identifies the data."""
+        """Return the loader's state to save: samples consumed, packers' states, and what identifies the data."""
         descriptions = [source.description for source in self.mix.sources]
         state = {"consumed": self.consumed, "sources": self.state, "described": descriptions} | self._identity()
         state["in_epochs"] = self.epochs_to_train > 0
         return state | ({"tokenizer": self.mix.tokenizer.identity} if self.mix.tokenizer else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where a run of the same samples stopped; the batch size and the number of data ranks may differ.
+        """Continue after the samples that a saved state has consumed.
+
+        The batch size and the number of data ranks may differ from those when the state was saved.
 
         Raises:
             ConfigError: the data, packing, seq_len or seed differs.
@@ -240,9 +261,9 @@ class Loader:
         self._restart_from(int(state["consumed"]), state["sources"])
 
     def find_state_mismatches(self, state: dict[str, Any]) -> list[str]:
-        """Return why this loader cannot continue from a state; empty if it can.
+        """Return the reasons why this loader cannot continue from a saved state; [] if it can.
 
-        Each line names something that samples depend on and that has changed: seed, seq_len, packing, epochs or the
+        Each reason names something that samples depend on and that has changed: seed, seq_len, packing, epochs or the
         data.
         """
         names = {"seed": "training.seed", "seq_len": "training.seq_len", "packing": "data.packing"}
@@ -266,7 +287,7 @@ class Loader:
         return problems
 
     def _describe_changed_data(self, state: dict[str, Any]) -> str:
-        """Return a line with the sources that only the state or only this run has."""
+        """Return a message that names the sources that only the saved state or only this loader has."""
         old_prints = str(state.get("source", "")).split(", ")
         old_data = dict(zip(old_prints, state.get("described", ()), strict=False))
         new_data = {source.fingerprint: source.description for source in self.mix.sources}
@@ -282,19 +303,22 @@ class Loader:
 
     @property
     def _packing(self) -> str:
-        """The packing options that samples depend on, as text in the state and the run's header."""
+        """The packing options that samples depend on, as text for the saved state and the header."""
         long_chats = f', long_chats = "{self.options.long_chats}"'
         has_long_chats = any(isinstance(s.packer, ChatPacker) and len(s.packer.long_L) for s in self.mix.sources)
         return self.options.packing + ", prefixes shared" * self.options.share_prefixes + long_chats * has_long_chats
 
     def _identity(self) -> dict[str, int | str]:
-        """Return what the contents of a sample with a given number depend on, apart from the weights of sources."""
+        """Return what a sample's contents depend on, apart from weights: seed, seq_len, packing and data."""
         source = ", ".join(source.fingerprint for source in self.mix.sources)
         return {"seed": self.seed, "seq_len": self.layout.seq_len, "packing": self._packing, "source": source}
 
 
 class ValidationSet:
-    """The validation batches of one data rank, the same each time: sources in turn until each ends, then padding."""
+    """The validation batches of one data rank, the same in each iteration.
+
+    The sources take turns until each ends; padding fills the last step.
+    """
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int, held_out: Sequence[Documents] = ()):
         self.layout, self.steps = BatchLayout(config, data_rank, data_ranks), config.validation.steps
@@ -309,13 +333,13 @@ class ValidationSet:
                 return
 
     def planned_steps(self) -> Iterator[list[Sample | None]]:
-        """Yield the planned samples of each step, of all data ranks, to the end of the set."""
+        """Yield, for each validation step, the planned samples of all data ranks; None for padding."""
         samples_in_turn, size = self._interleave_sources(), self.layout.global_batch_size
         while samples := list(itertools.islice(samples_in_turn, size)):
             yield [*samples, *[None] * (size - len(samples))]
 
     def _interleave_sources(self) -> Iterator[Sample]:
-        """Yield a sample of each source in turn, leaving out sources that have ended."""
+        """Yield the planned samples of all sources, one of each in turn, until all sources have ended."""
         unfinished = [(k, source.packer.first_epoch()) for k, source in enumerate(self.mix.sources)]
         while unfinished:
             for k, sequences in tuple(unfinished):

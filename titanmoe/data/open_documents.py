@@ -21,12 +21,13 @@ from titanmoe.data.tokenize_unit import TokenizeJob
 
 
 def open_documents(config: Config, entry: str, field: str = "") -> ShardDocuments:
-    """Open an entry of data.paths, tokenizing it into the cache first if it is not token shards.
+    """Open an entry of data.paths, after tokenizing it into the cache if it is not token shards.
 
     Every rank calls this. The first to get the lock of the cache's folder tokenizes; ranks that share the folder wait
     for it.
 
     Args:
+        config: the recipe.
         entry: a file, folder, glob or URL.
         field: field of the records that holds the document; "" for data.field.
 
@@ -56,7 +57,14 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
 
 
 def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan | None:
-    """Return the plan by which `open_documents` would tokenize an entry; None if it finds token shards. Writes nothing.
+    """Return the plan by which `open_documents` would tokenize an entry of data.paths; None for token shards.
+
+    Writes nothing.
+
+    Args:
+        config: the recipe.
+        entry: a file, folder, glob or URL.
+        field: field of the records that holds the document; "" for data.field.
 
     Raises:
         ConfigError: the entry's files, the tokenizer or the chat template cannot be used.
@@ -68,7 +76,7 @@ def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan |
 
 
 def _find_path(config: Config, entry: str) -> Path:
-    """Return the path of an entry of data.paths, which may be a glob or a URL; a ConfigError if there is none."""
+    """Return the path of an entry of data.paths, or raise a ConfigError if it does not exist."""
     path = Path(entry).expanduser()
     if is_url(entry) and FORMATS.look_up(config.data.format).tokenized:
         raise ConfigError([f"{entry!r}: token shards are read from a disk: copy their folder to one"])
@@ -87,7 +95,7 @@ def _is_tokenized(config: Config, path: Path) -> bool:
 
 
 def _plan_shards(config: Config, entry: str, field: str) -> tuple[ShardPlan, Path]:
-    """Return the plan by which an entry becomes token shards, and their folder in the cache."""
+    """Return the plan to tokenize an entry of data.paths, and the folder in the cache for its token shards."""
     data = config.data
     job = TokenizeJob([entry], "", data.tokenizer, data.format, field, data.chat_template, data.bad_lines)
     job = replace(job, max_document_mb=data.max_document_mb, label_weights=data.label_weights)
@@ -131,9 +139,9 @@ def _check_vocab_size(config: Config, entry: str, vocab_size: int) -> None:
 
 
 def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments) -> None:
-    """Raise a ConfigError if these shards have another tokenizer than the first token shards of data.paths.
+    """Raise a ConfigError if an entry's shards have another tokenizer than the first token shards of data.paths.
 
-    Sources that are tokenized when the run starts all use data.tokenizer.
+    Sources that are tokenized when training starts all use data.tokenizer.
     """
     shards = [other for other in config.data.paths if is_shards(Path(other).expanduser())]
     if not shards or shards[0] == entry:
@@ -149,7 +157,13 @@ def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments)
 
 
 def attach_teacher_scores(config: Config, sources: Sequence[Any]) -> None:
-    """Have the sources also read the teacher's scores that distillation.scores names, if it is set."""
+    """Let the sources also read a teacher's stored scores, if distillation.scores names some.
+
+    Sets `stored_teacher_scores` of each source.
+
+    Raises:
+        ConfigError: a source has no such scores, or they were made with other settings.
+    """
     options, problems = config.distillation, []
     top_k = TopK(options.top, options.temperature, config.model.vocab_size)
     for documents in sources if options.scores else ():

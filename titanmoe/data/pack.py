@@ -36,12 +36,12 @@ sequences is stored beside the shards (titanmoe.data.epochs)."""
 
 
 class Segments(NamedTuple):
-    """The plan of one sequence: contiguous token ranges of the source that fill it in order."""
+    """The plan of one sequence: the token ranges of the source that fill it, in order."""
 
     start_G: np.ndarray
-    """First token of each segment in the concatenation of all documents."""
+    """First token of each range in the concatenation of all documents."""
     pairs_G: np.ndarray
-    """Positions of each segment: each is an input token, with the token after it as its label."""
+    """Positions that each range fills: each is an input token, with the token after it as its label."""
 
 
 class BatchArrays(NamedTuple):
@@ -63,13 +63,14 @@ def empty_arrays(
     extra_fields: Mapping[str, tuple[np.dtype, int]] = MappingProxyType({}),
     branches: bool = False,
 ) -> BatchArrays:
-    """Return `count` sequences of padding, for packers to fill. Padding has document id -1.
+    """Return arrays for `count` sequences, all padding, for packers to fill. Padding has document id -1.
 
     Args:
-        separate_documents: allocate document ids and positions.
-        extra_fields: dtype of each extra field, and 2 if it has a value per position or 1 if it has one per
-            sequence.
-        branches: allocate `until_NS`, by which padding attends to itself alone.
+        count: number of sequences.
+        seq_len: positions of a sequence.
+        separate_documents: whether to allocate document ids and positions.
+        extra_fields: dtype of each extra field, and 2 if it has a value per position or 1 if it has one per sequence.
+        branches: whether to allocate `until_NS`, by which padding attends to itself alone.
     """
     shape = (count, seq_len)
     return BatchArrays(
@@ -84,7 +85,16 @@ def empty_arrays(
 
 
 def _fill_labels(documents: Documents, start: int, stop: int, out: BatchArrays, n: int, places: slice) -> None:
-    """Read tokens [start, stop) into positions `places` of sequence n: inputs, labels and extra fields."""
+    """Read tokens [start, stop) into one sequence: inputs, labels, and extra fields of the labels.
+
+    Args:
+        documents: the source.
+        start: first token, in the concatenation of all documents.
+        stop: one past the last token, which is a label only.
+        out: arrays to write into.
+        n: number of the sequence in `out`.
+        places: positions of the sequence, one fewer than the tokens.
+    """
     tokens, label_mask = documents.read(start, stop), documents.label_mask(start, stop)
     out.tokens_NS[n, places], out.labels_NS[n, places], out.valid_NS[n, places] = tokens[:-1], tokens[1:], True
     if label_mask is not None:
@@ -103,7 +113,7 @@ def _fill_labels(documents: Documents, start: int, stop: int, out: BatchArrays, 
 
 
 def extra_field_specs(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
-    """Return the extra fields that these documents give, with dtype and dims as `empty_arrays` takes them."""
+    """Return the extra fields of these documents by name: (dtype, number of dims), as for `empty_arrays`."""
     stored = stored_documents(documents)
     reference, teacher = (getattr(stored, name, None) for name in ("stored_reference_scores", "stored_teacher_scores"))
     fields = {REFERENCE: (reference.dtype, 2)} if reference else {}
@@ -118,10 +128,13 @@ def extra_field_specs(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
 
 
 class StreamPacker:
-    """Packer of windows of S tokens over the concatenated documents (data.packing = "stream" or "documents").
+    """Packer that cuts the concatenated documents into windows of S tokens (data.packing = "stream" or "documents").
 
     Args:
-        separate_documents: fill document ids and positions, so that documents do not attend to each other.
+        documents: the source.
+        seq_len: S, positions of a sequence.
+        seed: seed of the order of the windows.
+        separate_documents: whether to fill document ids and positions, so that documents do not attend to each other.
     """
 
     note_row = "cut chats"
@@ -134,7 +147,7 @@ class StreamPacker:
 
     @property
     def note(self) -> str:
-        """Line of the run's header about chats that windows truncate; "" if every token is a label."""
+        """Line for the header about chats that windows truncate; "" if every token is a label."""
         if not is_masked(self.documents):
             return ""
         return (
@@ -143,11 +156,11 @@ class StreamPacker:
         )
 
     def count(self, epochs: int) -> list[int]:
-        """Return the number of sequences of each of the first epochs."""
+        """Return the number of sequences in each of the first `epochs` epochs."""
         return [self.per_epoch] * epochs
 
     def take(self, count: int) -> list[Segments]:
-        """Return the plans of the next `count` sequences and advance the state."""
+        """Return the plans of the next `count` sequences, and advance the packer's state."""
         number_N = np.arange(self.sequences_taken, self.sequences_taken + count)
         self.sequences_taken += count
         start_N = np.empty_like(number_N)
@@ -158,13 +171,16 @@ class StreamPacker:
         return [Segments(start_N[i : i + 1], full_1) for i in range(count)]
 
     def _starts(self, epoch: int, number_N: np.ndarray) -> np.ndarray:
-        """Return the first tokens of these windows of an epoch. Each epoch shifts all windows by a random offset."""
+        """Return the first token of each window of an epoch, by the windows' numbers in it.
+
+        Each epoch shifts all windows by a random offset.
+        """
         order = key("windows", self.seed, epoch)
         slack = self.pairs - self.per_epoch * self.seq_len
         return permute(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
 
     def first_epoch(self) -> Iterator[Segments]:
-        """Yield the plans of all sequences of the first epoch. Resets the state."""
+        """Yield the plans of all sequences of the first epoch. Resets the packer's state."""
         self.sequences_taken = 0
         while self.sequences_taken < self.per_epoch:
             yield from self.take(min(BUFFER, self.per_epoch - self.sequences_taken))
@@ -184,14 +200,14 @@ class StreamPacker:
         (self.sequences_taken,) = state
 
     def _document_begins(self, start_N: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield, for each window, the offsets at which a new document begins, up to the last label."""
+        """Yield, for each window, the offsets in it at which a new document begins, up to the last label."""
         first_N, last_N = (find_documents(self.documents, start_N + offset) + 1 for offset in (0, self.seq_len))
         starts = self.documents.starts
         for start, first, last in zip(start_N.tolist(), first_N.tolist(), last_N.tolist(), strict=True):
             yield np.unique(np.asarray(starts[first:last]).astype(np.int64)) - start
 
     def lengths(self, sequences: list[Segments]) -> list[np.ndarray]:
-        """Return the lengths of the documents of each sequence; one length each if documents attend to each other."""
+        """Return each planned sequence's document lengths; a single length if documents attend to each other."""
         if not self.separate_documents:
             return [segments.pairs_G for segments in sequences]
         windows = self._document_begins(np.array([segments.start_G[0] for segments in sequences], np.int64))
@@ -211,7 +227,7 @@ class StreamPacker:
 
 
 class PackedBuffer:
-    """The packed sequences of one buffer of documents, in shuffled order; indexed by a slice.
+    """The planned sequences of one buffer of documents, in shuffled order; indexed by a slice.
 
     Sequences that one segment of a long document fills are stored as its first token alone (`begin_Q`), the others as
     Segments.
@@ -232,7 +248,7 @@ class PackedBuffer:
 
 
 class BestFitPacker:
-    """Packer of unsplit documents into few sequences by best fit (data.packing = "best_fit").
+    """Packer that puts unsplit documents into few sequences by best fit (data.packing = "best_fit").
 
     Documents longer than S are split into full sequences and a rest, which is packed.
     """
@@ -247,12 +263,12 @@ class BestFitPacker:
 
     @property
     def per_epoch(self) -> int:
-        """Lower bound of the sequences of an epoch: their number if there were no padding."""
+        """Lower bound of the sequences of an epoch: the number that there would be without padding."""
         return -(-self.pairs // self.seq_len)
 
     @property
     def state(self) -> list[int]:
-        """Epoch, buffer of the epoch, and sequences taken from the buffer."""
+        """State to save: epoch, buffer of the epoch, and sequences taken from the buffer."""
         return [self.epoch, self.buffer, self.sequences_taken]
 
     @state.setter
@@ -267,10 +283,11 @@ class BestFitPacker:
         return self.epoch + (self.buffer + fraction) / self.buffers
 
     def count(self, epochs: int, known: Sequence[int] = ()) -> list[int]:
-        """Return the number of sequences of each of the first epochs, by packing them. Reads lengths only.
+        """Return the number of sequences in each of the first `epochs` epochs. Packs, but reads only lengths.
 
         Args:
-            known: the numbers of the first of these epochs, which are not packed again.
+            epochs: number of epochs.
+            known: numbers of sequences in the first of these epochs, which are not packed again.
         """
         state, counts = self.state, list(known[:epochs])
         for epoch in range(len(counts), epochs):
@@ -282,7 +299,7 @@ class BestFitPacker:
         return counts
 
     def take(self, count: int) -> list[Segments]:
-        """Return the plans of the next `count` sequences and advance the state."""
+        """Return the plans of the next `count` sequences, and advance the packer's state."""
         out: list[Segments] = []
         while len(out) < count:
             if self._packed is None:
@@ -296,13 +313,13 @@ class BestFitPacker:
         return out
 
     def first_epoch(self) -> Iterator[Segments]:
-        """Yield the plans of all sequences of the first epoch. Changes the state."""
+        """Yield the plans of all sequences of the first epoch. Changes the packer's state."""
         for buffer in range(self.buffers):
             self.state = [0, buffer, 0]
             yield from self._pack()[:]
 
     def _pack(self) -> PackedBuffer:
-        """Pack the documents of the current buffer. Reads their lengths only."""
+        """Return the planned sequences of the current buffer of documents. Reads document lengths only."""
         number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, len(self.documents)))
         document = permute(key("documents", self.seed, self.epoch), number, len(self.documents))
         start = np.asarray(self.documents.starts[document]).astype(np.int64)
@@ -320,11 +337,11 @@ class BestFitPacker:
         return PackedBuffer(begin, np.array([self.seq_len]), packed, permute(order, np.arange(count), count))
 
     def _count_pairs(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
-        """Return how many positions each of these documents fills; 0 leaves it out."""
+        """Return the positions that each document fills, by its number and first token; 0 leaves it out."""
         return np.asarray(self.documents.starts[document_D + 1]).astype(np.int64) - start_D - 1
 
     def lengths(self, sequences: list[Segments]) -> list[np.ndarray]:
-        """Return the lengths of the documents of each sequence."""
+        """Return, for each planned sequence, the lengths of its documents."""
         return [segments.pairs_G for segments in sequences]
 
     def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:
@@ -338,14 +355,13 @@ class BestFitPacker:
 
 
 def pack_best_fit(sizes: list[int], room: int) -> list[list[int]]:
-    """Pack items into bins by best fit: each goes into the fullest bin that still has room for it.
+    """Pack items into bins by best fit, and return the indices of the items of each bin.
+
+    Each item goes into the fullest bin that still has room for it.
 
     Args:
         sizes: size of each item, at most `room`; sort them longest first for few bins.
         room: capacity of a bin.
-
-    Returns:
-        The indices of the items of each bin.
     """
     packed: list[list[int]] = []
     with_room: list[tuple[int, int]] = []  # room and index of each bin that is not full

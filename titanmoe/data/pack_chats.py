@@ -19,9 +19,12 @@ SCANNED = 1 << 20
 
 
 class ChatPacker(BestFitPacker):
-    """Packer of chats by best fit: documents of which only some tokens are labels, and which are never split.
+    """Packer that puts chats into few sequences by best fit, and never splits a chat.
 
     Args:
+        documents: the source.
+        seq_len: positions of a sequence.
+        seed: seed of the order.
         long_chats: what happens to chats longer than seq_len: "refuse", "drop" or "cut" (data.long_chats).
     """
 
@@ -44,7 +47,7 @@ class ChatPacker(BestFitPacker):
 
     @property
     def note(self) -> str:
-        """Line of the run's header about chats longer than seq_len; "" if there are none."""
+        """Line for the header about chats longer than seq_len; "" if there are none."""
         if not (long := len(self.long_L)):
             return ""
         out, lost = int((self.keep_L == 0).sum()), self.num_lost_positions / self.all_pairs
@@ -56,7 +59,7 @@ class ChatPacker(BestFitPacker):
         )
 
     def refusal(self) -> str:
-        """Return the message that refuses these chats under data.long_chats; "" if they can be used."""
+        """Return the error message if these chats cannot be used with data.long_chats and seq_len; "" if they can."""
         long, total, longest = len(self.long_L), len(self.documents), int(self.length_L.max(initial=0))
         if long and self.long_chats == "refuse":
             return (
@@ -80,7 +83,11 @@ class ChatPacker(BestFitPacker):
         return pairs_D
 
     def _truncated_length(self, number: int) -> int:
-        """Return how many positions of a long chat to keep: up to the end of its last answer that fits, or 0."""
+        """Return the positions to keep of a long chat: up to the end of its last assistant message that fits, or 0.
+
+        Args:
+            number: number of the document.
+        """
         start = int(self.documents.starts[number])
         mask = self.documents.label_mask(start, start + self.seq_len + 2)
         ends = np.flatnonzero(mask[:-1] & ~mask[1:])
@@ -88,7 +95,7 @@ class ChatPacker(BestFitPacker):
 
 
 def _longer_than(documents: Documents, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the documents with more than seq_len positions, in order, and how many each has."""
+    """Return the numbers of the documents with more than seq_len positions, ascending, and the positions of each."""
     numbers, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for first in range(0, len(documents), SCANNED):
         starts = np.asarray(documents.starts[first : min(first + SCANNED, len(documents)) + 1]).astype(np.int64)

@@ -23,7 +23,7 @@ from titanmoe.ops.counter_rng import key
 
 
 class PreferencePacker(BestFitPacker):
-    """Packer of preference pairs by best fit, BUFFER pairs at a time."""
+    """Packer that puts preference pairs into few sequences by best fit, and never splits a pair."""
 
     note_row = "pairs"
 
@@ -46,7 +46,7 @@ class PreferencePacker(BestFitPacker):
 
     @property
     def note(self) -> str:
-        """Line of the run's header about pairs that were truncated or left out; "" if there are none."""
+        """Line for the header about pairs that were truncated or left out; "" if there are none."""
         changes = [f"{self.num_left_out:,} left out, whose prompt leaves no room for a completion"] * (
             self.num_left_out > 0
         )
@@ -58,11 +58,15 @@ class PreferencePacker(BestFitPacker):
         )
 
     def _positions(self, prompt: np.ndarray | slice) -> np.ndarray:
-        """Return how many positions each of these pairs fills."""
+        """Return the positions that each of these pairs fills, by the pairs' numbers or a slice."""
         return self.length_P2[prompt].sum(1) - self.shared_P[prompt]
 
     def _shared_length(self, prompt: int) -> int:
-        """Return how many first positions both completions of a pair share, none of which has a label."""
+        """Return the number of first positions without labels that both completions of a pair share.
+
+        Args:
+            prompt: number of the pair.
+        """
         both = [(start, start + length + 1) for start, length in zip(*self._starts_and_lengths(prompt), strict=True)]
         shortest = int(self.length_P2[prompt].min())
         first, second = (self.documents.read(*one)[:shortest] for one in both)
@@ -70,11 +74,17 @@ class PreferencePacker(BestFitPacker):
         return int(np.append((first == second) & ~labelled[0] & ~labelled[1], False).argmin())
 
     def _starts_and_lengths(self, prompt: int) -> tuple[list[int], list[int]]:
-        """Return the first token, and the number of positions, of both completions of a pair."""
+        """Return the first tokens of both documents of a pair, and their numbers of positions, by the pair's number."""
         return self.start_P2[prompt].tolist(), self.length_P2[prompt].tolist()
 
     def _truncate(self, prompt: int) -> None:
-        """Truncate the longer completion of a pair, or both; set both lengths to 0 if nothing usable remains."""
+        """Truncate the longer completion of a pair, or both, to fit; leave the pair out if nothing usable remains.
+
+        Sets `length_P2`, to 0 for a pair that is left out.
+
+        Args:
+            prompt: number of the pair.
+        """
         length_2, room = self.length_P2[prompt], self.seq_len + int(self.shared_P[prompt])
         shorter = int(length_2.argmin())
         length_2[shorter] = min(length_2[shorter], room // 2)
@@ -96,7 +106,11 @@ class PreferencePacker(BestFitPacker):
         return PackedBuffer(none, none, segments, permute(order, np.arange(len(segments)), len(segments)))
 
     def _segments_of(self, prompt: np.ndarray) -> Segments:
-        """Return the segments of a sequence of these pairs: per pair any shared prefix, then both completions."""
+        """Return the plan of a sequence of these pairs: for each any shared prefix, then both completions.
+
+        Args:
+            prompt: numbers of the pairs.
+        """
         start_P2, length_P2, shared_P1 = self.start_P2[prompt], self.length_P2[prompt], self.shared_P[prompt, None]
         if self.share_prefixes:
             start_P2 = np.concatenate([start_P2[:, :1], start_P2 + shared_P1], 1)

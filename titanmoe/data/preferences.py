@@ -24,10 +24,14 @@ Document = tuple[np.ndarray, np.ndarray | None]
 
 
 def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder | None) -> tuple[Document, Document]:
-    """Return the documents of a pair, chosen then rejected. The caller adds a missing BOS or EOS.
+    """Return the tokens and label weights of a preference pair's two documents, chosen then rejected.
+
+    A missing BOS or EOS is not added.
 
     Args:
-        chat: the chat template; needed only where completions are messages.
+        record: a record in TRL's form.
+        tokenizer: the tokenizer.
+        chat: the encoder of messages; needed only where completions are messages.
 
     Raises:
         ChatError: the record is not a usable pair.
@@ -47,7 +51,9 @@ def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder 
 
 
 def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return prompt, chosen and rejected of a record: three texts, or three lists of messages.
+    """Return (prompt, chosen, rejected) of a record: three texts, or three lists of messages.
+
+    Without a usable prompt, the common beginning of both completions becomes the prompt.
 
     Raises:
         ChatError: the record is not a usable pair.
@@ -81,7 +87,10 @@ def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> Document:
-    """Tokenize prompt and completion as one text. A token that spans the border between them counts as a label."""
+    """Return the tokens and label weights of a prompt and its completion, tokenized as one text.
+
+    A token that spans the border between them counts as a label.
+    """
     tokens_T, _, end_T = tokenizer.encode_with_offsets(prompt + answer)
     end = len(prompt)
     tokens_T = np.append(tokens_T, tokenizer.eos)

@@ -21,7 +21,7 @@ class Prefetcher:
     """A queue of items that are made ahead of time, in order.
 
     Args:
-        reader: `reader[plan]` makes an item.
+        reader: mapping whose `reader[plan]` makes an item.
         plans: iterable of plans; advanced ahead of the items.
         workers: number of worker processes; 0 for a thread.
         depth: items to make ahead, per worker.
@@ -39,7 +39,7 @@ class Prefetcher:
         self._thread.start()
 
     def peek(self) -> Any:
-        """Return the next item without consuming it; raises the reader's error if it has one."""
+        """Return the next item without removing it; waits for it, and raises the error if making it failed."""
         if not self._peeked:
             item = self._items.get()
             if isinstance(item, BaseException):
@@ -49,21 +49,21 @@ class Prefetcher:
         return self._peeked[0]
 
     def next(self) -> Any:
-        """Return the next item; waits until it is made."""
+        """Remove and return the next item; waits until it is made, and raises the error if making it failed."""
         item = self.peek()
         self._peeked.clear()
         self._room.release()
         return item
 
     def close(self) -> None:
-        """Stop prefetching; ends the thread and the workers."""
+        """Stop making items, and wait until the thread has ended."""
         self._stop.set()
         self._room.release()
         self._thread.join()
 
 
 def _worker_items(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[Any]:
-    """Return an iterator over items that worker processes make."""
+    """Return an iterator over the items of all plans in order, made by worker processes."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
@@ -83,9 +83,9 @@ def _worker_items(reader: Any, plans: Any, workers: int, depth: int) -> Iterator
 
 
 class _ErrorsAsItems:
-    """A reader that returns a ConfigError as an item.
+    """Reader that returns a ConfigError as an item instead of raising it.
 
-    torch would raise another error, with the text of a worker's traceback.
+    In a worker torch would raise another error, with the text of the traceback.
     """
 
     def __init__(self, reader: Any):
@@ -99,7 +99,7 @@ class _ErrorsAsItems:
 
 
 def _ignore_rank_signals(_: int) -> None:
-    """Put a worker in a session of its own and ignore SIGINT.
+    """Put a worker process in a session of its own and ignore SIGINT in it.
 
     Ctrl-C and torchrun signal the rank's whole process group, but the rank needs its workers to save before it ends.
     """
@@ -113,10 +113,18 @@ def _identity(item: Any) -> Any:
 
 
 def _feed_queue(
-    holder: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event
+    source_holder: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event
 ) -> None:
-    """Put items into the queue as there is room; put the error if making one raises. Runs in the thread."""
-    source = holder.pop()  # the only reference: workers end with this function
+    """Put items into the queue while there is room, and at last the error if making one raises. Runs in the thread.
+
+    Args:
+        source_holder: list with the iterator over items, which is removed so that no other reference keeps workers
+            alive.
+        items: the queue.
+        room: semaphore that counts free places.
+        stop: set to end.
+    """
+    source = source_holder.pop()  # the only reference: workers end with this function
     try:
         while True:
             room.acquire()

@@ -34,32 +34,35 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its choices, the index of the right one, and its line in the file."""
+    """A multiple-choice question."""
 
     context: str
+    """Text before the choices."""
     choices: list[str]
     answer: int
+    """Index of the right choice."""
     line: int
+    """Number of the question's line in its file."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The questions of one file; `name` is the file's, without its extension."""
+    """The questions of one file; `name` is the file's name without its extension."""
 
     name: str
     questions: list[Question]
 
 
 class EncodedChoice(NamedTuple):
-    """A question and one of its choices as tokens."""
+    """The token ids of a question followed by one of its choices."""
 
     tokens: np.ndarray
     labels: int
-    """Number of last tokens that are the choice's."""
+    """Number of last tokens that belong to the choice."""
 
 
 def read_task(path: str) -> Task:
-    """Read the questions of a JSONL file.
+    """Return the multiple-choice questions of a JSONL file.
 
     Raises:
         ConfigError: the file cannot be read, or lines are no questions with an answer; it names each.
@@ -86,7 +89,11 @@ def read_task(path: str) -> Task:
 
 
 def _question(record: Any, line: int) -> Question:
-    """Return the question of a line of JSON; a ValueError says what is wrong, and what to write."""
+    """Return the question in a parsed line of JSON.
+
+    Raises:
+        ValueError: the line is no question; says what is wrong, and what to write.
+    """
     if not isinstance(record, dict):
         raise ValueError('is no JSON object: write {"question": "...", "choices": ["...", "..."], "answer": 0}')
     context, choices, answer = (record.get(name) for name in ("question", "choices", "answer"))
@@ -103,7 +110,7 @@ def _question(record: Any, line: int) -> Question:
 
 
 def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[EncodedChoice]:
-    """Return the tokens of each pair of a question and a choice."""
+    """Return the tokens of each (question, choice), and how many of them are the choice's."""
     contexts = [context.rstrip() for context, _ in pairs]
     alone = tokenizer.encode_all(contexts)
     joined = tokenizer.encode_all([context + choice for context, choice in pairs])
@@ -116,10 +123,11 @@ def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[E
 
 
 def open_run_tokenizer(config: Config, stored: StoredTokenizer | None) -> Tokenizer:
-    """Open the tokenizer that the run's tokens come from.
+    """Open the tokenizer that made the training data's tokens.
 
     Args:
-        stored: tokenizer of the run's token shards; None if it reads none.
+        config: the recipe.
+        stored: tokenizer of the token shards that are read; None if there are none.
     """
     if stored is not None and FILE in stored.digests:
         return open_tokenizer(str(stored.files()[FILE]))
@@ -127,10 +135,9 @@ def open_run_tokenizer(config: Config, stored: StoredTokenizer | None) -> Tokeni
 
 
 class QuizSet:
-    """The batches of all questions for one data rank, the same each time.
+    """The batches of all multiple-choice questions for one data rank, the same in each iteration.
 
-    Choices are packed into sequences by best fit, without attending to each other; the last step is filled up with
-    padding.
+    Each sequence packs several choices, which do not attend to each other; padding fills the last step.
     """
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int, stored: StoredTokenizer | None):
@@ -171,7 +178,7 @@ class QuizSet:
             yield self._batch(sequences).chunk(layout.microbatches)
 
     def _batch(self, sequences: list[list[int]]) -> Batch:
-        """Return the batch of these sequences, each a list of choices."""
+        """Return one batch of sequences, each given as the numbers of the choices that fill it."""
         out = empty_arrays(len(sequences), self.layout.seq_len, separate_documents=True)
         choice_NS = np.full(out.tokens_NS.shape, -1, np.int64)
         for n, numbers in enumerate(sequences):

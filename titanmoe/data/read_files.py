@@ -17,7 +17,11 @@ from titanmoe.data.remote import find_remote_files, is_url
 
 
 def find_files(paths: list[str], format: str) -> list[InputFile]:
-    """Return all files that the paths name, in their order; those of a folder sorted by name.
+    """Return all input files that the paths name, in the order of the paths; those of a folder sorted by name.
+
+    Args:
+        paths: files, folders, globs and URLs.
+        format: name of the data format, such as "auto".
 
     Raises:
         ConfigError: a path names no file, an empty one, or token shards.
@@ -58,7 +62,7 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
 
 
 def _find_remote_inputs(url: str, format: str, problems: list[str]) -> list[InputFile]:
-    """Return the input files at a URL; append to `problems` if there are none."""
+    """Return the input files at a URL; append an error message to `problems` if there are none."""
     spec = FORMATS.look_up(format)
     try:
         by_extension = [(file, _uncompressed_extension(Path(file.url))) for file in find_remote_files(url)]
@@ -89,13 +93,13 @@ def _uncompressed_extension(file: Path) -> str:
 
 
 def split_spans(source: InputFile, size: int) -> Iterator[Span]:
-    """Yield spans of a file of about `size` bytes; a single one if its format cannot start in the middle."""
+    """Yield independent spans of a file, of about `size` bytes; one span if the file cannot be divided."""
     with file_errors(source.file):
         yield from FORMATS.look_up(source.kind).spans(source, size)
 
 
 def read_records(reader: RecordReader) -> Iterator[Record | BadRecord]:
-    """Yield the records of the reader's span, and a `BadRecord` for whatever is malformed."""
+    """Yield the records of the reader's span by its format, and a `BadRecord` for each malformed one."""
     with file_errors(reader.span.file):
         yield from FORMATS.look_up(reader.span.kind).read(reader)
     if reader.empty:

@@ -35,13 +35,13 @@ OTHER_FORMS = {
 
 
 class BadRecord(NamedTuple):
-    """A malformed record: a message with its place and what is wrong."""
+    """A malformed record: `why` is a message with its place and what is wrong."""
 
     why: str
 
 
 class Record(NamedTuple):
-    """A record: its value, and a function that returns its place in the input, for messages."""
+    """A record of the input: its value, and a function that returns its place as text, for messages."""
 
     where: Callable[[], str]
     value: Any
@@ -49,7 +49,7 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """A part of an input file that is read at a time.
+    """A range of an input file that one process reads at a time.
 
     `start` and `stop` are bytes, meaning the lines that begin between them, unless the format says otherwise. `bytes`
     is how much of the input the span is.
@@ -78,21 +78,22 @@ class InputFile:
         return self.file.endswith(COMPRESSED)
 
     def span(self, start: int, stop: int, bytes: int) -> Span:
-        """Return a span of this file."""
+        """Return the span from `start` to `stop` of this file, which stands for `bytes` bytes of the input."""
         return Span(self.file, self.kind, start, stop, bytes)
 
 
 class RecordReader:
-    """Reader of one span, on which formats build. `at` is how many of the span's bytes have been read.
+    """Reader of the lines or bytes of one span, on which formats build. `at` is the bytes of the span read so far.
 
     A document longer than `max_mb` ends the reading even if malformed lines are skipped: skipping it would mean
     decompressing it.
 
     Args:
+        span: the span.
         field: field of a record that holds the document.
         max_mb: limit of a document in MiB, uncompressed.
-        any_of_fields: fields that are read where there are any; `field` may then be missing, and a record's value
-            is a dict.
+        any_of_fields: fields that are read where there are any; `field` may then be missing, and a record's value is a
+            dict.
         optional_fields: fields that are read beside `field` where there are any; a record's value is then a dict.
     """
 
@@ -109,7 +110,7 @@ class RecordReader:
         self.max_mb, self.max_bytes = max_mb, max_mb * MIB
 
     def read_all(self) -> bytes:
-        """Return all bytes of the file, decompressed."""
+        """Return all bytes of the span's file, decompressed. Raises a ConfigError above the limit of a document."""
         with open_decompressed(self.span.file) as (stream, _):
             data = stream.read(self.max_bytes + 1)
         if len(data) > self.max_bytes:
@@ -118,7 +119,7 @@ class RecordReader:
         return data
 
     def lines(self) -> Iterator[tuple[Callable[[], str], bytes]]:
-        """Yield each line of the span, decompressed, after a function that returns its place as FILE:LINE."""
+        """Yield (place, line) for each line of the span, decompressed; `place()` returns FILE:LINE for messages."""
         span, compressed = self.span, self.span.file.endswith(COMPRESSED)
         with open_decompressed(span.file) as (stream, raw):
             place = start = span.start
@@ -134,11 +135,16 @@ class RecordReader:
                 yield where, line
         self.empty = compressed and not place
 
-    def too_long(self, where: str, what: str) -> ConfigError:
-        """Return the error about a document that exceeds the limit."""
+    def too_long(self, place: str, subject: str) -> ConfigError:
+        """Return the error about a document that exceeds the size limit.
+
+        Args:
+            place: file and line of the document.
+            subject: name of what is too long, such as "the line".
+        """
         return ConfigError(
             [
-                f"{where}: {what} has more than {self.max_mb} MiB unpacked, the limit for a document "
+                f"{place}: {subject} has more than {self.max_mb} MiB unpacked, the limit for a document "
                 "(max_document_mb): raise that, or leave it out"
             ]
         )
@@ -151,7 +157,7 @@ class RecordReader:
 
 
 def _line_number(file: str, start: int, number: int) -> str:
-    """Return FILE:LINE of the `number`th line that begins at byte `start` or later. Counts the lines before it."""
+    """Return FILE:LINE of the `number`th line that begins at byte `start` or later, by counting the lines before it."""
     before = 0
     if start:
         with open_url(file) if is_url(file) else open(file, "rb") as stream:
@@ -168,26 +174,32 @@ def decode_line(line: bytes, where: Callable[[], str]) -> str | BadRecord:
         return BadRecord(f"{where()}: byte {error.start} of the line is not UTF-8 ({error.reason})")
 
 
-def describe_missing_field(where: str, field: str, names: list[str]) -> str:
-    """Return a message about a record that lacks a field, with advice by the fields that it has."""
+def describe_missing_field(place: str, field: str, names: list[str]) -> str:
+    """Return an error message about a record without the field of the document, with advice by the fields that it has.
+
+    Args:
+        place: file and line of the record.
+        field: the missing field.
+        names: fields of the record.
+    """
     hint = f"it has {', '.join(map(repr, names[:12])) or 'none'}"
     if "messages" in names and field == "text":
-        return f"{where}: has no field {field!r}, {hint}: a chat is read with --format chat (data.format)"
+        return f"{place}: has no field {field!r}, {hint}: a chat is read with --format chat (data.format)"
     if form := next((form for column, form in OTHER_FORMS.items() if column in names), ""):
-        return f"{where}: has no field {field!r}, {hint}: {form}"
+        return f"{place}: has no field {field!r}, {hint}: {form}"
     what = "the list of messages" if field == "messages" else "text"
     fix = f"name the one that holds {what} with --field (data.field, or data.fields for each path)"
-    return f"{where}: has no field {field!r}, {hint}: {fix}"
+    return f"{place}: has no field {field!r}, {hint}: {fix}"
 
 
 def json_type_name(value: Any) -> str:
-    """Return what the type of a value is called in JSON."""
+    """Return the JSON name of a value's type with its article, such as "a list", for messages."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
     return names.get(type(value), "an object")
 
 
 class file_errors:
-    """Context manager that turns errors of reading a file into a ConfigError with the file's name."""
+    """Context manager that turns errors while reading a file into a ConfigError that names the file."""
 
     def __init__(self, file: str):
         self.file = file

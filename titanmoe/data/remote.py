@@ -45,7 +45,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def url_errors(url: str) -> Iterator[None]:
-    """Turn any error raised inside into a ConfigError that names the URL. Each driver raises errors of its own."""
+    """Turn any error inside the context into a ConfigError that names the URL. Each driver raises errors of its own."""
     try:
         yield
     except ConfigError:
@@ -63,7 +63,7 @@ def open_url(url: str) -> BufferedIOBase:
 
 
 def find_remote_files(url: str) -> list[RemoteFile]:
-    """Return the file at a URL, or all files below a folder or glob, sorted by path. Hidden files are left out."""
+    """Return the file at a URL, or all files below a folder or glob, sorted by path, without hidden ones."""
     system, root = file_system(url)
     # A web server has no folders: fsspec would read the page and look for links. And ? begins a query.
     web = url.startswith(("http://", "https://"))

@@ -17,7 +17,13 @@ ROUNDS = 4
 
 
 def permute(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
-    """Return where the permutation of 0 ... size - 1 that `key` selects sends these numbers."""
+    """Return the images of some numbers under a pseudorandom permutation of 0 ... size - 1.
+
+    Args:
+        key: selects the permutation.
+        number_N: the numbers.
+        size: size of the permutation.
+    """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     out_N = torch.as_tensor(number_N, dtype=torch.int64).clone()
     outside = torch.arange(len(out_N))
@@ -28,7 +34,7 @@ def permute(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
 
 
 def _feistel(key: int, x_N: torch.Tensor, half: int) -> torch.Tensor:
-    """Apply the Feistel network once: a permutation of 0 ... 4^half - 1."""
+    """Return the numbers after one pass through the Feistel network, a permutation of 0 ... 4^half - 1."""
     mask = (1 << half) - 1
     high_N, low_N = x_N >> half, x_N & mask
     for round_ in range(ROUNDS):

@@ -24,7 +24,7 @@ TRUNCATION_ROWS = "pairs", "long chats", "cut chats"
 
 
 class Source(NamedTuple):
-    """An entry of data.paths with its packer."""
+    """A source of training data: an entry of data.paths, its weight, and the packer that plans its sequences."""
 
     name: str
     fingerprint: str
@@ -35,19 +35,21 @@ class Source(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The plan of one sample: index of its source, and its segments."""
+    """The plan of one sample: the index of its source, and the token ranges that fill it."""
 
     source: int
     segments: Segments
 
 
 class SourceMix:
-    """All sources of a run as one stream of samples.
+    """All sources of a training job as one stream of samples.
 
     Args:
-        tokenizer: the tokenizer of the token shards, from the first chats among them or else the first; None for
-            random tokens.
-        epoch_order: order of the sources in a run of epochs; None if samples never end.
+        sources: the sources.
+        seed: seed of the order of the sources.
+        tokenizer: the tokenizer of the token shards, from the first chats among them or else the first; None for random
+            tokens.
+        epoch_order: order of the sources if training.epochs is set; None if samples never end.
     """
 
     def __init__(
@@ -63,9 +65,10 @@ class SourceMix:
         self._threshold_K = np.cumsum(weight_K / weight_K.sum())[:-1]
 
     def take(self, first: int, count: int) -> list[Sample | None]:
-        """Return the plans of samples first, first + 1, ... of the run; None after the last.
+        """Return the plans of the `count` samples from number `first` on, counted since the start of training.
 
-        Each sample is taken once and in order, since packers advance.
+        None stands for padding after the last sample. Each sample must be taken once and in order, since packers
+        advance.
         """
         source_N = self._source_indices(first, count)
         count_K = np.bincount(source_N[source_N >= 0], minlength=len(self.sources)).tolist()
@@ -73,7 +76,7 @@ class SourceMix:
         return [None if k < 0 else Sample(k, next(queues[k])) for k in source_N.tolist()]
 
     def _source_indices(self, first: int, count: int) -> np.ndarray:
-        """Return the source of samples first, first + 1, ...; -1 after the last."""
+        """Return the source (N,) of each of `count` samples from number `first` on; -1 after the last sample."""
         if self.epoch_order:
             return self.epoch_order.source_indices(first, count)
         if len(self.sources) == 1:
@@ -83,13 +86,20 @@ class SourceMix:
         return np.searchsorted(self._threshold_K, random_N * 2.0**-53, side="right")
 
     def next_sample(self, first: int, count: int) -> int:
-        """Return the number of the sample that follows these; the total after the last sample of a run of epochs."""
+        """Return the number of the sample after `count` samples from `first` on; with epochs at most their total."""
         return min(first + count, self.epoch_order.total) if self.epoch_order else first + count
 
     def read(
         self, samples: list[Sample | None], seq_len: int, separate_documents: bool, with_weights: bool = False
     ) -> BatchArrays:
-        """Read the tokens of planned samples; None gives a sequence of padding."""
+        """Return the tokens and labels of planned samples as arrays; None becomes a sequence of padding.
+
+        Args:
+            samples: the plans.
+            seq_len: positions of a sequence.
+            separate_documents: whether documents of a sequence do not attend to each other.
+            with_weights: whether to read the weights of labels.
+        """
         extra_fields = {WEIGHT: (np.dtype(np.float32), 2)} if with_weights else {}
         for source in self.sources:
             extra_fields |= extra_field_specs(source.packer.documents) if hasattr(source.packer, "documents") else {}
@@ -101,7 +111,7 @@ class SourceMix:
         return out
 
     def lengths(self, samples: list[Sample | None]) -> list[np.ndarray]:
-        """Return the lengths of the documents of each sample, as far as they attend; an empty array for padding."""
+        """Return each planned sample's document lengths, as far as tokens attend; an empty array for padding."""
         lengths = [
             iter(source.packer.lengths([sample.segments for sample in samples if sample and sample.source == k]))
             for k, source in enumerate(self.sources)
@@ -109,7 +119,7 @@ class SourceMix:
         return [next(lengths[sample.source]) if sample else np.zeros(0, np.int64) for sample in samples]
 
     def truncation_rows(self) -> dict[str, str]:
-        """Return rows of the run's header about pairs and chats that are truncated or left out."""
+        """Return lines for the header about pairs and chats that are truncated or left out, by title."""
         rows: dict[str, str] = {}
         for packer in (source.packer for source in self.sources):
             if line := getattr(packer, "note", ""):
@@ -123,7 +133,7 @@ class SourceMix:
 
     @property
     def state(self) -> list[list[int]]:
-        """State of each source's packer."""
+        """State to save of each source's packer."""
         return [source.packer.state for source in self.sources]
 
     @state.setter

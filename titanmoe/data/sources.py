@@ -44,14 +44,14 @@ class SyntheticPacker:
         self._key = key("synthetic held out" if held_out else "synthetic", seed)
 
     def take(self, count: int) -> list[Segments]:
-        """Return the plans of the next `count` sequences; `start_G` of a plan is the number of the sequence."""
+        """Return the plans of the next `count` sequences, and advance the state. `start_G` is a sequence's number."""
         number_N = np.arange(self.sequences_taken, self.sequences_taken + count)
         self.sequences_taken += count
         full_1 = np.array([self.seq_len])
         return [Segments(number_N[i : i + 1], full_1) for i in range(count)]
 
     def first_epoch(self) -> Iterator[Segments]:
-        """Yield plans of sequences without end."""
+        """Yield plans of sequences without end, since random tokens have no epochs."""
         while True:
             yield from self.take(1)
 
@@ -86,11 +86,10 @@ def separates_documents(config: Config) -> bool:
 
 
 def open_training_sources(config: Config) -> tuple[SourceMix, Sequence[Documents]]:
-    """Open the training data of a run.
+    """Open the training data that the recipe names, tokenizing it if needed.
 
     Returns:
-        The mix of its sources, and of each source the documents that validation.held_out holds out; none without
-        it.
+        The mix of the sources, and the documents of each source that validation.held_out holds out; () without it.
     """
     data, training, every = config.data, config.training, config.validation.held_out
     if data.source == "synthetic":
@@ -119,9 +118,10 @@ def open_training_sources(config: Config) -> tuple[SourceMix, Sequence[Documents
 
 
 def count_steps_of_epochs(config: Config, step: int, consumed: int) -> int:
-    """Return the number of steps of a run of epochs.
+    """Return the number of the last step of a training job with training.epochs.
 
     Args:
+        config: the recipe.
         step: steps that are done.
         consumed: samples that these steps took.
     """
@@ -130,7 +130,12 @@ def count_steps_of_epochs(config: Config, step: int, consumed: int) -> int:
 
 
 def open_validation_sources(config: Config, held_out: Sequence[Documents]) -> SourceMix:
-    """Return the validation data: validation.paths, random tokens, or the held-out documents."""
+    """Return the mix of the validation data: validation.paths, random tokens, or the held-out documents.
+
+    Args:
+        config: the recipe.
+        held_out: the held-out documents of each training source.
+    """
     training, validation = config.training, config.validation
     if validation.paths:
         return _pack_and_mix(config, _open_sources(config, validation.paths, []), [], "validation.paths", 1)
@@ -150,14 +155,16 @@ def open_validation_sources(config: Config, held_out: Sequence[Documents]) -> So
 
 
 def _pack_and_mix(
-    config: Config, corpora: Sequence[Documents], weights: list[float], where: str, least: int
+    config: Config, corpora: Sequence[Documents], weights: list[float], option: str, min_sequences: int
 ) -> SourceMix:
-    """Choose a packer for each source and return their mix; a ConfigError if a source gives no sequence.
+    """Return the mix of sources, each with the packer that fits it; raise a ConfigError if a source gives no sequence.
 
     Args:
+        config: the recipe.
+        corpora: documents of each source.
         weights: data.weights; empty to weigh sources by their tokens.
-        where: the option that names the sources, for messages.
-        least: number of sequences that the sources must give together.
+        option: name of the option that names the sources, for messages.
+        min_sequences: number of sequences that the sources must give together.
     """
     seq_len, seed, problems, sources = config.training.seq_len, config.training.seed, [], []
     for k, corpus in enumerate(corpora):
@@ -176,26 +183,26 @@ def _pack_and_mix(
             packer = StreamPacker(corpus, seq_len, packer_seed, separates_documents(config))
         tokens = int(corpus.starts[len(corpus)])
         if not len(corpus):
-            problems.append(f"{name} ({where}) has no documents: leave it out, or add some")
+            problems.append(f"{name} ({option}) has no documents: leave it out, or add some")
         elif isinstance(packer, PreferencePacker) and not packer.per_epoch:
-            problems.append(f"{name} ({where}) has no pair that fits training.seq_len = {seq_len}: raise it")
+            problems.append(f"{name} ({option}) has no pair that fits training.seq_len = {seq_len}: raise it")
         elif isinstance(packer, ChatPacker) and (refusal := packer.refusal()):
-            problems.append(f"{name} ({where}): {refusal}")
+            problems.append(f"{name} ({option}): {refusal}")
         elif not packer.per_epoch:
             problems.append(
-                f"training.seq_len = {seq_len} needs {seq_len + 1} tokens per sample, but {name} ({where}) has "
+                f"training.seq_len = {seq_len} needs {seq_len + 1} tokens per sample, but {name} ({option}) has "
                 f"{tokens}: lower seq_len or add text"
                 if config.data.packing != "best_fit"
-                else f"{name} ({where}) has {len(corpus)} documents but only {tokens} tokens, and two tokens are "
+                else f"{name} ({option}) has {len(corpus)} documents but only {tokens} tokens, and two tokens are "
                 "the least that can be learned from: give it longer ones"
             )
         weight = weights[k] if weights else float(tokens)
         sources.append(Source(name, corpus.fingerprint, corpus.description, weight, packer))
     available = sum(source.packer.per_epoch for source in sources)
-    if not problems and available < least:
+    if not problems and available < min_sequences:
         problems.append(
-            f"{where} gives {available} samples of training.seq_len = {seq_len}, fewer than "
-            f"training.global_batch_size = {least}: lower either, or add text"
+            f"{option} gives {available} samples of training.seq_len = {seq_len}, fewer than "
+            f"training.global_batch_size = {min_sequences}: lower either, or add text"
         )
         problems += SourceMix(sources, seed).truncation_rows().values()
     if problems:
@@ -204,9 +211,11 @@ def _pack_and_mix(
 
 
 def _open_sources(config: Config, paths: list[str], fields: list[str]) -> list[Documents]:
-    """Open a source per path.
+    """Return the documents of each path; raise a ConfigError with the problems of all.
 
     Args:
+        config: the recipe.
+        paths: entries of data.paths or validation.paths.
         fields: field of the records that holds the document, one per path; empty for data.field.
     """
     opened, problems = [], []
@@ -221,7 +230,7 @@ def _open_sources(config: Config, paths: list[str], fields: list[str]) -> list[D
 
 
 def _open_source(config: Config, path: str, field: str) -> Documents:
-    """Open one path: the standard library as bytes, or an entry of data.paths."""
+    """Return the documents of one path: of Python's standard library as bytes, or of an entry of data.paths."""
     if config.data.source != "stdlib" or path != STDLIB:
         return open_documents(config, path, field)
     tokenizer = ByteTokenizer()

@@ -38,23 +38,23 @@ DTYPES = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8")}
 
 
 class TopK(NamedTuple):
-    """Settings of top-k scores: k, the softmax temperature, and the vocabulary of the model."""
+    """Settings of a teacher's top-k scores: k, the softmax temperature, and the vocabulary of the model."""
 
     top: int
     temperature: float
     vocab_size: int
 
     def name(self, model: str) -> str:
-        """Return the name of the folder of such scores by `model`, a digest."""
+        """Return the name of the folder that holds top-k scores by a model, given the model's digest."""
         return f"{model}-top{self.top}" + ("" if self.temperature == 1 else f"-t{self.temperature:g}")
 
     def record(self, dtype: np.dtype) -> np.dtype:
-        """Return the dtype of a token's record: k ids and k + 1 log-probabilities, the last for all other ids."""
+        """Return the NumPy dtype of a token's record: k ids and k + 1 log-probabilities, the last for all other ids."""
         return np.dtype([("ids", "<u4", (self.top,)), ("log_p", dtype, (self.top + 1,))])
 
 
 class StoredScores:
-    """A model's scores of all tokens of a folder of shards. Implements titanmoe.data.documents.TokenScores.
+    """A model's stored scores of all tokens of a folder of shards. Implements titanmoe.data.documents.TokenScores.
 
     Files are mapped when first read, and no file is kept open.
 
@@ -103,7 +103,7 @@ class StoredScores:
         return self.folder / f"{name}.{EXTENSION}"
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return the scores of tokens [start, stop) of all shards; a ConfigError if a checksum differs."""
+        """Return the scores of tokens [start, stop) over all shards; raise a ConfigError if a checksum differs."""
         arrays = []
         for shard, begin, end in split_by_shard(self.first_token, start, stop):
             data = self._map(shard)
@@ -112,7 +112,7 @@ class StoredScores:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _check_blocks(self, shard: int, begin: int, end: int) -> None:
-        """Compare the blocks that bytes [begin, end) of a shard's file touch with their checksums, each once."""
+        """Compare the blocks that bytes [begin, end) of a shard's file touch with their checksums, each block once."""
         name, data = self.names[shard], self._map(shard).view(np.uint8)
         if shard not in self._checked:
             self._checked[shard] = np.zeros(count_blocks(len(data)), bool)
@@ -157,7 +157,7 @@ class StoredScores:
         return self._maps[shard]
 
     def find_changed_files(self) -> list[str]:
-        """Read all files and return a message for each that differs from its checksum."""
+        """Return a message for each file that differs from its checksum, after reading all files."""
         return [
             f"{file} has changed since it was written: remove {self.folder}, and the scores are computed again"
             for name in self.names
@@ -166,10 +166,12 @@ class StoredScores:
 
 
 def find_scores(documents: ShardDocuments, model: str, seq_len: int) -> StoredScores | None:
-    """Open the scores by a model of sequences of at least `seq_len`; None if there are none.
+    """Return the stored scores by a model, of sequences of at least `seq_len`; None if there are none.
 
     Args:
+        documents: the token shards.
         model: digest of the model, or the name of a folder of top-k scores.
+        seq_len: tokens of a sequence.
 
     Raises:
         ConfigError: the scores are of other shards.
@@ -182,7 +184,13 @@ def find_scores(documents: ShardDocuments, model: str, seq_len: int) -> StoredSc
 
 
 def open_teacher_scores(documents: ShardDocuments, name: str, top_k: TopK, seq_len: int) -> StoredScores:
-    """Open the top-k scores with this name (distillation.scores).
+    """Return a teacher's stored top-k scores by the name of their folder (distillation.scores).
+
+    Args:
+        documents: the token shards.
+        name: name of the folder.
+        top_k: the settings that the scores must have.
+        seq_len: tokens of a sequence.
 
     Raises:
         ConfigError: there are none, they were made with other settings, or of shorter sequences than `seq_len`.
@@ -222,7 +230,7 @@ def open_teacher_scores(documents: ShardDocuments, name: str, top_k: TopK, seq_l
 
 
 def iterate_scores(documents: ShardDocuments) -> Iterator[StoredScores]:
-    """Yield the scores of every model that is stored beside these documents."""
+    """Yield the stored scores of every model in the folder of these shards."""
     for file in sorted((documents.folder / SCORES).glob(f"[!.]*/{MANIFEST}")):
         yield StoredScores(file.parent, documents)
 
@@ -242,7 +250,9 @@ class ScoreWriter:
     """Writer of a model's scores of a folder of shards. They appear in the folder when `close` has completed them.
 
     Args:
+        documents: the token shards.
         model: digest of the model.
+        seq_len: tokens of the sequences that are scored.
         dtype: "float32" or "float64", of log-probabilities.
         top_k: settings of top-k scores; None for the log-probabilities of labels.
     """
@@ -267,7 +277,7 @@ class ScoreWriter:
             (data["log_p"] if top_k else data).fill(np.nan)
 
     def _begin(self) -> None:
-        """Lock a temporary folder and create its files, with all their space allocated on the disk."""
+        """Lock a temporary folder and create the files of scores in it, with all their space allocated on the disk."""
         self.folder.parent.mkdir(exist_ok=True)
         _remove_leftovers(self.folder.parent)
         # Locked before the folder exists: a folder without a held lock counts as a leftover.
@@ -288,7 +298,7 @@ class ScoreWriter:
         return self.unfinished / f"{name}.{EXTENSION}"
 
     def write(self, start: int, values: np.ndarray) -> None:
-        """Write the scores of the tokens of all shards from `start` on."""
+        """Write the scores of consecutive tokens from number `start` on, counted over all shards."""
         done = 0
         for shard, begin, end in split_by_shard(self.first_token, start, start + len(values)):
             self._maps[shard][begin:end] = values[done : done + end - begin]
@@ -314,7 +324,7 @@ class ScoreWriter:
         self.discard()
 
     def _sync_shard(self, name: str) -> tuple[int, int]:
-        """Sync a shard's scores to disk and write their checksums; return the CRC-32 of both files."""
+        """Sync a shard's scores to disk and write their block checksums; return the CRC-32 of (scores, checksums)."""
         crc32, block_sums, file = 0, BlockSums(), self.unfinished / f"{name}.{SUMS}"
         with self._file(name).open("rb") as stream:
             while block := stream.read(1 << 22):
@@ -339,7 +349,7 @@ class ScoreWriter:
 
 
 def _write_error(file: Path, error: OSError, needed: int) -> str:
-    """Return a message with the file and, if the disk is full, the bytes needed and the bytes free."""
+    """Return an error message with the file and, if the disk is full, the bytes needed and the bytes free."""
     text = f"{file}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         text += f": {needed:,} more bytes are needed"
@@ -353,7 +363,7 @@ def _lock_file(unfinished: Path) -> Path:
 
 
 def _remove_leftovers(scores: Path) -> None:
-    """Remove folders that killed writers left: those whose lock nobody holds."""
+    """Remove temporary folders that killed writers left in the folder of scores: those whose lock nobody holds."""
     for folder in sorted(scores.glob(".*")):
         if not folder.is_dir():
             continue
@@ -373,7 +383,7 @@ def _sync(folder: Path) -> None:
 
 
 def _map_file(file: Path, size: int, dtype: np.dtype, writable: bool) -> np.ndarray:
-    """Return a file of `size` items as a memory-mapped array."""
+    """Return a file of `size` items of `dtype` as a memory-mapped array."""
     import torch
 
     # Each of numpy's maps keeps a file open, and a process may only have about a thousand.

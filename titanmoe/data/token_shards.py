@@ -79,7 +79,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def file_sizes(shard: dict[str, Any], dtype: np.dtype) -> dict[str, int]:
-    """Return the bytes of a shard's files by extension, as its manifest entry implies them."""
+    """Return the bytes that each file of a shard must have, by extension.
+
+    Args:
+        shard: the shard's entry in the manifest.
+        dtype: dtype of tokens.
+    """
     length = {"tokens": shard["tokens"] * dtype.itemsize, "starts": (shard["documents"] + 1) * 8}
     length |= {"counted": shard["tokens"]} if "counted" in shard["crc32"] else {}
     length |= {"weights": shard["tokens"] * WEIGHTS.itemsize} if "weights" in shard["crc32"] else {}
@@ -87,12 +92,18 @@ def file_sizes(shard: dict[str, Any], dtype: np.dtype) -> dict[str, int]:
 
 
 def count_blocks(size: int) -> int:
-    """Return the number of checked blocks of a file of `size` bytes."""
+    """Return the number of blocks with a checksum of their own in a file of `size` bytes."""
     return -(-size // BLOCK)
 
 
 def find_wrong_sizes(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterator[str]:
-    """Yield a message for each file of a shard that is missing or has another length than the manifest says."""
+    """Yield a message for each file of a shard that is missing or has another length than the manifest says.
+
+    Args:
+        folder: folder of the shards.
+        shard: the shard's entry in the manifest.
+        dtype: dtype of tokens.
+    """
     for extension, expected in file_sizes(shard, dtype).items():
         file = folder / f"{shard['name']}.{extension}"
         try:
@@ -105,15 +116,15 @@ def find_wrong_sizes(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> It
 
 
 class StoredTokenizer(NamedTuple):
-    """The tokenizer that made the tokens of shards, and its files in their folder."""
+    """The tokenizer that made the tokens of shards, with the files of it that lie beside the shards."""
 
     identity: str
     folder: Path
     digests: dict[str, str]
-    """Digest of each of its files, by name; empty for bytes, and in folders older than this field."""
+    """Digest of each file, by name; empty for bytes, and in folders older than this field."""
 
     def files(self) -> dict[str, Path]:
-        """Return the paths of its files, by name; a ConfigError if one is missing or has changed."""
+        """Return the paths of the tokenizer's files, by name; raise a ConfigError if one is missing or has changed."""
         files, problems = {name: self.folder / name for name in self.digests}, []
         for name, file in files.items():
             if name != FILE and not any(fnmatch(name, pattern) for pattern in OTHER_FILES):
@@ -197,7 +208,7 @@ class ShardDocuments:
 
     @property
     def has_sums(self) -> bool:
-        """Whether every block is compared with a checksum when it is first read; false for older folders."""
+        """Whether every block has a checksum that is compared when it is first read; False for older folders."""
         return all("sums" in shard_sizes for shard_sizes in self._sizes)
 
     @property
@@ -205,7 +216,7 @@ class ShardDocuments:
         return Starts(self)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop) of all shards.
+        """Return the ids of tokens [start, stop), counted over all shards.
 
         Raises:
             ConfigError: a block differs from its checksum, or a token is beyond the vocabulary.
@@ -244,24 +255,31 @@ class ShardDocuments:
             return arrays[0]
         return np.concatenate(arrays) if arrays else np.empty(0, dtype)
 
-    def _read_items(self, shard: int, extension: str, dtype: np.dtype, where: slice | np.ndarray) -> np.ndarray:
-        """Return items of a shard's file, after checking each block of them that is read for the first time."""
+    def _read_items(self, shard: int, extension: str, dtype: np.dtype, items: slice | np.ndarray) -> np.ndarray:
+        """Return items of one file of a shard, after checking each of their blocks that is read for the first time.
+
+        Args:
+            shard: index of the shard.
+            extension: extension of the file.
+            dtype: dtype of an item.
+            items: indices of the items in the file.
+        """
         mapped = self._map(shard, extension, dtype)
         if "sums" in self._sizes[shard]:
             per_block = BLOCK // dtype.itemsize
-            if isinstance(where, slice):
-                touched = np.arange(where.start // per_block, count_blocks(where.stop * dtype.itemsize))
+            if isinstance(items, slice):
+                touched = np.arange(items.start // per_block, count_blocks(items.stop * dtype.itemsize))
             else:
-                touched = np.unique(where // per_block)
+                touched = np.unique(items // per_block)
             size = self._sizes[shard][extension]
             checked = self._checked.setdefault((shard, extension), np.zeros(count_blocks(size), bool))
             for block in touched[~checked[touched]].tolist():
                 self._check_block(shard, extension, block)
                 checked[block] = True
-        return mapped[where]
+        return mapped[items]
 
     def first_changed_range(self, shard: int, extension: str) -> str:
-        """Return the first bytes of a shard's file that differ from their checksum, for a message; "" if none do."""
+        """Return the first byte range of a shard's file that differs from its checksum, as text; "" if none does."""
         for block in range(count_blocks(self._sizes[shard][extension])):
             if where := self._changed_range(shard, extension, block):
                 return f", first {where}"
@@ -277,7 +295,7 @@ class ShardDocuments:
             )
 
     def _changed_range(self, shard: int, extension: str, block: int) -> str:
-        """Return the byte range of a block that differs from its checksum, as part of a message; "" if it does not."""
+        """Return the byte range of one block as text if the block differs from its checksum; "" if it does not."""
         blocks_before = 0
         for name, size in self._sizes[shard].items():
             if name == extension:
@@ -306,7 +324,7 @@ class ShardDocuments:
 
 
 class Starts:
-    """`ShardDocuments.starts`: first token of each document over all shards, indexed as if it were one array."""
+    """The first token of each document, counted over all shards: indexed as an array, but read when it is indexed."""
 
     def __init__(self, documents: ShardDocuments):
         self._documents = documents
@@ -334,7 +352,7 @@ class Starts:
         return start_N
 
     def _slice(self, begin: int, end: int) -> np.ndarray:
-        """Return starts [begin, end) as an array."""
+        """Return the first tokens of documents [begin, end), counted over all shards."""
         arrays = [np.empty(0, np.int64)]
         for shard, low, high in split_by_shard(self._first, begin, min(end, len(self) - 1)):
             arrays.append(
@@ -344,16 +362,23 @@ class Starts:
             arrays.append(self._documents.first_token[-1:])
         return np.concatenate(arrays)
 
-    def _read_starts(self, shard: int, where: slice | np.ndarray) -> np.ndarray:
-        """Return starts of one shard, counted from its first token."""
-        return self._documents._read_items(int(shard), "starts", np.dtype("<u8"), where)
+    def _read_starts(self, shard: int, items: slice | np.ndarray) -> np.ndarray:
+        """Return the first tokens of some documents of one shard, counted from the shard's first token.
+
+        Args:
+            shard: index of the shard.
+            items: indices of the documents in the shard.
+        """
+        return self._documents._read_items(int(shard), "starts", np.dtype("<u8"), items)
 
 
 def split_by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (shard, begin, end) for the parts of a range that lie in each shard.
+    """Yield (shard, begin, end) for each shard that a range of items touches; begin and end count within the shard.
 
     Args:
-        first: first item of each shard, and the total.
+        first: number of the first item of each shard, and the total.
+        begin: first item of the range, counted over all shards.
+        end: one past the last item.
     """
     shard = int(np.searchsorted(first, begin, side="right")) - 1
     while begin < end:
@@ -367,7 +392,7 @@ def split_by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[in
 
 
 def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Read every file of a folder; yield each shard's name with messages about what is wrong with it.
+    """Read every file of a folder of token shards, and yield (shard's name, messages about what is wrong with it).
 
     Compares checksums, and tokens with the vocabulary.
     """

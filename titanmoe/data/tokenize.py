@@ -64,7 +64,7 @@ def is_unfinished(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The plan of a tokenization: the job, its opened tokenizer, its input files, and a digest of all of it."""
+    """The plan of a tokenization: the options, the opened tokenizer, the input files, and a digest of all of it."""
 
     job: TokenizeJob
     tokenizer: Tokenizer
@@ -74,13 +74,13 @@ class ShardPlan:
 
     @property
     def tokenizer_files(self) -> dict[str, Path]:
-        """Files to store beside the shards, by name: the tokenizer's, or the job's chat template for its own."""
+        """Files to store beside the shards, by name: the tokenizer's, with the job's chat template if it has one."""
         files, template = self.tokenizer.files(), self.job.chat_template
         return files | {CHAT_TEMPLATE: Path(template).expanduser()} if files and template else files
 
 
 def plan_shards(job: TokenizeJob) -> ShardPlan:
-    """Open the job's tokenizer, chat template and files and return the plan. Writes nothing.
+    """Return the plan to tokenize a job's input, after opening tokenizer, chat template and files. Writes nothing.
 
     Raises:
         ConfigError: any of them cannot be used; it has all problems.
@@ -124,7 +124,7 @@ def _has_optional_fields(job: TokenizeJob, sources: list[InputFile]) -> bool:
 
 
 def check_first_records(plan: ShardPlan) -> None:
-    """Raise a ConfigError if one of the first records is malformed and would not be left out (bad_lines = "error").
+    """Raise a ConfigError if one of the input's first records is malformed, unless such records are skipped.
 
     Reads the first files, and large ones only where a line can be read without the rest of the file.
     """
@@ -138,7 +138,12 @@ def check_first_records(plan: ShardPlan) -> None:
 
 
 def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:
-    """Return the units of the input, in its order: each is a list of spans of about the same size together."""
+    """Return the units into which the input is divided, in order: lists of spans, of about the same size together.
+
+    Args:
+        sources: the input files.
+        shard_tokens: largest number of tokens in a shard.
+    """
     total = sum(source.bytes for source in sources)
     size = max(min(total // UNITS, TOKEN_BYTES * shard_tokens), MIN_UNIT_BYTES)
     units: list[list[Span]] = []
@@ -154,11 +159,12 @@ def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]
 
 
 def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[str], None] = print) -> dict[str, Any]:
-    """Write the shards of a plan that are missing, and return the manifest of the finished folder.
+    """Tokenize what is not yet in the plan's output folder, and return the manifest of the finished token shards.
 
     Args:
+        plan: the plan.
         workers: number of processes.
-        wait: wait for another process that works on the folder; otherwise that is a ConfigError.
+        wait: whether to wait for another process that works on the folder; otherwise that is a ConfigError.
         log: receives lines of progress.
 
     Raises:
@@ -183,7 +189,7 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
 
 
 def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
-    """Raise a ConfigError if the output would be found as input when the same command resumes."""
+    """Raise a ConfigError if the output folder is in an input folder, where a resumed command would read it."""
     for path in paths:
         folder, target = Path(path).expanduser().resolve(), out.resolve()
         if target.is_relative_to(folder) and not any(name.startswith(".") for name in target.relative_to(folder).parts):
@@ -192,7 +198,11 @@ def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
 
 @contextmanager
 def _lock_folder(out: Path, wait: bool) -> Iterator[None]:
-    """Hold the lock of the output folder; raise a ConfigError if another process has it, unless `wait`."""
+    """Hold the lock of the output folder within this context.
+
+    Raises:
+        ConfigError: another process has the lock, and `wait` is False.
+    """
     with (out / LOCK).open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -202,7 +212,13 @@ def _lock_folder(out: Path, wait: bool) -> Iterator[None]:
 
 
 def _check_same_job(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> None:
-    """Raise a ConfigError that names the differences if a folder was made by another plan."""
+    """Raise a ConfigError that names the differences if an output folder was made by another plan.
+
+    Args:
+        plan: the plan.
+        file: the file of the output folder that describes its job.
+        made_from: identity and options of that job.
+    """
     if made_from["identity"] == plan.identity:
         return
     old_job, new_job = made_from["job"], _describe_job(plan)
@@ -216,13 +232,13 @@ def _check_same_job(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> N
 
 
 def _describe_job(plan: ShardPlan) -> dict[str, Any]:
-    """Return the options of a job for the manifest, with the number of its input files and their bytes."""
+    """Return the options of a tokenization for the manifest, with the number and bytes of its input files."""
     job = {key: value for key, value in asdict(plan.job).items() if key not in IGNORED_OPTIONS}
     return job | {"files": len(plan.sources), "bytes": sum(source.bytes for source in plan.sources)}
 
 
 def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Write the missing shards of all units, then the manifest, which is returned."""
+    """Tokenize the units whose shards are missing, write the manifest, and return it."""
     work = out / WORK
     work.mkdir(exist_ok=True)
     made_from = {"identity": plan.identity, "job": _describe_job(plan)}
@@ -259,7 +275,13 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
 
 
 def _finished_records(plan: ShardPlan, out: Path, unit: int) -> list[dict[str, Any]]:
-    """Return the records of the unit's shards that are finished and whose files are still there."""
+    """Return the records of a unit's finished shards, in order, up to the first whose files are missing or truncated.
+
+    Args:
+        plan: the plan.
+        out: output folder.
+        unit: number of the unit.
+    """
     records: list[dict[str, Any]] = []
     while (file := out / WORK / f"{record_name(unit, len(records))}.json").exists():
         record = json.loads(file.read_bytes())
@@ -298,10 +320,16 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
 def _run_workers(
     job: TokenizeJob, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], workers: int, meter: ProgressMeter
 ) -> None:
-    """Tokenize units in processes, each fed by a thread, until none are left or one fails.
+    """Tokenize units in processes, each fed by a thread, until none are left.
 
     Args:
-        todo: number, spans and finished records of each unit.
+        job: the options.
+        todo: number, spans and records of finished shards of each unit.
+        workers: largest number of processes.
+        meter: shows the progress.
+
+    Raises:
+        ConfigError: a process reports a problem, or has died.
     """
     waiting, processes = deque(todo), []
     responses: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -333,7 +361,7 @@ def _run_workers(
 
 
 def _start_worker(job: TokenizeJob) -> subprocess.Popen[str]:
-    """Start a process that tokenizes units (titanmoe.data.tokenize_unit) and send it the job."""
+    """Start a process that tokenizes units (titanmoe.data.tokenize_unit), send it the job, and return it."""
     # Not multiprocessing: its processes import the parent's main module, which in a training run is the trainer.
     home = str(Path(titanmoe.__file__).parent.parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
@@ -353,7 +381,13 @@ def _start_worker(job: TokenizeJob) -> subprocess.Popen[str]:
 def _feed_worker(
     process: subprocess.Popen[str], waiting: deque[Any], responses: queue.Queue[dict[str, Any] | None]
 ) -> None:
-    """Hand units to a process until none are left, and put its responses into the queue; None at the end."""
+    """Send units to a process until none are left, and put its responses into the queue; None at the end.
+
+    Args:
+        process: the process.
+        waiting: number, spans and records of finished shards of each unit that no process has; shared by all threads.
+        responses: receives each response of the process.
+    """
     file = ""
     try:
         with process:
@@ -392,11 +426,12 @@ def _feed_worker(
 
 
 class ProgressMeter:
-    """Progress display: a bar on a terminal, otherwise a line every half minute.
+    """Progress display of a tokenization: a bar on a terminal, otherwise a line every half minute.
 
     Args:
         total: bytes of the input.
         done: bytes that earlier commands tokenized.
+        log: receives the lines.
     """
 
     def __init__(self, total: int, done: int, log: Callable[[str], None]):
@@ -427,7 +462,7 @@ class ProgressMeter:
         return self.tokens / max(time.monotonic() - self.started, 1e-9)
 
     def add(self, size: int, tokens: int) -> None:
-        """Count bytes of input and tokens as done."""
+        """Add input that is done, in bytes, and the tokens that it gave, and show the progress."""
         self.done += size
         self.tokens += tokens
         self.show()

@@ -20,6 +20,7 @@ the shards depends neither on --workers nor on interruptions. docs/data.md says 
 
 
 def add_tokenize(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand `tokenize`."""
     parser = commands.add_parser(
         "tokenize",
         help="text, JSONL, Parquet and chats to token shards",
@@ -65,7 +66,7 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
 
 
 def add_format(parser: argparse.ArgumentParser, formats: ComponentKind) -> None:
-    """Add the option --format with the names of these formats."""
+    """Add the option --format, with the names of these formats, to a command."""
     names = ",".join([*formats.table, "MODULE:NAME"])
     parser.add_argument("--format", metavar=f"{{{names}}}", default="auto", help=formats.summary())
 
@@ -76,7 +77,7 @@ def count_cores() -> int:
 
 
 def run_tokenize(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code; problems are printed."""
+    """Run `titanmoe tokenize`, print any problems, and return the exit code."""
     try:
         return _tokenize(args)
     except ConfigError as error:
@@ -142,7 +143,12 @@ def _count_noun(things: Sized, name: str) -> str:
 
 
 def summarize(out: str, manifest: dict[str, Any]) -> list[str]:
-    """Return lines about a finished folder of token shards: tokens, documents, labels, and what was left out."""
+    """Return lines to print about finished token shards: tokens, documents, labels, and what was left out.
+
+    Args:
+        out: the folder.
+        manifest: the folder's manifest.
+    """
     tokens, assistant_tokens = manifest["tokens"], manifest["counted"]
     documents = f"{manifest['documents']:,} document{'s' * (manifest['documents'] != 1)}"
     has_pairs = completions_in_manifest(manifest) > 1

@@ -40,7 +40,7 @@ REFUSED = 20
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """The options of a tokenization."""
+    """The options of a tokenization, as the command or a recipe gives them."""
 
     paths: list[str]
     out: str
@@ -55,7 +55,7 @@ class TokenizeJob:
 
     @property
     def record_field(self) -> str:
-        """Field of a record that holds the document; the format's own unless another is named."""
+        """Field of a record that holds the document: `field`, or the format's own unless another is named."""
         return FORMATS.look_up(self.format).field if self.field == "text" else self.field
 
     @property
@@ -68,13 +68,13 @@ class TokenizeJob:
 
     @property
     def has_label_mask(self) -> bool:
-        """Whether some tokens are no labels, as in chats and preference pairs."""
+        """Whether only some tokens are labels, as in chats and preference pairs."""
         return self.conversations or self.completions_per_prompt > 1
 
 
 @dataclass
 class UnitProgress:
-    """Counts of the shard that is being written."""
+    """Counts of records for the shard that is being written."""
 
     items: int
     """Lines or rows of the unit that are done, including those in earlier shards."""
@@ -83,12 +83,12 @@ class UnitProgress:
 
 
 def dtype_name(tokenizer: Tokenizer) -> str:
-    """Return the name of the smallest dtype of shards that holds all tokens."""
+    """Return the name of the smallest dtype that holds all token ids: "uint16" or "uint32"."""
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
 def open_job_chat(job: TokenizeJob, tokenizer: Tokenizer) -> ChatEncoder | None:
-    """Return the chat template of a job; None if its documents are plain texts.
+    """Return the chat template of a tokenization with its tokenizer; None if its documents are plain texts.
 
     For preference pairs, whose completions may be texts, also None if no template is named or found.
     """
@@ -101,17 +101,20 @@ def open_job_chat(job: TokenizeJob, tokenizer: Tokenizer) -> ChatEncoder | None:
 
 
 def record_name(unit: int, shard: int) -> str:
-    """Return the name of a shard of a unit, and of its record."""
+    """Return the common file name, without extension, of a unit's n-th shard and of the record of that shard."""
     return f"{unit:05d}-{shard:03d}"
 
 
 class UnitTokenizer:
-    """Tokenizer of one unit.
+    """Tokenizer of one unit of the input, which writes its shards.
 
     Args:
+        job: the options.
+        tokenizer: the tokenizer.
+        chat: the chat template; None for plain texts.
         number: number of the unit.
-        shard: number of the unit's shards that are finished.
-        items: lines or rows of the unit that these hold.
+        shard: number of shards of the unit that are finished.
+        items: lines or rows of the unit that the finished shards hold.
     """
 
     def __init__(
@@ -124,9 +127,10 @@ class UnitTokenizer:
         self.eos_N = np.array([tokenizer.eos], np.uint32)
 
     def run(self, spans: list[Span], progress: Callable[[int, int], None]) -> None:
-        """Tokenize the unit's spans and write its shards.
+        """Tokenize the spans of the unit and write its shards, continuing after the finished ones.
 
         Args:
+            spans: all spans of the unit.
             progress: called with the bytes of input and the tokens that were done since the last call.
 
         Raises:
@@ -144,9 +148,9 @@ class UnitTokenizer:
         self._close(last=True)
 
     def check(self, span: Span, count: int) -> None:
-        """Raise a ConfigError if one of the first `count` records of a span is malformed.
+        """Raise a ConfigError if one of the first `count` records of a span is malformed. Writes nothing.
 
-        Tokenizes them only if they are chats or pairs.
+        Only chats and pairs are tokenized for it.
         """
         _, entries = self._open_span(span)
         first = list(islice(entries, count))
@@ -158,7 +162,7 @@ class UnitTokenizer:
             raise _refusal(bad)
 
     def _open_span(self, span: Span) -> tuple[RecordReader, Iterator[Record | BadRecord]]:
-        """Return a reader of the span, and an iterator over its records."""
+        """Return a reader of the span, and an iterator over the span's records."""
         any_of_fields = (*FIELDS, TOOLS) if self.job.completions_per_prompt > 1 else ()
         optional_fields = FORMATS.look_up(self.job.format).optional_fields
         reader = RecordReader(span, self.job.record_field, self.job.max_document_mb, any_of_fields, optional_fields)
@@ -166,7 +170,7 @@ class UnitTokenizer:
         return reader, entries if self.job.has_label_mask else texts_only(entries, self.job.record_field)
 
     def _batches(self, spans: list[Span]) -> Iterator[tuple[list[Record | BadRecord], int]]:
-        """Yield batches of the records that finished shards lack, with the bytes of input read since the last batch."""
+        """Yield (records, bytes of input read since the last batch), without the records of finished shards."""
         done, batch, batch_chars, reported = 0, [], 0, 0
         to_skip = self.progress.items
         for span in spans:
@@ -184,7 +188,7 @@ class UnitTokenizer:
         yield batch, done - reported
 
     def _encode_batch(self, batch: list[Record | BadRecord]) -> Iterator[tuple[Record | BadRecord, list[Document]]]:
-        """Yield each record with its documents; no documents if it is malformed or empty."""
+        """Yield each record with the documents that it gives, as tokens; no documents if it is malformed or empty."""
         masked = self.job.has_label_mask
         texts = [] if masked else [entry.value for entry in batch if _is_text(entry)]
         tokens_of_texts = iter(self.tokenizer.encode_all(texts) if texts else [])
@@ -202,7 +206,11 @@ class UnitTokenizer:
                     raise ConfigError([f"{entry.where()}: {problem}" for problem in error.problems]) from None
 
     def _encode_conversation(self, entry: Record) -> list[Document]:
-        """Return the document of a chat, or the two documents of a preference pair."""
+        """Return the tokenized document of a chat, or the two of a preference pair.
+
+        Raises:
+            ChatError: the record cannot be used.
+        """
         if self.job.completions_per_prompt == 1:
             messages, tools = entry.value, None
             if FORMATS.look_up(self.job.format).optional_fields:
@@ -214,7 +222,7 @@ class UnitTokenizer:
         return pair
 
     def _add_bos_and_eos(self, tokens_T: np.ndarray, weight_T: np.ndarray) -> Document:
-        """Add BOS and EOS where the template did not write them; they have weight 0 as labels."""
+        """Return a document with BOS and EOS where the template did not write them; they have weight 0 as labels."""
         if not self.job.label_weights and (other := np.setdiff1d(weight_T, [0, 1])).size:
             raise ChatError(
                 f"a message has the weight {other[0]:g}, and without label_weights a message counts (1) or does not "
@@ -227,7 +235,7 @@ class UnitTokenizer:
         return tokens_T, weight_T
 
     def _add_entry(self, entry: Record | BadRecord, new_documents: list[Document]) -> int:
-        """Write a record's documents, beginning a new shard if they do not fit; return their number of tokens."""
+        """Write a record's documents to the shard, or to a new one if they do not fit; return their tokens' count."""
         tokens = sum(len(tokens_T) for tokens_T, _ in new_documents)
         if new_documents:
             if self.writer is not None and self.writer.tokens + tokens > self.job.shard_tokens:
@@ -247,7 +255,7 @@ class UnitTokenizer:
         return tokens
 
     def _close(self, last: bool) -> None:
-        """Complete the current shard and write its record."""
+        """Complete the current shard and write its record. `last`: whether it is the unit's last shard."""
         record = {"last": last, **vars(self.progress), "examples": self.examples}
         record["counted"] = self.writer.num_labels if self.writer and self.job.has_label_mask else 0
         record["shard"] = self.writer.close() if self.writer else None
@@ -257,12 +265,12 @@ class UnitTokenizer:
 
 
 def _is_bad(entry: Record | BadRecord, new_documents: list[Document]) -> bool:
-    """Return whether a record gave no documents for another reason than being an empty text."""
+    """Return whether a record gave no documents although it is not an empty text."""
     return not new_documents and not (isinstance(entry, Record) and entry.value == "")
 
 
 def _refusal(bad: list[BadRecord]) -> ConfigError:
-    """Return the error that names malformed records. A reason that several records in a row share is written once."""
+    """Return the error that names malformed records. A reason that several in a row share is written once."""
     more, problems, before, written = len(bad) - REFUSED, [], "", ""
     for entry in bad[:REFUSED]:
         place, _, why = entry.why.partition(": ")
@@ -279,7 +287,12 @@ def _is_text(entry: Record | BadRecord) -> bool:
 
 
 def texts_only(entries: Iterable[Record | BadRecord], field: str) -> Iterator[Record | BadRecord]:
-    """Yield the records, with those whose value is not text replaced by a `BadRecord`."""
+    """Yield the records, with a `BadRecord` in place of each whose value is not text.
+
+    Args:
+        entries: the records.
+        field: name of the field that holds the text, for messages.
+    """
     for entry in entries:
         if isinstance(entry, Record) and not isinstance(entry.value, str):
             yield BadRecord(f"{entry.where()}: {field!r} is {json_type_name(entry.value)}, not text")
@@ -288,7 +301,7 @@ def texts_only(entries: Iterable[Record | BadRecord], field: str) -> Iterator[Re
 
 
 def serve() -> None:
-    """Tokenize the units that the parent sends on stdin. Main function of the process."""
+    """Tokenize the units that the parent process sends on stdin. The main function of a worker process."""
     # The parent reads stdout: anything else that is printed goes to stderr.
     responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -31,7 +31,7 @@ CHUNK = 1 << 20
 
 
 class EncodedWithOffsets(NamedTuple):
-    """The tokens of a text, and the characters [begin, end) that each stands for."""
+    """The token ids of a text, and the characters [begin, end) that each token stands for."""
 
     tokens_T: np.ndarray
     begin_T: np.ndarray
@@ -68,9 +68,9 @@ class ByteTokenizer:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
     def document(self, data: bytes) -> Tensor:
-        """Return a text file's tokens with BOS and EOS, as int16.
+        """Return the tokens of a text file's bytes with BOS and EOS, as an int16 tensor.
 
-        It halves the memory of a corpus, which is worth a cast per batch.
+        The dtype halves the memory of a corpus, which is worth a cast per batch.
         """
         import torch
 
@@ -82,10 +82,10 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """The tokenizer in a tokenizer.json.
+    """A Hugging Face tokenizer, read from a tokenizer.json and the settings beside it.
 
-    Its BOS is the token that it puts before a text by itself. Its EOS is the one that tokenizer_config.json names, or
-    that it puts after a text, or a usual one of its vocabulary.
+    BOS is the token that the tokenizer puts before a text by itself. EOS is the one that tokenizer_config.json names,
+    or that the tokenizer puts after a text, or a usual one of its vocabulary.
 
     Raises:
         ConfigError: the file cannot be read, or no EOS can be told.
@@ -123,14 +123,14 @@ class JsonTokenizer:
         self.identity = f"{digest} bos {self.bos} eos {self.eos}"
 
     def files(self) -> dict[str, Path]:
-        """Return all files of the tokenizer, by the names that they have in a folder."""
+        """Return the paths of all files of the tokenizer, by their names."""
         beside = {
             file.name: file for pattern in OTHER_FILES for file in self.file.parent.glob(pattern) if file.is_file()
         }
         return {FILE: self.file} | dict(sorted(beside.items()))
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, without BOS and EOS. Special tokens in a text are encoded as plain text."""
+        """Return each text's token ids, without BOS and EOS. Special tokens in a text are encoded as plain text."""
         chunks = [(number, chunk) for number, text in enumerate(texts) for chunk in _split_long_text(text)]
         codes = self._plain.encode_batch_fast([chunk for _, chunk in chunks], add_special_tokens=False)
         chunks_of_text: list[list[np.ndarray]] = [[] for _ in texts]
@@ -139,13 +139,13 @@ class JsonTokenizer:
         return [chunks[0] if len(chunks) == 1 else np.concatenate(chunks) for chunks in chunks_of_text]
 
     def encode_with_offsets(self, text: str) -> EncodedWithOffsets:
-        """Return the tokens of a text that a chat template wrote: special tokens in it are encoded as such."""
+        """Return the tokens of a chat template's text with their characters. Special tokens are encoded as such."""
         code = self._with_special.encode(text, add_special_tokens=False)
         offset_T2 = np.array(code.offsets, np.int64).reshape(-1, 2)
         return EncodedWithOffsets(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])
 
     def leading_special_token(self, text: str) -> int | None:
-        """Return the special token that a text begins with; None if it begins with none."""
+        """Return the id of the special token that a text begins with; None if it begins with none."""
         ids = self._with_special.encode(text, add_special_tokens=False).ids
         added = self._plain.get_added_tokens_decoder()
         return ids[0] if ids and ids[0] in added and text.startswith(added[ids[0]].content) else None
@@ -154,7 +154,7 @@ class JsonTokenizer:
         return self._plain.decode(list(tokens))
 
     def _surrounding_tokens(self) -> tuple[int | None, int | None]:
-        """Return the tokens that the tokenizer by itself puts before and after a text; None for none."""
+        """Return the ids of the tokens that the tokenizer by itself puts (before, after) a text; None for none."""
         plain = self._with_special.encode("a", add_special_tokens=False).ids
         ids = self._with_special.encode("a").ids
         at = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
@@ -162,7 +162,7 @@ class JsonTokenizer:
         return ids[0] if at else None, after[0] if after else None
 
     def _token_id_of_setting(self, name: str) -> int:
-        """Return the id of the token that a setting of tokenizer_config.json names."""
+        """Return the id of the token that a setting of tokenizer_config.json names, or raise a ConfigError."""
         text = _token_text(self._settings.get(name))
         token = None if text is None else self._plain.token_to_id(text)
         if token is None:
@@ -170,16 +170,16 @@ class JsonTokenizer:
             raise ConfigError([f"{where}: {name} is {text!r}, which is not a token of {self.file}"])
         return token
 
-    def _find_end_token(self, after: int | None) -> int:
-        """Return the EOS token; a ConfigError if it cannot be told.
+    def _find_end_token(self, token_after_text: int | None) -> int:
+        """Return the id of EOS; raise a ConfigError if it cannot be told.
 
         Args:
-            after: the token that the tokenizer puts after a text, if any.
+            token_after_text: the token that the tokenizer puts after a text; None if it puts none.
         """
         if self._settings.get("eos_token") is not None:
             return self._token_id_of_setting("eos_token")
-        if after is not None:
-            return after
+        if token_after_text is not None:
+            return token_after_text
         end_tokens = [token for text in END_TOKENS if (token := self._plain.token_to_id(text)) is not None]
         if len(end_tokens) != 1:
             many = "several tokens that could be it" if end_tokens else "no token with a usual name"
@@ -219,12 +219,15 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str | None:
-    """Return the text of a special token, which a config has as a string or as an object with its content."""
+    """Return the text of a special token in tokenizer_config.json, a string or an object with its content."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _split_long_text(text: str) -> Iterator[str]:
-    """Yield chunks of a text, split after line ends that text follows, where usual pre-tokenizers join nothing."""
+    """Yield chunks of a text of at most `CHUNK` characters, split after line ends where possible.
+
+    Usual pre-tokenizers join nothing across a line end that text follows.
+    """
     at = 0
     while len(text) - at > CHUNK:
         end = at + CHUNK

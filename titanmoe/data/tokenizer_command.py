@@ -35,6 +35,7 @@ TEMPLATE = """\
 
 
 def add_tokenizer(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand `tokenizer`."""
     parser = commands.add_parser("tokenizer", help="train a tokenizer on your own text")
     train = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
         "train",
@@ -56,7 +57,7 @@ def add_tokenizer(commands: argparse._SubParsersAction) -> None:
 
 
 def run_tokenizer(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code; problems are printed."""
+    """Run `titanmoe tokenizer train`, print any problems, and return the exit code."""
     try:
         print("\n".join(_train(args)))
         return 0
@@ -68,7 +69,7 @@ def run_tokenizer(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> list[str]:
-    """Check the options, train the tokenizer and write its folder; return lines about it."""
+    """Check the options, train the tokenizer and write its folder; return lines to print about it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     problems, sources = [], []

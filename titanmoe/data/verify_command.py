@@ -14,6 +14,7 @@ EVERY_S = 10
 
 
 def add_data(commands: argparse._SubParsersAction) -> None:
+    """Add the subcommand `data`."""
     data = commands.add_parser("data", help="verify token shards")
     verify = data.add_subparsers(required=True, metavar="COMMAND").add_parser(
         "verify",
@@ -26,7 +27,7 @@ def add_data(commands: argparse._SubParsersAction) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code: 1 if any folder has changed."""
+    """Run `titanmoe data verify`; return the exit code, 1 if any folder has changed."""
     problems = []
     for folder in args.folders:
         try:
@@ -42,7 +43,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def _verify_folder(folder: Path) -> list[str]:
-    """Return what has changed in a folder of token shards; print a line if nothing has."""
+    """Return a message for each file of a folder of token shards that has changed; print a line if none has."""
     from titanmoe.data.token_scores import iterate_scores
     from titanmoe.data.token_shards import ShardDocuments, verify
 

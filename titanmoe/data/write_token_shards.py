@@ -19,7 +19,7 @@ from titanmoe.data.token_shards import BLOCK, TOKENIZER, WEIGHTS, WORK, digest_f
 
 
 def store_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
-    """Copy a tokenizer's files into a folder of shards; return their digests by name."""
+    """Copy a tokenizer's files into a folder of token shards, and return the digest of each by name."""
     home = folder / TOKENIZER
     for name, file in files.items():
         home.mkdir(exist_ok=True)
@@ -28,10 +28,13 @@ def store_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def write_json(file: Path, value: Any, scratch: Path | None = None) -> None:
-    """Write a JSON file atomically.
+    """Write a JSON file atomically: into a temporary file, synced to disk and renamed.
 
     Args:
-        scratch: folder of the temporary file, which a killed process leaves behind; None for the file's own folder.
+        file: the file.
+        value: the content.
+        scratch: folder on the same disk for the temporary file, which stays there if the process is killed; None for
+            the file's own folder.
     """
     unfinished = (scratch or file.parent) / f"{file.name}.{os.getpid()}"
     with unfinished.open("w", encoding="utf-8") as stream:
@@ -42,14 +45,14 @@ def write_json(file: Path, value: Any, scratch: Path | None = None) -> None:
 
 
 class BlockSums:
-    """Running CRC-32 of every block of a file that is being written."""
+    """Running CRC-32 of every block of `BLOCK` bytes of a file that is being written."""
 
     def __init__(self) -> None:
         self._full_blocks: list[int] = []
         self._crc32, self._room = 0, BLOCK
 
     def add(self, data: np.ndarray) -> None:
-        """Append data to the file's checksums."""
+        """Include the next bytes of the file in the checksums."""
         rest = memoryview(data).cast("B") if data.size else memoryview(b"")
         while rest:
             chunk, rest = rest[: self._room], rest[self._room :]
@@ -60,12 +63,12 @@ class BlockSums:
 
     @property
     def all(self) -> list[int]:
-        """CRC-32 of each block so far, the last of which may be incomplete."""
+        """CRC-32 of each block so far; the last block may be incomplete."""
         return [*self._full_blocks, self._crc32] if self._room < BLOCK else self._full_blocks
 
 
 class ShardWriter:
-    """Writer of one shard. Its files appear in `folder` when `close` has completed them."""
+    """Writer of one token shard. Its files appear in `folder` when `close` has completed them."""
 
     FLUSH = 1 << 20
 
@@ -81,9 +84,10 @@ class ShardWriter:
         self._files = {extension: self._unfinished_path(extension).open("wb") for extension in self._buffers}
 
     def add(self, tokens: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """Append a document.
+        """Append a document to the shard.
 
         Args:
+            tokens: ids of the document's tokens.
             weights: weight of each token as a label; None if all tokens count alike.
         """
         self._buffers["tokens"].append(tokens)
@@ -99,7 +103,7 @@ class ShardWriter:
             self._flush()
 
     def close(self) -> dict[str, Any]:
-        """Complete the files, sync them to disk and give them their names; return the shard's entry in the manifest."""
+        """Complete the shard's files, sync and rename them, and return the shard's entry in the manifest."""
         self._flush()
         starts = np.array(self._ends, "<u8")
         self._sums["starts"] = BlockSums()

@@ -44,7 +44,7 @@ FORMATS = ComponentKind(
 
 @cache
 def format_of_extension(extension: str) -> str:
-    """Return the name of the format that "auto" chooses for files with this extension."""
+    """Return the name of the data format that "auto" chooses for files with this extension."""
     try:
         formats = {name: FORMATS.look_up(name) for name in FORMATS.table}
     except ComponentError as error:
@@ -54,7 +54,7 @@ def format_of_extension(extension: str) -> str:
 
 
 def completions_in(path: str, config: Config) -> int:
-    """Return 2 if an entry of data.paths holds preference pairs, by its manifest or data.format; otherwise 1."""
+    """Return 2 if an entry of data.paths holds preference pairs, by its manifest or data.format; else 1."""
     try:
         if manifest := manifest_of(path):
             return completions_in_manifest(manifest)
@@ -64,10 +64,10 @@ def completions_in(path: str, config: Config) -> int:
 
 
 def format_option(conversations: bool) -> ComponentKind:
-    """Return the choices of a command's option --format: all formats but token shards.
+    """Return the allowed values of a command's option --format: all formats but token shards.
 
     Args:
-        conversations: include formats that a chat template turns into text.
+        conversations: whether to include formats of conversations and preference pairs.
     """
     table = dict(FORMATS.table)
     for name in FORMATS.table:

@@ -36,7 +36,11 @@ class FormatSpec(Spec):
     """Whether its files are token shards, which need no tokenization."""
 
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return defaults of other options: best-fit packing for chats and preferences, which must not be split."""
+        """Return defaults of other options: best-fit packing for chats and preferences, which must not be split.
+
+        Args:
+            values: values of the recipe's options so far, by name.
+        """
         is_chat = values["data.source"] == "files" and (
             self.conversations or self.completions_per_prompt > 1 or any(map(_has_chats, values["data.paths"]))
         )
@@ -56,11 +60,11 @@ class FormatSpec(Spec):
         return not self.extensions or extension in self.extensions
 
     def file_format(self, extension: str) -> str:
-        """Return the name of the format that reads files with this extension; "" for this one."""
+        """Return the name of the format that reads files with this extension; "" if this format does."""
         return ""
 
     def spans(self, source: InputFile, size: int) -> Iterator[Span]:
-        """Yield spans of the file of about `size` bytes; a single one if it cannot be read from the middle."""
+        """Yield independent spans of a file, of about `size` bytes; one span if the file cannot be divided."""
         if self.by_line and not source.compressed:
             for start in range(0, source.bytes, size):
                 stop = min(start + size, source.bytes)
@@ -74,17 +78,17 @@ class Format(FormatSpec):
 
     @abstractmethod
     def read(self, reader: RecordReader) -> Iterator[Record | BadRecord]:
-        """Yield the records of a span in order, and a `BadRecord` for whatever is malformed."""
+        """Yield the records of the reader's span in order, and a `BadRecord` for each malformed one."""
         raise NotImplementedError
 
 
 def _has_chats(path: str) -> bool:
-    """Return whether a path is a folder of token shards that say which tokens are labels."""
+    """Return whether a path is a folder of token shards in which only some tokens count in the loss."""
     return manifest_of(path).get("counted") is not None
 
 
 def completions_in_manifest(manifest: Mapping[str, Any]) -> int:
-    """Return `completions_per_prompt` of token shards, which older manifests call "answers"."""
+    """Return `completions_per_prompt` in a manifest of token shards, which older manifests call "answers"."""
     return manifest.get("completions_per_prompt", manifest.get("answers", 1))
 
 

@@ -72,7 +72,7 @@ def _depth_message(where: str) -> str:
 
 
 def _count_values(line: bytes) -> int:
-    """Return about how many values a line has, by its commas and brackets; stops counting above MAX_VALUES."""
+    """Return about how many JSON values a line has, by its commas and brackets; stops counting above MAX_VALUES."""
     plain, values, inside = line.replace(b"\\\\", b"").replace(b'\\"', b""), 0, False
     for start in range(0, len(plain), MIB):
         sections = plain[start : start + MIB].split(b'"')

@@ -68,9 +68,14 @@ def _open_parquet(file: str) -> Any:
 
 
 def _rows_at_once(reader: RecordReader, file: Any, group: int, columns: list[str]) -> int:
-    """Return how many rows of a row group to read at a time.
+    """Return the number of rows of a row group that are read at a time.
 
     They fit in memory even if each were as long as the whole row group: with a dictionary one value can fill many rows.
+
+    Args:
+        file: the open Parquet file.
+        group: index of the row group.
+        columns: names of the columns that are read.
     """
     row_group = file.metadata.row_group(group)
     chunks = [row_group.column(n) for n in range(row_group.num_columns)]
