@@ -59,8 +59,8 @@ def test_an_all_to_all_waits_for_a_message_to_each_rank() -> None:
 
 def test_a_ring_is_as_slow_as_its_slowest_hop() -> None:
     links = Links(H100, Factors())
-    assert links.pass_on(LinkGroup(4, 2), 1e6) == links.send(2, 1e6)
-    assert links.pass_on(LinkGroup(4, 4), 1e6) == links.send(8, 1e6) > 5 * links.send(4, 1e6)
+    assert links.send_to_next(LinkGroup(4, 2), 1e6) == links.send(2, 1e6)
+    assert links.send_to_next(LinkGroup(4, 4), 1e6) == links.send(8, 1e6) > 5 * links.send(4, 1e6)
 
 
 CUT = (

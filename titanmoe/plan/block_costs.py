@@ -271,8 +271,8 @@ class BlockCosts(DispatchCosts):
     def _ring(self, group: LinkGroup, query: float, keys: float, attention: float, direction: int) -> Cost:
         """Return the cost that ring attention over cp adds to attention's own: messages, copies and launches.
 
-        Keys and values pass from rank to rank. In backward their gradients pass too, in float32, and once more than
-        they, to reach the rank that owns them. Messages hide behind the attention of other shards.
+        Keys and values pass from rank to rank. In backward their gradients pass too, in float32 and one step further,
+        to reach the rank that owns them. Messages hide behind the attention of other shards.
 
         Args:
             group: the ranks of cp.
@@ -282,11 +282,11 @@ class BlockCosts(DispatchCosts):
             direction: 0 forward, 1 backward.
         """
         passes = group.size - 1
-        message_seconds = passes * self.links.pass_on(group, keys * self.w)
+        message_seconds = passes * self.links.send_to_next(group, keys * self.w)
         if not self.stack.merges_ring:
             return Cost(cp=self.links.exposed(message_seconds * (1 + direction), attention * passes / group.size))
         if direction:
-            message_seconds += group.size * self.links.pass_on(group, keys * max(self.w, 4))
+            message_seconds += group.size * self.links.send_to_next(group, keys * max(self.w, 4))
         element_bytes = sum(
             elements * (fixed + passes * per_piece)
             for elements, (fixed, per_piece) in zip((query, keys), RING[direction], strict=True)

@@ -111,7 +111,7 @@ class DispatchCosts:
     """Bytes of a number in the compute dtype."""
 
     def move_seconds(self, count: float) -> float:
-        """Return the seconds to move `count` bytes of 16-bit numbers, scaled to the compute dtype."""
+        """Return the seconds to move `count` bytes of 16-bit numbers in device memory, scaled to the compute dtype."""
         return count * self.stack.memory * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def routed_message_seconds(

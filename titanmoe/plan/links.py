@@ -123,7 +123,7 @@ class Links:
             return self.network_latency + size / self.network
         return self.link_latency + size / self.link
 
-    def pass_on(self, group: LinkGroup, size: float) -> float:
+    def send_to_next(self, group: LinkGroup, size: float) -> float:
         """Return the seconds in which each rank of a ring sends `size` bytes to the next.
 
         If the ring crosses domains, they are those of a message between domains.

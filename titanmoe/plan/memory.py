@@ -354,7 +354,15 @@ def _loads(s: Widths, rank: int, stages: int) -> list[BackwardLoad]:
 
 
 def _head(s: Widths, add_candidate, resharded: bool, pipelined: bool, reduced: int) -> None:
-    """Add the moments of the head and the loss by calls of `add_candidate(name, component=bytes, ...)`."""
+    """Add the moments of the head and the loss as candidates for the memory peak.
+
+    Args:
+        s: sizes of the recipe under the mapping.
+        add_candidate: called with the name of a moment, and bytes by component as keywords.
+        resharded: whether weights are freed between uses.
+        pipelined: whether there is a pipeline.
+        reduced: bytes of a gradient while it is reduced.
+    """
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
     unit, V = s.sizes.head, s.model.vocab_size // s.fold.tp
     requested = s.config.training.loss_chunks

@@ -38,7 +38,7 @@ class ScheduleCost(NamedTuple):
 
 
 def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
-    """Return each rank's cells of a schedule's table, in time order, from torch's class."""
+    """Return each rank's cells of a pipeline schedule's table, in time order. Needs no process groups."""
     if schedule in SINGLE:
         return single_order(schedule, pp, microbatches)
     from torch.distributed.pipelining import schedules as torch_schedules
@@ -92,14 +92,17 @@ def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: in
         return ScheduleCost((pp - 1) / v, tuple(min(microbatches * v, n) for n in in_flight))
     if schedule == "DualPipeV" and microbatches >= 2 * pp:
         return ScheduleCost((pp - 1) / 3, (2 * pp,) * (pp - 1) + (2 * pp + 1,))
-    m = _enough(schedule, pp, microbatches)
+    m = _equivalent_microbatches(schedule, pp, microbatches)
     rows = schedule_rows(schedule, pp, stages_per_rank, m)
     share = bubble(rows, pp * stages_per_rank)
     return ScheduleCost(share / (1 - share) * m, tuple(_in_flight(row) for row in rows))
 
 
-def _enough(schedule: str, pp: int, microbatches: int) -> int:
-    """Return the least number of microbatches whose table has the same idle time and as many microbatches in flight."""
+def _equivalent_microbatches(schedule: str, pp: int, microbatches: int) -> int:
+    """Return a number of microbatches, at most the given one, with the same idle time and as many in flight at once.
+
+    A table of fewer microbatches is faster to make.
+    """
     if SCHEDULES[schedule].v_shape:
         return min(microbatches, ROUNDS * pp + 1)
     return min(microbatches, ROUNDS * pp) if schedule == "1F1B" or microbatches % pp == 0 else microbatches
@@ -117,7 +120,7 @@ def backward_loads(schedule: str, pp: int, stages_per_rank: int, microbatches: i
         loads = BackwardLoad((2 * pp - 1 - rank, 1 + rank), (True, True)), BackwardLoad((2 * pp - rank, rank), begun)
         return sorted(loads + (BackwardLoad((pp + 1, pp), (False, False)),) * (rank == pp - 1))
     if schedule not in ALL_AHEAD:
-        m = _enough(schedule, pp, m)
+        m = _equivalent_microbatches(schedule, pp, m)
     if schedule == "Interleaved1F1B" and m % pp == 0:
         return largest_loads(interleaved_row(pp, v, m, rank))
     return largest_loads(schedule_rows(schedule, pp, v, m)[rank])

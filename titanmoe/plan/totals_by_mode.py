@@ -99,10 +99,15 @@ def _moe_layers(costs: BlockCosts) -> dict[float, int]:
 
 
 def seconds_in_halves(config: Config, costs: BlockCosts, dispatcher: str, fold: Fold) -> SecondsByMode:
-    """Return the seconds of a microbatch whose blocks split it into halves, by mode of recomputation; inf if illegal.
+    """Return the seconds of a microbatch whose blocks split it into halves, by mode of recomputation.
+
+    They are infinite where halves are illegal, or where no routed token leaves its rank.
 
     Args:
         config: the config that `costs` was made with; its microbatch may differ.
+        costs: prices of the model's blocks.
+        dispatcher: name of the dispatcher.
+        fold: the degrees.
     """
     if fold.ep * fold.etp == 1 or any(halves_violations(config, DISPATCHERS.look_up(dispatcher))):
         return (inf,) * len(MODES)

@@ -25,7 +25,7 @@ from titanmoe.rehearse.shape_cache import Shapes
 
 
 class _Dispatching(threading.local):
-    """The MoE dispatch that a thread is in: layer, microbatch and half; -1 outside of any."""
+    """The MoE dispatch that a thread is in or was in last: layer, microbatch and half; -1 before the first."""
 
     microbatch = layer = -1
     exchange: IntegerMessages | None = None
