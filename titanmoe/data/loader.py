@@ -303,7 +303,7 @@ class Loader:
 
     @property
     def _packing(self) -> str:
-        """The packing options that samples depend on, as text for the saved state and the header."""
+        """The packing options that samples depend on, as text for the saved state and the log's header."""
         long_chats = f', long_chats = "{self.options.long_chats}"'
         has_long_chats = any(isinstance(s.packer, ChatPacker) and len(s.packer.long_L) for s in self.mix.sources)
         return self.options.packing + ", prefixes shared" * self.options.share_prefixes + long_chats * has_long_chats

@@ -147,7 +147,7 @@ class StreamPacker:
 
     @property
     def note(self) -> str:
-        """Line for the header about chats that windows truncate; "" if every token is a label."""
+        """Line for the log's header about chats that windows truncate; "" if every token is a label."""
         if not is_masked(self.documents):
             return ""
         return (

@@ -47,7 +47,7 @@ class ChatPacker(BestFitPacker):
 
     @property
     def note(self) -> str:
-        """Line for the header about chats longer than seq_len; "" if there are none."""
+        """Line for the log's header about chats longer than seq_len; "" if there are none."""
         if not (long := len(self.long_L)):
             return ""
         out, lost = int((self.keep_L == 0).sum()), self.num_lost_positions / self.all_pairs

@@ -46,7 +46,7 @@ class PreferencePacker(BestFitPacker):
 
     @property
     def note(self) -> str:
-        """Line for the header about pairs that were truncated or left out; "" if there are none."""
+        """Line for the log's header about pairs that were truncated or left out; "" if there are none."""
         changes = [f"{self.num_left_out:,} left out, whose prompt leaves no room for a completion"] * (
             self.num_left_out > 0
         )

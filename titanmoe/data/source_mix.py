@@ -119,7 +119,7 @@ class SourceMix:
         return [next(lengths[sample.source]) if sample else np.zeros(0, np.int64) for sample in samples]
 
     def truncation_rows(self) -> dict[str, str]:
-        """Return lines for the header about pairs and chats that are truncated or left out, by title."""
+        """Return lines for the log's header about pairs and chats that are truncated or left out, by title."""
         rows: dict[str, str] = {}
         for packer in (source.packer for source in self.sources):
             if line := getattr(packer, "note", ""):

@@ -138,7 +138,7 @@ class Pricer(BlockCosts):
         return stage_counts
 
     def weights(self, config: Config, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float, float]:
-        """Return the seconds of the messages of a block's weights, as (gather, reduce, last).
+        """Return the seconds of the messages of a block's weights and gradients, as (gather, reduce, last).
 
         `gather` is one gather of the weights, `reduce` one reduction of the gradients, and `last` the sum, once a step,
         of the gradients of experts outside FSDP over their replicas.

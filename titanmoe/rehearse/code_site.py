@@ -96,7 +96,10 @@ class CodeSites(Observer):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Follow regions, and store code sites on autograd's nodes, within this context."""
+        """Track regions of code, and store each operation's code site on its autograd node, within this context.
+
+        Backward then finds the line of forward that an operation belongs to.
+        """
         with ExitStack() as stack:
             stack.enter_context(listening(self))
             stack.enter_context(replaced(traceback, "format_stack", self._format_site))

@@ -397,7 +397,7 @@ class _Simulation:
             yield from (rank for rank in (key[-2:] if key[0] == "pair" else call.comm.members) if rank not in present)
 
     def _advance(self, state: _Rank, runnable: deque[_Rank]) -> None:
-        """Run a rank until it is blocked, and append the ranks that it unblocks to `runnable`."""
+        """Run one simulated rank until it is blocked, and append the ranks that it unblocks to `runnable`."""
         events, messages = state.program.log.events, state.program.log.messages
         progressed = True
         while progressed:
