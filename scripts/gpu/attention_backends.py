@@ -87,7 +87,7 @@ def run(case: Case, device: str) -> dict[str, Any]:
     def forward() -> torch.Tensor:
         if case.kernel == "flex" and device == "cuda":
             return flex_attention_over(q, k, v, mask, sinks, **layout)
-        return attend(q, k, v, mask, sinks, backend="plain", kind="allgather", placement=one, **layout)
+        return attend(q, k, v, mask, sinks, backend="plain", cp_kind="allgather", placement=one, **layout)
 
     leaves = [x for x in (q, k, v, sinks) if x is not None]
     begin, both = (median_seconds(call, device, 10) for call in both_ways(forward, leaves))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from titanmoe.data.batch import Batch
-from titanmoe.parallel.batch_slice import mask_of, shifted, take_slice
+from titanmoe.parallel.batch_slice import mask_of, mtp_ids_and_labels, take_slice
 from titanmoe.parallel.context import Placement
 from titanmoe.tokens import IGNORE
 
@@ -22,7 +22,7 @@ def batch(labels: list[int], document: list[int] | None = None) -> Batch:
 
 
 def shifts(given: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    return shifted(given, mask_of(given).until_BL)
+    return mtp_ids_and_labels(given, mask_of(given).until_BL)
 
 
 def test_the_next_token_and_the_label_after_it() -> None:

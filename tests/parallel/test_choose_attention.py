@@ -79,7 +79,7 @@ def test_documents_that_come_nevertheless_are_refused() -> None:
     x, mask = torch.zeros(1, 4, 2, 16), mask_of(torch.zeros(1, 4))
     rest = dict(placement=Placement(2, True), masks=Masks(Placement(2, True), 0), group=Group("", 2, 0))
     with pytest.raises(ValueError, match="neither documents nor windows"):
-        attend(x, x, x, mask, backend="torch", kind="ring", **rest)
+        attend(x, x, x, mask, backend="torch", cp_kind="ring", **rest)
 
 
 @pytest.mark.parametrize("chosen", ["flex", "ring"])
@@ -89,7 +89,8 @@ def test_what_is_chosen_runs(chosen: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(room, "torch_ring_attention", lambda *given, placement, group: "ring")
     x, masks = torch.zeros(1, 4, 2, 16), Masks(Placement(1, False), 0)
     assert (
-        attend(x, x, x, backend="auto", kind="ring", placement=masks.placement, masks=masks, group=NO_GROUP) == chosen
+        attend(x, x, x, backend="auto", cp_kind="ring", placement=masks.placement, masks=masks, group=NO_GROUP)
+        == chosen
     )
 
 
@@ -101,7 +102,7 @@ def test_narrow_heads_do_not_go_to_flex_on_gpus(
     monkeypatch.setattr(room, "_plain", lambda *given, **layout: "plain")
     q, k, v, masks = *(torch.zeros(1, 4, 2, w) for w in (width, width, value)), Masks(Placement(1, False), 0)
     with imitate(Hardware("cuda", (9, 0))):
-        how = dict(backend="auto", kind="ring", placement=masks.placement, masks=masks, group=NO_GROUP)
+        how = dict(backend="auto", cp_kind="ring", placement=masks.placement, masks=masks, group=NO_GROUP)
         assert attend(q, k, v, mask_of(None, 2), **how) == chosen
 
 

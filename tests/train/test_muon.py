@@ -104,7 +104,7 @@ def test_units_of_latents_heads_and_stacks() -> None:
 
 
 def test_rows_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupedQuery, "rows", lambda self, model: {"wq.weight": MatrixRows((3, 4))})
+    monkeypatch.setattr(GroupedQuery, "matrix_rows", lambda self, model: {"wq.weight": MatrixRows((3, 4))})
     with pytest.raises(ConfigError, match=r"layers.0.attention.wq.weight has 32 rows, and matrices of 3 \+ 4 rows"):
         parity.read(MUON, 1)
 

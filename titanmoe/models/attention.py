@@ -42,7 +42,15 @@ def causal_attention(
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks_H: Tensor | None = None) -> Tensor:
-    """Return attention as `causal_attention` does, for tensors with heads before positions, (B, H, S, h)."""
+    """Return attention over full sequences on one rank, by torch's kernel or, with sinks, by plain operations.
+
+    Args:
+        q: queries (B, H, S, h).
+        k: keys (B, G, S, h); query head i uses key head i // (H / G).
+        v: values, shaped like keys.
+        mask: which positions see each other.
+        sinks_H: logit of one more key of each head, whose value is zero.
+    """
     grouped, all_places = q.shape[1] != k.shape[1], slice(0, q.shape[2])
     causal = mask.until_BL is None and not mask.window
     if sinks_H is None and causal:
@@ -82,9 +90,9 @@ class Attention(nn.Module):
 
     @property
     def key_rows(self) -> slice | None:
-        """Rows of the key and value weights that compute this rank's one key head, where tp exceeds the key heads.
+        """Slice of rows of the key and value weights that this rank uses where tp exceeds the number of key heads.
 
-        All ranks have the full weights then. None where tp shards them.
+        All ranks have the full weights then, and the slice is one key head. None where tp shards the weights.
         """
         if self.tp.size <= self.key_heads:
             return None

@@ -21,14 +21,27 @@ from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 from titanmoe.tokens import IGNORE
 
 
-def _places(row_TK: Tensor, begin: int, logits_Tv: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the candidates' columns in a slice of logits, and which candidates are in the slice."""
+def _candidate_columns(row_TK: Tensor, begin: int, logits_Tv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the column of each candidate in a slice of logits, (T, K), and whether the candidate is in the slice.
+
+    Args:
+        row_TK: row of each candidate in this rank's vocabulary; -1 if it is not there.
+        begin: index of the slice's first column in this rank's vocabulary.
+        logits_Tv: the slice.
+    """
     place_TK = (row_TK - begin).clamp(0, logits_Tv.shape[1] - 1)
     return place_TK, place_TK == row_TK - begin
 
 
-def _rest(logits_Tv: Tensor, place_TK: Tensor, within_TK: Tensor, temperature: float) -> Tensor:
-    """Return the logits divided by the temperature, with candidates' logits -inf."""
+def _without_candidates(logits_Tv: Tensor, place_TK: Tensor, within_TK: Tensor, temperature: float) -> Tensor:
+    """Return a slice of logits divided by the temperature, with -inf in place of the candidates' logits.
+
+    Args:
+        logits_Tv: the slice.
+        place_TK: column of each candidate in the slice.
+        within_TK: whether the candidate is in the slice.
+        temperature: divides the logits.
+    """
     removed_TK = torch.zeros_like(place_TK, dtype=logits_Tv.dtype).masked_fill_(within_TK, -torch.inf)
     return (logits_Tv / temperature).scatter_add_(1, place_TK, removed_TK)
 
@@ -53,9 +66,9 @@ class _CandidateLogProbs(torch.autograd.Function):
         begin = 0
         for weight_vD in slices(weight_VD, chunks):
             logits_Tv = promote(x_TD @ weight_vD.t())
-            place_TK, within_TK = _places(row_TK, begin, logits_Tv)
+            place_TK, within_TK = _candidate_columns(row_TK, begin, logits_Tv)
             logit_TK += logits_Tv.gather(1, place_TK).where(within_TK, 0)
-            both = logits_Tv, _rest(logits_Tv, place_TK, within_TK, temperature)
+            both = logits_Tv, _without_candidates(logits_Tv, place_TK, within_TK, temperature)
             for logits, top_T, total_T, label_logit_T in zip(both, top_2T, total_2T, label_logit_2T, strict=True):
                 accumulate_slice(logits, row_T, begin, top_T, total_T, label_logit_T)
             begin += weight_vD.shape[0]
@@ -86,8 +99,8 @@ class _CandidateLogProbs(torch.autograd.Function):
         for weight_vD in slices(weight_VD, ctx.chunks):
             end = begin + weight_vD.shape[0]
             logits_Tv = promote(x_TD @ weight_vD.t())
-            place_TK, within_TK = _places(row_TK, begin, logits_Tv)
-            grad_Tv = _rest(logits_Tv, place_TK, within_TK, ctx.temperature)
+            place_TK, within_TK = _candidate_columns(row_TK, begin, logits_Tv)
+            grad_Tv = _without_candidates(logits_Tv, place_TK, within_TK, ctx.temperature)
             grad_Tv.sub_(log_rest_T.unsqueeze(1)).exp_().mul_(grad_rest_T.unsqueeze(1))
             grad_Tv.scatter_add_(1, place_TK, grad_TK.where(within_TK, 0)).div_(ctx.temperature)
             grad_Tv += slice_backward(logits_Tv, row_T, begin, log_total_T, scale_T)
@@ -122,9 +135,12 @@ def candidate_log_probs(
 
 
 def _keep_largest(a_Tn: Tensor, rest_T: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the largest values, their columns, and the log-sum-exp of rest_T and all other values.
+    """Return the `count` largest values of each token, their columns, and the log-sum-exp of all other values.
 
-    `a_Tn` is overwritten.
+    Args:
+        a_Tn: the values, which are overwritten.
+        rest_T: log-sum-exp of values that were left out before, which the returned one includes.
+        count: number of values to keep.
     """
     top_TK, place_TK = a_Tn.topk(count, 1)
     return top_TK, place_TK, torch.logaddexp(rest_T, a_Tn.scatter_(1, place_TK, -torch.inf).logsumexp(1))
@@ -142,7 +158,7 @@ def top_k_log_probs(
     Args:
         x_TD: normed hidden states.
         weight_VD: this rank's shard of the head's weight.
-        count: k.
+        count: number k of ids for each token.
         tp: the ranks that shard the vocabulary.
         chunks: largest number of slices that this rank's vocabulary is split into.
         temperature: divides the logits.

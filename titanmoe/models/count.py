@@ -68,7 +68,7 @@ class Parameters:
 
     @property
     def active(self) -> int:
-        """Parameters that one token uses."""
+        """Parameters that one token uses: all but the routed experts that it is not sent to."""
         return self.total - self.experts + self.active_experts
 
 
@@ -96,7 +96,10 @@ def parameters(model: Model) -> Parameters:
 
 
 def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
-    """Return the forward FLOPs per token of each layer, and of everything after the layers, for pipeline stages."""
+    """Return the forward FLOPs per token of each layer, as a list, and of all that follows the layers, as one number.
+
+    After the layers come multi-token prediction and the head. Pipeline stages are balanced by these numbers.
+    """
     dense = 2 * 3 * model.dim * model.dense_hidden
     experts = 2 * model.dim * (model.num_experts + 3 * (model.top_k * model.expert_hidden + model.shared_hidden))
     blocks = [
@@ -132,20 +135,25 @@ def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) ->
 
 
 class TrainingWork(NamedTuple):
-    """FLOPs of forward and backward, for samples whose tokens see different numbers of positions."""
+    """FLOPs of forward and backward of all blocks, for samples whose tokens see different numbers of positions."""
 
     per_token: float = 0.0
-    """FLOPs of a token apart from scores and weighted values."""
+    """FLOPs of a token without scores and weighted values."""
     per_pair: Mapping[int, float] = MappingProxyType({})
-    """FLOPs of a position and one that it sees, by window (0: none), summed over the blocks with that window."""
+    """FLOPs of one (query, key) pair of positions, summed over blocks, by width of the block's window (0: none)."""
 
 
 NO_WORK = TrainingWork()
-"""The work of something that is not counted."""
+"""The work of a model whose FLOPs are not counted."""
 
 
 def training_work(model: Model, tuning: Tuning) -> TrainingWork:
-    """Return the FLOPs to train a model, per token and per pair of positions that see each other."""
+    """Return the FLOPs of forward and backward, per token and per (query, key) pair of positions.
+
+    Args:
+        model: the recipe's [model].
+        tuning: which parameters are trained.
+    """
     blocks, ends = training_flops(model, 1, tuning)
     per_token, per_pair = float(sum(ends)), {}
     for layer, (mixer, block) in enumerate(zip(mixers(model), blocks, strict=True)):
@@ -199,10 +207,10 @@ class _Walk:
         self.tuning, self.reached = tuning, False
 
     def count(self, elements: Mapping[str, int]) -> PassFlops:
-        """Return the FLOPs of weights that have one input.
+        """Return the FLOPs of weights that multiply the same input. Later calls know whether one of them is trained.
 
         Args:
-            elements: by the weights' names, how many of their elements multiply a token.
+            elements: number of elements of each weight that multiply a token, by the weight's name.
         """
         trained = {name: not self.tuning.freezes(name) for name in elements}
         work = PassFlops(
@@ -213,9 +221,9 @@ class _Walk:
 
 
 def training_flops(model: Model, seq_len: int, tuning: Tuning) -> tuple[list[BlockFlops], PassFlops]:
-    """Return the FLOPs of a token in each block, and in all that is after the blocks.
+    """Return the FLOPs of a token in each block, as a list, and in all that lies outside blocks.
 
-    After the blocks are the head and the projection of multi-token prediction.
+    Outside blocks are the head, and norms and projection of multi-token prediction.
 
     Args:
         model: the recipe's [model].
@@ -244,7 +252,10 @@ def _block_work(model: Model, mixer: MixerSpec, layer: int, seq_len: int, walk: 
     sizes |= {weight: model.top_k * n // model.num_experts for weight, n in sizes.items() if ".experts." in weight}
 
     def step(chosen: Callable[[str], bool]) -> PassFlops:
-        """Count the chosen weights, which have one input. An adapter's B comes after its A."""
+        """Return the FLOPs of the weights for which `chosen` is true, and remove them from `sizes`.
+
+        They multiply the same input, but an adapter's B multiplies the output of its A.
+        """
         second, first = [], []
         for weight in [weight for weight in sizes if chosen(weight)]:
             (second if is_adapter(weight) and weight.endswith("B") else first).append(weight)

@@ -35,10 +35,14 @@ def promote(x: Tensor) -> Tensor:
 
 
 def use_recomputable(compute: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
-    """Return what `use` returns for the tensors that `compute` returns.
+    """Return `use(*compute())`.
 
-    A module calls it as its attribute `use_recomputable`. Selective recomputation replaces this by a function that does
-    not save the tensors, but computes them a second time in backward.
+    A module calls this function through its attribute `use_recomputable`. Selective recomputation replaces the
+    attribute by a function that does not save the tensors for backward, but calls `compute` a second time there.
+
+    Args:
+        compute: returns tensors that take little time to compute for the memory that they occupy.
+        use: gets these tensors as arguments, such as queries, keys and values, and returns the module's result.
     """
     return use(*compute())
 
@@ -69,7 +73,11 @@ class _ProductAndInput(torch.autograd.Function):
 
 
 def product_and_input(x: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return x w^T + b, and x for the next product of it: backward adds both gradients of x inside this product."""
+    """Return the pair (x w^T + b, x).
+
+    A caller that multiplies x by several weights passes the returned x to the next product. Backward then adds this
+    product's gradient of x to the next one's inside one matrix product, instead of in a pass of its own.
+    """
     if torch.compiler.is_compiling():  # the compiler adds gradients where it likes
         return F.linear(x, w, b), x
     return _ProductAndInput.apply(*(y if y is None else as_non_leaf(y) for y in (x, w, b)))
@@ -84,32 +92,44 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor, pass_on: bool = False, rows: slice | None = None) -> Any:
-        """Return the product with this rank's rows of the weight, plus bias.
+        """Return the product of x with this rank's shard of the weight, plus bias.
 
         Args:
             x: input.
-            pass_on: whether to return the input too, for the next product of it (`product_and_input`).
-            rows: rows of this rank's weight to multiply by; None for all.
+            pass_on: whether to return the pair (product, x), where x is for the next product of the same input
+                (`product_and_input`).
+            rows: the rows (outputs) of this rank's shard to multiply by; None for all.
         """
         weight, bias = local_rows(self.weight, rows), None if self.bias is None else local_rows(self.bias, rows)
         return product_and_input(x, weight, bias) if pass_on else F.linear(x, weight, bias)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """Return the product without the bias."""
+        """Return the product of x with this rank's shard of the weight, without the bias."""
         return F.linear(x, to_local(self.weight))
 
     def effective_weight(self) -> Tensor:
-        """Return the matrix that `without_bias` multiplies by, for code that multiplies by some of its rows."""
+        """Return this rank's shard of the matrix that x is multiplied by, (outputs, inputs), as a plain tensor.
+
+        For code that multiplies by some rows of it. A layer with adapters adds their product to the weight.
+        """
         return to_local(self.weight)
 
 
 def local_rows(parameter: nn.Parameter, rows: slice | None) -> Tensor:
-    """Return some rows of this rank's shard of a parameter; None for all."""
+    """Return this rank's shard of a parameter as a plain tensor; only its rows in `rows`, unless that is None."""
     return to_local(parameter) if rows is None else to_local(parameter)[rows]
 
 
 def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return initial values 0 for the elements with these indices of a parameter."""
+    """Return zeros as initial values of the elements of a parameter that have these indices.
+
+    A module's `initial` has such functions by parameter name; `materialize` calls them.
+
+    Args:
+        key: key of the random numbers, which zeros do not need.
+        index: indices of the elements in the full parameter, row-major.
+        dtype: of the values.
+    """
     return torch.zeros(index.shape, dtype=dtype, device=index.device)
 
 
@@ -147,15 +167,16 @@ class RMSNorm(nn.Module):
         return norm(x, self.factor(), self.eps)
 
     def by_triton(self, x: Tensor) -> bool:
-        """Return whether Triton's kernel computes the norm of x.
+        """Return whether the Triton kernel, and not torch, computes the norm of x.
 
-        The kernel holds a row in registers. A compiler fuses torch's operations itself.
+        The kernel holds a row of x in registers, which limits the width. Compiled code uses torch's operations, which
+        the compiler fuses.
         """
         holds = x.shape[-1] <= (4096 if x.dtype == torch.float64 else 8192)
         return holds and fused(self.kernels, x) and not torch.compiler.is_compiling()
 
     def factor(self) -> Tensor:
-        """Return the factor of normed x, in the weight's dtype: in 16 bits as coarse as an ordinary norm's weight."""
+        """Return the vector that x / rms(x) is multiplied by, in the weight's dtype: the weight, or one plus it."""
         return 1 + to_local(self.weight) if self.adds_one else to_local(self.weight)
 
 
@@ -167,13 +188,13 @@ def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def plain_norm(x: Tensor, weight_D: Tensor, eps: float, tp: Group = NO_GROUP) -> Tensor:
-    """Return x / rms(x) * weight by plain operations. Collective over tp.
+    """Return x / rms(x) * weight by plain operations in float32 at least, in x's dtype. Collective over tp.
 
     Args:
-        x: input.
-        weight_D: the weight.
+        x: input; with tp this rank's shard of the last dim.
+        weight_D: the weight of the elements of x.
         eps: added to the mean square.
-        tp: the ranks that shard the width.
+        tp: the ranks that shard the last dim, over which the mean square is averaged.
     """
     wide = promote(x)
     mean_square = wide.square().mean(-1, keepdim=True)
@@ -191,8 +212,8 @@ class SplitRMSNorm(RMSNorm):
         Args:
             x: this rank's shard of the width.
             tp: the ranks that shard it.
-            rows: elements of this rank's weight that belong to x; None for all. A head that several ranks have counts
-                several times in the mean square, as every other head does.
+            rows: slice of this rank's weight that belongs to x; None for the full weight. A head that several ranks
+                have counts several times in the mean square, as every other head does.
         """
         if tp.size == 1 and self.by_triton(x):
             return super().forward(x)
@@ -219,7 +240,7 @@ class FeedForward(nn.Module):
         return reduce_scatter_autograd(self.down(gate_BSF, self.w3(x_BSD)), 1, self.tp)
 
     def down(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
-        """Return the down projection of the activation of gate and up."""
+        """Return w2 (silu(gate) * up); with tp this rank's summand of it, because w2 is sharded by its inputs."""
         return self.w2(swiglu(gate_BSF, up_BSF))
 
 
@@ -262,12 +283,17 @@ def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch
 
 
 def yarn_mscale(model: Model, scale: float) -> float:
-    """Return YaRN's factor of attention logits for a longer context, m(s) = 1 + 0.1 s ln(factor)."""
+    """Return YaRN's m(s) = 1 + 0.1 s ln(rope_factor), by which it scales queries and keys for a longer context.
+
+    Args:
+        model: the recipe's [model].
+        scale: s, such as model.rope_mscale.
+    """
     return 1 + 0.1 * scale * math.log(model.rope_factor)
 
 
 def rope_scale(model: Model) -> float:
-    """Return the factor on cos and sin, and so on both queries and keys."""
+    """Return YaRN's factor on RoPE's cos and sin, and so on both queries and keys; 1 without YaRN."""
     if model.rope_scaling == "none":
         return 1.0
     if model.rope_mscale and model.rope_mscale_all_dim:
@@ -276,7 +302,16 @@ def rope_scale(model: Model) -> float:
 
 
 def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, (B, S, 1, h), of position * frequency; both halves of a head have the same angles."""
+    """Return cos and sin of RoPE's angles, position * frequency, each (B, S, 1, width).
+
+    Both halves of the width have the same angles. YaRN's factor is included.
+
+    Args:
+        position_BS: position of each token in its sequence or document.
+        model: the recipe's [model].
+        width: number of dims of a head that RoPE rotates.
+        dtype: the model's; the result is in float32 at least.
+    """
     wide = torch.promote_types(dtype, torch.float32)
     angle = position_BS.unsqueeze(-1).to(wide) * rope_frequencies(model, width, wide, position_BS.device)
     angle, scale = torch.cat((angle, angle), -1).unsqueeze(2), rope_scale(model)

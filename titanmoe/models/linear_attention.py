@@ -40,15 +40,20 @@ GLA_TEMPERATURE = 16
 
 
 def log_of_uniform(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return initial values: logarithms of numbers uniform in [0.01, 16).
+    """Return initial values of A_log: logarithms of random numbers that are uniform in [0.01, 16).
 
     They are computed in float64, because devices differ in the last bit of a float32 logarithm.
+
+    Args:
+        key: key of the random numbers.
+        index: indices of the elements in the full parameter, row-major; the result has this shape.
+        dtype: of the result.
     """
     return torch.log(0.01 + 15.99 * counter_rng.uniform(key, index, torch.float64)).to(dtype)
 
 
 def ones(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return initial values 1 for the elements with these indices of a parameter."""
+    """Return ones as initial values of the elements of a parameter that have these indices; `key` is not used."""
     return torch.ones(index.shape, dtype=dtype, device=index.device)
 
 
@@ -118,7 +123,14 @@ class GatedDelta(nn.Module):
 
     # A method so that generation can replace it.
     def mix(self, qkv: Sequence[Tensor], decay: Tensor, beta_RcH: Tensor | None, mask: Mask) -> Tensor:
-        """Return the recurrence's output for each value head, from projected queries, keys, values and gates."""
+        """Return the recurrence's output (R, c, H, v). Collective over cp.
+
+        Args:
+            qkv: projected queries, keys and values before the convolution, (R, c, C) each.
+            decay: logarithm of the decay.
+            beta_RcH: beta; None in gated linear attention.
+            mask: says where documents end.
+        """
         last = self.heads.conv_width - 1
         before = self.segments.inputs_before(qkv, last)
         until = None if mask.until_BL is None else self.segments.of_full(mask.until_BL, max(1, last))
@@ -127,7 +139,7 @@ class GatedDelta(nn.Module):
         )
 
     def project(self, x_RcD: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor | None]:
-        """Return queries, keys and values before the convolution, z, the logarithm of the decay, and beta."""
+        """Return ([queries, keys, values] before the convolution, z, logarithm of the decay, beta or None)."""
         qkvz = []
         for linear in (self.wq, self.wk, self.wv, self.wz):
             y_RcC, x_RcD = linear(x_RcD, pass_on=True)
@@ -135,7 +147,7 @@ class GatedDelta(nn.Module):
         return qkvz[:3], qkvz[3], *self.gates(x_RcD)
 
     def gates(self, x_RcD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logarithm of the decay, and beta; None for beta in gated linear attention."""
+        """Return the logarithm of the decay, (R, c, H) or in gated linear attention (R, c, K, k), and beta or None."""
         if self.wa is None:
             decay = -softplus(-promote(self.wg_b(self.wg_a(x_RcD)))) / GLA_TEMPERATURE
             return decay.unflatten(-1, (-1, self.heads.key_dim)), None
@@ -144,7 +156,7 @@ class GatedDelta(nn.Module):
         return -A_log.exp() * softplus(promote(self.wa(x_RcD)) + bias), promote(b_RcH).sigmoid()
 
     def convolve(self, qkv: Sequence[Tensor], before: Sequence[Tensor], until: Tensor | None) -> tuple[Tensor, ...]:
-        """Return queries, keys and values after the convolution, by head."""
+        """Return queries, keys and values after the convolution, each (R, c, heads, width of a head)."""
         taps, widths = (self.conv_q, self.conv_k, self.conv_v), (self.heads.key_dim,) * 2 + (self.heads.value_dim,)
         return tuple(
             short_convolution(x, x_before, to_local(taps), until).unflatten(-1, (-1, width))
@@ -160,7 +172,17 @@ class GatedDelta(nn.Module):
         beta_RcH: Tensor | None,
         until: Tensor | None,
     ) -> Tensor:
-        """Return the recurrence's output. Collective over cp, because a segment starts from the state before it."""
+        """Return the recurrence's output (R, c, H, v). Collective over cp: a segment begins with another's last state.
+
+        Args:
+            q_RcKk: queries after the convolution.
+            k_RcKk: keys after the convolution.
+            v_RcHv: values after the convolution.
+            decay: logarithm of the decay.
+            beta_RcH: beta; None in gated linear attention.
+            until: where the document of each position ends, also of the position in front of a segment; None if all
+                positions are in one document.
+        """
         length = q_RcKk.shape[1]
         documents = (None, None) if until is None else (until[:, -length:], until[:, -length - 1])
         chunks = gated_delta_rule.make_segment(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents, self.kernels)
@@ -168,6 +190,6 @@ class GatedDelta(nn.Module):
         return chunks.forward(before)[0]
 
     def down(self, out_RcHv: Tensor, z_RcX: Tensor) -> Tensor:
-        """Return the last projection of the normed output times SiLU(z)."""
+        """Return wo (norm(out) * SiLU(z)); with tp this rank's summand of it."""
         z, normed = (promote(x) for x in (z_RcX, self.norm(out_RcHv).flatten(2)))
         return self.wo(swiglu(z, normed).to(z_RcX.dtype))

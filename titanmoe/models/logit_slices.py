@@ -15,13 +15,13 @@ from titanmoe.models.layers import promote
 
 
 def vocabulary_rows(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
-    """Return the rows of ids in this rank's shard of the vocabulary, and which ids are in the shard.
+    """Return the row of each id in this rank's shard of the vocabulary, and a bool that tells whether it is in there.
 
-    The row is 0 for ids of other ranks.
+    The row is 0 for ids in other ranks' shards. Both have the shape of `ids`.
 
     Args:
         ids: token ids.
-        size: rows of the shard.
+        size: number of ids in the shard.
         tp: the ranks that shard the vocabulary.
     """
     row = ids - tp.rank * size
@@ -30,7 +30,7 @@ def vocabulary_rows(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
 
 
 def slices(weight_VD: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """Split a rank's vocabulary into at most `chunks` slices.
+    """Split this rank's shard of the head's weight into views of consecutive rows, at most `chunks` of them.
 
     The width of wide slices is a multiple of 128, since products on GPUs are slow if rows of logits are not aligned.
     """
@@ -50,9 +50,9 @@ def accumulate_slice(
     """Add a slice of the logits to the running sums of each token, in place.
 
     Args:
-        logits_Tv: the slice, which is overwritten.
-        row_T: row of each label in this rank's vocabulary; -1 if there is none.
-        begin: number of the slice's first column in this rank's vocabulary.
+        logits_Tv: the slice, which is overwritten if it is in float32 or wider.
+        row_T: row of each label in this rank's vocabulary. A row outside the slice has no effect.
+        begin: index of the slice's first column in this rank's vocabulary.
         top_T: largest logit so far.
         total_T: sum of exp(logit - top_T) so far.
         label_logit_T: logit of the label, added if the label is in the slice.
@@ -74,12 +74,26 @@ def accumulate_slice(
 
 
 def shift_weighted_sum(weighted_T: Tensor, total_T: Tensor, by_T: Tensor) -> Tensor:
-    """Return the sum of exp(l) * l after by_T is added to all l; by_T is -inf where nothing was summed yet."""
+    """Return the sum of exp(l) * l of each token after by_T has been added to each l.
+
+    Args:
+        weighted_T: sum of exp(l) * l before.
+        total_T: sum of exp(l) before.
+        by_T: number to add to each l of the token; -inf where nothing has been summed yet, which gives 0.
+    """
     return (torch.exp(by_T) * (weighted_T + total_T * by_T)).where(total_T > 0, 0)
 
 
 def slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> Tensor:
-    """Return the gradient of a slice's logits, which are overwritten: scale * (softmax - one-hot label)."""
+    """Return the gradient of the cross-entropy for a slice of logits: scale * (softmax - one-hot label).
+
+    Args:
+        logits_Tv: the slice, which is overwritten if it is in float32 or wider.
+        row_T: row of each label in this rank's vocabulary; -1 if the label is not there.
+        begin: index of the slice's first column in this rank's vocabulary.
+        log_total_T: log-sum-exp of all logits of a token.
+        scale_T: gradient of the loss with respect to each token's cross-entropy.
+    """
     grad_Tv = promote(logits_Tv).sub_(log_total_T.unsqueeze(1)).exp_()
     place_T = (row_T - begin).clamp(0, grad_Tv.shape[1] - 1)
     grad_Tv.scatter_add_(1, place_T.unsqueeze(1), -(place_T == row_T - begin).unsqueeze(1).to(grad_Tv.dtype))

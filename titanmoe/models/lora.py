@@ -29,7 +29,11 @@ from titanmoe.ops import counter_rng
 
 
 def add_adapters(model: Transformer, config: Config) -> None:
-    """Give a model the adapters that the recipe asks for. It is on meta and not sharded yet."""
+    """Add the adapters that the recipe asks for to a model, in place, while it is on meta and not sharded yet.
+
+    Raises:
+        ConfigError: if lora.targets chooses the matrix of a module that cannot have adapters.
+    """
     tuning = Tuning.of(config)
     for name, parameter in list(model.named_parameters()):
         if not (rank := tuning.rank_of(name)):
@@ -58,13 +62,20 @@ def _adapted_kind(name: str, module: nn.Module) -> type[nn.Module]:
 
 
 def normal(key: int, index: Tensor, dtype: torch.dtype, inputs: int) -> Tensor:
-    """Return initial values of A, with the variance of PEFT's."""
+    """Return normal random numbers as initial values of an adapter's A, with the variance 1 / (3 inputs) of PEFT's.
+
+    Args:
+        key: key of the random numbers.
+        index: indices of the elements in the full parameter, row-major; the result has this shape.
+        dtype: of the result.
+        inputs: width of the adapter's input.
+    """
     return counter_rng.normal(key, index, dtype) * (1 / math.sqrt(3 * inputs))
 
 
 @contextmanager
 def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Switch the adapters of the models off within this context."""
+    """Switch the adapters of the models off within this context, so that the models compute as without them."""
     modules = [module for model in models for module in model.modules()]
     scales = {m: m.adapters_scale for m in modules if isinstance(m, AdaptedLinear | AdaptedExperts)}
     try:
@@ -83,18 +94,24 @@ class AdaptedLinear(Linear):
     """alpha / r, the factor of the adapters' product."""
 
     def forward(self, x: Tensor, pass_on: bool = False, rows: slice | None = None) -> Any:
-        """Return the product plus the adapters' own; arguments as in `Linear.forward`."""
+        """Return W x + alpha / r * B A x, plus bias, from this rank's shards.
+
+        Args:
+            x: input.
+            pass_on: whether to return the pair (result, x), where x is for the next product of the same input.
+            rows: the rows (outputs) of W and B to use; None for all.
+        """
         if not pass_on:
             return self.adapted(super().forward(x, rows=rows), x, rows)
         y, x = super().forward(x, pass_on=True, rows=rows)
         return self.adapted(y, x, rows), x
 
     def without_bias(self, x: Tensor) -> Tensor:
-        """Return the product plus the adapters' own, without the bias."""
+        """Return W x + alpha / r * B A x from this rank's shards, without the bias."""
         return self.adapted(super().without_bias(x), x)
 
     def effective_weight(self) -> Tensor:
-        """Return W + alpha / r * B A."""
+        """Return this rank's shard of W + alpha / r * B A, as a plain tensor."""
         return super().effective_weight() + self.adapters_scale * to_local(self.lora_B) @ to_local(self.lora_A)
 
     def adapted(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
@@ -109,9 +126,9 @@ class AdaptedExperts(Experts):
     """alpha / r, the factor of the adapters' product."""
 
     def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
-        """Return gate and up of the routed tokens, adapters included."""
+        """Return gate and up projections of the routed tokens x, adapters included."""
         weights = self.hidden_weights()
-        pairs = {name: self.pair(name, products) for name in weights if hasattr(self, f"{name}_lora_A")}
+        pairs = {name: self.adapter_pair(name, products) for name in weights if hasattr(self, f"{name}_lora_A")}
         outputs = products.up(x_RD, *weights.values(), *(a for a, _ in pairs.values()))
         hidden, narrow = outputs[: len(weights)], list(outputs[len(weights) :])
         for name, y_RF in zip(weights, hidden, strict=True):
@@ -120,18 +137,24 @@ class AdaptedExperts(Experts):
         return hidden
 
     def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
-        """Return the down projection of the routed tokens, adapters included."""
+        """Return the down projection of the routed tokens, adapters included.
+
+        Args:
+            products: computes products of routed tokens with their experts' matrices.
+            hidden: gate and up of the routed tokens.
+            weight_R1: routing weight of each routed token.
+        """
         if not hasattr(self, "w2_lora_A"):
             return super().down(products, hidden, weight_R1)
-        a, b = self.pair("w2", products)
+        a, b = self.adapter_pair("w2", products)
         y_RD, narrow_Rr = products.down(hidden, weight_R1, to_local(self.w2), a)
         y_RD += products.up(self.adapters_scale * narrow_Rr, b)[0]
         return y_RD
 
-    def pair(self, name: str, products: ExpertProducts) -> tuple[Tensor, Tensor]:
-        """Return A and B of a matrix, padded with zeros for torch's grouped product.
+    def adapter_pair(self, name: str, products: ExpertProducts) -> tuple[Tensor, Tensor]:
+        """Return this rank's shards of the adapter's A and B of a matrix, such as "w1".
 
-        That product needs a rank that is a multiple of 16 bytes.
+        For torch's grouped product they are padded with zeros to a rank that is a multiple of 16 bytes.
         """
         a, b = (to_local(getattr(self, adapter)) for adapter in adapter_names(name))
         missing = -a.shape[1] % (16 // a.element_size()) if products.grouped else 0

@@ -26,12 +26,15 @@ MATRICES = ("w1", "w2", "w3")
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter is an adapter's A or B."""
+    """Return whether the parameter with this name is an adapter's A or B."""
     return ADAPTER in name
 
 
 def is_adaptable(name: str) -> bool:
-    """Return whether a parameter is a matrix that may have adapters: attention's, a dense network's or experts'."""
+    """Return whether the parameter with this name is a matrix that may have adapters.
+
+    Such are the matrices of mixers, dense networks, shared experts and routed experts.
+    """
     kind, _, leaf = name.removesuffix(".weight").rpartition(".")
     if kind.endswith(".attention"):
         return leaf.startswith("w") and name.endswith(".weight")
@@ -48,18 +51,22 @@ def adapter_names(matrix: str) -> tuple[str, str]:
 
 
 def shared_dim(adapter: str) -> int:
-    """Return the dim that A or B shares with its matrix, which is the one that is not the rank."""
+    """Return the dim of an adapter that is not the rank: the inputs of A, the outputs of B.
+
+    Args:
+        adapter: name of the A or B. Those of routed experts have the experts as dim 0.
+    """
     outputs = 1 if f"_{ADAPTER}" in adapter else 0  # experts come before
     return outputs + adapter.endswith("A")
 
 
 def adapter_splits(matrix: str, split: Split, rank: int) -> dict[str, Split]:
-    """Return shape and sharded dim of a matrix's A and B, by name.
+    """Return the full shape and the sharded dim of a matrix's A and B, by name.
 
     Args:
         matrix: name of the matrix.
-        split: the matrix's own: (outputs, inputs) or with the experts before these.
-        rank: of the adapters.
+        split: shape of the matrix, (outputs, inputs) or (experts, outputs, inputs), and the dim that tp or etp shards.
+        rank: rank of the adapters.
     """
     (*experts, outputs, inputs), dim = split
     shapes = (*experts, rank, inputs), (*experts, outputs, rank)
@@ -71,7 +78,7 @@ def adapter_splits(matrix: str, split: Split, rank: int) -> dict[str, Split]:
 
 
 def without_rank(config: Config) -> Iterator[Violation]:
-    """Refuse options of adapters where there are none."""
+    """Yield a Violation for each option of adapters that a recipe with lora.rank = 0 sets."""
     for name in ("targets", "experts_rank", "alpha"):
         if (value := getattr(config.lora, name)) != getattr(LoRA(), name):
             yield Violation(
@@ -88,7 +95,7 @@ def without_rank(config: Config) -> Iterator[Violation]:
 
 
 def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
-    """Refuse options that adapters exclude, and ranks that are too high.
+    """Yield a Violation for each option that adapters exclude, and for a rank that is too high.
 
     Args:
         config: the recipe.
@@ -113,7 +120,7 @@ def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) 
 
 
 def _high_rank(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
-    """Refuse a rank that is above that of every matrix which has such adapters."""
+    """Yield a Violation if lora.rank or lora.experts_rank exceeds the smaller side of every matrix that it adapts."""
     for field, rank, of_experts in (
         ("lora.rank", tuning.rank, False),
         ("lora.experts_rank", tuning.experts_rank, True),

@@ -19,7 +19,7 @@ from titanmoe.models.mixers.mixer_spec import MatrixRows, Shape
 ROUND = 1 << 26
 """Largest number of elements of a rank's shards that are exchanged at once, unless a single weight has more."""
 Span = tuple[int, int]
-"""First row of a range, and the row after its last."""
+"""A range of rows of a parameter: its first row, and the row after its last."""
 
 
 class Matrix(NamedTuple):
@@ -39,11 +39,11 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(shape: Shape, rows: MatrixRows, by_head: bool) -> list[Matrix]:
-    """Return the matrices of a parameter.
+    """Return the matrices that a parameter consists of, in order.
 
     Args:
-        shape: of the parameter.
-        rows: how its rows are divided into matrices.
+        shape: full shape of the parameter: (rows, columns), or (experts, rows, columns).
+        rows: how the parameter's rows are divided into matrices.
         by_head: whether each head is a matrix of its own.
     """
     if len(shape) == 3:
@@ -61,10 +61,10 @@ def matrices_of(shape: Shape, rows: MatrixRows, by_head: bool) -> list[Matrix]:
 
 
 def matrix_parameters(model: Model, router: bool) -> dict[str, tuple[Shape, MatrixRows]]:
-    """Return the parameters that are matrices to an optimizer, by their names in checkpoints: shape and rows of each.
+    """Return full shape and division of the rows of each parameter that an optimizer such as Muon takes as matrices.
 
-    They are the projections of attention, of dense networks and of experts. Embeddings, the head, norms, biases and
-    gates are not.
+    Keys are the names of parameters in checkpoints. The parameters are the projections of attention, of dense networks
+    and of experts. Embeddings, the head, norms, biases and gates are not among them.
 
     Args:
         model: the recipe's [model].
@@ -74,7 +74,7 @@ def matrix_parameters(model: Model, router: bool) -> dict[str, tuple[Shape, Matr
     for layer, mixer in enumerate(mixers(model)):
         block, experts = tensors.block_name(model, layer), has_experts(model, layer)
         splits = tensors.block_splits(model, mixer, experts)
-        rows = {f"attention.{name}": value for name, value in mixer.rows(model).items()}
+        rows = {f"attention.{name}": value for name, value in mixer.matrix_rows(model).items()}
         rows |= {name: full for name in splits if name.startswith(("ffn.w", "moe.shared.w"))}
         shapes = {name: shape for name, (shape, _) in splits.items()}
         if experts:
@@ -88,7 +88,14 @@ def matrix_parameters(model: Model, router: bool) -> dict[str, tuple[Shape, Matr
 
 
 def flops(model: Model, by_head: bool, router: bool, steps: int) -> int:
-    """Return the FLOPs of orthogonalizing every matrix of a model once, by Newton-Schulz steps."""
+    """Return the FLOPs of orthogonalizing every matrix of a model once.
+
+    Args:
+        model: the recipe's [model].
+        by_head: whether each head is a matrix of its own.
+        router: whether routers are matrices too.
+        steps: number of Newton-Schulz steps for each matrix.
+    """
     total = 0
     for shape, rows in matrix_parameters(model, router).values():
         stack = prod(shape[:-2])

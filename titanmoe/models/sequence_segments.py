@@ -29,32 +29,37 @@ class SequenceSegments(NamedTuple):
     """The segments of each sequence that this rank has. By default one rank has full sequences."""
 
     local: tuple[int, ...] = (0,)
-    """Numbers of this rank's segments in a sequence, in the order in which the rank has them."""
+    """Numbers (0 is the first in the sequence) of this rank's segments, in the order in which the rank has them."""
     order: tuple[int, ...] = (0,)
-    """Numbers of all segments, in the order that concatenating the ranks' slices gives."""
+    """Numbers of all segments, in the order that concatenating the ranks' slices of a sequence gives."""
     group: Group = NO_GROUP
-    """The ranks that have a sequence."""
+    """The ranks of cp, which share each sequence."""
 
     def split(self, x_BS: Tensor) -> Tensor:
-        """Return this rank's slices of the sequences as segments, (R, c)."""
+        """Return this rank's slices of the sequences, (B, S, ...), as segments, (R, c, ...)."""
         return x_BS.unflatten(1, (len(self.local), -1)).flatten(0, 1)
 
     def join(self, x_Rc: Tensor) -> Tensor:
-        """Return segments as slices of the sequences, (B, S): the inverse of `split`."""
+        """Return segments, (R, c, ...), as this rank's slices of the sequences, (B, S, ...)."""
         return x_Rc.unflatten(0, (-1, len(self.local))).flatten(1, 2)
 
     def of_full(self, x_BL: Tensor, before: int) -> Tensor:
-        """Return this rank's segments of full sequences, each with `before` positions before it, (R, w + c).
+        """Return this rank's segments of full sequences, each with the `before` positions in front of it.
 
-        Positions before the sequence are 0. No communication.
+        The result is (R, before + c). Positions in front of the sequence are 0. No communication.
         """
         length, padded = x_BL.shape[1] // len(self.order), F.pad(x_BL, (before, 0))
         return self._stack([padded[:, n * length : (n + 1) * length + before] for n in self.local])
 
     def inputs_before(self, xs: Sequence[Tensor], count: int) -> Sequence[Tensor]:
-        """Return the last inputs before each segment, (R, w, C) for each (R, c, C). Collective over the group.
+        """Return the last inputs in front of each segment, which other ranks may have. Collective over the group.
 
-        Inputs before the sequence are 0.
+        Args:
+            xs: inputs of this rank's segments, (R, c, C) each.
+            count: number w of positions in front of a segment. Inputs in front of the sequence are 0.
+
+        Returns:
+            For each of xs the inputs (R, w, C).
         """
         widths, begin = [x.shape[-1] for x in xs], max(0, xs[0].shape[1] - count)
         ends = self._gather(torch.cat([x[:, begin:] for x in xs], -1))
@@ -62,7 +67,12 @@ class SequenceSegments(NamedTuple):
         return self._stack([padded[:, n * each : n * each + count] for n in self.local]).split(widths, -1)
 
     def states_before(self, M_RHkk: Tensor, gain_RHkv: Tensor) -> Tensor:
-        """Return the state in which each segment begins, (R, H, k, v). Collective over the group."""
+        """Return the state in which each of this rank's segments begins, (R, H, k, v). Collective over the group.
+
+        Args:
+            M_RHkk: factor of the change S -> M S + gain that each segment makes to a state S.
+            gain_RHkv: summand of that change.
+        """
         widths = [x.shape[-1] for x in (M_RHkk, gain_RHkv)]
         changes = [both.split(widths, -1) for both in self._gather(torch.cat((M_RHkk, gain_RHkv), -1))]
         # The first segment begins with 0, but every rank has to join in summing the gradients of what was gathered.
@@ -72,7 +82,7 @@ class SequenceSegments(NamedTuple):
         return self._stack([states[n] for n in self.local])
 
     def _gather(self, x_R: Tensor) -> list[Tensor]:
-        """Gather x of each segment of the sequence, in the order of the sequence."""
+        """Gather x from all ranks; return x of each segment of the sequence, (B, ...), in the sequence's order."""
         gathered = all_gather_autograd(x_R.unflatten(0, (-1, len(self.local))), 1, self.group).unbind(1)
         return [gathered[self.order.index(n)] for n in range(len(self.order))]
 

@@ -1,6 +1,7 @@
 """List the parameters of a model by name, with shape and sharding, and which of them a recipe trains. No torch here.
 
-The parallel plan, the planner and converters read the same list. A Split is a shape and the dim that tp shards.
+The parallel plan, the planner and converters read the same list. A Split is a parameter's full shape, and the dim that
+tp shards (of routed experts: etp), which is None for a replicated parameter.
 """
 
 from __future__ import annotations
@@ -19,33 +20,39 @@ from titanmoe.models.mixers.mixer_spec import MixerSpec, Shape, Split
 
 
 def swiglu(dim: int, hidden: int) -> dict[str, Split]:
-    """Return shape and tp's dim of the weights of a SwiGLU network: gate w1, up w3 and down w2."""
+    """Return the full shape, and the dim that tp shards, of the weights of a SwiGLU network: gate w1, up w3, down w2.
+
+    Args:
+        dim: width of the residual stream.
+        hidden: width between up and down.
+    """
     return {"w1.weight": ((hidden, dim), 0), "w3.weight": ((hidden, dim), 0), "w2.weight": ((dim, hidden), 1)}
 
 
-def under(prefix: str, tensors: dict[str, Split]) -> dict[str, Split]:
-    """Return the tensors with a prefix and a dot before each name."""
+def with_prefix(prefix: str, tensors: dict[str, Split]) -> dict[str, Split]:
+    """Return the dict with the prefix and a dot put before each name."""
     return {f"{prefix}.{name}": split for name, split in tensors.items()}
 
 
 def block_splits(model: Model, mixer: MixerSpec, experts: bool, tp: int = 1) -> dict[str, Split]:
-    """Return shape and tp's dim of a block's parameters, except those of its router and its experts.
+    """Return the full shape, and the dim that tp shards, of a block's parameters without its router and routed experts.
 
-    These are the parameters that FSDP shards over attention's data ranks.
+    These are the parameters that FSDP shards over attention's data ranks. Names are those within the block.
 
     Args:
         model: the recipe's [model].
-        mixer: the block's.
-        experts: whether the block has experts.
-        tp: ranks of tensor parallel; those parameters are replicated that tp does not shard with so many ranks.
+        mixer: spec of the block's mixer.
+        experts: whether the block has routed experts instead of a dense network.
+        tp: number of ranks of tensor parallel. Parameters that so many ranks cannot shard, such as keys where tp
+            exceeds the number of key heads, have the dim None.
     """
     norm: Split = ((model.dim,), None)
     tensors = {"attention_norm.weight": norm, "ffn_norm.weight": norm}
-    tensors |= under("attention", mixer.parameters(model))
+    tensors |= with_prefix("attention", mixer.parameters(model))
     if not experts:
-        tensors |= under("ffn", swiglu(model.dim, model.dense_hidden))
+        tensors |= with_prefix("ffn", swiglu(model.dim, model.dense_hidden))
     elif model.shared_hidden:
-        tensors |= under("moe.shared", swiglu(model.dim, model.shared_hidden))
+        tensors |= with_prefix("moe.shared", swiglu(model.dim, model.shared_hidden))
         tensors |= {"moe.shared.gate.weight": ((1, model.dim), None)} if model.shared_gate else {}
     for pattern, dim in family_of(model.family).plan.items():
         tensors |= {name: (shape, dim) for name, (shape, _) in tensors.items() if matches(name, (pattern,))}
@@ -54,39 +61,55 @@ def block_splits(model: Model, mixer: MixerSpec, experts: bool, tp: int = 1) -> 
 
 
 def router_splits(model: Model) -> dict[str, Split]:
-    """Return shape and dim (None) of a router's parameters, which are replicated on all ranks of a stage."""
+    """Return the shape of a router's parameters, by name within the block; the dim of each is None.
+
+    Every rank of a pipeline stage has a replica of them.
+    """
     bias: dict[str, Split] = {"moe.router.bias": ((model.num_experts,), None)} if model.router_bias else {}
     return {"moe.router.weight": ((model.num_experts, model.dim), None)} | bias
 
 
 EXPERT_SPLITS = {"w1": 1, "w3": 1, "w2": 2}
-"""Dim of the experts' matrices that etp shards: the hidden one."""
+"""Dim that etp shards, by matrix of the stacked experts: the hidden width F of (E, F, D) or (E, D, F)."""
 
 
 def expert_splits(model: Model) -> dict[str, Split]:
-    """Return shape and etp's dim of the experts' parameters; ep shards dim 0.
+    """Return the full shape, and the dim that etp shards, of the routed experts' parameters, by name within the block.
 
-    Of w2's bias etp shards the model dim, because otherwise every rank of etp would add it.
+    ep shards dim 0, the experts. Of w2's bias (E, D) etp shards the model dim D: w2's outputs are summed over etp, and
+    so each element of the bias is added by one rank alone.
     """
     experts, hidden, dim = model.num_experts, model.expert_hidden, model.dim
     shapes: dict[str, Shape] = dict.fromkeys(EXPERT_SPLITS, (experts, hidden, dim)) | {"w2": (experts, dim, hidden)}
     tensors: dict[str, Split] = {name: (shapes[name], split) for name, split in EXPERT_SPLITS.items()}
     if model.expert_linear_bias:
         tensors |= {f"{name}_bias": (shape[:2], 1) for name, shape in shapes.items()}
-    return under("moe.experts", tensors)
+    return with_prefix("moe.experts", tensors)
 
 
 def expert_data_dim(name: str) -> int:
-    """Return the dim of an experts' parameter that data ranks shard where they do not divide the number of experts.
+    """Return the dim of a stacked expert parameter that FSDP shards where edp does not divide the local experts.
 
-    It is D of w1 and w3, (E, F, D), and of w2, (E, D, F), the only width of a bias, and the dim of an adapter that is
-    not the rank.
+    It is the model dim D of w1 and w3, (E, F, D), and of w2, (E, D, F); the width of a bias, (E, width); and of an
+    adapter's A or B the dim that is neither the experts nor the rank.
+
+    Args:
+        name: name of the parameter within the experts' module, such as "w1".
     """
     return lora_spec.shared_dim(name) if lora_spec.is_adapter(name) else 2 if name in ("w1", "w3") else 1
 
 
 def layer_splits(model: Model, layer: int, mixer: MixerSpec, tuning: Tuning) -> dict[str, Split]:
-    """Return shape and sharded dim of all parameters of a block, adapters included, by name within the block."""
+    """Return the full shape, and the dim that tp (of experts: etp) shards, of all parameters of a block.
+
+    Router, experts and adapters are included. Names are those within the block.
+
+    Args:
+        model: the recipe's [model].
+        layer: number of the block.
+        mixer: spec of the block's mixer.
+        tuning: says which matrices have adapters.
+    """
     experts = has_experts(model, layer)
     tensors = block_splits(model, mixer, experts)
     if experts:
@@ -95,7 +118,13 @@ def layer_splits(model: Model, layer: int, mixer: MixerSpec, tuning: Tuning) -> 
 
 
 def edge_splits(model: Model, first: bool = True, last: bool = True) -> dict[str, Split]:
-    """Return shape and tp's dim of the parameters outside blocks: embedding, head and multi-token prediction."""
+    """Return the full shape, and the dim that tp shards, of a stage's parameters outside blocks, by name.
+
+    Args:
+        model: the recipe's [model].
+        first: whether the stage begins with the embedding.
+        last: whether the stage ends with the head, and multi-token prediction if the model has it.
+    """
     vocabulary: Split = ((model.vocab_size, model.dim), 0)
     norm: Split = ((model.dim,), None)
     tensors = {"embed.weight": vocabulary} if first else {}
@@ -107,12 +136,15 @@ def edge_splits(model: Model, first: bool = True, last: bool = True) -> dict[str
 
 
 def block_name(model: Model, layer: int) -> str:
-    """Return the name of a block's module; the block of multi-token prediction comes after the last layer."""
+    """Return the path of a block's module, such as "layers.3".
+
+    The block of multi-token prediction, "mtp.0.block", has the number after the last layer's.
+    """
     return f"layers.{layer}" if layer < model.num_layers else "mtp.0.block"
 
 
 def shapes(model: Model, tuning: Tuning | None = None) -> Iterator[tuple[str, Shape]]:
-    """Yield name and shape of all parameters, as checkpoints have them: a tied embedding and its copies are one.
+    """Yield (name, full shape) of all parameters as checkpoints store them: a tied head is not among them.
 
     Args:
         model: the recipe's [model].
@@ -135,7 +167,10 @@ def names(model: Model) -> list[str]:
 
 
 def stored_name(name: str, tied: bool) -> str:
-    """Return a parameter's name in checkpoints, where the embedding and its copies are one tensor."""
+    """Return the name under which checkpoints store a parameter.
+
+    It is the parameter's own name, but "embed.weight" for a copy of the embedding, and for the head if `tied`.
+    """
     return "embed.weight" if name == "embed_copy.weight" or (tied and name == "head.weight") else name
 
 
@@ -144,7 +179,7 @@ def stored_name(name: str, tied: bool) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether a name matches any of the patterns, as of a shell."""
+    """Return whether a name matches any of these shell patterns (`*`, `?`)."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -152,17 +187,17 @@ class Tuning(NamedTuple):
     """The choice of parameters that a recipe trains."""
 
     freeze: tuple[str, ...] = ()
-    """Patterns of frozen parameters, without adapters."""
+    """Shell patterns of frozen parameters' names; unused with adapters, which freeze all other parameters."""
     rank: int = 0
-    """Rank of adapters; 0 without adapters."""
+    """Rank of the adapters outside routed experts; 0 if the recipe trains no adapters."""
     experts_rank: int = 0
-    """Rank of the experts' adapters."""
+    """Rank of the routed experts' adapters."""
     targets: tuple[str, ...] = ()
-    """Patterns of the matrices that have adapters."""
+    """Shell patterns of the names of matrices that have adapters."""
 
     @classmethod
     def of(cls, config: Config) -> Tuning:
-        """Return what a recipe trains."""
+        """Return the choice that a recipe makes by training.freeze and [lora]."""
         lora = config.lora
         if not lora.rank:
             return cls(tuple(config.training.freeze))
@@ -175,17 +210,25 @@ class Tuning(NamedTuple):
         return not self.freeze and not self.rank
 
     def freezes(self, name: str) -> bool:
-        """Return whether a parameter is frozen, by its name in checkpoints."""
+        """Return whether the recipe freezes the parameter that has this name in checkpoints."""
         return not lora_spec.is_adapter(name) if self.rank else bool(self.freeze) and matches(name, self.freeze)
 
     def rank_of(self, name: str) -> int:
-        """Return the rank of a matrix's adapters; 0 if it has none."""
+        """Return the rank of the adapters of the matrix with this name in checkpoints; 0 if it has no adapters."""
         if not self.rank or not lora_spec.is_adaptable(name) or not matches(name, self.targets):
             return 0
         return self.experts_rank if ".experts." in name else self.rank
 
     def adapters(self, block: str, matrices: Mapping[str, Split]) -> dict[str, Split]:
-        """Return shape and sharded dim of the adapters of a block's matrices."""
+        """Return the full shape, and the sharded dim, of each adapter parameter (A or B) of a block.
+
+        Args:
+            block: path of the block, such as "layers.3".
+            matrices: shape and sharded dim of the block's parameters, by name within the block.
+
+        Returns:
+            A dict by the adapters' names within the block.
+        """
         out: dict[str, Split] = {}
         for name, split in matrices.items():
             if rank := self.rank_of(f"{block}.{name}"):
@@ -194,7 +237,7 @@ class Tuning(NamedTuple):
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Refuse patterns of frozen parameters and of adapters that contradict the model or each other."""
+    """Yield a Violation for each pattern of frozen parameters or adapters that contradicts the model or another."""
     patterns, lora, rows = config.training.freeze, config.lora, family_of(config.model.family).plan
     if rows:
         yield from unmatched("model.family", [f"*.{row}" for row in rows], dict(shapes(config.model)))
@@ -215,12 +258,12 @@ def contradictions(config: Config) -> Iterator[Violation]:
 
 
 def unmatched(field: str, patterns: Sequence[str], known: Collection[str]) -> Iterator[Violation]:
-    """Refuse patterns that match none of the known names.
+    """Yield one Violation that lists the patterns that match none of the known names; nothing if all match.
 
     Args:
-        field: the option that has the patterns.
-        patterns: as of a shell.
-        known: names of parameters.
+        field: path of the option that has the patterns, such as "training.freeze".
+        patterns: shell patterns of parameters' names.
+        known: the names that a pattern may match.
     """
     if unmatched := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]:
         layers = [name.split(".")[1] for name in known if name.startswith("layers.")]

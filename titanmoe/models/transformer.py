@@ -67,19 +67,20 @@ class Block(nn.Module):
 
     # Both are methods so that recomputation can wrap either of them.
     def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """Return the residual stream after the mixer."""
+        """Return the residual stream after the norm and the mixer. Collective over tp and cp."""
         y_BsD = self.attention_norm(x_BsD)
         with region("attention"):
             y_BsD = self.attention(y_BsD, rope, mask)
         return x_BsD + y_BsD
 
     def feed(self, x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor] | None = None) -> Tensor:
-        """Return the residual stream after the dense network or the experts.
+        """Return the residual stream after the norm and the dense network or the experts.
 
         Args:
             x_BsD: the residual stream after the mixer, of the first half of the samples if there is `attend`.
-            tokens: of all samples.
-            attend: returns the residual stream after the mixer of the second half (titanmoe.moe.halves).
+            tokens: metadata of the tokens of all samples.
+            attend: runs the mixer on the second half of the samples, and returns the residual stream after it
+                (titanmoe.moe.halves); None to take all samples at once.
         """
         if attend is not None:
             return forward_in_halves(self.moe, self.ffn_norm, x_BsD, attend, tokens)
@@ -94,7 +95,7 @@ def _backward_of(layer: int, grad: Tensor) -> None:
 
 
 class _AddGradient(torch.autograd.Function):
-    """An identity on the scores that gives the other losses the gradient of the first scores, the losses."""
+    """An identity on the scores (N, B, S) whose backward gives `other_loss_BS` the gradient of the loss, scores[0]."""
 
     @staticmethod
     def forward(ctx, scores_NBS, other_loss_BS):
@@ -135,15 +136,20 @@ class MultiToken(nn.Module):
             x_BsD: hidden states of the last layer.
             next_BsD: embeddings of the next tokens.
             rope: cos and sin.
-            tokens: what this rank knows of its tokens.
+            tokens: metadata of this rank's tokens.
         """
         both = torch.cat((self.embed_norm(next_BsD), self.hidden_norm(x_BsD)), -1)
         return self.norm(self.block(self.project(both), rope, tokens))
 
     def add_loss(self, scores_NBS: Tensor, mtp_loss_BS: Tensor, microbatch: Tensor) -> Tensor:
-        """Return the scores unchanged, so that the gradient of their losses also trains multi-token prediction.
+        """Return the scores unchanged, but let their backward train multi-token prediction with the losses' gradient.
 
-        Adds the loss to `loss_M`, in place.
+        Also writes the sum of the losses of multi-token prediction into `loss_M`.
+
+        Args:
+            scores_NBS: the head's output, of which the first is the loss.
+            mtp_loss_BS: cross-entropy of multi-token prediction at each position.
+            microbatch: index of the microbatch in the step, a scalar.
         """
         with torch.no_grad():
             self.loss_M.index_copy_(0, microbatch.view(1), mtp_loss_BS.sum().view(1).to(torch.float64))
@@ -204,7 +210,7 @@ class Transformer(nn.Module):
 
         Args:
             x: ids (B, S) on the first stage, else the previous stage's hidden states (B, s, D).
-            tokens: what this rank knows of its tokens.
+            tokens: metadata of this rank's tokens.
             labels_BS: ids to predict, IGNORE where there is none.
             candidates_BSK: ids whose log-probabilities the HeadScores have.
         """
@@ -239,10 +245,10 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
 
     def blocks(self) -> dict[int, Block]:
-        """Return the stage's blocks by number; the block of multi-token prediction comes after the last layer."""
+        """Return the stage's blocks by number: layers from 0, and after the last that of multi-token prediction."""
         blocks = {int(i): block for i, block in self.layers.items()}
         return blocks if self.mtp is None else blocks | {self.shape.num_layers: self.mtp[0].block}
 
     def moe_layers(self) -> dict[int, MoE]:
-        """Return the MoE layers by the number of their block."""
+        """Return the stage's MoE layers by the number of their block."""
         return {i: block.moe for i, block in self.blocks().items() if block.moe is not None}

@@ -105,22 +105,29 @@ wide.
 """
 
 
-def chunk_count(tokens: int, vocabulary: int, width: int, setting: int, most: int = CHUNK_BYTES) -> int:
-    """Return the number of slices of the vocabulary.
+def chunk_count(tokens: int, vocabulary: int, logit_bytes: int, setting: int, slice_bytes: int = CHUNK_BYTES) -> int:
+    """Return the number of slices of the vocabulary whose logits the loss computes one after the other.
 
     Args:
         tokens: number of tokens.
-        vocabulary: rows of this rank's vocabulary.
-        width: bytes of a logit.
-        setting: training.loss_chunks: that number; 0 for one slice, -1 for slices of at most `most` bytes.
-        most: bytes of a slice of logits.
+        vocabulary: number of ids in this rank's shard of the vocabulary.
+        logit_bytes: bytes of a logit.
+        setting: training.loss_chunks: the number of slices; 0 for one, -1 for slices of at most `slice_bytes`.
+        slice_bytes: most bytes of the logits of a slice.
     """
-    count = -(-tokens * vocabulary * width // most) if setting == -1 else setting
+    count = -(-tokens * vocabulary * logit_bytes // slice_bytes) if setting == -1 else setting
     return min(max(count, 1), vocabulary)
 
 
 def _entropy_backward(logits_Tv: Tensor, log_total_T: Tensor, entropy_T: Tensor, scale_T: Tensor) -> Tensor:
-    """Return the gradient of a slice's logits through the entropies: -p (log p + entropy) * gradient of the entropy."""
+    """Return the gradient of a slice of logits through the tokens' entropies, -p (log p + entropy) * scale.
+
+    Args:
+        logits_Tv: the slice.
+        log_total_T: log-sum-exp of all logits of a token.
+        entropy_T: entropy of each token's distribution.
+        scale_T: gradient of the loss with respect to each entropy.
+    """
     log_p_Tv = promote(logits_Tv) - log_total_T.unsqueeze(1)
     return (log_p_Tv.exp() * (log_p_Tv + entropy_T.unsqueeze(1))).mul_(-scale_T.unsqueeze(1)).to(logits_Tv.dtype)
 
@@ -198,7 +205,9 @@ def chunked_cross_entropy(
     kernels: str = "auto",
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `cross_entropy` returns, from slices of the logits. Collective over tp.
+    """Return the cross-entropy of each token, and its entropy or None, from slices of logits. Collective over tp.
+
+    Both are 0 without a label. Full logits are never in memory.
 
     Args:
         x_TD: normed hidden states.
@@ -227,14 +236,14 @@ class HeadScores(NamedTuple):
     """
 
     @classmethod
-    def of(cls, numbers_NBS: Tensor) -> HeadScores:
-        """Return the HeadScores in the head's output: the loss alone, with the entropy, or with two classes or more."""
-        return cls(*numbers_NBS) if len(numbers_NBS) < 3 else cls(numbers_NBS[0], classes_CBS=numbers_NBS[1:])
+    def of(cls, output_NBS: Tensor) -> HeadScores:
+        """Split the head's output: N = 1 is the loss, N = 2 loss and entropy, a larger N the loss and N - 1 classes."""
+        return cls(*output_NBS) if len(output_NBS) < 3 else cls(output_NBS[0], classes_CBS=output_NBS[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadOutput:
-    """The values that the head returns for each label, besides the cross-entropy."""
+    """The choice of values that the head returns for each label, besides the cross-entropy."""
 
     with_entropy: bool = False
     """Whether to return the entropy of the distribution."""
@@ -314,9 +323,15 @@ class Head(nn.Module):
         return scores_NBS, self.scores(mtp_BsD, later_BS, False)[0]
 
     def classes(self, normed_BsD: Tensor, labels_BS: Tensor, candidates_BSK: Tensor | None) -> Tensor:
-        """Return the labels' scores with log-probabilities of candidate or top-k ids. Collective over tp.
+        """Return the head's output (N, B, S) for candidate ids or, in teacher mode, top-k ids. Collective over tp.
 
-        The log-probabilities are 0 if no candidates are given, as in validation.
+        With K candidates it is the loss, then log-probabilities of the candidates and of all other ids together; these
+        are 0 if no candidates are given, as in validation. With top-k it is the K ids, then K + 1 log-probabilities.
+
+        Args:
+            normed_BsD: normed hidden states of the tokens that this rank owns.
+            labels_BS: ids to predict, IGNORE where there is none.
+            candidates_BSK: the candidate ids; None without.
         """
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         options = (self.tp, chunks, self.temperature)
@@ -333,7 +348,7 @@ class Head(nn.Module):
         return numbers_NT.unflatten(1, labels_BS.shape).clone()  # on a view, FSDP would lose its hooks
 
     def scores(self, normed_BsD: Tensor, labels_BS: Tensor, with_entropy: bool) -> Tensor:
-        """Return the labels' cross-entropy, and entropy if asked for, as (N, B, S). Collective over tp."""
+        """Return each label's cross-entropy (1, B, S), or cross-entropy and entropy (2, B, S). Collective over tp."""
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         label_T = labels_BS.flatten()
         if chunks > 1:
@@ -344,7 +359,10 @@ class Head(nn.Module):
         return torch.stack([score_T.view_as(labels_BS) for score_T in scores if score_T is not None])
 
     def _inputs(self, normed_BsD: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Gather the tokens over tp. Return them, this rank's weight, and the number of slices to split it into."""
+        """Gather the hidden states over tp. Return (hidden states (T, D), this rank's weight (V, D), slices of it).
+
+        The last is the number of slices of the vocabulary that the loss computes one after the other.
+        """
         x_TD, weight_VD = all_gather_autograd(normed_BsD, 1, self.tp).flatten(0, 1), to_local(self.weight)
         # With candidates a slice is in memory twice, the second time without the candidates.
         width = torch.promote_types(x_TD.dtype, torch.float32).itemsize * (2 if self.candidates or self.top_k else 1)

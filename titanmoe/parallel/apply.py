@@ -49,7 +49,7 @@ def make_meshes(
     """Return the process groups and meshes of a run. Collective over the world.
 
     Args:
-        fold: the degrees of both views.
+        fold: number of ranks on each axis, of attention and of experts.
         parallelism: the recipe's [parallelism].
         moe: the recipe's [moe].
         training: the recipe's [training].
@@ -78,10 +78,10 @@ def build(
 
     Args:
         config: the recipe.
-        meshes: the run's.
+        meshes: process groups and meshes of the run.
         microbatches: number of microbatches in a step.
         device: the device that this rank computes on.
-        materialize: allocates and fills a stage.
+        materialize: allocates and initialises a stage, given (stage, training.seed, device).
         flex: computes attention in place of `titanmoe.parallel.flex.flex`.
         output: what the head of the last stage returns.
     """
@@ -119,19 +119,20 @@ def make_engine(
     device: torch.device,
     in_pairs: bool = False,
 ) -> WithoutPipeline | Pipeline:
-    """Return the engine that runs forward and backward through the stages, with a pipeline or without.
+    """Return the object whose `run` runs forward and backward of a step through the stages, with or without a pipeline.
 
     Collective over the world if there is a pipeline.
 
     Args:
-        stages: this rank's.
+        stages: this rank's stages of the model, as `build` returns them.
         pipeline: the recipe's [pipeline].
         parallelism: the recipe's [parallelism].
         training: the recipe's [training].
-        meshes: the run's.
+        meshes: process groups and meshes of the run.
         microbatches: number of microbatches in a step.
         device: the device that this rank computes on.
-        in_pairs: whether the forward of one microbatch and the backward of another take turns (moe.overlap = "pairs").
+        in_pairs: whether forward of one microbatch and backward of another run interleaved on a rank, so that each
+            computes while the other's routed tokens are in flight (moe.overlap = "pairs").
     """
     summed_before = meshes.pp.size > 1 or parallelism.reduce_once
     experts = [UnshardedExperts(stage, training, meshes, summed_before) for stage in stages]

@@ -36,9 +36,10 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
 
 
 def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of each query, computed by plain operations.
+    """Return the output (B, H, c, .) and log-sum-exp (B, H, c) of each query, computed by plain operations.
 
-    There must be as many key heads as query heads.
+    There must be as many key heads as query heads. `bias` is added to the logits; with `causal` a query sees the keys
+    up to its own position.
     """
     scores = _scores(q, k, bias, causal)
     lse = scores.logsumexp(-1)
@@ -76,12 +77,15 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Literal["cu
 
 
 def _repeated(heads: int, *xs: Tensor) -> list[Tensor]:
-    """Repeat key heads until there are as many as query heads."""
+    """Return tensors (B, key heads, c, .) with each head repeated so that there are `heads`, the query heads."""
     return [x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in xs]
 
 
 def _aligned(bias: Tensor | None, heads: int) -> Tensor | None:
-    """Return the bias as the memory-efficient kernel needs it: one per head, with rows aligned to 16 bytes."""
+    """Return the bias of attention's logits with the shape and strides that torch's memory-efficient kernel needs.
+
+    It is expanded to all heads, and each row of it begins at a multiple of 8 elements. None if there is no bias.
+    """
     if bias is None:
         return None
     keys = bias.shape[-1]
@@ -124,17 +128,17 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
 
 
 def block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v through one pair of blocks.
+    """Return the gradients of q, k and v through attention of this block of queries to this block of keys.
 
     Args:
         grad: gradient of the final output.
         q: queries.
         k: keys.
         v: values.
-        bias: as in `block`.
+        bias: added to the logits, -inf where a query does not see a key; None if all pairs are seen.
         out: the final output, merged over all blocks of keys.
-        lse: the final log-sum-exp.
-        causal: as in `block`.
+        lse: the final log-sum-exp, of all keys that a query sees.
+        causal: whether a query sees the keys up to its own position in the block.
     """
     implementation = device.choose(q, _backward_on_gpu, cpu=flash_attention.block_backward, compiled=True)
     return implementation(grad, q, k, v, bias, out, lse, causal)

@@ -29,11 +29,16 @@ TORCH = "2.13"
 torch 2.11 has it in 8 bits, forward only.
 """
 CUDNN, CUDNN_OF_LATENTS = 90000, 91100
-"""The oldest cuDNN, and the oldest for queries 192 wide with values 128 wide (torch 2.13, sdp_utils.cpp)."""
+"""The oldest version of cuDNN, and the oldest for queries 192 wide with values 128 wide (torch 2.13, sdp_utils.cpp)."""
 
 
-def missing(kernel: str, query: int) -> str:
-    """Return why a kernel with queries of this width cannot run here, as text; "" if it can."""
+def missing(kernel: str, query_dim: int) -> str:
+    """Return why this machine cannot run an attention kernel, as text; "" if it can.
+
+    Args:
+        kernel: one of the values of parallelism.attention_kernel, but not "auto".
+        query_dim: width of a query and key head.
+    """
     if device.kind_of_setting("auto") != "cuda":
         return "it runs on GPUs, and there is none"
     major = device.capability()[0]
@@ -46,30 +51,32 @@ def missing(kernel: str, query: int) -> str:
         if find_spec(package.partition(".")[0]) is None or find_spec(package) is None:
             return f"the package {package} is not installed"
     if kernel == "cudnn" and not device.is_imitated():
-        version, oldest = torch.backends.cudnn.version() or 0, CUDNN_OF_LATENTS if query > 128 else CUDNN
+        version, oldest = torch.backends.cudnn.version() or 0, CUDNN_OF_LATENTS if query_dim > 128 else CUDNN
         if version < oldest:
             return f"it needs cuDNN {oldest}, and this is {version}"
     return ""
 
 
-def pick(setting: str, query: int, value: int, deterministic: bool) -> Kernel:
-    """Return the kernel for a setting: itself, or for "auto" the first preferred one that can run here.
+def pick(setting: str, query_dim: int, value_dim: int, deterministic: bool) -> Kernel:
+    """Return the attention kernel for a setting: the setting itself, or for "auto" the first in PREFERRED that can run.
 
     Args:
-        setting: parallelism.attention_kernel, already checked.
-        query: width of a query and key head.
-        value: width of a value head.
+        setting: parallelism.attention_kernel; another value than "auto" is not checked here.
+        query_dim: width of a query and key head.
+        value_dim: width of a value head.
         deterministic: whether deterministic algorithms are required.
     """
     if setting != "auto":
         return setting  # type: ignore[return-value]
     wanted = PREFERRED.get(device.capability()[0], ()) if device.kind_of_setting("auto") == "cuda" else ()
-    fit = (one for one in wanted if not kernel_refuses(one, query, value, deterministic) and not missing(one, query))
-    return next(fit, "fa2")
+    for kernel in wanted:
+        if not kernel_refuses(kernel, query_dim, value_dim, deterministic) and not missing(kernel, query_dim):
+            return kernel
+    return "fa2"
 
 
 def use(kernel: Kernel) -> None:
-    """Switch all attention of this process to a kernel, from now on."""
+    """Switch attention of all models in this process to a kernel, by torch's global settings."""
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     name = kernel.upper() if kernel in PACKAGES else None
     if not hasattr(attention, "activate_flash_attention_impl"):

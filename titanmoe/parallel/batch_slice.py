@@ -25,13 +25,13 @@ from titanmoe.tokens import IGNORE, Tokens
 
 
 class BatchSlice(NamedTuple):
-    """One rank's slice of a microbatch: ids and labels of its attention slice, and facts about its tokens."""
+    """One rank's slice of a microbatch: ids and labels of its attention slice, and metadata of its tokens."""
 
     ids_BS: Tensor
     tokens: Tokens
     labels_BS: Tensor
     extra_fields: Mapping[str, Tensor]
-    """Fields of the objective, as in Batch: per position (B, S) or (B, S, K), or per sample (B,)."""
+    """Fields that the objective reads, by name: per position (B, S) or (B, S, K), or per sample (B,)."""
 
     @property
     def candidates_BSK(self) -> Tensor | None:
@@ -40,21 +40,21 @@ class BatchSlice(NamedTuple):
 
 
 def mask_of(batch: Batch) -> Mask:
-    """Return which positions of a batch see each other: causal, and only within documents if the batch has any."""
+    """Return the attention mask of a batch: causal, and within documents (or branches of them) if the batch has any."""
     if batch.until_BS is not None:
         return spans(batch.until_BS, batch.position_BS)
     return Mask() if batch.document_BS is None else spans(ends(batch.document_BS))
 
 
-def shifted(batch: Batch, until_BS: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return for each position the id of the next token, and the label of the token after that.
+def mtp_ids_and_labels(batch: Batch, until_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return for each position the id of the next token, and the label of multi-token prediction, each (B, S).
 
-    There is no label at the end of a sample, nor where the next token starts another document or one of several
-    branches.
+    That label is the token after the next. It is IGNORE at the end of a sample, and where the next token starts another
+    document or one of several branches.
 
     Args:
         batch: full samples, before they are sharded over cp and tp.
-        until_BS: where the document of each position ends; None without documents.
+        until_BS: index of the position after the last of each position's document; None without documents.
     """
     ids, labels = batch.tokens_BS, batch.labels_BS
     beyond = labels[:, -1:].where(labels[:, -1:] != IGNORE, ids[:, -1:])
@@ -75,17 +75,17 @@ def take_slice(
     """Return this rank's slice of a microbatch, on its device. No communication.
 
     Args:
-        batch: the samples of this data rank.
+        batch: the full samples of this data rank in one microbatch.
         microbatch: index of the microbatch in the step.
-        meshes: the run's.
+        meshes: process groups and meshes of the run.
         placement: which chunks of the sequence each rank of cp has.
         device: the device that this rank computes on.
-        with_mtp: whether to include what multi-token prediction needs.
+        with_mtp: whether to include the ids and labels that multi-token prediction reads.
     """
     mask, parts = mask_of(batch), (batch.tokens_BS, batch.labels_BS, batch.valid_BS, batch.position_BS, batch.number_B)
     ids, labels, valid, position, number, following, later = (
         x if x is None else to_device(x, device)
-        for x in (*parts, *(shifted(batch, mask.until_BL) if with_mtp else (None, None)))
+        for x in (*parts, *(mtp_ids_and_labels(batch, mask.until_BL) if with_mtp else (None, None)))
     )
     samples, length = ids.shape
     place = torch.arange(length, device=device).expand(samples, length)
@@ -117,9 +117,14 @@ def take_slice(
 
 
 def check_alike(batches: list[Batch], meshes: Meshes, device: torch.device) -> None:
-    """Raise RuntimeError unless all ranks of each data index have the same samples. Collective over the world.
+    """Raise RuntimeError, on all ranks, unless the ranks of each data rank have read the same samples.
 
-    With different samples training would go on silently, on nonsense.
+    Collective over the world. With different samples training would go on silently, on nonsense.
+
+    Args:
+        batches: the microbatches that this rank has read.
+        meshes: process groups and meshes of the run.
+        device: the device that this rank computes on.
     """
     ids = torch.cat([batch.tokens_BS.flatten() for batch in batches])
     checksum = (ids * torch.arange(1, len(ids) + 1)).sum().view(1).to(device)

@@ -36,14 +36,14 @@ def attend(
     report_lse: LseCallback = None,
     *,
     backend: str,
-    kind: str,
+    cp_kind: str,
     placement: Placement,
     masks: Masks,
     group: Group,
     ring_lacks: str = "",
     flex: Callable[..., Tensor] = flex,
 ) -> Tensor:
-    """Return attention of this rank's queries to the full sequence. Collective over cp.
+    """Return attention of this rank's queries to the full sequence, (B, S, H, width of a value). Collective over cp.
 
     Args:
         q_BSHh: queries.
@@ -53,34 +53,34 @@ def attend(
         sinks_H: logit of one more key of each head, whose value is zero.
         report_lse: gets the log-sum-exp of each query that this rank computes.
         backend: parallelism.attention_backend.
-        kind: parallelism.cp_kind.
+        cp_kind: parallelism.cp_kind, "ring", "allgather" or "ulysses".
         placement: which chunks of the sequence each rank of cp has.
-        masks: makes and caches the masks of flex_attention.
+        masks: cache of the masks of flex_attention.
         group: the ranks of cp.
-        ring_lacks: what this version of torch lacks for its ring; "" if nothing.
+        ring_lacks: what this version of torch lacks for its ring attention, as text; "" if nothing.
         flex: computes attention in place of `titanmoe.parallel.flex.flex`.
     """
     masked, sinks = mask.until_BL is not None or mask.window > 0, sinks_H is not None
     device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64
     narrow = min(q_BSHh.shape[-1], v_BSGh.shape[-1]) < FLEX_NARROWEST
-    implementation, why = pick_backend(backend, kind, group.size, device, float64, masked, sinks, ring_lacks, narrow)
+    implementation, why = pick_backend(backend, cp_kind, group.size, device, float64, masked, sinks, ring_lacks, narrow)
     if backend == "torch" and why:
         raise ValueError(f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"')
     layout = {"placement": placement, "group": group}
     if implementation == "ring":
         return torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, report_lse, **layout)
     inputs = (q_BSHh, k_BSGh, v_BSGh, mask, sinks_H, report_lse)
-    if implementation == "flex" and group.size > 1 and kind == "ulysses":
+    if implementation == "flex" and group.size > 1 and cp_kind == "ulysses":
         return ulysses_attention(*inputs, **layout, full_attention=partial(_flexed, masks=masks, flex=flex))
     if implementation == "flex":
         return flex_attention_over(*inputs, masks=masks, group=group, flex=flex)
     if mask.until_BL is not None:
-        return _outside_graphs(kind, *inputs, **layout)
-    return _plain(kind, *inputs, **layout)
+        return _outside_graphs(cp_kind, *inputs, **layout)
+    return _plain(cp_kind, *inputs, **layout)
 
 
-def _plain(kind: str, *inputs, **layout) -> Tensor:
-    return OVER_CP[kind](*inputs, **layout) if layout["group"].size > 1 else full_sequence_attention(*inputs)
+def _plain(cp_kind: str, *inputs, **layout) -> Tensor:
+    return OVER_CP[cp_kind](*inputs, **layout) if layout["group"].size > 1 else full_sequence_attention(*inputs)
 
 
 _outside_graphs = torch.compiler.disable(_plain)
@@ -117,7 +117,7 @@ def apply_context_parallel(
         block.attention.attend = partial(
             attend,
             backend=options.attention_backend,
-            kind=options.cp_kind,
+            cp_kind=options.cp_kind,
             placement=placement,
             masks=masks,
             group=cp,

@@ -38,7 +38,7 @@ def compile_layer(moe: MoE, backend: str) -> None:
 
 
 def _without_hooks(moe: MoE) -> MoE:
-    """Return a copy of the layer that calls the experts' plain forward function, and so none of their hooks."""
+    """Return a shallow copy of the layer that calls the experts' forward method itself, and so none of their hooks."""
     bare = copy(moe)
     bare._modules = {name: part for name, part in moe._modules.items() if name != "experts"}
     vars(bare).update(experts=moe.experts.forward)
@@ -50,7 +50,7 @@ def why_not_one_graph(config: Config, splits: bool) -> str:
 
     Args:
         config: the recipe.
-        splits: whether the schedule splits backward.
+        splits: whether the pipeline schedule splits backward into gradients of inputs and gradients of weights.
     """
     options, recomputed = config.moe, config.activation_checkpoint.mode
     if not DISPATCHERS.look_up(options.dispatcher).traceable:
@@ -73,9 +73,9 @@ def compile_model(model: Transformer, config: Config, splits: bool) -> None:
     """Compile the modules of each block, and the head, in place. Does nothing if compile.enable is false.
 
     Args:
-        model: a stage.
+        model: a pipeline stage.
         config: the recipe.
-        splits: whether the schedule splits backward.
+        splits: whether the pipeline schedule splits backward into gradients of inputs and gradients of weights.
     """
     options = config.compile
     if not options.enable:

@@ -45,15 +45,17 @@ class Placement(NamedTuple):
     """The chunks of the sequence that each rank of cp has."""
 
     size: int
+    """Number of ranks of cp."""
     zigzag: bool
+    """Whether rank r of n has chunks r and 2n-1-r, instead of chunk r alone of n."""
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of the sequence."""
+        """Number of chunks that a sequence is split into, over all ranks."""
         return self.size * (2 if self.zigzag and self.size > 1 else 1)
 
     def chunks_of(self, rank: int) -> list[int]:
-        """Return the numbers of a rank's chunks, in the order in which it has them."""
+        """Return the numbers (0 is the first in the sequence) of a rank's chunks, in the order in which it has them."""
         return [rank, 2 * self.size - 1 - rank] if self.zigzag and self.size > 1 else [rank]
 
     def order(self) -> list[int]:
@@ -68,21 +70,28 @@ class Placement(NamedTuple):
         return torch.cat([chunks[chunk] for chunk in self.chunks_of(rank)], 1)
 
     def to_sequence_order(self, x: Tensor, dim: int) -> Tensor:
-        """Return the concatenated slices of all ranks in the order of the sequence."""
+        """Reorder the slices of all ranks, concatenated along `dim` in rank order, to the order of the sequence."""
         if not self.zigzag:
             return x
         chunks = dict(zip(self.order(), x.chunk(self.chunks, dim), strict=True))
         return torch.cat([chunks[chunk] for chunk in range(self.chunks)], dim)
 
     def to_rank_order(self, x: Tensor, dim: int) -> Tensor:
-        """Return a full sequence in the order of the ranks: the inverse of `to_sequence_order`."""
+        """Reorder a full sequence along `dim` to the slices of all ranks, concatenated in rank order."""
         if not self.zigzag:
             return x
         chunks = x.chunk(self.chunks, dim)
         return torch.cat([chunks[chunk] for chunk in self.order()], dim)
 
     def pairs(self, mask: Mask, q: Tensor, rank: int, key_chunks: Sequence[int]) -> list[BlockPair]:
-        """Return the pairs of blocks in which queries of a rank, (B, H, S, h), see keys of these chunks."""
+        """Return the blocks of queries of a rank, each with a block of keys that some of these queries see.
+
+        Args:
+            mask: which positions see each other.
+            q: the rank's queries (B, H, S, h); only S is used.
+            rank: the rank of cp that has the queries.
+            key_chunks: numbers of the chunks that the keys are from.
+        """
         chunks = self.chunks_of(rank)
         return mask.pairs(q.shape[2] // len(chunks), self.chunks, chunks, key_chunks)
 
@@ -93,7 +102,11 @@ def placement(options: Parallelism) -> Placement:
 
 
 def _forward_pairs(q, k, v, pairs: list[BlockPair], mask: Mask, out, lse) -> None:
-    """Merge attention in these pairs of queries and keys into out (wide) and lse, both (B, H, S, .)."""
+    """Merge attention of these pairs of blocks into `out` (B, H, S, h) and `lse` (B, H, S), in place.
+
+    Both are in float32 at least, and begin as attention to no key, or as merged so far. q are this rank's queries, k
+    and v the keys and values that the pairs index.
+    """
     for pair in pairs:
         rows, columns = (pair.samples, slice(None), pair.rows), (pair.samples, slice(None), pair.columns)
         o, s = block(q[rows], k[columns], v[columns], mask.bias(pair, q), pair.causal)
@@ -105,7 +118,10 @@ def _forward_pairs(q, k, v, pairs: list[BlockPair], mask: Mask, out, lse) -> Non
 
 
 def _backward_pairs(grad, q, k, v, pairs: list[BlockPair], mask: Mask, out, lse, dq, dk, dv) -> None:
-    """Add the gradients through these pairs to dq, dk, dv (wide)."""
+    """Add the gradients through attention of these pairs of blocks to dq, dk and dv, in place.
+
+    These are in float32 at least. `out` and `lse` are final, of all keys; `grad` is the gradient of `out`.
+    """
     for pair in pairs:
         rows, columns = (pair.samples, slice(None), pair.rows), (pair.samples, slice(None), pair.columns)
         final = (x[rows].contiguous() for x in (out, lse))
@@ -121,7 +137,7 @@ def _wide_zeros(x: Tensor) -> Tensor:
 
 
 def _start(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp, (B, H, S, .), before any key, or after the sink alone if there is one."""
+    """Return the output (B, H, S, h) and log-sum-exp (B, H, S) to merge keys into: of no key, or of the sink alone."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
@@ -129,7 +145,7 @@ def _start(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _cast(out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return out in this dtype, for a forward to return.
+    """Return `out` in this dtype, for the forward of an autograd.Function to return.
 
     Where there is nothing to cast, out itself and not `out.to(dtype)`: torch 2.11 drops the gradient of a compiled
     autograd.Function whose result comes from an operation that returned its own input.
@@ -169,19 +185,22 @@ class _Gathered(torch.autograd.Function):
 
 
 def _pass_on(x: Tensor, group: Group) -> Tensor:
-    """Start sending x to the next rank of the ring. Return the previous rank's x, to be waited for before use."""
+    """Start sending x to the next rank of the ring; return the previous rank's x, which is still to be waited for.
+
+    Collective over the group. All ranks' x have one shape; dim 0 is what is sent.
+    """
     send, receive = [0] * group.size, [0] * group.size
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
     return launch_all_to_all(x, send, receive, group)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Return keys and values as one flat message."""
+    """Return keys and values in one tensor of one dim, to be sent as one message."""
     return torch.cat((k.flatten(), v.flatten()))
 
 
 def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of a packed message with the shapes of k and v."""
+    """Return keys and values out of a message of `_pack`, as views with the shapes of k and v."""
     return kv[: k.numel()].view(k.shape), kv[k.numel() :].view(v.shape)
 
 
@@ -240,7 +259,10 @@ def ring_attention(
     placement: Placement,
     group: Group,
 ) -> Tensor:
-    """Return attention of this rank's queries; keys and values go from rank to rank. Collective over cp."""
+    """Return attention of this rank's queries to the full sequence; keys and values go around the ring of ranks.
+
+    Collective over cp. Arguments are those of `attend` in titanmoe.parallel.choose_attention.
+    """
     q, k, v = heads_first(q_BSHh, k_BSGh, v_BSGh)
     return _Ring.apply(q, k, v, sinks_H, placement, group, mask, report_lse).transpose(1, 2)
 
@@ -256,7 +278,10 @@ def allgather_attention(
     placement: Placement,
     group: Group,
 ) -> Tensor:
-    """Return attention of this rank's queries to the gathered keys and values. Collective over cp."""
+    """Return attention of this rank's queries to the full sequence; every rank gathers all keys and values.
+
+    Collective over cp. Arguments are those of `attend` in titanmoe.parallel.choose_attention.
+    """
     k, v = (placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     q, k, v = heads_first(q_BSHh, k, v)
     return _Gathered.apply(q, k, v, sinks_H, placement, group.rank, mask, report_lse).transpose(1, 2)
@@ -274,9 +299,11 @@ def ulysses_attention(
     group: Group,
     full_attention=None,
 ) -> Tensor:
-    """Return attention of this rank's queries, with heads sharded instead of the sequence. Collective over cp.
+    """Return attention of this rank's queries to the full sequence, computed with heads sharded over cp.
 
-    `full_attention` computes attention over the full sequence: `full_sequence_attention` by default.
+    Collective over cp: an all-to-all turns shards of the sequence into shards of the heads, another turns the result
+    back. Arguments are those of `attend` in titanmoe.parallel.choose_attention, and `full_attention`, which computes
+    attention over the full sequence for this rank's heads: `full_sequence_attention` if it is None.
     """
     # Key heads are repeated until cp divides their number.
     heads = math.lcm(k_BSGh.shape[2], group.size)
@@ -302,11 +329,11 @@ def full_sequence_attention(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H=None, re
     return causal_attention(*inputs)
 
 
-def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
-    """Scatter dim `give` over the ranks and gather dim `take` from them, in rank order. Collective over the group."""
-    chunks = all_to_all_autograd(torch.cat(x.chunk(group.size, give)), group).chunk(group.size)
-    return torch.cat(chunks, take)
+def _swap(x: Tensor, scatter_dim: int, gather_dim: int, group: Group) -> Tensor:
+    """Scatter one dim over the ranks and gather another from them, in rank order. Collective over the group."""
+    chunks = all_to_all_autograd(torch.cat(x.chunk(group.size, scatter_dim)), group).chunk(group.size)
+    return torch.cat(chunks, gather_dim)
 
 
 OVER_CP = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
-"""Context parallel attention by parallelism.cp_kind."""
+"""Functions that compute context parallel attention, by parallelism.cp_kind."""

@@ -29,7 +29,15 @@ from titanmoe.parallel.parallel_plan import put_on_mesh
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
-    """Return whether edp does not divide the local experts: uneven shards would be padded, to edp times the bytes."""
+    """Return whether FSDP shards experts along the model dim, because edp does not divide a rank's experts.
+
+    Along the experts the shards would be uneven, and FSDP would pad them, to as much as edp times the bytes.
+
+    Args:
+        num_experts: number of routed experts of a layer.
+        ep: ranks of expert parallel.
+        edp: ranks of expert data parallel, which FSDP shards over.
+    """
     return num_experts // ep % edp != 0
 
 
@@ -39,7 +47,10 @@ def _on_model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
 
 
 def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
-    """Replicate the experts over edp, in place, without communication. Return their parameters."""
+    """Lay the experts of a stage on meta on the experts' mesh, replicated over edp, in place. Return their parameters.
+
+    No communication.
+    """
     layers = [moe.experts for moe in model.moe_layers().values()]
     for experts in layers:
         for name, parameter in list(experts.named_parameters()):
@@ -108,9 +119,9 @@ def _prefetch(model: Transformer, meshes: Meshes, freed: bool) -> None:
     next forward.
 
     Args:
-        model: a stage whose units are wrapped.
-        meshes: the run's.
-        freed: whether forward frees weights after use.
+        model: a pipeline stage whose FSDP units are wrapped.
+        meshes: process groups and meshes of the run.
+        freed: whether forward frees gathered weights after use.
     """
     # The last axis shards; an axis before it replicates.
     dense, experts = (mesh.size(mesh.ndim - 1) > 1 for mesh in (meshes.dense_data, meshes.expert_data))

@@ -31,7 +31,7 @@ def apply_expert_parallel(model: Transformer, meshes: Meshes) -> None:
 
 
 def expert_ranks(meshes: Meshes) -> ExpertRanks:
-    """Return the ranks that this rank exchanges routed tokens with."""
+    """Return the process groups, and their sizes, over which this rank exchanges routed tokens."""
     return ExpertRanks(meshes.expert_group, meshes.fold.ep, meshes.fold.etp, meshes.within, meshes.across)
 
 
@@ -43,15 +43,17 @@ def reserve_buffers(
     device: torch.device,
     reserve: Callable[..., Any] | None = None,
 ) -> SharedBuffers | None:
-    """Return the buffers that a step attaches to its dispatchers; None if they need none. Collective over the world.
+    """Allocate the buffers in which dispatchers exchange routed tokens, for a step to attach to all its MoE layers.
+
+    None if the dispatcher needs none. Collective over the world.
 
     Args:
         model: the recipe's [model].
         moe: the recipe's [moe].
         training: the recipe's [training].
-        meshes: the run's.
-        device: where the buffers are.
-        reserve: called in place of the dispatcher's own `reserve`.
+        meshes: process groups and meshes of the run.
+        device: the device that the buffers are on.
+        reserve: called in place of the `reserve` of the dispatcher's class.
 
     Raises:
         CannotReserve: on all ranks, if one of them cannot use the dispatcher.
@@ -72,13 +74,14 @@ def choose_dispatcher(
 
     Args:
         config: the recipe.
-        meshes: the run's.
-        device: where the buffers are.
+        meshes: process groups and meshes of the run.
+        device: the device that the buffers are on.
         node: the number of ranks on this machine.
         reserve: `reserve_buffers`, or a function that replaces it.
 
     Returns:
-        The config with the chosen dispatcher, its buffers, and what was chosen and why; "" if the recipe names it.
+        The config with the chosen dispatcher, its buffers or None, and a text that says what was chosen and why, "" if
+        the recipe names the dispatcher.
 
     Raises:
         ConfigError: on all ranks, if one of them cannot use the dispatcher that the recipe names.

@@ -25,37 +25,48 @@ MASK_BLOCK = 128
 """Queries, and keys, of a block of the mask."""
 
 
-def _ends(x_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and the greatest value in each block, (B, blocks); the last block may be short."""
+def _least_and_greatest(x_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and the greatest value in each block of MASK_BLOCK positions, each (B, blocks).
+
+    The last block may be short.
+    """
     short = -x_BS.shape[1] % MASK_BLOCK
     blocks = torch.cat((x_BS, x_BS[:, -1:].expand(-1, short)), 1).unflatten(1, (-1, MASK_BLOCK))
     return blocks.amin(-1), blocks.amax(-1)
 
 
 def _ordered(mask_BQN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys each block of queries needs, and all blocks with those first, for all heads."""
+    """Return how many blocks of keys each block of queries needs, (B, 1, Q), and indices of all blocks, (B, 1, Q, N).
+
+    The indices of the needed blocks come first: the form that BlockMask takes.
+
+    Args:
+        mask_BQN: whether a block of queries needs a block of keys.
+    """
     order = mask_BQN.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return mask_BQN.sum(-1, dtype=torch.int32).unsqueeze(1), order.unsqueeze(1)
 
 
 def block_mask(position_S: Tensor, length: int, mask: Mask) -> BlockMask:
-    """Return the mask of queries at some positions of the sequence and keys at all positions.
+    """Return flex_attention's mask for queries at some positions of the sequence and keys at all positions.
 
     Args:
-        position_S: positions of the queries.
-        length: number of keys.
+        position_S: positions of the queries in the sequence.
+        length: number of keys, the length of the sequence.
         mask: which positions see each other.
     """
 
     def ends(of_queries_BS: Tensor, of_keys_BL: Tensor) -> list[list[Tensor]]:
-        return [[x.unsqueeze(dim) for x in _ends(at)] for at, dim in ((of_queries_BS, 2), (of_keys_BL, 1))]
+        return [
+            [x.unsqueeze(dim) for x in _least_and_greatest(at)] for at, dim in ((of_queries_BS, 2), (of_keys_BL, 1))
+        ]
 
     place_1L = torch.arange(length, device=position_S.device).unsqueeze(0)
     query, key = ends(position_S.unsqueeze(0), place_1L)
     some = query[1] >= key[0]
     every = query[0] >= key[1]
     if mask.until_BL is not None:
-        until = [x.unsqueeze(1) for x in _ends(mask.until_BL)]
+        until = [x.unsqueeze(1) for x in _least_and_greatest(mask.until_BL)]
         some = some & (query[0] < until[1])
         every = every & (query[1] < until[0])
     if mask.window:
@@ -80,18 +91,24 @@ def block_mask(position_S: Tensor, length: int, mask: Mask) -> BlockMask:
 
 
 class Masks:
-    """A cache of the masks of the current microbatch, one per window, which all layers share."""
+    """A cache of flex_attention's masks for the current microbatch, one per window, which all layers share."""
 
     def __init__(self, placement: Placement, rank: int):
         self.placement, self.rank = placement, rank
         self.last: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Return the positions of this rank's queries in a sequence of that length."""
+        """Return the positions (S,) that this rank's queries have in a sequence of `length` tokens."""
         return self.placement.rank_slice(torch.arange(length, device=device).unsqueeze(0), self.rank)[0]
 
     def __call__(self, length: int, mask: Mask, device: torch.device) -> BlockMask:
-        """Return the mask of this rank's queries and all keys, cached unless a compiler traces the call."""
+        """Return flex_attention's mask for this rank's queries and all keys, cached unless a compiler traces the call.
+
+        Args:
+            length: length of the full sequence.
+            mask: which positions see each other.
+            device: the device of the result.
+        """
         if torch.compiler.is_compiling():
             return block_mask(self.positions(length, device), length, mask)
         until = mask.until_BL
@@ -118,9 +135,17 @@ def flex(
     sinks_H: Tensor | None,
     report_lse: LseCallback = None,
 ) -> Tensor:
-    """Return attention of queries to the keys that the mask shows them.
+    """Return attention of queries to the keys that the mask shows them, by flex_attention. No communication.
 
     On a CPU it runs as plain operations without a backward, only to be compared with other implementations.
+
+    Args:
+        q_BSHh: queries.
+        k_BLGh: keys of the full sequence.
+        v_BLGh: values of the full sequence.
+        mask: flex_attention's mask, as `block_mask` returns it.
+        sinks_H: logit of one more key of each head, whose value is zero; None without.
+        report_lse: gets the log-sum-exp of each query, sinks left out.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh))
     attend = flex_attention if hardware.kind(q) == "cpu" else _kernel()
@@ -149,6 +174,9 @@ def flex_attention_over(
     group: Group,
     flex=flex,
 ) -> Tensor:
-    """Return attention of this rank's queries to the gathered keys and values. Collective over cp."""
+    """Return attention of this rank's queries to the full sequence, by flex_attention on gathered keys and values.
+
+    Collective over cp. Arguments are those of `attend` in titanmoe.parallel.choose_attention.
+    """
     k, v = (masks.placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     return flex(q_BSHh, k, v, masks(k.shape[1], mask, q_BSHh.device), sinks_H, report_lse)

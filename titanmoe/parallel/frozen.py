@@ -17,14 +17,17 @@ def frozen_dtype(name: str, compute: torch.dtype) -> torch.dtype:
     """Return the dtype in which a frozen weight is stored. A router computes in float32 at least.
 
     Args:
-        name: the weight's.
-        compute: training.mixed_precision_param.
+        name: name of the weight.
+        compute: training.mixed_precision_param, the dtype that layers compute in.
     """
     return torch.promote_types(compute, torch.float32) if ".router." in name else compute
 
 
 def freeze(model: Transformer, config: Config) -> None:
-    """Replace the parameters that the recipe freezes, in place. The model is on meta."""
+    """Replace the parameters that the recipe freezes by ones without gradient, in place. The model is on meta.
+
+    They are stored in the dtype that they are computed in.
+    """
     tuning = Tuning.of(config)
     compute = getattr(torch, config.training.mixed_precision_param)
     for name, parameter in list(model.named_parameters()):

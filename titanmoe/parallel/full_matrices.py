@@ -25,11 +25,11 @@ from titanmoe.parallel.matrix_shards import ShardedWeight, ShardGroup
 
 
 def assign_owners(costs: list[int], loads: list[int]) -> list[int]:
-    """Return the owner of each matrix: the most expensive first, each to the rank with the least work.
+    """Return the rank that owns each matrix: the most expensive matrix first, each goes to the rank with least work.
 
     Args:
-        costs: work of each matrix.
-        loads: work that each rank has; the work of the matrices is added in place.
+        costs: work of each matrix, in FLOPs.
+        loads: work that each rank of the shard group has already; the work of its new matrices is added in place.
     """
     out = [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):  # stable, so all ranks agree
@@ -40,7 +40,7 @@ def assign_owners(costs: list[int], loads: list[int]) -> list[int]:
 
 @dataclass
 class OwnerExchange:
-    """Sends the shards of matrices to their owners, and the shards of each owner's result back."""
+    """The exchange of matrices whose full form one rank works on: shards to the owners, shards of results back."""
 
     shard_group: ShardGroup
     matrices: list[tuple[ShardedWeight, int]]
@@ -65,7 +65,7 @@ class OwnerExchange:
 
     @property
     def sent_elements(self) -> int:
-        """Elements that this rank sends to other ranks in both directions."""
+        """Elements that this rank sends to other ranks: its shards to owners, and results as an owner."""
         rank = self.shard_group.group.rank
         return sum(n for to in (self.to_owners[0], self.from_owners[0]) for r, n in enumerate(to) if r != rank)
 
@@ -85,9 +85,9 @@ class OwnerExchange:
 
         Args:
             weight_shards: this rank's shards of the weights, by name, which are overwritten.
-            work: gets a full matrix, returns one of the same shape.
-            scale: factor of a matrix's result, applied in the dtype of the weight's shard.
-            dtype: of the matrices in messages and in `work`.
+            work: gets a full matrix on its owner, returns one of the same shape, such as the orthogonalized matrix.
+            scale: returns the factor of a matrix's result, applied in the dtype of the weight's shard.
+            dtype: dtype of the matrices in messages and in `work`.
         """
         group, rank = self.shard_group.group, self.shard_group.group.rank
         local = [(weight, weight.sharding.matrices[i], weight.sharding.shards[i][rank]) for weight, i in self.by_owner]
@@ -131,24 +131,27 @@ class OwnerExchange:
 
 @dataclass
 class Round:
-    """Weights that are worked on at the same time. Rounds limit memory."""
+    """Weights whose full matrices are in memory at the same time. A step has one round after the other."""
 
     weights: list[ShardedWeight] = field(default_factory=list)
     grams: dict[Group, list[ShardedWeight]] = field(default_factory=dict)
-    """Weights whose Gram matrices are summed, by the group to sum over."""
+    """Weights whose Gram matrices X X' are summed over ranks, by the group to sum over."""
     exchanges: list[OwnerExchange] = field(default_factory=list)
+    """Exchanges with owners, one per shard group."""
 
     @property
     def local(self) -> list[ShardedWeight]:
-        """The weights whose matrices need no message."""
+        """The weights whose matrices are full on the ranks that have them, so that they need no message."""
         return [weight for weight in self.weights if weight.sharding.is_local]
 
 
 def plan_rounds(weights: list[ShardedWeight], width: int) -> list[Round]:
     """Return the rounds in which to work on the weights. Every rank of a shard group plans the same rounds.
 
+    No communication.
+
     Args:
-        weights: this rank's.
+        weights: this rank's weights that consist of matrices.
         width: bytes of an element in messages.
     """
     out, size, loads = [Round()], 0, {}
@@ -185,11 +188,13 @@ def plan_rounds(weights: list[ShardedWeight], width: int) -> list[Round]:
 
 
 def sum_grams(weights: list[ShardedWeight], weight_shards: Mapping[str, Tensor], group: Group) -> list[Tensor]:
-    """Return X X' of each matrix of the weights, summed over the group in float32 at least. X is the wide form.
+    """Return X X' of each matrix of the weights, summed over the group in float32 at least. Collective over the group.
+
+    X is the matrix, or its transpose if it has more rows than columns.
 
     Args:
-        weights: those whose Gram matrices are summed; their matrices are sharded along the larger dim alone.
-        weight_shards: this rank's shards, by name.
+        weights: weights of one shard group, whose matrices are sharded along their larger dim alone.
+        weight_shards: this rank's shards of weights, by name.
         group: the ranks that have the shards.
     """
     grams = []

@@ -17,7 +17,7 @@ from titanmoe.comm.collectives import Group, all_reduce
 
 
 def replicas(parameter: nn.Parameter) -> int:
-    """Return how many ranks of the stage have the same shard. In either view a parameter's mesh covers the stage."""
+    """Return how many ranks of a pipeline stage have the same shard of a parameter as this rank, itself included."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -25,13 +25,13 @@ def replicas(parameter: nn.Parameter) -> int:
 
 
 def local_grad(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's shard of a parameter's gradient."""
+    """Return this rank's shard of a parameter's gradient, as a plain tensor that shares its memory."""
     grad = parameter.grad
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def local_norms(grads: list[Tensor]) -> list[Tensor]:
-    """Return the norm of each tensor in float64."""
+    """Return the L2 norm of each tensor, a scalar in float64."""
     return torch._foreach_norm(grads, 2, dtype=torch.float64)
 
 
@@ -42,13 +42,16 @@ def grad_norm(
     copies: tuple[str, ...] = (),
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the norm of all gradients, a float64 scalar, on every rank. Collective over the world.
+    """Return the L2 norm of all gradients, a float64 scalar, on every rank. Collective over the world.
+
+    Each parameter counts once, however many ranks have a replica of a shard of it.
 
     Args:
         parameters: this rank's trained parameters, by name; a stage may have none.
         world: all ranks.
-        copies: names of parameters that are the same matrix on different stages.
-        device: where the norm is, for a stage without trained parameters.
+        copies: names of the parameters that are copies of one matrix, such as a tied embedding on the first and last
+            stage; together they count once.
+        device: the device of the result on a rank without trained parameters.
     """
     if not parameters:
         return all_reduce(torch.zeros((), dtype=torch.float64, device=device), world).sqrt()
@@ -61,11 +64,13 @@ def grad_norm(
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> Tensor:
-    """Scale all gradients in place so that their norm is at most max_norm. Return the norm that they then have.
+    """Scale this rank's gradients in place so that the norm of all gradients is at most max_norm. Return the new norm.
+
+    No communication.
 
     Args:
         parameters: this rank's trained parameters.
-        norm: the norm of all gradients, as `grad_norm` returns it.
+        norm: the norm of all gradients of all ranks, as `grad_norm` returns it.
         max_norm: the limit.
     """
     grads = [local_grad(p) for p in parameters]

@@ -31,7 +31,17 @@ SCORES = 1 << 25
 
 @torch.no_grad()
 def largest(q_BSHh: Tensor, k_BSGh: Tensor, mask: Mask, placement: Placement, group: Group) -> Tensor:
-    """Return the largest logit of each query head, over this rank's queries and all keys. Collective over cp."""
+    """Return the largest attention logit of each query head (H,), over this rank's queries and all keys they see.
+
+    Collective over cp. Not differentiable.
+
+    Args:
+        q_BSHh: queries of this rank's positions, as attention gets them.
+        k_BSGh: keys of this rank's positions.
+        mask: which positions see each other.
+        placement: which chunks of the sequence each rank of cp has.
+        group: the ranks of cp.
+    """
     q, k = heads_first(q_BSHh, placement.to_sequence_order(all_gather(k_BSGh.contiguous(), 1, group), 1))
     q, k = promote(q).unflatten(1, (k.shape[1], -1)), promote(k).unsqueeze(2)
     out = q.new_full(q.shape[1:3], -torch.inf)
@@ -50,7 +60,7 @@ def largest(q_BSHh: Tensor, k_BSGh: Tensor, mask: Mask, placement: Placement, gr
 
 
 class LargestLogits:
-    """Observes the attention of this rank's blocks, and returns the largest logits of a step."""
+    """A meter of the largest attention logit of each head in a step, over all blocks of this rank and all ranks."""
 
     def __init__(
         self,
@@ -66,11 +76,11 @@ class LargestLogits:
 
         Args:
             model: the recipe's [model].
-            stages: this rank's, which are changed in place.
+            stages: this rank's stages of the model, which are changed in place.
             placement: which chunks of the sequence each rank of cp has.
-            meshes: the run's.
-            every: steps from one measurement to the next.
-            by_bound: whether to take the log-sum-exp, which bounds the largest logit, instead of computing it.
+            meshes: process groups and meshes of the run.
+            every: number of steps from one measurement to the next.
+            by_bound: whether to take the log-sum-exp, an upper bound of the largest logit, instead of computing it.
         """
         self.shape = model.num_layers + model.mtp_depth, model.num_heads
         self.meshes, self.every, self.by_bound, self.measures = meshes, every, by_bound, False
@@ -102,13 +112,13 @@ class LargestLogits:
         self.by_layer[layer] = torch.maximum(largest_H, self.by_layer.get(layer, largest_H))
 
     def begin_step(self, step: int) -> None:
-        """Forget the last step, and measure this one if it is due."""
+        """Drop the logits of the last step, and measure in this step if `every` divides its number."""
         self.by_layer, self.measures = {}, step % self.every == 0
 
     def reduce_over_ranks(self, device: torch.device) -> Tensor | None:
-        """Return the largest logits (layers, heads), float64, at the end of a step; None if it does not measure.
+        """Return the largest logits (layers, heads), float64, at the end of a step; None if it was not measured.
 
-        Collective over the world, in steps that measure.
+        Collective over the world in steps that are measured.
         """
         if not self.measures:
             return None

@@ -67,33 +67,38 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
 
 
 def fill_normal(
-    part: Tensor, offset: tuple[int, ...], shape: torch.Size, key: int, std: float, dtype: torch.dtype | None = None
+    shard: Tensor, offset: tuple[int, ...], shape: torch.Size, key: int, std: float, dtype: torch.dtype | None = None
 ) -> None:
     """Fill a shard with normal values: element i of the full tensor (row-major) is std * counter_rng.normal(key, i).
 
     Args:
-        part: the shard, which is overwritten.
-        offset: index of its first element in each dim of the full tensor.
-        shape: of the full tensor.
-        key: of the random numbers.
+        shard: this rank's shard, which is overwritten.
+        offset: index of the shard's first element in each dim of the full tensor.
+        shape: shape of the full tensor.
+        key: key of the random numbers.
         std: standard deviation.
-        dtype: to compute in; None for the shard's own.
+        dtype: dtype to compute in; None for that of the shard.
     """
-    for rows, index in row_blocks(part, offset, shape):
-        rows.copy_(counter_rng.normal(key, index, dtype or part.dtype) * std)
+    for rows, index in row_blocks(shard, offset, shape):
+        rows.copy_(counter_rng.normal(key, index, dtype or shard.dtype) * std)
 
 
-def row_blocks(part: Tensor, offset: tuple[int, ...], shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield blocks of rows of a shard, each with the index of every element in the full tensor (row-major).
+def row_blocks(shard: Tensor, offset: tuple[int, ...], shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (block of consecutive rows of a shard, index of each of its elements in the full tensor, row-major).
 
-    Blocks limit the memory of the indices. Arguments as in `fill_normal`.
+    A block is a view. Blocks limit the memory of the indices.
+
+    Args:
+        shard: this rank's shard.
+        offset: index of the shard's first element in each dim of the full tensor.
+        shape: shape of the full tensor.
     """
-    if part.numel() == 0:
+    if shard.numel() == 0:
         return
-    index = torch.zeros((), dtype=torch.int64, device=part.device)
-    for start, length, size in zip(offset[1:], part.shape[1:], shape[1:], strict=True):
-        index = index.unsqueeze(-1) * size + torch.arange(start, start + length, device=part.device)
+    index = torch.zeros((), dtype=torch.int64, device=shard.device)
+    for start, length, size in zip(offset[1:], shard.shape[1:], shape[1:], strict=True):
+        index = index.unsqueeze(-1) * size + torch.arange(start, start + length, device=shard.device)
     stride, rows = math.prod(shape[1:]), max(1, (1 << 24) // max(1, index.numel()))
-    for first in range(0, part.shape[0], rows):
-        row = torch.arange(first, min(first + rows, part.shape[0]), device=part.device) + offset[0]
-        yield part[first : first + len(row)], row.view(-1, *[1] * index.dim()) * stride + index
+    for first in range(0, shard.shape[0], rows):
+        row = torch.arange(first, min(first + rows, shard.shape[0]), device=shard.device) + offset[0]
+        yield shard[first : first + len(row)], row.view(-1, *[1] * index.dim()) * stride + index

@@ -40,7 +40,7 @@ Axes = tuple[tuple[str, int, int], ...]
 
 
 def axes_of(parameter: Tensor) -> Axes:
-    """Return the mesh axes that shard a parameter; none for a tensor that is no DTensor."""
+    """Return the mesh axes that shard a parameter, outermost first; empty for a tensor that is no DTensor."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
@@ -52,9 +52,9 @@ def shard_region(shape: tuple[int, ...], axes: Axes, coordinate: Mapping[str, in
     """Return the region of a weight that a rank has. Inner axes shard first, each as torch.chunk does.
 
     Args:
-        shape: the full weight's.
-        axes: mesh axes that shard it.
-        coordinate: the rank's coordinate on each axis.
+        shape: shape of the full weight.
+        axes: mesh axes that shard the weight.
+        coordinate: the rank's coordinate on each axis, by the axis's name.
     """
     begin, end = [0] * len(shape), list(shape)
     for name, size, dim in reversed(axes):
@@ -76,30 +76,30 @@ class MatrixShard(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows and columns."""
+        """Number of rows, and number of columns, of the matrix that the rank has."""
         return sum(count for _, _, count in self.rows), self.columns[1]
 
     def read(self, weight_shard: Tensor) -> Tensor:
-        """Return these rows and columns of the rank's shard of the weight: a view where they are contiguous."""
+        """Return the matrix's shard out of the rank's shard of the weight: a view if its rows are consecutive there."""
         part = weight_shard if self.expert < 0 else weight_shard[self.expert]
         rows = [part[first : first + count] for _, first, count in self.rows]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def write(self, weight_shard: Tensor, value: Tensor) -> None:
-        """Overwrite these rows and columns of the rank's shard of the weight."""
+        """Overwrite the matrix's shard, in place, within the rank's shard of the weight."""
         part, done = weight_shard if self.expert < 0 else weight_shard[self.expert], 0
         for _, first, count in self.rows:
             part[first : first + count] = value[done : done + count]
             done += count
 
     def slice_of_full(self, matrix: Tensor) -> Tensor:
-        """Return these rows and columns of the full matrix."""
+        """Return the rows and columns of a full matrix that this shard stands for."""
         first, count = self.columns
         rows = [matrix[begin : begin + n, first : first + count] for begin, _, n in self.rows]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def write_to_full(self, matrix: Tensor, value: Tensor) -> None:
-        """Overwrite these rows and columns of the full matrix."""
+        """Overwrite the rows and columns that this shard stands for, in place, in a full matrix."""
         done, (first, columns) = 0, self.columns
         for begin, _, count in self.rows:
             matrix[begin : begin + count, first : first + columns] = value[done : done + count]
@@ -111,7 +111,7 @@ NO_SHARD = MatrixShard((), (0, 0), -1)
 
 
 def matrix_shard(matrix: Matrix, region: ShardRegion) -> MatrixShard:
-    """Return the part of a matrix that lies in a region of its weight; NO_SHARD if none does."""
+    """Return the shard of a matrix that a rank has whose shard of the weight is `region`; NO_SHARD if it has none."""
     stack = len(region.begin) == 3
     expert = matrix.expert - region.begin[0] if stack else -1
     (top, left), (height, width) = region.begin[-2:], region.shape[-2:]
@@ -127,7 +127,7 @@ def matrix_shard(matrix: Matrix, region: ShardRegion) -> MatrixShard:
 
 
 def shard_group_members(fold: Fold, view: View, rank: int) -> dict[int, dict[str, int]]:
-    """Return the ranks of a rank's shard group, each with its coordinate on every mesh axis."""
+    """Return the ranks of a rank's shard group, each with its coordinate on every mesh axis: {rank: {axis: number}}."""
     out = {}
     for member in group_of(fold, view, SHARD_AXES[view], rank):
         coordinate = out[member] = coordinates(fold, view, member)
@@ -149,8 +149,8 @@ class ShardGroup:
         """Return this rank's shard group in a view. Collective over the world if the group communicates.
 
         Args:
-            meshes: the run's.
-            view: attention's or the experts'.
+            meshes: process groups and meshes of the run.
+            view: "attention" or "experts".
             communicates: whether any matrix of this view is sharded. If not, no process group is made.
         """
         members = shard_group_members(meshes.fold, view, dist.get_rank())
@@ -212,7 +212,7 @@ class WeightSharding:
         )
 
     def local_matrices(self) -> Iterable[tuple[Matrix, MatrixShard]]:
-        """Return the matrices that this rank has any part of, each with that part."""
+        """Return the matrices of which this rank has a shard, as pairs (matrix, this rank's shard of it)."""
         rank = self.shard_group.group.rank
         if self.has_full_experts:
             pairs = ((m, matrix_shard(m, self.local_region)) for m in self.matrices)
@@ -222,7 +222,7 @@ class WeightSharding:
 
     @cached_property
     def sent_elements(self) -> tuple[int, int]:
-        """Elements that the shard group sends: to owners and back, and for the sum of Gram matrices instead."""
+        """Elements that all ranks of the shard group send: if matrices go to owners; if Gram matrices are summed."""
         others = len(self.regions) - 1
         to_owners = sum(prod(m.shape) for m in self.matrices)
         from_owners = sum(prod(shard.shape) for shards in self.shards for shard in shards)
@@ -240,10 +240,10 @@ class ShardedWeight(NamedTuple):
 def sharded_weights(
     parameters: Mapping[str, Tensor], matrices: Mapping[str, list[Matrix]], shard_group_of: Callable[[str], ShardGroup]
 ) -> list[ShardedWeight]:
-    """Return the weights that consist of matrices, with how each is sharded.
+    """Return the weights that consist of matrices, each with its sharding, in the order of `matrices`.
 
     Args:
-        parameters: this rank's, by name.
+        parameters: this rank's parameters, by name.
         matrices: the matrices of each weight, by name; every name is one of the parameters.
         shard_group_of: returns the shard group of a parameter by its name.
     """

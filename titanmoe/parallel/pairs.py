@@ -31,14 +31,19 @@ class Pairs:
         self.device, self.turns = device, InterleavedPair(partial(region, OTHERS_TURN))
 
     def __call__(self, action: Action, context: torch_schedules._PipelineContext) -> None:
-        """Run the forward and the backward of a pair in turns."""
+        """Run the forward of one microbatch and the backward of another, interleaved, on two threads.
+
+        Args:
+            action: torch's action of the schedule table for the pair, whose two sub-actions are run.
+            context: the state of torch's pipeline runtime in this step.
+        """
         # Each covers what the other sends only if forward is first (`interleave.yield_in_backward`).
         both = sorted(action.sub_actions, key=lambda one: one.computation_type != Computation.FORWARD)
         first, second = [self._ready(one, context) for one in both]
         self.turns.run(first, self._for_other_thread(second))
 
     def _ready(self, action: Action, context: torch_schedules._PipelineContext) -> Callable[[], None]:
-        """Wait for the input of a forward or backward from other ranks, and return the function that runs it."""
+        """Wait for the input of a forward or backward from another rank, and return the function that computes it."""
         schedule, m = context.schedule_ref, action.microbatch_index
         stages = {stage.stage_index: stage for stage in schedule._stages}
         stage = stages[action.stage_index]

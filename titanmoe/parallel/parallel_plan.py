@@ -44,7 +44,14 @@ from titanmoe.parallel.grad_norm import local_grad
 
 
 def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]) -> None:
-    """Replace a module's (meta) parameter by a DTensor on a mesh, without communication."""
+    """Replace a module's parameter, which is on meta, by a DTensor on a mesh, in place, without communication.
+
+    Args:
+        module: the module.
+        name: name of the parameter in the module.
+        mesh: mesh of the DTensor.
+        placements: placement on each axis of the mesh.
+    """
     parameter = getattr(module, name)
     full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     on_mesh = distribute_tensor(full, mesh, placements, src_data_rank=None)
@@ -110,19 +117,19 @@ GATHERING = re.compile(r"(embed|embed_copy|head|.*\.(?:attention|ffn|shared))\..
 
 
 def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: bool = True) -> Plan:
-    """Return the plan of a pipeline stage, by module path.
+    """Return the plan of a pipeline stage: the style of each module with parameters, by path or pattern of paths.
 
     Args:
         config: the recipe of the full model.
         layers: the numbers of the stage's layers.
-        first: whether it begins with the embedding.
-        last: whether it ends with the head, and multi-token prediction before that.
+        first: whether the stage begins with the embedding.
+        last: whether the stage ends with the head, and multi-token prediction before that.
     """
     model, tuning, max_tp = config.model, Tuning.of(config), {}
     splits, of_blocks = tensors.edge_splits(model, first, last), mixers(model)
     for layer in [*layers, *range(model.num_layers, len(of_blocks) if last else 0)]:
         block, mixer = tensors.block_name(model, layer), of_blocks[layer]
-        splits |= tensors.under(block, tensors.layer_splits(model, layer, mixer, tuning))
+        splits |= tensors.with_prefix(block, tensors.layer_splits(model, layer, mixer, tuning))
         max_tp |= {f"{block}.attention.{module}": ranks for module, ranks in mixer.max_tp(model).items()}
     owners = {name: match[1] for name in splits if (match := GATHERING.fullmatch(name))}
     gathering = {owner for name, owner in owners.items() if splits[name][1] is not None}
@@ -147,7 +154,11 @@ def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: b
 
 
 def with_patterns(rows: Plan) -> Plan:
-    """Return the plan with one row, by a pattern, for all layers in which a module has the same style."""
+    """Return the plan with one row, by a pattern, for the modules of equal name and style in several layers.
+
+    Args:
+        rows: styles by path, such as "layers.3.attention.wq"; the patterns are such as "layers.*.attention.wq".
+    """
     by_style: dict[tuple[str, str], list[str]] = {}
     for path, style in rows.items():
         pattern = re.sub(r"^layers\.\d+\.", "layers.*.", path)
@@ -162,7 +173,7 @@ def with_patterns(rows: Plan) -> Plan:
 
 
 def expand(plan: Plan, model: nn.Module) -> Plan:
-    """Return the plan with each pattern replaced by the names of the model's modules that it matches.
+    """Return the plan with each pattern replaced by the paths of the model's modules that it matches.
 
     `parallelize_module` takes patterns too, but only warns where one matches nothing, and does not see parameters that
     no row lists.
@@ -186,7 +197,13 @@ def expand(plan: Plan, model: nn.Module) -> Plan:
 
 
 def parallelize(model: Transformer, plan: Plan, meshes: Meshes) -> None:
-    """Lay a stage's parameters on the meshes as the plan says, in place, without communication; then tie embeddings."""
+    """Replace a stage's parameters by DTensors as the plan says, in place; then tie embeddings. No communication.
+
+    Args:
+        model: a pipeline stage on meta.
+        plan: styles by module path or pattern.
+        meshes: process groups and meshes of the run.
+    """
     rows, by_name = expand(plan, model), {"stage": meshes.dense}
     if meshes.tp.size > 1:
         by_name["tp"] = meshes.dense["tp"]
@@ -202,14 +219,15 @@ def parallelize(model: Transformer, plan: Plan, meshes: Meshes) -> None:
 
 @torch.no_grad()
 def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...], tp: Group, etp: Group) -> None:
-    """Sum the gradients that FSDP does not sum, in place, in one message per group and dtype. Called once per step.
+    """Sum the gradients of replicated parameters that FSDP does not sum, in place. Called once per step.
 
-    Those of routers are summed over the full stage; of other parameters that tp replicates, such as norms, over tp; of
-    experts' parameters that etp replicates over etp. Collective over these groups.
+    The gradients of routers are summed over the full stage; of other parameters that tp replicates, such as norms, over
+    tp; of experts' parameters that etp replicates, over etp. Collective over these groups, with one message per group
+    and dtype.
 
     Args:
         parameters: this rank's trained parameters, DTensors with gradients.
-        stage: groups to sum over one after the other, which together cover the stage, so that it needs no own group.
+        stage: groups to sum over one after the other, which together cover all ranks of the pipeline stage.
         tp: the ranks of tensor parallel.
         etp: the ranks of expert tensor parallel.
     """

@@ -36,7 +36,7 @@ from titanmoe.parallel.warm_up import warm_up
 
 
 def _cell(action: torch_schedules._Action | None) -> Cell:
-    """Return the actions of one cell of torch's schedule table that compute something."""
+    """Return the forwards and backwards in one cell of torch's schedule table, without messages; () if it is idle."""
     actions = () if action is None else action.sub_actions or (action,)
     return tuple(
         Action(one.stage_index, one.computation_type.value, one.microbatch_index)
@@ -46,13 +46,13 @@ def _cell(action: torch_schedules._Action | None) -> Cell:
 
 
 def _torch_action(cell: Cell) -> torch_schedules._Action:
-    """Return torch's action for a cell that computes one action."""
+    """Return torch's form of the one forward or backward in a cell of our schedule table."""
     (action,) = cell
     return torch_schedules._Action.from_str(str(action))
 
 
 def gather_each_stage_once(row: list[torch_schedules._Action]) -> list[torch_schedules._Action]:
-    """Return a rank's row of the schedule table so that each stage's weights are gathered once and freed once.
+    """Return a rank's row of torch's schedule table, changed so that each stage's weights are gathered and freed once.
 
     torch keeps at most 3 stages of a rank gathered, however small they are (`_add_unshard_reshard`, max_active_stages),
     and gathers the others anew each time: of 4 ranks with 7 stages each, one would gather 71 times in 32 microbatches,
@@ -79,14 +79,14 @@ An objective of titanmoe.train.objectives has it.
 
 
 class Announcer:
-    """Announces to observers each forward and backward of a microbatch, and the waits for other stages in between."""
+    """An object that tells observers when forward or backward of a microbatch begins, and when this rank waits."""
 
     def __init__(self, group: Group):
         self.group, self.inside = group, 0
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Announce that this rank waits for other stages, except inside a forward or backward."""
+        """Announce, for a whole step, that this rank waits for other stages wherever no forward or backward runs."""
         observe.waits(self.group.name)
         try:
             yield
@@ -95,7 +95,13 @@ class Announcer:
 
     @contextmanager
     def __call__(self, stage: int, microbatch: int, backward: bool) -> Iterator[None]:
-        """Announce the forward or backward of a microbatch, as a context around it."""
+        """Announce that this context is the forward or backward of a microbatch.
+
+        Args:
+            stage: number of the stage in the pipeline.
+            microbatch: index of the microbatch in the step.
+            backward: whether it is the backward.
+        """
         if not self.inside:
             observe.arrived()
         self.inside += 1  # a forward and a backward may take turns
@@ -109,14 +115,16 @@ class Announcer:
 
 
 def message_groups(ranks: list[int], meshes: Meshes, device: torch.device) -> dict[tuple[int, int], ProcessGroup]:
-    """Return the process group of each message between stages, by source and target rank. Collective over the world.
+    """Return the process group for messages from one pipeline rank to another: {(source, target): group}.
+
+    Collective over the world.
 
     A communicator of NCCL runs one message after the other, in the order in which they were issued, so a send would
     wait for a receive that was issued early. Hence several groups on GPUs. gloo sends what is ready.
 
     Args:
         ranks: the pipeline rank of each stage.
-        meshes: the run's.
+        meshes: process groups and meshes of the run.
         device: the device that this rank computes on.
     """
     numbers = channels(ranks)
@@ -134,7 +142,7 @@ class Stage(PipelineStage):
     announce: Announcer
     unsharded_experts: UnshardedExperts
     group_between: dict[tuple[int, int], ProcessGroup]
-    """The groups that `message_groups` returns. Messages before the first step go through the pipeline's own group."""
+    """Process group by (source, target) pipeline rank. Messages before the first step go through one for all."""
 
     def _regrouped(self, ops: list[P2POp]) -> list[P2POp]:
         for op in ops:
@@ -155,14 +163,14 @@ class Stage(PipelineStage):
         return self._regrouped(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
-        """Return the first messages to neighbouring stages, without those to the same rank.
+        """Return torch's messages that set up communicators with neighbouring stages, without those to this rank.
 
-        In a V a neighbour may be on the same rank, to which gloo cannot send.
+        In a V-shaped schedule a neighbour may be on the same rank, to which gloo cannot send.
         """
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        """Make receive buffers with gradients even if the first pass is forward only. torch makes them once."""
+        """Make torch's receive buffers, which it makes once: with gradients even if the first pass is forward only."""
         before, self.has_backward = self.has_backward, self.has_backward or "has_backward" not in kwargs
         try:
             return super()._prepare_forward_infra(*args, **kwargs)
@@ -216,14 +224,15 @@ class Stage(PipelineStage):
 def add_weight_gradients(
     weights: Iterable[nn.Parameter], groups: list[dict[str, Any]], after: Callable[[nn.Parameter], None]
 ) -> None:
-    """Add the gradients of weights: the second half of a split backward.
+    """Run the second half of a split backward: compute the gradients of weights and add them to the weights' `grad`.
 
-    It starts at the nodes where weight gradients branch off from the first half.
+    It starts at the autograd nodes where weight gradients branch off from the first half, which computed the gradients
+    of the stage's input.
 
     Args:
-        weights: the stage's.
+        weights: the parameters of the stage.
         groups: torch's parameter groups of the first half; emptied in place.
-        after: called when a weight has its gradient.
+        after: called with each weight that has got its gradient.
     """
     weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
     for group in groups:
@@ -260,13 +269,13 @@ class WithoutPipeline:
         (self.model,), (self.unsharded_experts,), self.reduce_once = models, unsharded_experts, reduce_once
 
     def run(self, slices: list[BatchSlice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
-        """Run all microbatches of a step and return the sum of their losses, divided by the divisor, in float64.
+        """Run all microbatches of a step and return this rank's sum of their losses / divisor, a float64 scalar.
 
         Args:
             slices: this rank's slices of the microbatches.
             loss_sum: returns this rank's sum of the loss over a microbatch.
-            divisor: what all ranks' losses are divided by, a scalar.
-            backward: whether gradients are added to the parameters' own.
+            divisor: count that the losses of all ranks are divided by, such as the step's tokens; a scalar.
+            backward: whether to run backward, which adds gradients to the parameters' `grad`; False for validation.
         """
         total = torch.zeros((), dtype=torch.float64, device=divisor.device)
         with torch.set_grad_enabled(backward), self.unsharded_experts.use_computed_weights(accumulate=backward):
@@ -309,11 +318,11 @@ class Pipeline:
             unsharded_experts: the experts of each stage that FSDP does not shard.
             options: the recipe's [pipeline].
             training: the recipe's [training].
-            meshes: the run's.
+            meshes: process groups and meshes of the run.
             microbatches: number of microbatches in a step.
             device: the device that this rank computes on.
             keep_gathered: whether weights stay gathered from a stage's first forward to its last backward.
-            in_pairs: whether the forward of one microbatch and the backward of another take turns.
+            in_pairs: whether forward of one microbatch and backward of another run interleaved on a rank.
         """
         fold, pp = meshes.fold, meshes.pp
         ranks = stage_ranks(options, pp.size)
@@ -369,9 +378,9 @@ class Pipeline:
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
-        """Remove backward from the schedule table within this context.
+        """Remove backward from the schedule table within this context, for validation.
 
-        torch's own forward-only mode fails where two stages of a V meet.
+        torch's own forward-only mode fails in V-shaped schedules, where two neighbouring stages are on one rank.
         """
         table = self.schedule.pipeline_order_with_comms
         forward = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
@@ -385,15 +394,15 @@ class Pipeline:
             self.schedule.pipeline_order_with_comms = table
 
     def run(self, slices: list[BatchSlice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
-        """Run all microbatches of a step and return the sum of their losses, divided by the divisor, in float64.
+        """Run all microbatches of a step and return this rank's sum of their losses / divisor, a float64 scalar.
 
         The sum is 0 on ranks without the last stage. Collective over the pipeline's ranks.
 
         Args:
             slices: this rank's slices of the microbatches.
             loss_sum: returns this rank's sum of the loss over a microbatch.
-            divisor: what all ranks' losses are divided by, a scalar.
-            backward: whether gradients are added to the parameters' own.
+            divisor: count that the losses of all ranks are divided by, such as the step's tokens; a scalar.
+            backward: whether to run backward, which adds gradients to the parameters' `grad`; False for validation.
         """
         self.loss_sum, self.divisor, losses = loss_sum, divisor, []
         if self.cold:

@@ -55,7 +55,7 @@ _checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=Fals
 
 
 def _checkpoint_method(owner: nn.Module, name: str) -> None:
-    """Let backward recompute a method of this module, messages included."""
+    """Make a method of this module a checkpointed region, in place: backward calls it a second time, messages too."""
     setattr(owner, name, partial(_checkpointed, getattr(owner, name)))
 
 
@@ -83,7 +83,10 @@ def _checkpoint_products(moe: MoE) -> None:
 
 
 def _dispatch_once(moe: MoE) -> None:
-    """Exclude dispatch from the checkpointed region around it: recomputation does not dispatch."""
+    """Exclude a layer's dispatch from the checkpointed region around it, in place.
+
+    Backward, which recomputes the region, sends no routed tokens then.
+    """
     plain = moe.dispatcher.dispatch
 
     def run(*inputs: Any) -> Any:
@@ -96,7 +99,7 @@ def _dispatch_once(moe: MoE) -> None:
 
 
 class _NotDispatched:
-    """A placeholder for the exchange of a layer whose recomputation ends before its dispatch."""
+    """A placeholder for what a layer's dispatch returns, in a recomputation that ends before it is used."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(_RECOMPUTED_TOO_MUCH)
@@ -160,7 +163,7 @@ class _UnsavedTensors:
 
 
 def _use_unsaved(compute: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
-    """Return what `use` returns for the tensors that `compute` returns, which backward recomputes."""
+    """Return `use(*compute())`, where backward recomputes the tensors of `compute` instead of saving them."""
     tensors = compute()
     if torch.compiler.is_compiling():  # the compiler chooses what to save
         return use(*tensors)
@@ -170,7 +173,10 @@ def _use_unsaved(compute: Callable[[], tuple[Tensor, ...]], use: Callable[..., T
 
 
 def _recompute_selected(block: Block) -> None:
-    """Let backward recompute what a block's modules list for selective recomputation."""
+    """Let backward recompute what a block's modules name for selective recomputation, in place.
+
+    They name methods by `recomputable_methods`, or call `use_recomputable`.
+    """
     for module in block.modules():
         for name in getattr(module, "recomputable_methods", ()):
             _checkpoint_method(module, name)

@@ -19,16 +19,16 @@ from titanmoe.parallel.grad_norm import local_grad
 
 
 class TiedEmbeddings:
-    """This rank's copies of the embedding, whose gradients are summed."""
+    """The copies of the embedding that this rank has, whose gradients are summed over all copies."""
 
     def __init__(self, stages: list[Transformer], model: Model, ranks: list[int], meshes: Meshes):
         """Find this rank's copies. Collective over the world if the first and last stage are on different ranks.
 
         Args:
-            stages: this rank's.
+            stages: this rank's stages of the model.
             model: the recipe's [model].
             ranks: the pipeline rank of each stage.
-            meshes: the run's.
+            meshes: process groups and meshes of the run.
         """
         self.names: tuple[str, ...] = ()
         self.ends, self.group = [], None
@@ -46,7 +46,10 @@ class TiedEmbeddings:
 
     @torch.no_grad()
     def add_gradients(self) -> None:
-        """Replace each copy's gradient by the sum over all copies. Collective over the first and last stage's ranks."""
+        """Replace each copy's gradient by the sum over all copies, in place. Called once per step, after its backward.
+
+        Collective over the ranks of the first and the last stage; does nothing on others, or without copies.
+        """
         grads = [local_grad(end) for end in self.ends]
         for other in grads[1:]:
             grads[0] += other

@@ -33,7 +33,7 @@ _OPTIONS = ("convert_to_f32", "enable_load_balance", "rotate_method")
 
 
 def missing() -> str:
-    """Return what the template needs and this version of torch lacks, as text; "" if it lacks nothing."""
+    """Return what torch's ring template needs and this version of torch lacks, as text; "" if it lacks nothing."""
     for name, arguments in (
         ("_templated_ring_attention", _TEMPLATE),
         ("_templated_ring_attention_backward", _TEMPLATE_BACKWARD),
@@ -48,7 +48,12 @@ def missing() -> str:
 
 @contextmanager
 def _options(zigzag: bool, dtype: torch.dtype) -> Iterator[None]:
-    """Set the template's options within this context. It reads them from a global of its module."""
+    """Set the options of torch's ring template within this context; the template reads them from a global.
+
+    Args:
+        zigzag: whether each rank has an early and a late chunk of the sequence.
+        dtype: dtype of queries; the template sums in float32 unless it is float64.
+    """
     options = _torch._cp_options
     before = [getattr(options, name) for name in _OPTIONS]
     # ALL_TO_ALL is the ring; torch's default gathers the keys and values of the full sequence.
@@ -101,6 +106,16 @@ class _Ring(torch.autograd.Function):
 def torch_ring_attention(
     q_BSHh, k_BSGh, v_BSGh, sinks_H, report_lse: LseCallback = None, *, placement: Placement, group: Group
 ) -> Tensor:
-    """Return causal attention of this rank's queries, by torch's ring template. Collective over cp."""
+    """Return causal attention of this rank's queries to all keys, by torch's ring template. Collective over cp.
+
+    Args:
+        q_BSHh: queries of this rank's positions.
+        k_BSGh: keys of this rank's positions.
+        v_BSGh: values of this rank's positions.
+        sinks_H: logit of one more key of each head, whose value is zero; None without.
+        report_lse: gets the log-sum-exp of each query, sinks left out.
+        placement: which chunks of the sequence each rank of cp has.
+        group: the ranks of cp.
+    """
     q, k, v = heads_first(q_BSHh, k_BSGh, v_BSGh)
     return _Ring.apply(q, k, v, sinks_H, placement.zigzag, group, report_lse).transpose(1, 2)

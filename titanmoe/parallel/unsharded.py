@@ -33,7 +33,7 @@ MATRICES = ("w1", "w3", "w2")
 
 @dataclass(eq=False)
 class Weight:
-    """A weight of unsharded experts: as stored, as multiplied by, and its gradient."""
+    """A weight of unsharded experts: the stored parameter, the one that products multiply by, and the gradient."""
 
     experts: Experts
     name: str
@@ -54,9 +54,10 @@ class Weight:
 
 
 def multiplied_together(gate: Weight, up: Weight) -> bool:
-    """Return whether one product computes gate and up from copies of the weights side by side.
+    """Return whether one matrix product computes gate and up, from copies of both weights in one tensor.
 
-    Not in 8 bits, where each row of a factor has a scale, and separate rows of gradients are more exact.
+    Only if both weights are trained and copied. Not in 8 bits, where each row of a factor has a scale, and separate
+    rows of gradients are more exact.
     """
     trained = gate.stored.requires_grad and up.stored.requires_grad
     return gate.is_copy and trained and gate.experts.dtype == "compute"
@@ -74,13 +75,14 @@ class UnshardedExperts:
     """The experts of one pipeline stage that FSDP does not shard: their computed weights and gradients."""
 
     def __init__(self, stage: Transformer, training: Training, meshes: Meshes, summed_before: bool):
-        """Copy nothing yet; hook the gradients of the weights.
+        """Make the parameters that products multiply by, copies without memory yet, and hooks that sum their gradients.
 
         Args:
             stage: a pipeline stage.
             training: the recipe's [training].
-            meshes: the run's.
-            summed_before: whether FSDP would sum microbatches before it reduces, in the dtype that it reduces in.
+            meshes: process groups and meshes of the run.
+            summed_before: whether gradients of the other weights are summed over microbatches before FSDP reduces
+                them. Then the sums here are in the dtype that FSDP reduces in too.
         """
         compute = getattr(torch, training.mixed_precision_param)
         wide = torch.promote_types(compute, getattr(torch, training.mixed_precision_reduce))
@@ -121,13 +123,13 @@ class UnshardedExperts:
 
     @contextmanager
     def use_computed_weights(self, accumulate: bool) -> Iterator[None]:
-        """Give the modules the weights that products multiply by, within this context.
+        """Give the experts' modules the weights that products multiply by, within this context: one per step.
 
-        At the end the gradients are summed over replicas, which is collective over these, and given to the stored
-        weights.
+        At its end the gradients are summed over replicas, and added to the stored weights' `grad`. Collective over
+        edp_replicate.
 
         Args:
-            accumulate: whether to sum gradients.
+            accumulate: whether to sum the gradients of the microbatches; False if there is no backward.
         """
         self._copy()
         for weight in self.weights:
@@ -172,7 +174,14 @@ class UnshardedExperts:
                     torch._foreach_copy_([weight.computed for weight in some], [weight.shard for weight in some])
 
     def add(self, computed: Tensor) -> None:
-        """Add a microbatch's gradient to the sum, if the parameter is one of these weights."""
+        """Move the gradient that autograd has put into a parameter's `grad` to the sum over microbatches.
+
+        Does nothing if the parameter is none of the unsharded experts'. After the step's last microbatch it starts to
+        sum the gradient over replicas.
+
+        Args:
+            computed: the parameter that products multiply by.
+        """
         weights = self.by_computed.get(computed)
         if weights is None or not self.adding or computed.grad is None:
             return
@@ -187,9 +196,15 @@ class UnshardedExperts:
                     self._send(weight)
 
     def add_product(self, computed: Tensor, grad: Tensor, x: Tensor, products: ExpertProducts) -> None:
-        """Add a gradient to the sum inside the product that computes it.
+        """Add the gradient of a weight to the sum over microbatches inside the matrix product that computes it.
 
         Called once for each half of a microbatch. No half knows whether it is the last, so nothing is reduced yet.
+
+        Args:
+            computed: the parameter that products multiply by.
+            grad: gradient of the product's output, of the routed tokens.
+            x: input of the product, of the routed tokens.
+            products: says how the routed tokens are grouped by expert.
         """
         weights, add = self.by_computed[computed], computed in self.totals
         if not add:
@@ -205,7 +220,7 @@ class UnshardedExperts:
             weight.reducing = launch_all_reduce(weight.grad, self.replicas)
 
     def sum_over_replicas(self) -> None:
-        """Start summing gradients over replicas, for weights of which it has not started."""
+        """Start to sum over replicas the gradients of the weights for which that has not been started."""
         with region("reduce gradients"):
             for weight in self.weights:
                 self._send(weight)

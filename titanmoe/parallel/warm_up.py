@@ -31,8 +31,8 @@ def warm_up(
     Stages other than the first begin with random hidden states. Collective over the ranks of the stage.
 
     Args:
-        model: a stage.
-        hidden: a meta tensor with the shape and dtype of a microbatch's hidden states.
+        model: a pipeline stage.
+        hidden: a meta tensor with the shape and dtype of a microbatch's hidden states on this rank.
         batch_slice: this rank's slice of a microbatch.
         device: the device that this rank computes on.
         loss: returns the loss from the last stage's output.

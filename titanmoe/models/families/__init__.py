@@ -42,7 +42,7 @@ def shipped() -> dict[str, Family]:
 
 
 def names() -> dict[str, list[str]]:
-    """Return the names of each family's sizes."""
+    """Return the names of the sizes of each family of this package, by the family's name."""
     return {name: list(family.sizes) for name, family in shipped().items()}
 
 
@@ -59,6 +59,6 @@ def preset(family: str, size: str) -> dict[str, object]:
 
 
 def mixers(model: Model) -> list[MixerSpec]:
-    """Return the mixer of each block, including that of multi-token prediction."""
+    """Return the spec of each block's mixer, in order; the block of multi-token prediction is the last."""
     family = family_of(model.family)
     return [family.mixer_of(model, layer) for layer in range(model.num_layers + model.mtp_depth)]

@@ -46,11 +46,11 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 
-def _queries(model: Model) -> tuple[int, int]:
+def _query_head_rows(model: Model) -> tuple[int, int]:
     return model.qk_nope_head_dim + model.qk_rope_head_dim, model.qk_rope_head_dim
 
 
-def _latents(model: Model) -> tuple[int, int]:
+def _latent_rows(model: Model) -> tuple[int, int]:
     return model.kv_lora_rank + model.qk_rope_head_dim, model.qk_rope_head_dim
 
 
@@ -68,7 +68,11 @@ def _read(config: hf.Json) -> dict[str, object]:
 
 
 def shared_experts(model: Model) -> int:
-    """Return how many shared experts of the routed experts' width equal the one of model.shared_hidden."""
+    """Return how many shared experts, each as wide as a routed one, are together model.shared_hidden wide.
+
+    Raises:
+        Unrepresentable: if model.shared_hidden is not a multiple of model.expert_hidden.
+    """
     shared, rest = divmod(model.shared_hidden, model.expert_hidden)
     if rest:
         raise hf.Unrepresentable(
@@ -113,9 +117,12 @@ COPIES = {
 
 
 def all_hf_tensors(block: hf.Names) -> dict[str, hf.HFTensor]:
-    """Return where all tensors of a model are stored, from the names within a block.
+    """Return the Hugging Face names and layouts of all tensors of a model, by our names.
 
     The block of multi-token prediction is stored as a layer after the last.
+
+    Args:
+        block: Hugging Face's name within a block, and layout, of each tensor, by our name within the block.
     """
     mtp = {
         "hidden_norm.weight": "hnorm.weight",
@@ -130,11 +137,11 @@ def all_hf_tensors(block: hf.Names) -> dict[str, hf.HFTensor]:
 _BLOCK = (
     hf.NORMS
     | {
-        "attention.wq.weight": hf.HFTensor("self_attn.q_proj.weight", rotated=_queries),
+        "attention.wq.weight": hf.HFTensor("self_attn.q_proj.weight", rotated=_query_head_rows),
         "attention.wq_a.weight": "self_attn.q_a_proj.weight",
         "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
-        "attention.wq_b.weight": hf.HFTensor("self_attn.q_b_proj.weight", rotated=_queries),
-        "attention.wkv_a.weight": hf.HFTensor("self_attn.kv_a_proj_with_mqa.weight", rotated=_latents),
+        "attention.wq_b.weight": hf.HFTensor("self_attn.q_b_proj.weight", rotated=_query_head_rows),
+        "attention.wkv_a.weight": hf.HFTensor("self_attn.kv_a_proj_with_mqa.weight", rotated=_latent_rows),
         "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
         "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
         "attention.wo.weight": "self_attn.o_proj.weight",

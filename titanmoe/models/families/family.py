@@ -20,7 +20,7 @@ NAMED = ("model.family", "model.size")
 
 
 def attention(model: Model, layer: int) -> MixerSpec:
-    """Return latent attention if the model has latents, else grouped-query attention."""
+    """Return the spec of latent attention if the model has latents, else that of grouped-query attention."""
     return LATENT if model.kv_lora_rank else GROUPED_QUERY
 
 
@@ -44,11 +44,14 @@ class Family(Spec):
     """
 
     def mixer_of(self, model: Model, layer: int) -> MixerSpec:
-        """Return the mixer of a block. That of multi-token prediction, after the last layer, has the last layer's."""
+        """Return the spec of a block's mixer. The block of multi-token prediction has the last layer's mixer."""
         return self.mixer(model, min(layer, model.num_layers - 1))
 
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options that a family and size set, by path, such as "model.dim".
+        """Return the values that a family and a size give to options, by the option's path, such as "model.dim".
+
+        Args:
+            values: "model.family" and "model.size", by path; may have more.
 
         Raises:
             ComponentError: if the size is unknown, or the family is inconsistent.
@@ -76,7 +79,7 @@ class Family(Spec):
         return {f"model.{name}": value for name, value in shape.items()} | own_values
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield what contradicts the family or its mixers in a recipe."""
+        """Yield a Violation for each option of a recipe that contradicts the family or one of its mixers."""
         every = config.model.full_attention_every
         if self.mixer is attention and not config.model.sliding_window and every != 1:
             yield Violation(
@@ -88,7 +91,7 @@ class Family(Spec):
             yield from mixer.contradictions(config)
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """Return the numbers that a degree of parallelism must divide, by degree and by name of the number."""
+        """Return the numbers that a degree of parallelism must divide: {degree: {name of the number: number}}."""
         divided: dict[str, dict[str, int]] = {}
         for mixer in self._mixers(config.model):
             for degree, numbers in mixer.divided(config).items():
@@ -96,10 +99,15 @@ class Family(Spec):
         return divided
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        """Yield reasons why the mixers cannot run with these degrees of parallelism."""
+        """Yield a message for each reason why the mixers cannot run with these degrees of parallelism.
+
+        Args:
+            config: the recipe.
+            degrees: number of ranks by axis, such as {"cp": 2}; an axis may be missing.
+        """
         for mixer in self._mixers(config.model):
             yield from mixer.violations(config, degrees)
 
     def _mixers(self, model: Model) -> list[MixerSpec]:
-        """Return each kind of mixer once."""
+        """Return the specs of the mixers that the model's layers have, each once."""
         return list(dict.fromkeys(self.mixer(model, layer) for layer in range(model.num_layers)))

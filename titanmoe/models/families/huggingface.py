@@ -19,19 +19,19 @@ Json = Mapping[str, Any]
 
 
 class Unrepresentable(ValueError):
-    """Raised where a config.json asks for something that [model] cannot express, or vice versa."""
+    """An error: a config.json asks for something that [model] cannot express, or vice versa."""
 
 
 class FusedRows(NamedTuple):
-    """The rows of one of our tensors in a fused tensor, such as queries, keys and values in one matrix.
+    """The place of one of our tensors in a fused tensor of Hugging Face's, such as queries among queries and gates.
 
-    Rows of the fused tensor come in groups, such as heads, and each group has a part of each of our tensors.
+    The rows of the fused tensor come in groups, such as heads. A group has some rows of each of our tensors.
     """
 
     rows: Callable[[Model], tuple[int, ...]]
-    """Function that returns the rows of each part of a group."""
+    """Function that returns how many rows of a group belong to each of our tensors, in order."""
     number: int
-    """Index of our tensor's part."""
+    """Index of our tensor in that tuple."""
 
 
 @dataclass(frozen=True)
@@ -115,39 +115,54 @@ Names = Mapping[str, str | HFTensor]
 """Names and layouts of tensors in their files, by our names; a str if the layout is ours."""
 
 
-def layer(hf_tensors: Names, ours: str = "layers.{layer}", theirs: str = "model.layers.{layer}") -> dict[str, HFTensor]:
-    """Return where the tensors of all layers are stored, from names within a block.
+def layer(
+    hf_tensors: Names, our_prefix: str = "layers.{layer}", hf_prefix: str = "model.layers.{layer}"
+) -> dict[str, HFTensor]:
+    """Return the Hugging Face names and layouts of the tensors of all layers, from those within a block.
 
     Args:
-        hf_tensors: where each tensor of a block is stored.
-        ours: prefix of our names.
-        theirs: prefix of their names.
+        hf_tensors: Hugging Face's name within a block, and layout, of each tensor, by our name within the block.
+        our_prefix: prefix of our names.
+        hf_prefix: prefix of Hugging Face's names.
+
+    Returns:
+        A dict by our names, with both prefixes added.
     """
     full = {
         name: HFTensor(hf_tensor) if isinstance(hf_tensor, str) else hf_tensor for name, hf_tensor in hf_tensors.items()
     }
-    return {f"{ours}.{name}": replace(hf_tensor, name=f"{theirs}.{hf_tensor.name}") for name, hf_tensor in full.items()}
+    return {
+        f"{our_prefix}.{name}": replace(hf_tensor, name=f"{hf_prefix}.{hf_tensor.name}")
+        for name, hf_tensor in full.items()
+    }
 
 
 def fused(
-    theirs: str, ours: Sequence[str], rows: Callable[[Model], tuple[int, ...]], **more: bool
+    hf_name: str, our_names: Sequence[str], rows: Callable[[Model], tuple[int, ...]], **layout: bool
 ) -> dict[str, HFTensor]:
-    """Return where several of our tensors are stored that are fused into one.
+    """Return the layout, by our names, of tensors of ours that Hugging Face stores fused into one tensor.
 
     Args:
-        theirs: name of the fused tensor.
-        ours: our names, in the order of their parts.
-        rows: returns the rows of each part of a group.
-        more: other fields of HFTensor.
+        hf_name: name of the fused tensor.
+        our_names: our names, in the order in which a group of the fused tensor's rows has them.
+        rows: returns how many rows of a group (such as a head) belong to each of our tensors.
+        layout: other fields of HFTensor.
     """
-    return {name: HFTensor(theirs, fused=FusedRows(rows, number), **more) for number, name in enumerate(ours)}
+    return {name: HFTensor(hf_name, fused=FusedRows(rows, number), **layout) for number, name in enumerate(our_names)}
 
 
 def swiglu(
-    ours: str, theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    our_name: str, hf_name: str, hf_weights: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, str]:
-    """Return where gate, up and down are stored; `ours` and `theirs` contain {w} in place of the weight's name."""
-    return {ours.format(w=w): theirs.replace("{w}", name) for w, name in zip(("w1", "w3", "w2"), names, strict=True)}
+    """Return Hugging Face's names of the weights of a SwiGLU network, by our names.
+
+    Args:
+        our_name: our name of a weight, with {w} in place of w1, w3 or w2.
+        hf_name: Hugging Face's name of a weight, with {w} in place of one of `hf_weights`.
+        hf_weights: what Hugging Face calls gate, up and down.
+    """
+    weights = zip(("w1", "w3", "w2"), hf_weights, strict=True)
+    return {our_name.format(w=w): hf_name.replace("{w}", hf_weight) for w, hf_weight in weights}
 
 
 ENDS = {
@@ -238,11 +253,11 @@ def _read_rope(config: Json, theta: float, default: Json, rotary_fraction: float
 
 
 def _rotary_dim(config: Json, fraction: Any, partial_rotary: bool) -> dict[str, object]:
-    """Return model.rotary_dim; nothing if RoPE rotates full heads.
+    """Return {"rotary_dim": number of dims of a head that RoPE rotates}, or {} if it rotates full heads.
 
     Args:
         config: a config.json.
-        fraction: its partial_rotary_factor; None for full heads.
+        fraction: partial_rotary_factor of the config.json; None for full heads.
         partial_rotary: whether the family can rotate a part of a head.
     """
     if fraction in (None, 1):
@@ -277,12 +292,12 @@ def _write_scaling(model: Model, default: Json) -> dict[str, object]:
 
 
 def rope(theta: float, default: Json | None = None, rotary_fraction: float = 0.0) -> Conversion:
-    """Return the conversion of RoPE's keys, with the defaults of the family's config class.
+    """Return the conversion between the keys of config.json about RoPE and fields of [model].
 
     Args:
-        theta: default of rope_theta.
-        default: default of rope_parameters.
-        rotary_fraction: default of partial_rotary_factor, in families where RoPE may rotate a part of a head; else 0.
+        theta: rope_theta if config.json has none.
+        default: rope_parameters if config.json has none.
+        rotary_fraction: partial_rotary_factor if config.json has none; 0 for families in which RoPE rotates full heads.
     """
     return Conversion(
         ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
@@ -295,11 +310,14 @@ def rope(theta: float, default: Json | None = None, rotary_fraction: float = 0.0
 
 
 def dense_blocks(sparse: list[bool], keys: str = "mlp_only_layers or decoder_sparse_step") -> dict[str, object]:
-    """Return num_dense_layers and moe_every.
+    """Return the fields num_dense_layers and moe_every of [model] that give experts to these blocks.
 
     Args:
         sparse: whether each block has experts.
-        keys: the keys of config.json that say so, for messages.
+        keys: the keys of config.json that say which blocks have experts, for the error's message.
+
+    Raises:
+        Unrepresentable: if no values of the two fields do.
     """
     layers = len(sparse)
     first, second = [*(i for i, has in enumerate(sparse) if has), layers, layers][:2]

@@ -43,7 +43,11 @@ _UNUSED = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermed
 
 
 def _read_rope(config: hf.Json) -> dict[str, object]:
-    """RoPE's width is published as rotary_dim; transformers takes partial_rotary_factor first, vLLM the other."""
+    """Return the fields of [model] about RoPE.
+
+    The published config.json has RoPE's width as rotary_dim, which vLLM reads; transformers prefers
+    partial_rotary_factor. The two must agree.
+    """
     config = {"head_dim": 128, **config}
     if width := config.get("rotary_dim"):
         head, rope = config["head_dim"], config.get("rope_scaling") or config.get("rope_parameters") or {}

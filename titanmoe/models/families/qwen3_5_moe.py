@@ -50,7 +50,7 @@ HF = replace(
     mixer_hf_tensors={
         GATED_DELTA.name: hf.layer(
             qwen3_next.DELTA
-            | hf.fused("linear_attn.in_proj_qkv.weight", weights("wq", "wk", "wv"), qwen3_next.qkv)
+            | hf.fused("linear_attn.in_proj_qkv.weight", weights("wq", "wk", "wv"), qwen3_next.qkv_rows)
             | {f"attention.w{gate}.weight": f"linear_attn.in_proj_{gate}.weight" for gate in "zba"}
         )
     },

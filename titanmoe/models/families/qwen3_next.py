@@ -27,7 +27,13 @@ SWITCHES = dict(
 
 
 def linear(keys: int, values: int, width: int) -> dict[str, object]:
-    """Return the own options of linear attention with so many key and value heads of one width."""
+    """Return {"own": the options of linear attention in [model.own]} for a size.
+
+    Args:
+        keys: number of key heads.
+        values: number of value heads.
+        width: width of every key and value head.
+    """
     heads = dict(linear_key_heads=keys, linear_value_heads=values, linear_key_dim=width, linear_value_dim=width)
     return {"own": FIELDS | heads}
 
@@ -48,7 +54,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 
 def mixer(model: Model, layer: int) -> MixerSpec:
-    """Return full attention for every full_attention_every-th layer, else linear attention."""
+    """Return the spec of full attention for every full_attention_every-th layer, else that of linear attention."""
     every = model.full_attention_every
     return attention(model, layer) if every and (layer + 1) % every == 0 else GATED_DELTA
 
@@ -94,34 +100,34 @@ KINDS = hf.Conversion(("layer_types", "full_attention_interval"), _read_kinds, _
 # ---- tensors
 
 
-def qkv(model: Model) -> tuple[int, ...]:
-    """Return the rows of queries, keys and values of all heads."""
+def qkv_rows(model: Model) -> tuple[int, ...]:
+    """Return the numbers of rows of queries, keys and values of all heads in a weight that fuses the three."""
     heads = Heads.of(model)
     return heads.key_width, heads.key_width, heads.value_width
 
 
-def _qkvz(model: Model) -> tuple[int, ...]:
-    """Return the rows of queries, keys, values and z of a key head and its value heads."""
+def _qkvz_rows(model: Model) -> tuple[int, ...]:
+    """Return the numbers of rows of queries, keys, values and z of one key head and the value heads that share it."""
     heads = Heads.of(model)
     value = heads.values // heads.keys * heads.value_dim
     return heads.key_dim, heads.key_dim, value, value
 
 
-def _ba(model: Model) -> tuple[int, ...]:
+def _ba_rows(model: Model) -> tuple[int, ...]:
     heads = Heads.of(model)
     return (heads.values // heads.keys,) * 2
 
 
-def _of_head(model: Model) -> tuple[int, ...]:
+def _query_and_gate_rows(model: Model) -> tuple[int, ...]:
     return model.head_dim, model.head_dim
 
 
-def _of_expert(model: Model) -> tuple[int, ...]:
+def _gate_and_up_rows(model: Model) -> tuple[int, ...]:
     return model.expert_hidden, model.expert_hidden
 
 
 def weights(*names: str) -> list[str]:
-    """Return our names of weights of attention."""
+    """Return titanmoe's full names of a mixer's weights: "attention.wq.weight" for "wq"."""
     return [f"attention.{name}.weight" for name in names]
 
 
@@ -132,15 +138,15 @@ FEED_FORWARD = (
     | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_expert.{w}.weight")
     | {"moe.shared.gate.weight": "mlp.shared_expert_gate.weight"}
 )
-ATTENTION = hf.ATTENTION | hf.fused("self_attn.q_proj.weight", weights("wq", "wg"), _of_head)
+ATTENTION = hf.ATTENTION | hf.fused("self_attn.q_proj.weight", weights("wq", "wg"), _query_and_gate_rows)
 CONVOLUTION = [f"attention.conv_{part}" for part in "qkv"]
-DELTA = hf.fused("linear_attn.conv1d.weight", CONVOLUTION, qkv, has_dim_of_1=True) | {
+DELTA = hf.fused("linear_attn.conv1d.weight", CONVOLUTION, qkv_rows, has_dim_of_1=True) | {
     "attention.dt_bias": "linear_attn.dt_bias",
     "attention.A_log": "linear_attn.A_log",
     "attention.norm.weight": "linear_attn.norm.weight",
     "attention.wo.weight": "linear_attn.out_proj.weight",
 }
-STACKED = hf.fused("mlp.experts.gate_up_proj", ("moe.experts.w1", "moe.experts.w3"), _of_expert) | {
+STACKED = hf.fused("mlp.experts.gate_up_proj", ("moe.experts.w1", "moe.experts.w3"), _gate_and_up_rows) | {
     "moe.experts.w2": "mlp.experts.down_proj"
 }
 EXTRA = {
@@ -151,8 +157,15 @@ EXTRA = {
 }
 
 
-def everywhere(block: hf.Names) -> dict[str, hf.HFTensor]:
-    """Return where a block's tensors are stored, in the layers and in the block of multi-token prediction."""
+def in_layers_and_mtp(block: hf.Names) -> dict[str, hf.HFTensor]:
+    """Return the Hugging Face names and layouts of a block's tensors, in all layers and in multi-token prediction.
+
+    Args:
+        block: Hugging Face's name within a block, and layout, of each tensor, by our name within the block.
+
+    Returns:
+        A dict by our names.
+    """
     return hf.layer(block) | hf.layer(block, "mtp.0.block", "mtp.layers.0")
 
 
@@ -183,15 +196,15 @@ HF = hf.HuggingFace(
     architecture="Qwen3NextForCausalLM",
     family="qwen3_next",
     switches=SWITCHES,
-    hf_tensors=hf.ENDS | everywhere(FEED_FORWARD | ATTENTION) | EXTRA,
+    hf_tensors=hf.ENDS | in_layers_and_mtp(FEED_FORWARD | ATTENTION) | EXTRA,
     mixer_hf_tensors={
         GATED_DELTA.name: hf.layer(
             DELTA
-            | hf.fused("linear_attn.in_proj_qkvz.weight", weights("wq", "wk", "wv", "wz"), _qkvz)
-            | hf.fused("linear_attn.in_proj_ba.weight", weights("wb", "wa"), _ba)
+            | hf.fused("linear_attn.in_proj_qkvz.weight", weights("wq", "wk", "wv", "wz"), _qkvz_rows)
+            | hf.fused("linear_attn.in_proj_ba.weight", weights("wb", "wa"), _ba_rows)
         )
     },
-    alternative_hf_tensors=everywhere(STACKED),
+    alternative_hf_tensors=in_layers_and_mtp(STACKED),
     fields=FIELDS_OF_FILES | {"dense_hidden": ("intermediate_size",), "norm_topk": ("norm_topk_prob",)},
     conversions=(hf.rope(1e4, rotary_fraction=0.25), hf.QWEN_BLOCKS, KINDS, hf.SHARED),
     defaults=DEFAULTS | {"norm_topk_prob": True},

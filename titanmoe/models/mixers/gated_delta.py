@@ -27,11 +27,13 @@ class Heads(NamedTuple):
     keys: int
     """Number of key heads."""
     values: int
-    """Number of value heads. Those of one key head are consecutive."""
+    """Number of value heads. Value heads that share a key head are consecutive."""
     key_dim: int
     value_dim: int
     conv_width: int
+    """Positions that the convolution sees, the position itself included."""
     gate: str
+    """linear_gate of [model.own]: "delta" or "gla"."""
 
     @classmethod
     def of(cls, model: Model) -> Heads:
@@ -49,10 +51,11 @@ class Heads(NamedTuple):
         return self.values * self.value_dim
 
 
-def numbers_of_chunks(heads: Heads) -> float:
-    """Return the most float32 elements per position that the backward of titanmoe.ops.gated_delta_rule holds in chunks.
+def chunk_elements(heads: Heads) -> float:
+    """Return the most elements per position, in float32, that backward of the recurrence holds for its chunks.
 
-    Within 4 % of what is counted in bfloat16 for heads 64 to 256 wide. Kernels of fla-core hold and move less.
+    The recurrence is titanmoe.ops.gated_delta_rule. The result is for all heads, as without tp.
+    It is within 4 % of what is counted in bfloat16 for heads 64 to 256 wide. Kernels of fla-core hold and move less.
     """
     K, H, k, v, C = heads.keys, heads.values, heads.key_dim, heads.value_dim, CHUNK
     if heads.gate == "gla":
@@ -84,30 +87,33 @@ class GatedDeltaSpec(MixerSpec):
         splits["wo.weight"] = (dim, value), 1
         return splits | vectors | {"norm.weight": ((heads.value_dim,), None)}
 
-    def rows(self, model: Model) -> dict[str, MatrixRows]:
-        """Return the projections. Weights of beta and decay are gates, which AdamW trains, as it does the taps."""
+    def matrix_rows(self, model: Model) -> dict[str, MatrixRows]:
+        """Return how the rows of each projection divide into matrices for Muon, by parameter name.
+
+        The weights of beta and of the decay, and the convolution's taps, have no entry: AdamW trains them.
+        """
         heads = Heads.of(model)
         key, value = MatrixRows((heads.key_dim,)), MatrixRows((heads.value_dim,))
         rows = {"wq": key, "wk": key, "wv": value, "wz": value, "wo": MatrixRows(())}
         return {f"{name}.weight": value for name, value in rows.items()}
 
     def token_flops(self, model: Model) -> int:
-        """Return the FLOPs of the recurrence as it is defined, token by token.
+        """Return the forward FLOPs of the recurrence for a token, as it is defined token by token.
 
-        They are those of the state's value for a key (delta), of its change, and of its value for the query. The form
-        by chunks of 64 tokens computes more.
+        For each value head they read the state by the key (gated delta rule alone), update the state, and read it by
+        the query. The form by chunks of 64 tokens computes more.
         """
         heads = Heads.of(model)
         return (4 if heads.gate == "gla" else 6) * heads.values * heads.key_dim * heads.value_dim
 
     def work(self, model: Model, tp: int) -> MixerWork:
-        """Return the work per position.
+        """Return the work of one rank per position, for the planner.
 
-        Elements are moved by the convolution, which reads and writes for each tap, by the gated norm, and by the
+        Elements are read and written by the convolution, for each tap, by the gated norm, and by the recurrence's
         chunks, as counted in rehearsals.
         """
         heads, dim = Heads.of(model), model.dim
-        key, value, chunks = heads.key_width / tp, heads.value_width / tp, numbers_of_chunks(heads) / tp
+        key, value, chunks = heads.key_width / tp, heads.value_width / tp, chunk_elements(heads) / tp
         products = [Product(2 * key + 2 * value, dim), Product(dim, value)]
         if heads.gate == "gla":
             products += [Product(GLA_RANK, dim), Product(key, GLA_RANK)]
@@ -122,23 +128,30 @@ class GatedDeltaSpec(MixerSpec):
         return MixerWork(products, dim, state=state, moved=(forward, backward))
 
     def saved_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
-        """Return the bytes of saved activations.
+        """Return the bytes of activations that one rank saves for backward of a microbatch.
 
         Saved are inputs and outputs of the convolution and of SiLU, which are queries, keys and values; the gates; the
         recurrence's output and z; and the gated norm's inputs and output.
         """
         value, w, W = Heads.of(model).value_width // batch.tp, batch.width, max(4, batch.width)
         normed = 0 if selective else (3 * value + Heads.of(model).values // batch.tp) * W
-        return self._convolved(model, batch, 1 if selective else 3) + batch.positions * (2 * value * w + normed)
+        return self._convolved_bytes(model, batch, 1 if selective else 3) + batch.positions * (2 * value * w + normed)
 
     def backward_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
-        """Return the bytes of the recomputed chunks, and of the two gradients that flow into them."""
-        heads, W = Heads.of(model), max(4, batch.width)
-        chunks = numbers_of_chunks(heads) * W + 2 * heads.value_width * batch.width
-        return self._convolved(model, batch, 2 if selective else 3) + round(batch.positions * chunks / batch.tp)
+        """Return the most bytes that the mixer holds in backward of a microbatch.
 
-    def _convolved(self, model: Model, batch: LocalBatch, copies: int) -> int:
-        """Return the bytes of copies of queries, keys and values, of the gates, and of the segments' states."""
+        They are those of the recurrence's recomputed chunks, of the two gradients that enter these, and of queries,
+        keys, values and gates.
+        """
+        heads, W = Heads.of(model), max(4, batch.width)
+        chunks = chunk_elements(heads) * W + 2 * heads.value_width * batch.width
+        return self._convolved_bytes(model, batch, 2 if selective else 3) + round(batch.positions * chunks / batch.tp)
+
+    def _convolved_bytes(self, model: Model, batch: LocalBatch, copies: int) -> int:
+        """Return the bytes of `copies` copies of queries, keys and values, of the gates, and of the segments' states.
+
+        They are those of one rank and one microbatch.
+        """
         heads, w, W = Heads.of(model), batch.width, max(4, batch.width)
         convolved = copies * (2 * heads.key_width + heads.value_width) * w
         gates = 2 * heads.key_width * W + GLA_RANK * w * batch.tp if heads.gate == "gla" else 4 * heads.values * W

@@ -18,18 +18,19 @@ from titanmoe.models.mixers.mixer_spec import (
 )
 
 
-def attention_output_bytes(heads: int, value: int, batch: LocalBatch, sinks: bool) -> int:
-    """Return the bytes that attention saves of its output and log-sum-exp.
+def attention_output_bytes(heads: int, value_dim: int, batch: LocalBatch, sinks: bool) -> int:
+    """Return the bytes of attention's output and log-sum-exp that one rank saves for backward of a microbatch.
 
-    Sinks make a second output from both, and the ring's output, which is by heads, is copied for the product after it.
+    Sinks make a second output from both. Ring attention's output has heads before positions, and is copied for the
+    output projection.
 
     Args:
         heads: query heads of the rank.
-        value: width of a value head.
-        batch: the rank's part of a microbatch.
+        value_dim: width of a value head.
+        batch: the rank's slice of a microbatch.
         sinks: whether attention has sinks.
     """
-    output, sums = batch.positions * heads * value * batch.width, batch.positions * heads * 4
+    output, sums = batch.positions * heads * value_dim * batch.width, batch.positions * heads * 4
     if batch.ring:
         return 2 * output + sums
     return (output + sums) * (2 if sinks else 1)
@@ -62,10 +63,10 @@ class GroupedQuery(MixerSpec):
         return splits
 
     def max_tp(self, model: Model) -> dict[str, int]:
-        """Return the number of key heads, for modules of keys and values: more ranks of tp replicate these."""
+        """Return the number of key heads for each module of keys and values, which a larger tp replicates."""
         return dict.fromkeys(("wk", "wv", *["k_norm"] * (model.qk_norm == "full")), model.num_kv_heads)
 
-    def rows(self, model: Model) -> dict[str, MatrixRows]:
+    def matrix_rows(self, model: Model) -> dict[str, MatrixRows]:
         heads = ("wq", "wk", "wv", *["wg"] * model.attention_gate)
         return {f"{w}.weight": MatrixRows((model.head_dim,)) for w in heads} | {"wo.weight": MatrixRows(())}
 
@@ -147,7 +148,7 @@ class GroupedQuery(MixerSpec):
 
 
 def _widths(model: Model) -> tuple[int, int]:
-    """Return the widths of all query heads and of all key heads together."""
+    """Return the width of all query heads together, and the width of all key heads together."""
     return model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
 
 

@@ -44,8 +44,11 @@ class Latent(MixerSpec):
         norms = {"q_norm.weight": rank, "kv_norm.weight": latent}
         return splits | {name: ((width,), None) for name, width in norms.items() if width}
 
-    def rows(self, model: Model) -> dict[str, MatrixRows]:
-        """Return the projections. Latents and rotated key, and keys and values of all heads, are separate matrices."""
+    def matrix_rows(self, model: Model) -> dict[str, MatrixRows]:
+        """Return how the rows of each projection divide into matrices for Muon, by parameter name.
+
+        The rows of wkv_a are two matrices, latent and rotated key; so are those of wkv_b, keys and values of all heads.
+        """
         query, full = MatrixRows((model.head_dim,)), MatrixRows(())
         rows = {"wq_a": full, "wq_b": query} if model.q_lora_rank else {"wq": query}
         rows |= {"wkv_a": MatrixRows((model.kv_lora_rank, model.qk_rope_head_dim))}
@@ -95,7 +98,11 @@ class Latent(MixerSpec):
         return output + latents + 2 * T * max(4, w) + gathered + X * (2 * query + made) * w
 
     def input_positions(self, model: Model, batch: LocalBatch) -> int:
-        """Return the rank's own tokens, whose latents are computed; all positions too if queries have no latent."""
+        """Return for how many positions the projections save the block's normed input for backward.
+
+        Latents are computed from the tokens that the rank owns. Queries without a latent need all positions of the
+        attention slice besides.
+        """
         if model.q_lora_rank:
             return batch.tokens
         return batch.positions + batch.tokens * (batch.tp > 1)

@@ -29,10 +29,13 @@ def elements(tensors: Iterable[Split]) -> int:
 
 
 class MatrixRows(NamedTuple):
-    """The division of a weight's rows into matrices, such as the keys and the values of all heads."""
+    """The division of a weight's rows into the matrices that Muon orthogonalizes, such as keys and values."""
 
     per_head: tuple[int, ...]
-    """Rows of each matrix in every head, in order; empty if all rows are one matrix."""
+    """Number of consecutive rows in each head that belong to the first matrix, the second, and so on.
+
+    A matrix consists of the rows of all heads. Empty if all rows of the weight are one matrix.
+    """
 
 
 class ClippedRows(NamedTuple):
@@ -43,11 +46,11 @@ class ClippedRows(NamedTuple):
     key_heads: int
     """Key heads of the layer. The heads of one key head share a factor."""
     parts: tuple[tuple[int, float], ...]
-    """Groups of rows of each head, in order: number of rows, and power of the factor that scales them."""
+    """Consecutive groups of rows in each head: (number of rows, power of QK-Clip's factor that scales them)."""
 
 
 class Product(NamedTuple):
-    """A matrix product of one rank, per position."""
+    """The size of a matrix product that one rank computes for each position: inputs x outputs multiplications."""
 
     outputs: float
     inputs: float
@@ -56,39 +59,40 @@ class Product(NamedTuple):
 
 
 class MixerWork(NamedTuple):
-    """Work of a rank per position of its attention slice, apart from scores and values, for the planner."""
+    """Work of a rank per position of its attention slice, without scores and weighted values, for the planner."""
 
     products: list[Product]
     gathered: float
-    """Elements that tp gathers before the products."""
+    """Elements per position that tp gathers before the products."""
     queries: float = 0.0
     """Elements of the queries, which context parallelism may send."""
     keys: float = 0.0
     """Elements of keys and values, which context parallelism sends."""
     state: float = 0.0
-    """Elements that context parallelism sends of a segment of any length, if the mixer works by segments."""
+    """Elements of the state that context parallelism sends once per segment, if the mixer works by segments."""
     rotated: float = 0.0
     """Elements that RoPE rotates."""
     normed: float = 0.0
     """Elements that norms of queries and keys read."""
     moved: tuple[float, float] = (0.0, 0.0)
-    """Elements that other kernels read and write, in forward and in backward."""
+    """Elements that all other kernels read and write per position: in forward, in backward."""
 
 
 class LocalBatch(NamedTuple):
-    """The part of a microbatch that one rank has."""
+    """The sizes of one rank's slice of a microbatch."""
 
     tokens: int
     """Tokens that the rank owns."""
     positions: int
-    """Positions of its attention slice: tokens times tp."""
+    """Positions of the rank's attention slice: tokens times tp."""
     tp: int
+    """Number of ranks of tensor parallel."""
     width: int
     """Bytes of an element in the dtype that layers compute in."""
     ring: bool
-    """Whether keys and values are passed from rank to rank."""
+    """Whether context parallelism passes keys and values from rank to rank (parallelism.cp_kind = "ring")."""
     segments: int = 0
-    """Segments that context parallelism splits the rank's samples into; 0 without it."""
+    """Segments that context parallelism splits the microbatch's samples into, over all ranks of cp; 0 without cp."""
 
 
 class MixerSpec(Spec, ABC):
@@ -111,58 +115,67 @@ class MixerSpec(Spec, ABC):
 
     @abstractmethod
     def parameters(self, model: Model) -> dict[str, Split]:
-        """Return shape and tp's dim of each parameter, by name: its rows of the parallel plan.
+        """Return the full shape, and the dim that tp shards, of each parameter of the mixer, by name.
 
         A dim of None replicates the parameter: each rank uses it for tokens, or heads, that no other rank has
         (titanmoe.parallel.parallel_plan).
         """
 
     def max_tp(self, model: Model) -> dict[str, int]:
-        """Return the largest tp that shards a module, for modules that a larger tp replicates.
+        """Return the largest tp that shards a module of the mixer, by the name of each module that has a limit.
 
-        Such as the number of key heads: with more ranks each has the full parameters and uses a part of them, and their
-        gradients are summed over tp.
+        For the projections of keys and values it is the number of key heads. A larger tp replicates the module: each
+        rank has the full parameters and uses a part of them, and their gradients are summed over tp.
         """
         return {}
 
     def matrices(self, model: Model) -> list[Split]:
-        """Return the parameters that multiply each token, which costs two FLOPs per element."""
+        """Return shape and sharded dim of the parameters that multiply each token, at two FLOPs per element."""
         return [split for split in self.parameters(model).values() if len(split[0]) == 2]
 
     def norms(self, model: Model) -> list[Split]:
-        """Return the weights of the norms inside the mixer."""
+        """Return shape and sharded dim of the weights of the norms inside the mixer."""
         return [split for name, split in self.parameters(model).items() if name.endswith("norm.weight")]
 
-    def rows(self, model: Model) -> dict[str, MatrixRows]:
-        """Return the parameters that optimizers may treat as matrices, and the rows of each matrix, by name.
+    def matrix_rows(self, model: Model) -> dict[str, MatrixRows]:
+        """Return how the rows of each weight divide into matrices for Muon, by parameter name.
 
-        Optimizers treat the others as vectors (titanmoe.models.matrices).
+        Parameters without an entry are trained by AdamW (titanmoe.models.matrices).
         """
         return {}
 
     def qk_clip_rows(self, model: Model) -> dict[str, ClippedRows]:
-        """Return the rows that QK-Clip scales, by parameter; empty if it has no effect, and is refused."""
+        """Return which rows of which parameters QK-Clip scales, by parameter name.
+
+        Empty for a mixer on which QK-Clip has no effect: a recipe that asks for it is refused.
+        """
         return {}
 
     after_scores: tuple[str, ...] = ()
-    """Parameters whose input is the result of the scores, such as the output projection."""
+    """Names of the parameters that multiply attention's result (the weighted values), such as the output projection."""
 
     def pair_flops(self, model: Model) -> int:
-        """Return forward FLOPs for a position and one that it sees: score and weighted value."""
+        """Return the forward FLOPs of one (query, key) pair of positions in all heads: score and weighted value."""
         return 0
 
     def token_flops(self, model: Model) -> int:
-        """Return forward FLOPs of a token, apart from products with matrices, that do not depend on what it sees."""
+        """Return the forward FLOPs of a token that are no products with weights and depend on no other position."""
         return 0
 
     def flops(self, model: Model, layer: int, seq_len: int) -> int:
-        """Return forward FLOPs of a token, apart from products with matrices, averaged over a sequence."""
+        """Return the forward FLOPs of a token without products with weights, averaged over a causal sequence.
+
+        Args:
+            model: the recipe's [model].
+            layer: number of the block, which may have a sliding window.
+            seq_len: number of tokens of the sequence.
+        """
         width = min(window(model, layer) or seq_len, seq_len)
         twice_visible = 2 * width - width * width // seq_len  # average positions: a triangle without a corner
         return self.pair_flops(model) // 2 * twice_visible + self.token_flops(model)
 
     def work(self, model: Model, tp: int) -> MixerWork:
-        """Return the work per position, for the planner: by default the product of each matrix and nothing else."""
+        """Return the work of one rank per position, for the planner: by default the product with each matrix alone."""
         products = []
         for (outputs, inputs), dim in self.matrices(model):
             split_outputs, split_inputs = outputs / tp if dim == 0 else outputs, inputs / tp if dim == 1 else inputs
@@ -177,9 +190,9 @@ class MixerSpec(Spec, ABC):
         """
 
     def input_positions(self, model: Model, batch: LocalBatch) -> int:
-        """Return the number of positions of the block's normed input that its products save for backward.
+        """Return for how many positions the mixer's products save the block's normed input for backward.
 
-        By default those of its full attention slice, which tp gathers.
+        For the planner. By default all positions of the rank's attention slice, which tp gathers.
         """
         return batch.positions
 
@@ -191,12 +204,17 @@ class MixerSpec(Spec, ABC):
         return 0
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """Return the numbers that a degree of parallelism must divide, by degree and by name of the number."""
+        """Return the numbers that a degree of parallelism must divide: {degree: {name of the number: number}}."""
         splits = self.parameters(config.model).values()
         return {"tp": {f"the width of the {self.name}": gcd(*(shape[dim] for shape, dim in splits if dim is not None))}}
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        """Yield reasons why the mixer cannot run with these degrees of parallelism."""
+        """Yield a message for each reason why the mixer cannot run with these degrees of parallelism.
+
+        Args:
+            config: the recipe.
+            degrees: number of ranks by axis, such as {"cp": 2}; an axis may be missing.
+        """
         if degrees.get("cp", 1) > 1 and not self.attends and not self.by_segments:
             yield (
                 f"parallelism.cp = {degrees['cp']} splits sequences, and the {self.name} of model.family = "
@@ -204,6 +222,13 @@ class MixerSpec(Spec, ABC):
             )
 
     def build(self, model: Model, layer: int, dtype: Any, kernels: str) -> Any:
-        """Build the mixer's module for a layer. `dtype` is a torch.dtype."""
+        """Build the mixer's torch module for a layer.
+
+        Args:
+            model: the recipe's [model].
+            layer: number of the block.
+            dtype: torch.dtype of the parameters.
+            kernels: moe.kernels, whether Triton kernels are used.
+        """
         module, _, name = self.implementation.partition(":")
         return getattr(import_module(module), name)(model, layer, dtype, kernels)
