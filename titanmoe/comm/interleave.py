@@ -33,7 +33,7 @@ class OtherSideFailed(Exception):
 def mark_sent() -> None:
     """Note that the active side has started a message, so that its next `yield_if_sent` hands over to the other side.
 
-    Does nothing outside of an interleaved pair.
+    The sides are two computations that take turns on one device. Without such a pair it does nothing.
     """
     if _active_pair is not None:
         _active_pair.has_sent[_active_pair.turn] = True
@@ -42,7 +42,8 @@ def mark_sent() -> None:
 def yield_if_sent() -> None:
     """Let the other side run, if the active side has sent a message since it became active.
 
-    Called before the active side waits for a message. Does nothing outside of an interleaved pair.
+    Called before the active side waits for a message. The sides are two computations that take turns on one device.
+    Without such a pair it does nothing.
     """
     if _active_pair is not None:
         _active_pair.yield_if_sent()
@@ -51,9 +52,9 @@ def yield_if_sent() -> None:
 def yield_to_other() -> None:
     """Let the other side run. Called before the host waits for anything but routed tokens, such as for their counts.
 
-    Does nothing outside of an interleaved pair, and nothing in the first side until the second has run for the first
-    time: until the first side has routed tokens in flight, it has no wait that the second side's computation could
-    fill.
+    The sides are two computations that take turns on one device. Without such a pair it does nothing; also in the first
+    side until the second has run for the first time: until the first side has routed tokens in flight, it has no wait
+    that the second side's computation could fill.
     """
     if _active_pair is not None and _active_pair.both_began:
         _active_pair.has_sent[_active_pair.turn] = True
@@ -63,8 +64,9 @@ def yield_to_other() -> None:
 def yield_in_backward(x: Tensor) -> None:
     """Call `yield_to_other` during backward, once the operation that made x has passed its gradient on.
 
-    Needed for each `yield_to_other` of a forward. Otherwise forward would yield three times a layer and backward twice,
-    and soon forward would become active without anything to compute each time backward has just sent its gradients.
+    So two microbatches that take turns on one device switch there. Needed for each `yield_to_other` of a forward:
+    otherwise forward would yield three times a layer and backward twice, and soon forward would become active without
+    anything to compute each time backward has just sent its gradients.
     """
     if not torch.compiler.is_compiling() and x.grad_fn is not None:
         x.grad_fn.register_hook(lambda *_: yield_to_other())

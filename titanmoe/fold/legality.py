@@ -25,7 +25,7 @@ ROW_BYTES = 16
 
 
 def violations(config: Config, world: int) -> list[str]:
-    """Return a message for each law that a config's mapping breaks on a world of this many ranks; [] if it is legal.
+    """Return a message for each law (constraint) that a config's mapping breaks on this many ranks; [] if legal.
 
     The machine is not known: training.device = "auto" is taken for a GPU, and parallelism.node = -1 for a number that
     fits.
@@ -35,10 +35,11 @@ def violations(config: Config, world: int) -> list[str]:
 
 
 def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
-    """Yield a message for each law that these degrees break.
+    """Yield a message for each law (constraint on mappings, such as divisibility) that these degrees break.
 
     Args:
-        degrees: degrees by name, with "stage" and "dp"; laws that need a missing one are not checked.
+        degrees: degrees by name, with "stage", the ranks of a pipeline stage, and "dp", the data ranks; laws that need
+            a missing one are not checked.
         config: the recipe, whose own degrees are ignored.
     """
     yield from model_violations(degrees, config)
@@ -58,10 +59,11 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
 
 
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
-    """Yield a message for each broken law that ties degrees to the shapes of the model and the batch.
+    """Yield a message for each law (constraint) broken that ties degrees to the shapes of the model and the batch.
 
     Args:
-        degrees: degrees by name, with "stage" and "dp"; laws that need a missing one are not checked.
+        degrees: degrees by name, with "stage", the ranks of a pipeline stage, and "dp", the data ranks; laws that need
+            a missing one are not checked.
         config: the recipe.
     """
     model, training = config.model, config.training

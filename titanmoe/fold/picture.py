@@ -235,7 +235,7 @@ def _beginning(fold: Fold, row: Row, columns: int) -> str:
 
 
 def _folding(fold: Fold) -> Iterator[Text]:
-    """Yield the sentence that says which attention axes the ranks of ep x etp are on."""
+    """Yield the sentence that says on which attention axes the ranks of a dispatch group (ep x etp) are."""
     if fold.ep * fold.etp == 1:
         return
     ranks = group_of(fold, "experts", ("ep", "etp"), 0)

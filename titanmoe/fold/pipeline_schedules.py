@@ -147,7 +147,8 @@ def splits_backward(options: Pipeline, pp: int) -> bool:
 def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
     """Return the cells of each pipeline rank under GPipe or 1F1B, which have one stage per rank.
 
-    torch has no such table for GPipe, and the one it has for 1F1B is shifted.
+    A cell has the actions that a rank computes at one time, here one. torch has no such table for GPipe, and the one it
+    has for 1F1B is shifted.
     """
     rows = []
     for rank in range(pp):
@@ -159,7 +160,7 @@ def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
 
 
 def alternate(forward: list[Cell], backward: list[Cell], warmup: int) -> list[Cell]:
-    """Return `warmup` forward cells, then backward and forward cells in turn, then the remaining backward cells."""
+    """Return a rank's cells: `warmup` forward cells, then backward and forward in turn, then the remaining backward."""
     steady = [cell for pair in zip(backward, forward[warmup:], strict=False) for cell in pair]
     return forward[:warmup] + steady + backward[len(forward) - warmup :]
 

@@ -85,9 +85,9 @@ class Balance(nn.Module):
             loss.begin_step()
 
     def begin_pass(self) -> None:
-        """Prepare for the next pass of a step of several passes, whose microbatches are numbered from 0 again.
+        """Prepare for another forward and backward within the same step, whose microbatches are numbered from 0 again.
 
-        Moves the counts of the microbatches so far into the step's sums, so that the new pass does not overwrite them.
+        Moves the counts of the microbatches so far into the step's sums, so that they are not overwritten.
         """
         self.counts.begin_pass()
         for loss in self.losses:

@@ -56,7 +56,7 @@ def loop_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
-    """Multiply the tokens of each expert by its transposed weight in torch's grouped product: (R, F)."""
+    """Multiply the tokens of each expert by its transposed weight, by `torch._grouped_mm`: (R, F). Differentiable."""
     return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=as_groups(count).ends_e)
 
 
@@ -84,7 +84,7 @@ def even_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tens
 
 
 def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """Compute the gradient of the weights (e, D, F) by one product per expert.
+    """Compute the gradient of the weights (e, D, F) by one product per expert, in a loop.
 
     Args:
         grad_RD: the gradient of the product's output.

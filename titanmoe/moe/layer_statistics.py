@@ -108,7 +108,7 @@ class RowLayout:
 
     @property
     def width(self) -> int:
-        """The number of columns of a row."""
+        """The number of columns of a layer's counts."""
         return self.num_experts + len(self.losses) + len(self.counts)
 
     def columns(self, names: tuple[str, ...]) -> slice:
@@ -126,7 +126,8 @@ class RowLayout:
 class StepCounts(nn.Module):
     """The counts of one MoE layer on this rank in a step.
 
-    A row for each microbatch of a pass, with the columns of a `RowLayout`, and the sum of earlier passes' rows.
+    A row for each microbatch of the current pass (a forward and backward over some microbatches), with the columns of a
+    `RowLayout`, and the sum of the rows of earlier passes in the same step.
     """
 
     def __init__(self, layout: RowLayout, microbatches: int):
@@ -137,12 +138,15 @@ class StepCounts(nn.Module):
         self.register_buffer("earlier_X", torch.zeros_like(counts_MX[0]), persistent=False)
 
     def begin_step(self) -> None:
-        """Set all counts to 0."""
+        """Set the counts of the step before to 0."""
         self.counts_MX.zero_()
         self.earlier_X.zero_()
 
     def begin_pass(self) -> None:
-        """Add the counts of the microbatches so far to the sum of earlier passes, and reset them for the next pass."""
+        """Prepare for another forward and backward within the same step, whose microbatches are numbered from 0 again.
+
+        Moves the counts of the microbatches so far into the sum of earlier passes.
+        """
         self.earlier_X += self.counts_MX.sum(0)
         self.counts_MX.zero_()
 

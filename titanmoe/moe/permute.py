@@ -229,7 +229,7 @@ def reorder_weighted(
 
 
 def invert(order_R: Tensor) -> Tensor:
-    """Return the inverse of a permutation."""
+    """Return the inverse of a permutation: out[order_R[r]] = r."""
     inverse = torch.empty_like(order_R)
     inverse[order_R] = torch.arange(order_R.numel(), device=order_R.device)
     return inverse

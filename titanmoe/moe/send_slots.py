@@ -101,12 +101,16 @@ def fill_slots(
     """Copy tokens and their routing weights into the slots of a send buffer. Differentiable.
 
     Args:
-        choice_R: the choice in each slot, from `assign_slots`.
+        x_TD: the tokens.
+        weights_TK: the routing weights of each token's choices.
+        choice_R: the choice in each slot, numbered token * K + k, from `assign_slots`.
         slot: the slots of each choice, from `assign_slots`.
+        kernels: the option `[moe] kernels`.
         packed: whether each routing weight is written behind its routed token, in one tensor.
 
     Returns:
-        The routed tokens (R, D); their routing weights (R, 1), or None if packed; and the route back to the tokens.
+        The routed tokens (R, D); their routing weights (R, 1), or None if packed; and the links from slots back to
+        tokens.
     """
     T, K = weights_TK.shape
     route = Route(choice_R // K, slot.view(T, K * slot.shape[1]))

@@ -106,7 +106,7 @@ class BalanceLoss(nn.Module):
         """Reset state that lasts for a step. Called before the first microbatch of each step."""
 
     def begin_pass(self) -> None:
-        """Prepare state for the next pass of a step of several passes, whose microbatches are numbered from 0 again.
+        """Prepare state for another forward and backward within the same step, with microbatches numbered from 0 again.
 
         A loss with state by microbatch adds that state to a sum over the step here. Called before each pass but the
         first (titanmoe.session).

@@ -56,10 +56,10 @@ class ExchangeCosts(Protocol):
         """Return two groups: a dispatch group's ranks within one NVLink domain, and one rank of each of its domains."""
 
     def visits(self, parts: int) -> float:
-        """Return over how many places a token's chosen experts are spread, on average.
+        """Return over how many of equal groups of experts a token's chosen experts are spread, on average.
 
         Args:
-            parts: the number of places, such as NVLink domains, each of which has an equal part of the experts.
+            parts: the number of groups, such as the NVLink domains, each of which has an equal part of the experts.
         """
 
 

@@ -109,12 +109,12 @@ class Places(NamedTuple):
 def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, send_slots: int, receive_slots: int) -> Places:
     """Compute where each routed token goes to and comes from in the buffers of a dispatch group.
 
-    Runs on the device, without a host sync or a message.
+    Runs on the device, without a host sync or a message. A place is rank * limit + slot of that rank's buffer.
 
     Args:
         count_GE: the number of routed tokens from each sending rank for each expert.
         ranks: the ranks that hold the experts.
-        limit: the distance between the first places of consecutive ranks: at least the slots of a buffer.
+        limit: at least the slots of each buffer.
         send_slots: H, the slots of this rank's send buffer.
         receive_slots: A, the slots of this rank's receive buffer.
     """
@@ -160,6 +160,11 @@ def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
     """Write each row to its place in the ranks' buffers, by operations of torch: the reference of a kernel.
 
     Rows whose place is -1 or in another buffer are written to the last row of each buffer, which nobody reads.
+
+    Args:
+        x_ND: the rows.
+        to_N: the place of each row, rank * limit + row of that rank's buffer; -1 for a row that is not sent.
+        buffers: the buffer of each rank, with limit + 1 rows.
     """
     limit = len(buffers[0]) - 1
     for rank, buffer in enumerate(buffers):
@@ -172,7 +177,7 @@ def plain_take(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
 
     Args:
         buffer_ND: the slots of the buffer.
-        from_N: the place that each slot's row came from; -1 for an unused slot.
+        from_N: where each slot's row came from; -1 for an unused slot, which nobody wrote.
     """
     return buffer_ND.where((from_N >= 0).unsqueeze(1), 0)
 
@@ -269,7 +274,7 @@ class SymmetricBuffers(SharedBuffers):
 
     @property
     def size(self) -> int:
-        """Bytes of the buffers that this rank allocated."""
+        """The bytes of the receive buffers that this rank allocated."""
         return sum(buffers.of_ranks[self.group.rank].nbytes for buffers in (self.rows, self.weights))
 
     def metrics(self) -> dict[str, float]:
@@ -285,7 +290,7 @@ class SymmetricBuffers(SharedBuffers):
 
         Args:
             rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
-            to_N: the place to which each row goes.
+            to_N: the place to which each row goes, rank * limit + slot of that rank's buffer; -1 for nowhere.
             from_M: the place from which each slot of this rank's buffer gets its row; -1 for an unused slot.
 
         Returns:
@@ -355,7 +360,7 @@ def exchange(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) 
 
     Args:
         rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
-        to_N: the place to which each row goes.
+        to_N: the place to which each row goes, rank * limit + slot of that rank's buffer; -1 for nowhere.
         from_M: the place from which each slot of this rank's buffer gets its row; -1 for an unused slot.
         memory: the name of the `SymmetricBuffers`.
     """
@@ -461,9 +466,10 @@ class Symmetric(Dispatcher):
         return SymmetricExchange(x_AD, weights_A1, slots_e, memory.name, to_H, from_A, route, self.kernels)
 
     def gather_places(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
-        """Gather all ranks' counts of routed tokens, and compute the places. Collective over the dispatch group.
+        """Gather all ranks' counts of routed tokens, and compute where each routed token goes to and comes from.
 
-        Sets `needs_repeat` if the routed tokens for this rank do not fit into its receive buffer.
+        Collective over the dispatch group. Sets `needs_repeat` if the routed tokens for this rank do not fit into its
+        receive buffer.
 
         Args:
             count_E: the number of this rank's choices of each expert.

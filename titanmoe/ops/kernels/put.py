@@ -37,9 +37,9 @@ def put_rows(x_ND: Tensor, to_N: Tensor, addresses_G: Tensor, limit: int) -> Non
 
     Args:
         x_ND: the rows.
-        to_N: the place of each row; -1 for a row that is not written.
-        addresses_G: the addresses of the ranks' buffers in this GPU's memory space, int64.
-        limit: the distance between the first places of consecutive ranks.
+        to_N: the place of each row, rank * limit + row of that rank's buffer; -1 for a row that is not written.
+        addresses_G: the addresses of the ranks' buffers, as this GPU maps them, int64.
+        limit: the number of rows of each rank's buffer.
     """
     (N, D), (rows, columns) = x_ND.shape, tile_shape(x_ND.shape[1], TILE)
     if N:
@@ -65,7 +65,7 @@ def take_rows(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
 
     Args:
         buffer_ND: the buffer.
-        from_N: the place that each row came from; -1 for an unused row.
+        from_N: where each row came from; -1 for an unused row, which nobody wrote.
     """
     (N, D), (rows, columns) = buffer_ND.shape, tile_shape(buffer_ND.shape[1], TILE)
     out_ND = torch.empty_like(buffer_ND)
