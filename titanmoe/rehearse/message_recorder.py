@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch omits its guard against being compiled, which takes a fifth of the time of a call."""
+        """Return False, so that torch omits its guard against being compiled, a fifth of the time of a call."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
