@@ -22,22 +22,31 @@ LINK = re.compile(r"\]\((?!\w+://|#|mailto:)([^)#\s]+)([^)\s]*)\)")
 
 
 def source(page: str) -> str:
-    """Return the repository file that a page of the site is made from."""
+    """Return the path in the repository of the file that a page of the site is made from.
+
+    Args:
+        page: path of the page on the site.
+    """
     return next((name for name, path in PAGES.items() if path == page), f"docs/{page}")
 
 
 def site_path(name: str) -> str:
-    """Return the path on the site of a repository file."""
+    """Return the path on the site of a file, given its path in the repository."""
     return PAGES.get(name) or name.removeprefix("docs/")
 
 
 def target(link: str, page: str) -> str:
-    """Return the repository file that a link on a page leads to."""
+    """Return the path in the repository of the file that a link leads to.
+
+    Args:
+        link: the link, relative to the page's file.
+        page: path of the page on the site that has the link.
+    """
     return normpath(str(PurePosixPath(source(page)).parent / link))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add pages outside docs/ and the files that pages link to. A hook of mkdocs."""
+    """Add to the site pages outside docs/ and the files that pages link to. A hook of mkdocs."""
     for name, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
     for page in [file for file in files if file.is_documentation_page()]:
@@ -49,12 +58,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def title(name: str) -> str:
-    """Return the first heading of a page."""
+    """Return the first heading of a page, given its file's path in the repository."""
     return re.search(r"^# (.*)$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 
 def on_page_markdown(markdown: str, page, **_: object) -> str:
-    """Point links to their files on the site, and name pages by their titles. A hook of mkdocs."""
+    """Point links in a page's Markdown to the site, and name linked pages by their titles. A hook of mkdocs."""
     here = page.file.src_uri
     folder = str(PurePosixPath(here).parent)
     markdown = NAMED.sub(lambda m: f"[{title(target(m[1], here))}]", markdown)
@@ -65,12 +74,16 @@ OPTION = r'<span class="option">\g<0></span>'
 
 
 def breakable(code: re.Match[str]) -> str:
-    """Return inline code as HTML: options do not break at their hyphens, long names may break after _ and dots."""
+    """Return inline code as HTML that may break between words: after _ and dots of long names, not within options.
+
+    Args:
+        code: match whose first group is the code.
+    """
     text = re.sub(r"(?<![\w-])--?\w+(?:-\w+)*", OPTION, code[1])
     return f"<code>{re.sub(r'(?<=[a-z0-9][_./])(?=[a-z0-9])', '<wbr>', text)}</code>"
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Make code in a page's HTML breakable between words. A hook of mkdocs."""
+    """Mark in a page's HTML where code may break between words. A hook of mkdocs."""
     html = re.sub(r"(?<=</span>)--?\w+(?:-\w+)*", OPTION, html)  # in blocks
     return re.sub(r"(?<!</span>)<code>([^<]+)</code>", breakable, html)

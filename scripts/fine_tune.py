@@ -29,7 +29,15 @@ MOST = 20
 
 
 def titanmoe(*words: str, shows: bool = True) -> str:
-    """Run a titanmoe command; return its output if that is not shown. Exits if the command fails."""
+    """Run a titanmoe command; exit this process if it fails.
+
+    Args:
+        words: the command's arguments.
+        shows: whether its output is shown instead of returned.
+
+    Returns:
+        What the command printed; None if that is shown.
+    """
     print(f"\n$ titanmoe {shlex.join(words)}", flush=True)
     command = [sys.executable, "-m", "titanmoe", *words]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -40,13 +48,21 @@ def titanmoe(*words: str, shows: bool = True) -> str:
 
 
 def ask_titanmoe(*model: str) -> list[dict[str, Any]]:
-    """Return the answers of `titanmoe generate` to all questions."""
+    """Return what `titanmoe generate` prints for each question: a dict with prompt_tokens, tokens and text.
+
+    Args:
+        model: options that name the model.
+    """
     words = ["--chat", "--prompts", str(ASKED), "--temperature", "0", "--max-tokens", str(MOST), "--json"]
     return [json.loads(line) for line in titanmoe("generate", *model, *words, shows=False).splitlines()]
 
 
 def ask_transformers(folder: str) -> list[dict[str, Any]]:
-    """Return the answers of transformers to all questions, with the same keys."""
+    """Let transformers answer each question; return a dict for each with prompt_tokens, tokens and text.
+
+    Args:
+        folder: the exported model.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
@@ -62,10 +78,11 @@ def ask_transformers(folder: str) -> list[dict[str, Any]]:
 
 
 def compare(option: str, run: str, right_answer: str) -> None:
-    """Export a run with any adapters merged, ask both programs, and exit with an error if their answers differ.
+    """Export a run with any adapters merged, ask both programs all questions, and exit with an error if answers differ.
 
     Args:
         option: option of `titanmoe generate` that names the run.
+        run: the run's folder.
         right_answer: format string of the right answer.
     """
     exported = f"exported/{Path(run).name}"

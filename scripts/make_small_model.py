@@ -36,7 +36,7 @@ VOCABULARY = 400
 
 
 def conversations() -> list[list[dict[str, str]]]:
-    """Return the chats, each a list of messages."""
+    """Return the chats to train on, each a list of messages with "role" and "content"."""
     texts = [
         [("user", question.format(country)), ("assistant", f"{capital}.")]
         for country, capital in CAPITALS.items()
@@ -56,7 +56,7 @@ def conversations() -> list[list[dict[str, str]]]:
 
 
 def preferences() -> list[dict[str, list[dict[str, str]]]]:
-    """Return preference pairs in TRL's form, with an explicit prompt."""
+    """Return preference pairs as TRL stores them: "prompt", "chosen" and "rejected", each a list of messages."""
     return [
         {
             "prompt": [{"role": "user", "content": question.format(country)}],

@@ -52,8 +52,13 @@ class Event(NamedTuple):
     message: Message | None = None
 
 
-def events(rows: list[list[Cell]], ranks: list[int]) -> list[list[Event]]:
-    """Return the operations of each rank: the cells of its schedule and the messages that torch inserts."""
+def insert_messages(rows: list[list[Cell]], ranks: list[int]) -> list[list[Event]]:
+    """Return what each rank's host issues in order: cells of its schedule, and the messages that torch inserts.
+
+    Args:
+        rows: cells of the schedule, by rank.
+        ranks: the rank of each stage.
+    """
     kind = torch_schedules._ComputationType
     of = {
         kind.SEND_F: (True, 0, 1),
@@ -86,7 +91,17 @@ def events(rows: list[list[Cell]], ranks: list[int]) -> list[list[Event]]:
 def step_time(
     rows: list[list[Event]], ranks: list[int], communicator: Callable[[Message], object], message_time: float
 ) -> float:
-    """Return when the last rank has computed everything, in units of a stage's forward."""
+    """Simulate a step; return when the last rank has computed everything, in units of a stage's forward.
+
+    Args:
+        rows: what each rank's host issues in order.
+        ranks: the rank of each stage.
+        communicator: returns the communicator of a message; messages on one communicator follow each other.
+        message_time: time of a message, in units of a stage's forward.
+
+    Raises:
+        ValueError: if the ranks wait for each other for ever.
+    """
     computed: dict[int, list[float]] = {rank: [0.0] for rank in range(len(rows))}
     """When the computations that each rank's host has issued so far end."""
     arrived: dict[Message, float] = {}
@@ -95,7 +110,7 @@ def step_time(
     free: dict[tuple[int, object], float] = defaultdict(float)
 
     def needs(cell: Cell, rank: int) -> list[Message]:
-        """Return the messages from other ranks that the cell waits for."""
+        """Return the messages from other ranks that a rank needs before it can compute a cell of its schedule."""
         needed = []
         for stage, does, m in cell:
             if does == "F" and stage and ranks[stage - 1] != rank:
@@ -137,9 +152,17 @@ def step_time(
 
 
 def compare(schedule: str, pp: int, virtual: int, microbatches: int, message_time: float) -> dict[str, float]:
-    """Return the time of a step with each choice of communicators."""
+    """Return the time of a step with each choice of communicators, by its name, in units of a stage's forward.
+
+    Args:
+        schedule: name of the schedule.
+        pp: number of pipeline ranks.
+        virtual: number of stages of each rank.
+        microbatches: number of microbatches in a step.
+        message_time: time of a message, in units of a stage's forward.
+    """
     ranks = stage_ranks(Pipeline(schedule=schedule, virtual_stages=virtual), pp)
-    rows = events(schedule_rows(schedule, pp, virtual, microbatches), ranks)
+    rows = insert_messages(schedule_rows(schedule, pp, virtual, microbatches), ranks)
     numbers = channels(ranks)
     return {
         name: step_time(rows, ranks, lambda message, of=of: of(message, numbers), message_time)
@@ -148,7 +171,12 @@ def compare(schedule: str, pp: int, virtual: int, microbatches: int, message_tim
 
 
 def cases(pp: int, stages: Iterable[int]) -> list[tuple[str, int]]:
-    """Return the schedules to compare, each with its number of stages per rank."""
+    """Return (schedule, stages per rank) of each case to compare.
+
+    Args:
+        pp: number of pipeline ranks.
+        stages: numbers of stages per rank for schedules that allow any.
+    """
     several = [(name, v) for v in stages for name in ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")]
     fixed = [(name, s.stages_per_rank) for name, s in SCHEDULES.items() if s.v_shape or s.stages_per_rank == 1]
     return several + fixed

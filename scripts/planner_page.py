@@ -41,7 +41,7 @@ from scripts.published_runs import (  # noqa: E402
     published_step,
     read_rows,
     run_of,
-    why_not,
+    why_not_compared,
 )
 from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.config.load import load, read_draft  # noqa: E402
@@ -75,9 +75,9 @@ CALIBRATION = (
 )
 """One of each kind of strategy and of each thing that a factor stands for."""
 START = Factors(matrix=1.0, attention=1.0, memory=0.8, link=0.7, network=0.7, rows=0.85, block=6e-4)
-"""What one would guess; the fit is drawn towards it, because seven rows alone cannot tell seven factors apart."""
+"""Starting values of the fit, a first guess to which it is drawn, because seven rows cannot tell seven factors apart."""
 DRAWN = {"matrix": 0.1, "attention": 0.15, "memory": 0.2, "link": 0.25, "network": 0.25, "rows": 0.25, "block": 0.7}
-"""How loosely, as the standard deviation of a factor's logarithm; that of a row's is NOISE."""
+"""How loosely the fit is drawn towards START: standard deviation of each factor's logarithm. Of a row's it is NOISE."""
 NOISE = 0.05
 
 
@@ -86,36 +86,40 @@ NOISE = 0.05
 
 @dataclass
 class Row:
+    """A published run and the planner's price of its configuration."""
+
     row: dict[str, Any]
     published: float
-    """Seconds a step."""
+    """Published seconds of a step."""
     price: Price
     kind: str
-    """Of its mapping."""
+    """Kind of the run's mapping (`kind_of_mapping`)."""
 
     @property
     def error(self) -> float:
+        """Planned seconds of a step over the published ones, minus 1."""
         return self.price.step / self.published - 1
 
     @property
     def fitted(self) -> bool:
+        """Whether a factor or a figure of a stack was fitted to this run."""
         return self.row["id"] in CALIBRATION or "split" in self.row
 
 
 def priced_rows(rows: list[dict[str, Any]], factors: Factors) -> list[Row]:
-    """Return the rows that can be judged, priced."""
+    """Price those published runs that state enough to be compared, and return them with their prices."""
     priced = []
     for row in rows:
-        if not why_not(row) and (published := published_step(row)):
+        if not why_not_compared(row) and (published := published_step(row)):
             price, run = price_of(row, factors), run_of(row)
             priced.append(Row(row, published, price, kind_of_mapping(run.fold, price)))
     return priced
 
 
 def fit(rows: list[dict[str, Any]]) -> Factors:
-    """Return the factors of least squares, by Gauss-Newton on logarithms.
+    """Fit the planner's factors to the calibration rows by least squares, and return them.
 
-    Residuals are the calibration rows' errors and the factors' distances from START.
+    Gauss-Newton on logarithms; residuals are the rows' errors and the factors' distances from START.
     """
     rows = [row for row in rows if row["id"] in CALIBRATION]
     keys = [field.name for field in fields(Factors)]
@@ -137,6 +141,7 @@ def fit(rows: list[dict[str, Any]]) -> Factors:
 
 
 def quantile(values: list[float], fraction: float) -> float:
+    """Return the value below which this fraction of the values is."""
     return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
 
 
@@ -155,6 +160,7 @@ SOURCES: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def by_source(priced: list[Row]) -> list[tuple[str, ...]]:
+    """Return the cells of a table with a row for each source: number of runs, and median, mean and worst error."""
     body = []
     for name, belongs in SOURCES.items():
         errors = [one.error for one in priced if belongs(one.row) and ("fit" in name or not one.fitted)]
@@ -168,7 +174,7 @@ def by_source(priced: list[Row]) -> list[tuple[str, ...]]:
 
 
 def ranges(priced: list[Row]) -> dict[str, float]:
-    """Return, for each kind of mapping, the error within which four of five rows are."""
+    """Return the error that four of five published runs do not exceed, by kind of mapping."""
     errors = defaultdict(list)
     for one in priced:
         errors[one.kind].append(abs(one.error))
@@ -176,11 +182,12 @@ def ranges(priced: list[Row]) -> dict[str, float]:
 
 
 def order(priced: list[Row]) -> tuple[int, int, int, int, float]:
-    """Compare the planner's order of the paper's mappings of one model, batch and world with the published one.
+    """Compare how the planner orders mappings of one model, batch and world with the order that the paper published.
 
     Returns:
-        Pairs whose faster mapping is right, pairs, groups whose fastest mapping is right, groups, and the error of two
-        steps' ratio within which four of five pairs are.
+        The number of pairs of mappings of which the planner names the faster one, the number of pairs, the number of
+            groups of which it names the fastest one, the number of groups, and the error of the ratio of two step times
+            within which four of five pairs are.
     """
     groups, pairs, ratios = defaultdict(list), [], []
     for one in priced:
@@ -214,7 +221,7 @@ def every_row(priced: list[Row]) -> str:
 
 
 def accuracy(priced: list[Row]) -> str:
-    """Return the part of docs/planner.md between its marks."""
+    """Return the text of docs/planner.md on the planner's accuracy, which stands between the marks ACCURACY and END."""
     right, pairs, first, groups, ratio = order(priced)
     body = [(kind, f"{error:.0%}") for kind, error in sorted(ranges(priced).items())]
     text = (
@@ -231,7 +238,11 @@ def accuracy(priced: list[Row]) -> str:
 
 
 def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
-    """Return a shipped recipe's own mapping, and planned bytes of its first, its last and its fullest pipeline rank."""
+    """Plan the peak memory of a shipped recipe under its own mapping.
+
+    Returns:
+        The config, the degrees, and planned bytes by pipeline rank, of the first, the last and the fullest rank.
+    """
     from titanmoe.rehearse.rehearsal import recipe_to_rehearse  # only here, because it takes torch seconds to start
 
     path = find_recipe(name)
@@ -250,7 +261,11 @@ def read_memory() -> list[tuple[str, ...]]:
 
 
 def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
-    """Return a row for each rank that is rehearsed; of recipes that are not named, the rows of docs/."""
+    """Rehearse recipes; return a row of cells for each rehearsed rank, as in MEMORY_HEAD.
+
+    Args:
+        recipes: names of recipes to rehearse, [] for all; rows of other recipes are those stored in docs/.
+    """
     from titanmoe.rehearse.rehearsal import rehearse
 
     old_rows, rows = read_memory(), []
@@ -270,7 +285,7 @@ def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
 
 
 def memory_table(rows: list[tuple[str, ...]]) -> str:
-    """Return the table of docs/planner.md: the fullest rehearsed rank of each recipe for GPUs."""
+    """Return the table of docs/planner.md: of each recipe for GPUs the rank whose rehearsed memory is largest."""
     fullest: dict[str, tuple[str, ...]] = {}
     for row in rows:
         name, rehearsed = row[0], row[3]
@@ -304,9 +319,11 @@ SETTINGS: dict[str, Callable[[Config, int], tuple[list[str], int]]] = {
 
 
 def folding_gains() -> list[dict[str, Any]]:
-    """Return the fastest mapping of each recipe and setting, and the fastest unfolded one.
+    """Find the fastest mapping and the fastest unfolded one of each recipe and setting.
 
-    They are overrides, with seconds a step.
+    Returns:
+        A dict for each recipe and setting: "best" and "unfolded", if any fits, have the mapping as options, with its
+            kind and seconds per step.
     """
     gains = []
     for name in (name for name in shipped_recipes() if "debug" not in name):
@@ -345,7 +362,7 @@ def overrides(mapping: PricedMapping) -> dict[str, Any]:
 
 
 def gain(row: dict[str, Any]) -> float:
-    """Return how much longer the fastest unfolded mapping takes."""
+    """Return how much longer the fastest unfolded mapping takes than the fastest one, as a fraction."""
     return row["unfolded"]["seconds"] / row["best"]["seconds"] - 1
 
 
@@ -373,7 +390,7 @@ FOLDING_HEAD = ("recipe", "setting", "GPUs", "fastest: attention / experts", "fa
 
 
 def gains_by_recipe(gains: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row for each recipe: what folding gains in each setting, "-" where the same mapping is the fastest."""
+    """Return a row of cells for each recipe: what folding gains in each setting, "-" for nothing."""
     cells: dict[str, list[str]] = defaultdict(list)
     for row in gains:
         percent = verdict(row).partition(",")[0]
@@ -382,7 +399,7 @@ def gains_by_recipe(gains: list[dict[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def folding_tables(gains: list[dict[str, Any]]) -> str:
-    """Return what folding gains for each recipe, and the mappings where it gains more than a tie."""
+    """Return two tables in Markdown: what folding gains for each recipe, and the mappings with a gain above TIE."""
     lines = table_of(("recipe", *SETTINGS), gains_by_recipe(gains))
     lines += [f"The mappings where the gain is above {TIE:.0%}:", ""]
     lines += table_of(FOLDING_HEAD, [folding_cells(row) for row in gains if "best" in row and is_large(row)])
@@ -390,12 +407,12 @@ def folding_tables(gains: list[dict[str, Any]]) -> str:
 
 
 def is_large(row: dict[str, Any]) -> bool:
-    """Return whether folding gains more than the error of a planned ratio, or alone fits."""
+    """Return whether folding gains more than TIE, the error of a planned ratio, or only folded mappings fit."""
     return "unfolded" not in row or gain(row) > TIE
 
 
-def between(page: Path, mark: str, text: str) -> None:
-    """Replace what lies between a mark and the next END."""
+def replace_marked(page: Path, mark: str, text: str) -> None:
+    """Replace the text of a page between a mark and the next END."""
     before, _, rest = page.read_text(encoding="utf-8").partition(mark)
     page.write_text(before + mark + text + END + rest.partition(END)[2], encoding="utf-8")
 
@@ -409,20 +426,20 @@ def main() -> None:
     if args.folding:
         gains = folding_gains()
         FOLDING.write_text("".join(json.dumps(row) + "\n" for row in gains), encoding="utf-8")
-        between(FOLDING_PAGE, FOLDING_MARK, "\n" + folding_tables(gains) + "\n")
+        replace_marked(FOLDING_PAGE, FOLDING_MARK, "\n" + folding_tables(gains) + "\n")
         return
     if args.memory is not None:
         rows = memory_rows(args.memory)
         lines = (json.dumps(dict(zip(MEMORY_HEAD, row, strict=True))) + "\n" for row in rows)
         MEMORY.write_text("".join(lines), encoding="utf-8")
-        between(PAGE, REHEARSED, "\n" + memory_table(rows) + "\n")
+        replace_marked(PAGE, REHEARSED, "\n" + memory_table(rows) + "\n")
         return
     rows = read_rows()
     if args.fit:
         print(json.dumps(asdict(fit(rows))))
         return
     priced = priced_rows(rows + read_rows(LATER), Factors())
-    between(PAGE, ACCURACY, accuracy(priced))
+    replace_marked(PAGE, ACCURACY, accuracy(priced))
     EVERY.write_text(every_row(priced), encoding="utf-8")
 
 

@@ -70,6 +70,8 @@ MODES = {"full": "full", "selective": "selective", "moe": "moe", "layernorm": "s
 
 @dataclass(frozen=True)
 class Run:
+    """A published run as the planner prices it: config, degrees, software, and load imbalance of the experts."""
+
     config: Config
     fold: Fold
     stack: Stack
@@ -77,14 +79,15 @@ class Run:
 
 
 def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
+    """Return the published runs of a JSONL file as dicts, corrected by READ_AGAIN."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if line]
     for start, more in READ_AGAIN.items():
         rows = [row | more if row["id"].startswith(start) else row for row in rows]
     return rows
 
 
-def why_not(row: dict[str, Any]) -> str:
-    """Return why a row is listed and not judged; "" if it is."""
+def why_not_compared(row: dict[str, Any]) -> str:
+    """Return why a published run is listed but not compared with the planner; "" if it is compared."""
     if row["id"] in CONTRADICTED:
         return CONTRADICTED[row["id"]]
     if row["outcome"] == "oom":
@@ -105,16 +108,18 @@ def model_of(name: str) -> Model:
 
 
 def stack_of_row(row: dict[str, Any]) -> Stack:
+    """Return the software stack that a published run used."""
     software = row["framework"]
     return AUTOMODEL if "AutoModel" in software else TORCHTITAN if software[0].islower() else MEGATRON
 
 
 def run_of(row: dict[str, Any], microbatch: int = 1, virtual: int = 0) -> Run | None:
-    """Return a row's run; None if that microbatch or number of virtual stages does not fit it.
+    """Return a published run as a configuration; None if the microbatch or number of virtual stages does not fit it.
 
     Args:
-        microbatch: samples, where the row states none.
-        virtual: stages a rank, where the row states none; 0 is RULE's.
+        row: the published run.
+        microbatch: samples of a microbatch, for a row that states none.
+        virtual: virtual stages of a rank, for a row that states none; 0 to choose them by RULE.
     """
     model, stack = model_of(row["model"]), stack_of_row(row)
     tp, cp, pp, world = row["tp"], row["cp"], row["pp"], row["gpus"]
@@ -160,7 +165,15 @@ def run_of(row: dict[str, Any], microbatch: int = 1, virtual: int = 0) -> Run | 
 
 
 def published_step(row: dict[str, Any], causal: bool = False) -> float | None:
-    """Return a row's seconds a step, from its rate if it states no time. causal: count PAPER's FLOPs as causal too."""
+    """Return the seconds of a step of a published run, computed from its rate if it states no time.
+
+    Args:
+        row: the published run.
+        causal: whether to count attention as causal in the FLOPs of PAPER too.
+
+    Returns:
+        The seconds; None if the row states neither time nor rate.
+    """
     if row["step_s"]:
         return row["step_s"]
     tokens = row["gbs"] * row["seq"]
@@ -181,6 +194,7 @@ def device_of(gpu: str) -> Device:
 
 
 def price_of(row: dict[str, Any], factors: Factors, microbatch: int = 1, virtual: int = 0) -> Price | None:
+    """Return the planner's price of a published run; None if the microbatch or virtual stages do not fit it."""
     run = run_of(row, microbatch, virtual)
     if run is None:
         return None

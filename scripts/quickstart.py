@@ -30,7 +30,7 @@ CPU_RANKS = 4
 
 
 def overrides(config: Config, ranks: int) -> list[str]:
-    """Return the options that fit the recipe, which is for 4 ranks, to another number of ranks.
+    """Return the options that adapt the recipe, which is for 4 ranks, to another number of ranks.
 
     They set ep to as many ranks as divide the experts, tp to 2 if that leaves data ranks, and a global batch that the
     data ranks share evenly.
@@ -57,10 +57,16 @@ def find_ranks(device: str) -> tuple[int, str]:
 
 
 def configure(extra: list[str]) -> tuple[int, list[str], Config]:
-    """Return the number of ranks, the options that this script adds, and the config.
+    """Choose the number of ranks and a mapping for this machine.
+
+    Args:
+        extra: options of the user.
+
+    Returns:
+        The number of ranks, the options that this script adds to the user's, and the config.
 
     Raises:
-        ConfigError: the ranks would refuse the config.
+        ConfigError: if the config cannot run.
     """
     recipe = load(["--config", RECIPE], COMPONENTS, lambda config: [])
     asked = load(["--config", RECIPE, *extra], COMPONENTS, lambda config: [])
@@ -103,16 +109,25 @@ def run(ranks: int, arguments: list[str]) -> int:
 
 
 def newest_run(config: Config, since: float) -> Path | None:
-    """Return the folder of the run that was started at `since`; None if it wrote nothing.
+    """Return the folder of the newest run that has written metrics since a time; None if there is none.
 
-    A run claims name, name-2, ... as it starts.
+    Args:
+        config: names the run's folder; a new run takes that name, name-2, ...
+        since: seconds since the epoch.
     """
     files = (ROOT / config.job.dump_folder).glob(f"{config.job.name}*/metrics.jsonl")
     return max((f.parent for f in files if f.stat().st_mtime >= since), key=lambda f: f.stat().st_mtime, default=None)
 
 
 def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> str:
-    """Return lines about the run: loss, speed, files and what to type next."""
+    """Return text on a finished run: loss, speed, files and commands to type next.
+
+    Args:
+        folder: the run's folder.
+        seconds: how long the run took.
+        ranks: number of ranks.
+        arguments: options of the run.
+    """
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if not steps:
         return f"no step was finished; files in {folder}"
@@ -129,21 +144,34 @@ def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> s
             f"every step  tail -n 3 {shlex.quote(f'{shown}/metrics.jsonl')}",
             f"a page      {tensorboard.parent / 'titanmoe'} report {shlex.quote(str(shown))}",
             f"curves      {tensorboard} --logdir {shlex.quote(str(shown.parent))}",
-            f"resume      {resume(folder, ranks, arguments, last['step'])}",
-            *text(folder, tensorboard.parent / "titanmoe", str(shown)),
+            f"resume      {resume_command(folder, ranks, arguments, last['step'])}",
+            *generate_command(folder, tensorboard.parent / "titanmoe", str(shown)),
         ]
     )
 
 
-def text(folder: Path, titanmoe: Path, shown: str) -> list[str]:
-    """Return the line with the command that shows what a run learnt; empty if it saved no checkpoint."""
+def generate_command(folder: Path, titanmoe: Path, shown: str) -> list[str]:
+    """Return a line with the command that generates text with the run's model; [] if the run saved no checkpoint.
+
+    Args:
+        folder: the run's folder.
+        titanmoe: path of the program titanmoe.
+        shown: the run's folder as the line names it.
+    """
     if not list(folder.glob("checkpoints/*/manifest.json")):
         return []
     return [f"its text    {titanmoe} generate --checkpoint {shlex.quote(shown)} --prompt 'def ' --stream"]
 
 
-def resume(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
-    """Return the command that continues the run for as many steps again."""
+def resume_command(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
+    """Return the command that continues the run for as many steps again.
+
+    Args:
+        folder: the run's folder.
+        ranks: number of ranks.
+        arguments: options of the run.
+        step: last step of the run.
+    """
     words = list(arguments)
     for option in ("--checkpoint.load", "--job.name", "--training.steps"):  # the others are given below
         if option in words:

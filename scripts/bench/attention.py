@@ -49,10 +49,10 @@ TEXT = 4096  # tokens of a prompt and one completion
 
 
 def documents(length: int, text: int = 0) -> Mask:
-    """Return the mask of documents that fill a sequence, the last one truncated.
+    """Return the mask of one sequence that is filled with documents, the last one truncated.
 
     Args:
-        length: The positions of the sequence.
+        length: The number of positions of the sequence.
         text: The length of each document; 0 for log-normal lengths.
     """
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, length // 256).clip(256, 131072).astype(int)
@@ -61,7 +61,13 @@ def documents(length: int, text: int = 0) -> Mask:
 
 
 def make_mask(name: str, length: int, window: int) -> Mask:
-    """Return the mask of this name in `MASKS`."""
+    """Return the mask with a name of MASKS.
+
+    Args:
+        name: the name.
+        length: number of positions of the sequence.
+        window: number of positions that a query sees, for masks with a window.
+    """
     text = min(TEXT, length // 2)
     if name == "pairs, two copies":
         return documents(length, text)
@@ -76,7 +82,13 @@ def make_mask(name: str, length: int, window: int) -> Mask:
 
 
 def count_pairs(mask: Mask, length: int, rows: int = 256) -> int:
-    """Count the pairs of a query and a key that see each other, one by one, by the definition of the mask."""
+    """Count the pairs of a query and a key that it sees, one by one, by the definition of the mask.
+
+    Args:
+        mask: the mask.
+        length: number of positions of the sequence.
+        rows: number of queries to compare at a time.
+    """
     place, host = np.arange(length, dtype=np.int32), mask.on_host
     until = np.full_like(place, length) if host is None else host.until_BL[0].astype(np.int32)
     depth = place if host is None or host.depth_BL is None else host.depth_BL[0].astype(np.int32)
@@ -91,13 +103,13 @@ def count_pairs(mask: Mask, length: int, rows: int = 256) -> int:
 
 
 def computed_pairs(pairs: list[BlockPair]) -> int:
-    """Return the number of pairs of a query and a key in the blocks that are computed."""
+    """Return the number of pairs of a query and a key that computing these blocks takes."""
     sizes = [(p.queries.stop - p.queries.start, p.keys.stop - p.keys.start, p.causal) for p in pairs]
     return sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in sizes)
 
 
 class Count(TorchDispatchMode, Operations):
-    """A dispatch mode that counts the cost of operations."""
+    """Dispatch mode that counts FLOPs and bytes of torch's operations."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **kwargs or {})
@@ -106,7 +118,16 @@ class Count(TorchDispatchMode, Operations):
 
 
 def bytes_moved(pairs: list[BlockPair], mask: Mask, queries: int, keys: int, heads: int, model: Model) -> int:
-    """Return the bytes that forward and backward read and write in bfloat16, by running them on the meta device."""
+    """Return the bytes that forward and backward of attention read and write in bfloat16; runs them on the meta device.
+
+    Args:
+        pairs: blocks of queries and keys to compute.
+        mask: the mask.
+        queries: number of queries.
+        keys: number of keys.
+        heads: number of query heads on the rank.
+        model: has the sizes of heads.
+    """
 
     def empty(heads: int, length: int) -> Tensor:
         return torch.empty(1, heads, length, model.head_dim, device="meta", dtype=torch.bfloat16)
@@ -123,7 +144,7 @@ def bytes_moved(pairs: list[BlockPair], mask: Mask, queries: int, keys: int, hea
 
 
 class Row(NamedTuple):
-    """A row of the table."""
+    """Cost of one mask, length, kind of context parallelism and backend: FLOPs, makespan, and bytes where counted."""
 
     mask: str
     length: int
@@ -138,7 +159,15 @@ class Row(NamedTuple):
 
 
 def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Iterator[Row]:
-    """Yield the rows of a mask and length: for each kind of context parallelism our blocks and flex_attention's."""
+    """Yield the rows of a mask and length: for each kind of context parallelism our blocks and flex_attention's.
+
+    Args:
+        name: name of the mask, in MASKS.
+        length: number of positions of the sequence.
+        cp: number of ranks that share the sequence.
+        window: number of positions that a query sees, for masks with a window.
+        model: the model.
+    """
     mask, per_pair = make_mask(name, length, window), 4 * model.num_heads * model.head_dim
     seen, place = mask.count(length), torch.arange(length).unsqueeze(0)
     if (one_by_one := count_pairs(mask, length)) != seen:
@@ -182,7 +211,10 @@ def table(rows: list[Row]) -> str:
 
 
 def picture(rows: list[Row]) -> str:
-    """Return an SVG of the FLOPs of the ring's blocks under each mask at the greatest length, over causality's."""
+    """Return an SVG of the FLOPs of the blocks that ring attention computes under each mask, over a causal mask's.
+
+    It is about the greatest length of the rows.
+    """
     longest = max(row.length for row in rows)
     bars = [row for row in rows if (row.length, row.kind, row.backend) == (longest, KINDS[0], "ours")]
     sheet = Sheet(720, 40 + 34 * len(bars), f"FLOPs of the blocks computed at {longest:,} positions")

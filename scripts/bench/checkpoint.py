@@ -70,7 +70,13 @@ def main() -> None:
 
 
 def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the median seconds of each mode. Collective: all ranks train and save in `folder`."""
+    """Return the median seconds of each figure, by mode of saving. Collective: all ranks train and save.
+
+    Args:
+        trainer: the run.
+        folder: folder for checkpoints.
+        rounds: number of saves in each mode.
+    """
     checkpoints = trainer.training.checkpoints.in_folder(folder)
     saver = checkpoints.saver
     seconds: dict[str, dict[str, list[float]]] = {
@@ -112,14 +118,14 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
 
 
 def is_writing(saver) -> bool:
-    """Return whether any rank is still writing. Collective, because all ranks must take the same steps."""
+    """Return whether any rank is still writing. Collective over the world; all ranks must take the same steps."""
     alive = torch.tensor(float(saver._thread is not None and saver._thread.is_alive()))
     dist.all_reduce(alive)
     return bool(alive)
 
 
 def slowest(seconds: float) -> float:
-    """Return the largest value of all ranks. Collective."""
+    """Return the largest value over all ranks. Collective over the world."""
     most = torch.tensor(seconds)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return float(most)

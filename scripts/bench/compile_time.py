@@ -47,7 +47,13 @@ SAMPLES = 1
 
 
 def read_shape(shape: str, tiny: bool, backend: str) -> Any:
-    """Return the config of a shape whose blocks a backend compiles; "" compiles nothing."""
+    """Return the config of a model of SHAPES whose blocks are compiled by a backend.
+
+    Args:
+        shape: name of the model.
+        tiny: whether to shrink it.
+        backend: backend of torch.compile; "" compiles nothing.
+    """
     from titanmoe.components import COMPONENTS
     from titanmoe.train.launch import read_config
 
@@ -58,7 +64,7 @@ def read_shape(shape: str, tiny: bool, backend: str) -> Any:
 
 
 def make_blocks(config: Any, device: Any) -> tuple[Any, dict[str, Callable[[], None]]]:
-    """Return a transformer, and a call of each of its distinct blocks, forward and backward."""
+    """Build the model; return it and, by name, a call of each distinct block, forward and backward."""
     import torch
 
     from titanmoe.config.blocks import window
@@ -84,7 +90,7 @@ def make_blocks(config: Any, device: Any) -> tuple[Any, dict[str, Callable[[], N
 
 
 def first_call(work: Callable[[], Any]) -> float:
-    """Return the seconds that the first call takes longer than the second."""
+    """Call `work` twice; return how many seconds longer the first call took."""
     times = []
     for _ in range(2):
         began = time.perf_counter()
@@ -94,7 +100,14 @@ def first_call(work: Callable[[], Any]) -> float:
 
 
 def time_case(shape: str, case: str, tiny: bool, device_name: str) -> None:
-    """Time a case of a shape; each figure is a line of JSON."""
+    """Time compiling all blocks of a model in this process; print each figure as a line of JSON.
+
+    Args:
+        shape: name of the model.
+        case: name of the case, such as "inductor cold".
+        tiny: whether to shrink the model.
+        device_name: "cuda" or "cpu".
+    """
     import torch
     from torch._dynamo.utils import counters
 
@@ -123,7 +136,7 @@ def time_case(shape: str, case: str, tiny: bool, device_name: str) -> None:
 
 
 def measure(shape: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case and block, as soon as it is measured."""
+    """Yield a row for each case and block of a model, as soon as it is measured, each case in a process of its own."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for case in (case for case in CASES if case in args.cases):
             caches = Path(folder, CASES[case] or case)

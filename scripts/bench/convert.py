@@ -48,7 +48,14 @@ BF16 = torch.bfloat16
 
 
 def random(name: str, offset: Shape, shape: Shape, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """Return random bits of any dtype; for bfloat16, numbers between 1 and 2."""
+    """Return a random block of a tensor: random bits, or for bfloat16 numbers between 1 and 2.
+
+    Args:
+        name: name of the tensor, not used.
+        offset: where the block is in the tensor, not used.
+        shape: shape of the block.
+        dtype: dtype of the block.
+    """
     if dtype != BF16:
         return torch.randint(1, 100, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
     return torch.randint(0x3F80, 0x4000, shape, dtype=torch.int16).view(BF16)
@@ -84,7 +91,13 @@ def make_folder(folder: Path, model: Model, low_precision: bool = False) -> Path
 
 
 def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
-    """Write a checkpoint of random adapters of experts, trained on the weights of a Hugging Face folder."""
+    """Write a checkpoint of random LoRA adapters of experts, with the weights of a Hugging Face folder as their base.
+
+    Args:
+        path: the checkpoint to write.
+        folder: the Hugging Face folder.
+        rank: rank of the experts' adapters.
+    """
     under, begin, lora = open_weights(str(folder)), Checkpoint(initial_hf=str(folder)), LoRA(1, rank, 16, ["*experts*"])
     config = Config(model=under.model, lora=lora, checkpoint=begin, training=Training(seq_len=32))
     dtype_of = partial(frozen_dtype, compute=BF16)
@@ -104,7 +117,7 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
 
 
 def as_one_rank_saves(path: Path, out: Path) -> None:
-    """Copy a checkpoint so that each tensor is one block, as a single rank saves it."""
+    """Copy a checkpoint so that each tensor is one block, as a run of one rank saves it."""
     saved = open_checkpoint(path)
     tensors = {n: TensorShard(saved.read(n), (0,) * len(shape), shape) for n, (shape, _) in saved.tensors.items()}
     write_checkpoint(out, tensors, saved.record)
@@ -116,7 +129,7 @@ def one_expert(model: Model) -> int:
 
 
 def resident(field: str) -> int:
-    """Return the bytes of a memory field in /proc/self/status."""
+    """Return the bytes of a memory field of this process, such as VmRSS (now) or VmHWM (peak)."""
     return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
 
@@ -134,7 +147,11 @@ def measure(conversions: list[list[str]]) -> None:
 
 
 def growth(*conversions: tuple[object, ...]) -> list[int]:
-    """Return the bytes by which the memory of one process grew in each conversion."""
+    """Run conversions in one new process; return the bytes by which its memory grew in each.
+
+    Args:
+        conversions: arguments of `titanmoe convert` of each.
+    """
     words = json.dumps([[str(word) for word in conversion] for conversion in conversions])
     ran = subprocess.run([sys.executable, __file__, "--measure", words], text=True, capture_output=True)
     if ran.returncode:

@@ -43,7 +43,13 @@ def main() -> None:
     replicated_x = DTensor.from_local(x.detach(), mesh, [Replicate()], run_check=False).requires_grad_()
 
     def product(x: Tensor, parameter: nn.Parameter, used: Callable[[nn.Parameter], Tensor]) -> Callable[[], object]:
-        """Return a call that multiplies x with what `used` makes of a parameter, forward and backward."""
+        """Return a function that multiplies x with a weight, forward and backward.
+
+        Args:
+            x: the input.
+            parameter: the sharded weight.
+            used: makes the tensor to multiply with from the weight.
+        """
 
         def work() -> object:
             y = F.linear(x, used(parameter))

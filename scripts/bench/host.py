@@ -44,7 +44,7 @@ POSITIONS = 16
 
 
 class Hopper:
-    """A driver of Triton for a GPU that does not exist."""
+    """Stand-in for Triton's driver, of an H100 that does not exist."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -60,7 +60,7 @@ class Hopper:
 
 @contextmanager
 def small_kernels() -> Iterator[None]:
-    """Replace kernels by small operations within this context.
+    """Replace kernels by operations on few numbers within this context, so that time is that of the host.
 
     Integers that Triton's kernels would write are zeros, and loads are even, so that all shapes are legal.
     """
@@ -111,7 +111,7 @@ def small_kernels() -> Iterator[None]:
 
 @contextmanager
 def as_rank(world: int) -> Iterator[None]:
-    """Be rank 0 of a world on an H100 within this context."""
+    """Make this process rank 0 of a world of ranks on H100s within this context, without other processes."""
     from titanmoe.ops.device import HARDWARE as known
     from titanmoe.ops.device import imitate
     from titanmoe.rehearse.rehearsal import fake_world
@@ -122,7 +122,7 @@ def as_rank(world: int) -> Iterator[None]:
 
 
 def read_configs(recipe: str, overrides: list[str]) -> tuple[Any, int, dict[int, Any]]:
-    """Return the config of a recipe, its number of ranks, and configs with a narrow model by their number of layers."""
+    """Return the recipe's config, its number of ranks, and the configs of narrow models by their number of layers."""
     from titanmoe.components import COMPONENTS
     from titanmoe.config.load import read_draft
     from titanmoe.config.world_size import recipe_ranks
@@ -139,7 +139,7 @@ def read_configs(recipe: str, overrides: list[str]) -> tuple[Any, int, dict[int,
 
 
 class Steps:
-    """A rank that takes steps, with the observers of the rank that reports and is watched."""
+    """A rank that runs forward and backward, with the observers that a watched run has on the rank that reports."""
 
     def __init__(self, config: Any, world: int):
         import torch
@@ -169,7 +169,7 @@ class Steps:
         self.observers = [BeginTimes(), self.training.clock, HeartbeatListener(heart)]
 
     def run(self, steps: int = 2) -> tuple[list[float], list[float]]:
-        """Return the seconds of each forward, and of each backward that another forward follows."""
+        """Run steps without updates; return seconds of each forward, and of each backward that a forward follows."""
         from titanmoe import observe
 
         training, forward, backward = self.training, [], []
@@ -189,7 +189,12 @@ class Steps:
 
 
 def layer_seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
-    """Return the seconds of a layer's forward and backward."""
+    """Return the CPU seconds of one layer's forward and of its backward, from the difference of two numbers of layers.
+
+    Args:
+        runs: a rank for each number of layers.
+        rounds: number of rounds.
+    """
     spans: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in runs}
     gc.collect()
     gc.disable()
@@ -203,7 +208,7 @@ def layer_seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
 
 
 def device_seconds(config: Any, world: int) -> float:
-    """Return the planner's seconds of the last layer's forward and backward of one microbatch."""
+    """Return the planner's seconds for the last layer's forward and backward of one microbatch, on the device."""
     from titanmoe.fold.degrees import derive
     from titanmoe.plan.devices import read_device
     from titanmoe.plan.dispatch_costs import DispatchChoice
@@ -219,7 +224,7 @@ def device_seconds(config: Any, world: int) -> float:
 
 
 class Side:
-    """The process of a checkout, which measures on request."""
+    """A process that imports a checkout of titanmoe and measures when asked to."""
 
     def __init__(self, root: Path, words: list[str]):
         command = [sys.executable, HERE, *words, "--root", root]
@@ -227,20 +232,20 @@ class Side:
         self.device, self.layers, self.microbatches = self.read()
 
     def read(self) -> list[float]:
-        """Return the next list that the process prints."""
+        """Return the next list of numbers that the process prints; exit if the process has ended."""
         for line in self.process.stdout:
             if line.startswith("["):
                 return json.loads(line)
         raise SystemExit("host.py: a side has failed; see above")
 
     def measure(self) -> list[float]:
-        """Return the seconds of a layer's forward and backward, measured now."""
+        """Ask the process for a measurement; return the seconds of a layer's forward and of its backward."""
         print(file=self.process.stdin, flush=True)
         return self.read()
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Measure once for each line of stdin, and print the results; or print a profile."""
+    """Measure once for each line of stdin and print the seconds as JSON; or print a profile (--profile) and return."""
     sys.path.insert(0, str(args.root))
     import torch
 

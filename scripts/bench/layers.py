@@ -60,9 +60,10 @@ from torchtitan_side import NotCompared, Side, reason  # noqa: E402
 
 
 class Shape(NamedTuple):
-    """A published model, reduced to what fits on one device."""
+    """A published model with fewer layers or experts, so that it fits on one device."""
 
     model: str
+    """Options of [model], separated by spaces."""
     attempts: list[tuple[int, int]]
     """The numbers of layers and of samples per microbatch to try, the largest first."""
     goal: float | None = None
@@ -105,7 +106,16 @@ TINY_ONLY = {
 
 
 def recipe(name: str, side: str, layers: int, batch: int, tiny: bool, overrides: list[str]) -> list[str]:
-    """Return the options of a shape on a side, with so many layers and samples per microbatch."""
+    """Return the command line's options that train a shape on a side.
+
+    Args:
+        name: the shape, a key of SHAPES.
+        side: a key of SIDES.
+        layers: number of layers.
+        batch: number of samples in a microbatch.
+        tiny: whether to shrink the model.
+        overrides: more options, as table.field=value.
+    """
     words = [*SHAPES[name].model.split(), f"num_layers={layers}"]
     seq_len = SEQ_LEN
     if tiny:
@@ -146,14 +156,14 @@ def gpu_name(device: Any) -> str:
 
 
 def rates(device: Any) -> Device | None:
-    """Return the figures of titanmoe/plan/hardware for this GPU; None for a CPU or a GPU without such a file."""
+    """Return the planner's rates of this GPU (titanmoe/plan/hardware); None for a CPU or an unknown GPU."""
     from titanmoe.plan.devices import known_device
 
     return known_device(gpu_name(device))
 
 
 class RehearsedPeak:
-    """A process that rehearses a run on one rank and counts its peak of memory."""
+    """A process that rehearses a run on one rank, beside this one, to count its peak of memory."""
 
     def __init__(self, options: list[str], hardware: str):
         self.file = Path(tempfile.mkdtemp()) / "rehearsal.json"
@@ -165,7 +175,7 @@ class RehearsedPeak:
         )  # fmt: skip
 
     def result(self, seconds: float = 60) -> dict[str, Any]:
-        """Return {"rehearsed_GiB": ...}, or {"not rehearsed": why}."""
+        """Wait for the process; return {"rehearsed_GiB": peak}, or {"not rehearsed": reason}."""
         try:
             _, errors = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -177,7 +187,7 @@ class RehearsedPeak:
 
 
 def rehearsed_as(device: Any) -> str:
-    """Return the hardware to rehearse: the GPU's, an H100's for a GPU that has no rehearsal, or "cpu"."""
+    """Return the name of the hardware to rehearse: this GPU, an H100 for a GPU without rehearsal, or "cpu"."""
     from titanmoe.ops.device import HARDWARE
 
     name = found.name if (found := rates(device)) else ""
@@ -185,7 +195,7 @@ def rehearsed_as(device: Any) -> str:
 
 
 class Layers(NamedTuple):
-    """A model with random weights, and the inputs of its blocks."""
+    """Some layers of a model with random weights, the head, and inputs for them."""
 
     transformer: Any
     x_BLD: Any
@@ -195,7 +205,14 @@ class Layers(NamedTuple):
 
 
 def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) -> Layers:
-    """Build these layers of the model and its head in bfloat16, on one rank."""
+    """Build layers of the model and its head in bfloat16, and random inputs, on one rank.
+
+    Args:
+        config: the config.
+        device: the device.
+        numbers: numbers of the layers in the model.
+        samples: number of samples of the input.
+    """
     import torch
 
     from titanmoe.comm.collectives import NO_GROUP
@@ -226,7 +243,11 @@ def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) 
 
 
 def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Iterator[dict[str, Any]]:
-    """Time forward and backward of each module of the first layer alone, and of the head with the loss."""
+    """Time forward and backward of each module of the first layer alone, and of the head with the loss.
+
+    Yields:
+        A dict for each module: its name, milliseconds, the floor's milliseconds, and the floor over the time.
+    """
     import torch
     from torch import Tensor
 
@@ -248,7 +269,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
     x_TD, moe = x_BLD.detach().flatten(0, 1).requires_grad_(), block.moe
 
     def both(make: Callable[[], Tensor | tuple[Tensor, ...]], inputs: list[Tensor]) -> Callable[[], Any]:
-        """Return a call that runs forward and backward, with output gradients that exist beforehand."""
+        """Return a function that runs forward and backward, with output gradients made beforehand."""
         made = make()
         made = made if isinstance(made, tuple) else (made,)
         cotangents = [torch.ones_like(y) for y in made]
@@ -336,12 +357,12 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
 
 
 def tell(**figures: Any) -> None:
-    """Print figures of this process's row for the process that started it."""
+    """Print figures as a line of JSON, which the process that started this one reads (`figures`)."""
     print(json.dumps(figures), flush=True)
 
 
 def measure_one(args: argparse.Namespace) -> None:
-    """Measure one model on one side; each figure is a line of JSON."""
+    """Measure one model on one side in this process; each figure is printed as a line of JSON."""
     import torch
 
     from titanmoe.components import COMPONENTS
@@ -388,13 +409,13 @@ def measure_one(args: argparse.Namespace) -> None:
 def steps(
     name: str, side: str, config: Any, runtime: Any, device: Any, args: argparse.Namespace, at_peak: float | None
 ) -> None:
-    """Time full steps of each routing.
+    """Time full steps of each routing and print the figures (`tell`).
 
     Args:
-        name: The shape.
-        side: A key of `SIDES`.
+        name: The shape, a key of SHAPES.
+        side: A key of SIDES.
         config: The config.
-        runtime: The runtime; None for a peer.
+        runtime: The rank's runtime; None for TorchTitan.
         device: The device.
         args: The command line.
         at_peak: The seconds that a step would take at the device's peak; None if that is unknown.
@@ -422,7 +443,11 @@ def steps(
 
 
 def with_limited_memory(step: Callable[[], Any], device: Any, steps: int, times: float) -> dict[str, float]:
-    """Time steps whose allocator may reserve `times` the peak of allocated memory; infinite if they run out of it."""
+    """Time steps whose allocator may reserve only `times` the peak of allocated memory.
+
+    Returns:
+        "times", "s" (seconds of a step, infinite if memory runs out), and "retries" of the allocator per step.
+    """
     import torch
 
     limit = times * torch.cuda.max_memory_allocated(device)
@@ -438,7 +463,7 @@ def with_limited_memory(step: Callable[[], Any], device: Any, steps: int, times:
 
 
 def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
-    """Time the modules of a layer, after the memory of the trainer has been freed."""
+    """Free the trainer's memory, then time the modules of a layer and print the figures (`tell`)."""
     import torch
 
     gc.collect()
@@ -453,7 +478,7 @@ def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
 
 
 def alone() -> Any:
-    """Set the environment that torchrun would for a single rank, and return its device."""
+    """Set the environment variables that torchrun sets for a single rank; return the rank's device."""
     import torch
 
     with socket.socket() as probe:
@@ -464,7 +489,7 @@ def alone() -> Any:
 
 
 class TitanmoeSide:
-    """A Trainer of titanmoe, run step by step."""
+    """titanmoe's trainer, run step by step, with the methods that torchtitan_side.Side has too."""
 
     def __init__(self, config: Any, runtime: Any):
         from titanmoe.train.build import build_training
@@ -473,7 +498,7 @@ class TitanmoeSide:
         self.config, self.trainer, self.report = config, Trainer(build_training(config, runtime)), {}
 
     def route(self, balanced: bool) -> None:
-        """Force balanced routing from now on, or let the router decide."""
+        """Route tokens evenly in the steps that follow if `balanced`, else as the router decides."""
         self.config.moe.force_balance = balanced
 
     def step(self) -> None:
@@ -482,11 +507,13 @@ class TitanmoeSide:
 
 
 def measure(name: str, side: str, args: argparse.Namespace, told: Callable[[dict, dict], None]) -> dict[str, Any]:
-    """Measure a shape on a side, and return its row; TorchTitan is measured without CUDA graphs if it fails with them.
+    """Measure a shape on a side, in other processes, and return its row.
+
+    TorchTitan is measured without CUDA graphs if it fails with them.
 
     Args:
-        name: The shape.
-        side: A key of `SIDES`.
+        name: The shape, a key of SHAPES.
+        side: A key of SIDES.
         args: The command line.
         told: Called with the row and its new figures as soon as there are any.
     """
@@ -526,7 +553,16 @@ def lines_of(command: list[str], limit: float) -> Iterator[str]:
 
 
 def first_that_fits(name: str, side: str, args: argparse.Namespace, told: Callable[[dict, dict], None]) -> dict:
-    """Measure the first attempt that fits, in a process of its own, and return its row. `told` as in `measure`."""
+    """Measure a shape with the first number of layers and samples that fits into memory, and return its row.
+
+    Each try is a process of its own.
+
+    Args:
+        name: The shape, a key of SHAPES.
+        side: A key of SIDES.
+        args: The command line.
+        told: Called with the row and its new figures as soon as there are any.
+    """
     attempts = [(2 if name == "gpt_oss" else 1, SAMPLES)] if args.tiny else SHAPES[name].attempts
     limit = min(args.limit, PEER_SECONDS) if side in PEERS else args.limit
     row: dict[str, Any] = {}
@@ -558,7 +594,7 @@ def first_that_fits(name: str, side: str, args: argparse.Namespace, told: Callab
 
 
 def figures(line: str) -> dict[str, Any]:
-    """Return the figures of a line that `tell` printed; {} after printing any other line."""
+    """Parse a line of JSON that `tell` printed; print any other line and return {}."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -578,7 +614,12 @@ def gib(value: float | None) -> str:
 
 
 def show(row: dict[str, Any], new: dict[str, Any]) -> None:
-    """Print the new figures of a row."""
+    """Print the new figures of a row, in columns.
+
+    Args:
+        row: all figures of a shape on a side so far.
+        new: those that have just come.
+    """
     head = f"{row['shape']:<9} {row['side']:<16}"
     for key in ("note", "not compared", "failed", "out_of_memory", "parts failed"):
         if key in new:
@@ -613,12 +654,12 @@ def show(row: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions. torch is not imported, which takes seconds."""
+    """Return the installed versions of torch and Triton by name, without importing them, which takes seconds."""
     return {name: version(name) if find_spec(name) else "none" for name in ("torch", "triton")}
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each goal, with the results and whether they meet it."""
+    """Return a line of text for each goal: what was measured, and whether the goal is met."""
     out = []
     for name, shape in SHAPES.items():
         for row in rows:
@@ -636,7 +677,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each pair of rows with the same layers and batch size: titanmoe's speed over TorchTitan's."""
+    """Return a line of text on titanmoe's speed over TorchTitan's, for each pair with equal layers and batch size."""
     out = []
     for peer in rows:
         for row in rows:

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def experts(rounds: int, scale: int) -> Iterator[Row]:
-    """Yield a row for each way to weight the experts' output."""
+    """Yield a row for each implementation of experts: the bytes per token that it saves, and its relative time."""
     tokens, top_k, dim = 512 // scale, 8, 768 // scale
     made = init(Experts(Model(num_experts=64, dim=dim, expert_hidden=256), MoE(), torch.float32))
     count_e = torch.full((64,), tokens * top_k // 64)
@@ -102,7 +102,7 @@ def experts(rounds: int, scale: int) -> Iterator[Row]:
 
 
 def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
-    """Yield a row for each mode of recomputation of a latent attention."""
+    """Yield a row for latent attention under each mode of recomputation: saved bytes per token, and relative time."""
     samples, length = 1, 512 // scale
     model = Model(
         dim=2048 // scale, num_layers=1, num_heads=16, num_kv_heads=16, kv_lora_rank=512, q_lora_rank=1536,
@@ -127,7 +127,7 @@ def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
 
 
 def loss(rounds: int, scale: int) -> Iterator[Row]:
-    """Yield a row for each number of chunks of the loss."""
+    """Yield a row for each number of chunks in which the loss is computed: peak of memory in MiB, and relative time."""
     tokens, dim, vocabulary = 1024 // scale, 256, 131072 // scale
     x_TD = torch.randn(tokens, dim, requires_grad=True)
     weight_VD = (0.02 * torch.randn(vocabulary, dim)).requires_grad_()
@@ -149,27 +149,38 @@ def loss(rounds: int, scale: int) -> Iterator[Row]:
 
 
 def init(module: nn.Module) -> nn.Module:
-    """Draw a module's weights, and return it."""
+    """Draw a module's weights at random, in place, and return the module."""
     for weight in module.parameters():
         nn.init.normal_(weight, std=0.02)
     return module
 
 
 def saved_bytes(variant: Variant, but: Iterable[Tensor]) -> int:
-    """Return the bytes that a variant's forward saves, without its output and the tensors in `but`."""
+    """Return the bytes that a forward pass saves for backward, without its output.
+
+    Args:
+        variant: runs the forward pass.
+        but: tensors that existed before and do not count.
+    """
     with LiveBytes(but) as live:
         out = variant()
         return live.now - out.nbytes
 
 
 def run(variant: Variant) -> None:
-    """Run a variant forward and backward."""
+    """Run a variant's forward and backward."""
     out = variant()
     out.backward(torch.ones_like(out))
 
 
 def compare(variants: dict[str, Variant], rounds: int, measure: Callable[[Variant], float]) -> Iterator[Row]:
-    """Yield a row for each variant: what `measure` gives, and its time over that of the first variant."""
+    """Yield a row for each variant: its name, what `measure` returns as "bytes", and "time" over the first variant's.
+
+    Args:
+        variants: forward passes to compare, by name.
+        rounds: number of rounds, of which the median ratio of times counts.
+        measure: returns the bytes or MiB of a variant.
+    """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for round_number in range(rounds + 1):
         for name, variant in variants.items():

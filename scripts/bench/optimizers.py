@@ -35,7 +35,7 @@ COMMON += " --parallelism.experts.ep 1 --checkpoint.enable false --validation.in
 
 
 def read() -> list[dict]:
-    """Return the rows of all runs so far."""
+    """Return the rows of all runs that have been made so far, from the file of rows."""
     return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
 
 
@@ -58,7 +58,7 @@ def losses(optimizer: str, rate: float, seed: int, *options: str) -> list[float]
 
 
 def run() -> None:
-    """Run what is missing, and append each run to the file of rows."""
+    """Train all pairs of rate and seed that the file of rows lacks, and append a row for each."""
     done = {(row["optimizer"], row["lr"], row["seed"]) for row in read()}
     for seed, rate, optimizer in product(SEEDS, RATES, OPTIMIZERS):
         if (optimizer, rate, seed) not in done:
@@ -68,7 +68,7 @@ def run() -> None:
 
 
 def steps_to(target: float, losses: list[float]) -> float:
-    """Return the number of steps until the smoothed loss reaches a target; infinite if it does not."""
+    """Return the number of steps until the smoothed loss is at most `target`; infinite if it never is."""
     return next((step for step, loss in enumerate(smooth(losses), 1) if loss <= target), math.inf)
 
 
@@ -95,7 +95,7 @@ def table(rows: list[dict]) -> str:
 
 
 def best(rows: list[dict], optimizer: str) -> float:
-    """Return the rate with the fewest tokens to the last target."""
+    """Return the optimizer's rate that needs the fewest tokens to the last target, in the median over seeds."""
 
     def tokens(rate: float) -> float:
         some = [row["loss"] for row in rows if (row["optimizer"], row["lr"]) == (optimizer, rate)]

@@ -26,7 +26,7 @@ LAYOUTS = ((4, 8, 4), (4, 8, 1), (1, 32, 1), (8, 64, 1), (16, 1, 2))  # microbat
 
 
 def imbalances(work_MRB: np.ndarray) -> np.ndarray:
-    """Return the two ratios "rank" and "microbatch" of a step.
+    """Return how uneven the work of a step is: the ratios "rank" and "microbatch" of this module's docstring.
 
     Args:
         work_MRB: The work by microbatch, data rank and sample.

@@ -72,10 +72,10 @@ def recipe(model: str, tokens: int) -> Config:
 
 
 def ours(config: Config, gathered: bool) -> Counted:
-    """Return the operations of the second of two layers of titanmoe.
+    """Return the operations of the second of two layers of titanmoe, forward and backward, by a rehearsal.
 
     Args:
-        config: The config.
+        config: The config of two layers.
         gathered: Whether FSDP gathers the experts.
     """
     parallelism = replace(config.parallelism, reshard_after_forward="always" if gathered else "auto")
@@ -90,7 +90,7 @@ def ours(config: Config, gathered: bool) -> Counted:
 
 
 def theirs(config: Config) -> Counted:
-    """Return the operations of one of TorchTitan's layers, with weights in bf16 as FSDP gathers them."""
+    """Return the operations of one of TorchTitan's layers, forward and backward, with weights in bf16."""
     torchtitan_side._import("cuda")
     layer = torchtitan_side._spec(config.model, config.training.seq_len).model.layers[1]
 
@@ -118,7 +118,12 @@ def theirs(config: Config) -> Counted:
 
 
 def summary(counted: Counted, tokens: int) -> dict[str, Any]:
-    """Return a row: kernels of the layer, FLOPs and bytes per token, and the MFU that they allow on each device."""
+    """Return a row: kernels of the layer, FLOPs and bytes per token, and the MFU that they allow on each device.
+
+    Args:
+        counted: The operations of the layer.
+        tokens: The number of tokens of the microbatch.
+    """
     phases: dict[str, OperationCost] = defaultdict(OperationCost)
     for one, count in counted.items():
         work = cost_of(one) * count
@@ -141,12 +146,15 @@ def summary(counted: Counted, tokens: int) -> dict[str, Any]:
 
 
 def model_flops(one: Operation) -> float:
-    """Return the FLOPs that count for the model. A router's matmul in bfloat16 splits takes three times as many."""
+    """Return the FLOPs of an operation that count for MFU.
+
+    Of a router's matmul in three bfloat16 splits these are a third of those that the device does.
+    """
     return one.flops / 3 if one.site.file == "moe/router_product.py" else one.flops
 
 
 def fraction_of_peak(one: Operation, device: Device) -> float:
-    """Return the fraction of the peak that such a matmul or attention reaches.
+    """Return the fraction of the device's peak that a matmul or attention of this size reaches.
 
     The FLOPs of a matmul over its bytes, in bf16, are a third of the harmonic mean of its three sizes, by which the
     device's curve is given; for a grouped matmul, that of one group.
@@ -177,7 +185,12 @@ def ceiling(counted: Counted, device: Device, usual: bool = False) -> float:
 
 
 def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
-    """Return a row of text for each operation that moves more than NAMED of all bytes, by name, line and pass."""
+    """Return a row of text for each operation that moves more than NAMED of all bytes, by name, line and pass.
+
+    Args:
+        counted: The operations of the layer.
+        tokens: The number of tokens of the microbatch.
+    """
     total, moved = 0, defaultdict(OperationCost)
     for one, count in counted.items():
         moved[one.name, one.site.region, one.site.phase, str(one.site)] += cost_of(one) * count

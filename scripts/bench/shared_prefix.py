@@ -60,7 +60,7 @@ def batch(text: int, pairs: int, layout: str) -> Batch:
 
 
 class Repeated:
-    """A loader that returns one batch again and again."""
+    """Stand-in for the data loader that returns one batch again and again."""
 
     def __init__(self, given: Batch):
         self.batches, self.global_batch_size, self.microbatches = [given], 1, 1

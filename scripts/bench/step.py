@@ -55,18 +55,18 @@ ROUTINGS = ("learned", "balanced")
 
 
 def recipe(model: str, case: str) -> list[str]:
-    """Return the options of a model in a case."""
+    """Return the command line's options that train a model of MODELS on the ranks of a case of CASES."""
     return BOTH + [f"--model.{word}" for word in MODELS[model].split()] + CASES[case][2]
 
 
 class World:
-    """The processes of one checkout's ranks, each of which waits for a line that says how many steps to run."""
+    """Processes of the ranks that run one checkout of titanmoe, or TorchTitan; each runs steps when a line says so."""
 
     def __init__(self, root: Path, ranks: int, threads: int, options: list[str], torchtitan: Path | None = None):
         """Start the ranks and wait until all have built their model.
 
         Args:
-            root: The checkout.
+            root: The checkout of titanmoe.
             ranks: The number of ranks.
             threads: The threads of each rank.
             options: The options of the run.
@@ -93,7 +93,7 @@ class World:
         self.shape = self._replies()[0]
 
     def _replies(self) -> list[dict[str, float]]:
-        """Return a line of each rank; end the program if a rank has ended or refuses to run."""
+        """Return the next line of JSON of each rank; end this program if a rank has ended or refuses to run."""
         lines = [rank.stdout.readline() for rank in self.ranks]
         if not all(lines):
             gone = self.ranks[lines.index("")]
@@ -107,7 +107,12 @@ class World:
         return replies
 
     def steps(self, number: int, routing: str) -> tuple[float, float]:
-        """Run steps; return the seconds, and the CPU-seconds of all ranks, of one step."""
+        """Run steps on all ranks; return the seconds of one step, and the CPU seconds of all ranks together.
+
+        Args:
+            number: number of steps.
+            routing: "balanced" or "learned".
+        """
         for rank in self.ranks:
             rank.stdin.write(f"{number} {routing}\n")
             rank.stdin.flush()
@@ -134,7 +139,7 @@ def cpu_seconds() -> float:
 
 
 def serve(root: str, options: list[str]) -> None:
-    """Be one rank: for each line of stdin, run so many steps and print the time they took.
+    """Run one rank: for each line of stdin run as many steps as it says, and print the seconds as JSON.
 
     Args:
         root: The checkout, from which titanmoe must be imported.
@@ -168,7 +173,7 @@ def serve(root: str, options: list[str]) -> None:
 
 
 def matrix_peak(dtype: str, size: int = 2048) -> float:
-    """Return the FLOPs per CPU-second of one thread, by the fastest of several matmuls."""
+    """Return the FLOPs per CPU second that one thread reaches in a matmul: the fastest of several."""
     import torch
 
     torch.set_num_threads(1)
@@ -182,7 +187,13 @@ def matrix_peak(dtype: str, size: int = 2048) -> float:
 
 
 def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, object]]:
-    """Return a row for each side and routing of a model in a case."""
+    """Measure a model in a case on all sides, in turn; return a row for each side and routing.
+
+    Args:
+        model: a key of MODELS.
+        case: a key of CASES.
+        args: The command line.
+    """
     ranks, threads, _ = CASES[case]
     threads = 1 if args.tiny else threads
     options = recipe(model, case) + ["--compile.enable"] * args.compile + [f"--{word}" for word in args.set]
@@ -196,7 +207,7 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
     worlds: dict[str, World] = {}
 
     def begin(side: str) -> bool:
-        """Start and warm up a side; return False if TorchTitan does not run."""
+        """Start a side's ranks and run untimed steps; return False if TorchTitan does not run."""
         root, torchtitan = sides[side]
         try:
             worlds[side] = World(root, ranks, threads, options, torchtitan)
@@ -239,7 +250,7 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
 
 
 def with_ratios(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Add the ratio to TorchTitan's tokens per CPU-second to titanmoe's rows, where TorchTitan ran the same."""
+    """Add "x titan" to titanmoe's rows: tokens per CPU second over TorchTitan's, where TorchTitan ran that routing."""
     titan = {row["routing"]: row["tokens/cpu-s"] for row in rows if row["side"] == "titan"}
     return [
         row | {"x titan": row["tokens/cpu-s"] / titan[row["routing"]]}

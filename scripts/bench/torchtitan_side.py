@@ -62,11 +62,11 @@ INSTALL = "pip install --no-deps --target {} torchtitan==0.3.0 spmd_types==0.2.3
 
 
 class NotCompared(Exception):
-    """Raised with the reason why TorchTitan does not run here."""
+    """Error that says why TorchTitan does not run here."""
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of an error, with its type unless it is NotCompared."""
+    """Return the first line of an error's text, preceded by its type unless it is NotCompared."""
     name = "" if isinstance(error, NotCompared) else f"{type(error).__name__}: "
     return name + str(error).strip().partition("\n")[0]
 
@@ -91,10 +91,13 @@ def _stub_datasets() -> None:
 
 
 def _import(device: str) -> None:
-    """Import TorchTitan, which looks for the device meanwhile, and change what the module's docstring lists.
+    """Import TorchTitan for a device, with the changes that this module's docstring lists.
+
+    Args:
+        device: "cuda" or "cpu"; TorchTitan looks for the device while it is imported.
 
     Raises:
-        NotCompared: It cannot be imported.
+        NotCompared: if it cannot be imported.
     """
     if sys.version_info < (3, 11):
         raise NotCompared("torchtitan needs Python 3.11")
@@ -140,7 +143,7 @@ def before_2_13() -> bool:
 
 
 def _shard_one_by_one(fsdp: types.ModuleType) -> None:
-    """Give every module of a list that is sharded together an FSDP unit of its own."""
+    """Make FSDP shard each module of a list by itself where TorchTitan shards them together."""
     fully_shard = fsdp.fully_shard
 
     def wrapped(modules: Any, **settings: Any) -> Any:
@@ -188,7 +191,7 @@ def equivalent_model(model: Model) -> str:
 
 
 def _spec(model: Model, seq_len: int) -> Any:
-    """Return TorchTitan's spec of a model: its debug flavour, resized, with its own layers."""
+    """Return TorchTitan's spec of a model of titanmoe: its own debug flavour with its own layers, resized."""
     from torchtitan.models import deepseek_v3, qwen3
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -265,7 +268,7 @@ def _plain_sums(parallelize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Side:
-    """A Trainer of TorchTitan, run step by step."""
+    """TorchTitan's trainer, run step by step, with the methods that layers.TitanmoeSide has too."""
 
     def __init__(self, config: Config, device: str, graphs: bool = False):
         equivalent_model(config.model)
@@ -317,7 +320,7 @@ class Side:
         self.batches = self.trainer.batch_generator(self.trainer.dataloader)
 
     def route(self, balanced: bool) -> None:
-        """Force balanced routing from now on, or let the router decide."""
+        """Route tokens evenly in the steps that follow if `balanced`, else as the router decides."""
         from torchtitan.distributed.cudagraph import cudagraph_teardown, wrap_with_cuda_graph
         from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
@@ -379,7 +382,12 @@ def _no_tokenizer() -> Any:
 
 
 def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
-    """Be one rank, like titanmoe's in scripts/bench/step.py: for each line of stdin, run steps and print their time."""
+    """Run one rank, like `serve` of scripts/bench/step.py: for each line of stdin run steps and print their time.
+
+    Args:
+        options: The options of the run, titanmoe's.
+        cpu_seconds: returns the CPU time of this process.
+    """
     from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters
     from titanmoe.train.launch import read_config

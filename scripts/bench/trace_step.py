@@ -57,25 +57,31 @@ GROUPS = {
 
 @dataclass
 class Kernel:
-    """A kernel that ran. Times are in microseconds, here and below."""
+    """A kernel that ran on the GPU. Times are in microseconds."""
 
     name: str
     begin: float
+    """When it began, on the trace's clock."""
     time: float
+    """How long it ran."""
     operation: str = ""
-    """The torch operation that launched it."""
+    """Name of the torch operation that launched it; "" if unknown."""
     floor: float = 0.0
-    """The least time of that operation; 0 if unknown."""
+    """Least time of that operation by its FLOPs and bytes; 0 if unknown."""
 
 
 @dataclass
 class Summary:
-    """The figures of a traced step."""
+    """Where the time of a traced step went. Times are in microseconds."""
 
     step: float
+    """Duration of the step."""
     busy: float
+    """Time in which a kernel ran."""
     idle_after_waits: float
+    """Time in which the GPU had no work because the host had waited for it."""
     waits: int
+    """How often the host waited for the GPU."""
     kernels: list[Kernel]
     layers: int
     groups: dict[str, list[Kernel]] = field(default_factory=dict)
@@ -84,7 +90,11 @@ class Summary:
     """The names of the kernels that attention ran in."""
 
     def lines(self, most: int = 15) -> list[str]:
-        """Return the summary as lines, with the longest `most` kernels."""
+        """Return the summary as lines of text: totals, a table of groups, and a table of the longest kernels.
+
+        Args:
+            most: number of kernels in the second table.
+        """
         count = len(self.kernels)
         out = [
             f"step {self.step / 1e3:.2f} ms; the GPU worked {self.busy / self.step:.1%} of it",
@@ -101,7 +111,12 @@ class Summary:
         return out + self.longest(most)
 
     def line(self, name: str, kernels: list[Kernel]) -> str:
-        """Return the row of a table for some of the step's kernels. The roofline is that of those with a floor."""
+        """Return a table's line on some kernels: milliseconds, fraction of busy time, calls, fraction of the roofline.
+
+        Args:
+            name: last column of the line.
+            kernels: the kernels; the roofline is that of those with a floor.
+        """
         time = sum(kernel.time for kernel in kernels)
         with_floor = [kernel for kernel in kernels if kernel.floor]
         floor = sum(kernel.floor for kernel in with_floor)
@@ -109,7 +124,7 @@ class Summary:
         return f"{time / 1e3:9.3f} {time / self.busy:6.1%} {len(kernels):6} {part:>9}  {name}"
 
     def longest(self, most: int) -> list[str]:
-        """Return a line for each of the longest `most` kinds of kernels."""
+        """Return a table's line for each of the `most` kinds of kernels that took longest in total."""
         rows: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:
             rows[kernel.name, kernel.operation].append(kernel)
@@ -124,26 +139,36 @@ Key = TypeVar("Key")
 
 
 def sort_longest_first(kernels: dict[Key, list[Kernel]]) -> list[tuple[Key, list[Kernel]]]:
-    """Return groups of kernels by their total time, longest first."""
+    """Return (key, kernels) pairs in the order of the kernels' total time, longest first."""
     return sorted(kernels.items(), key=lambda item: -sum(kernel.time for kernel in item[1]))
 
 
 def group_of(kernel: str, operation: str) -> str:
-    """Return the group of a kernel, by its name and that of the operation which launched it."""
+    """Return the name of the first group in GROUPS whose pattern fits a kernel, else "other".
+
+    Args:
+        kernel: name of the kernel.
+        operation: name of the torch operation that launched it.
+    """
     words = f"{kernel} {operation}"
     return next((name for name, fits in GROUPS.items() if re.search(fits, words, re.IGNORECASE)), "other")
 
 
 def elements(dims: Any) -> int:
-    """Return the number of elements of a tensor of these sizes; 0 if they are no sizes of a tensor."""
+    """Return the number of elements of a tensor by its sizes; 0 if `dims` are no sizes of a tensor."""
     return math.prod(dims) if dims and all(isinstance(d, int) for d in dims) else 0
 
 
 def floor(operation: dict[str, Any], peak: float, bandwidth: float) -> float:
-    """Return the least microseconds that an operation on its inputs can take; 0 if the trace does not show that.
+    """Return the least microseconds that an operation can take by its FLOPs and the bytes of its inputs; 0 if unknown.
 
     A trace has neither attention's mask, nor which rows an index selects, nor what our own autograd functions read
     besides their arguments.
+
+    Args:
+        operation: the operation's event in the trace.
+        peak: The device's FLOP/s.
+        bandwidth: The device's bytes per second.
     """
     if re.match(r"(?!aten::)|.*(attention|index|gather|scatter)", operation["name"]):
         return 0.0
@@ -162,7 +187,7 @@ def floor(operation: dict[str, Any], peak: float, bandwidth: float) -> float:
 
 
 def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidth: float) -> Summary:
-    """Return the summary of a traced step.
+    """Summarize the trace of a step.
 
     Args:
         events: The events of one step, as torch's profiler exports them.
@@ -209,11 +234,11 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
 
 
 def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float, list[str]]:
-    """Train some steps, trace the last and write the trace to a file.
+    """Train some steps, trace the last one and write the trace to a file.
 
     Returns:
-        The config, the device's peak and bandwidth, and lines with the time of a step without the profiler and with the
-        memory.
+        The config, the device's FLOP/s, its bytes per second, and lines of text on the time of a step without the
+            profiler and on the memory.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule

@@ -34,7 +34,7 @@ CONFIG += ["--checkpoint.enable=false"]
 
 
 class Timed(Observer):
-    """Forwards every call to an observer, and sums the time that they take."""
+    """Observer that passes every call on to another observer and sums the time of these calls."""
 
     def __init__(self, observer: Observer):
         self.calls, self.ns = 0, 0

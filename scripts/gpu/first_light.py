@@ -60,12 +60,13 @@ UNSUPPORTED = 77
 
 @dataclass
 class Part:
-    """A process to run.
+    """A process that tests or measures something, with a time limit, and how to read its results.
 
     Args:
+        name: Name of the part in the table.
         command: The arguments of `python`; {json} is a file for its rows, {folder} a folder of its own.
         limit: The seconds after which it is killed.
-        read: Makes rows from its log and from the text of its JSON file.
+        read: Makes rows of the table from its log and from the text of its JSON file.
         group: The name of its group. Consecutive parts of one group run side by side.
         program: A program that starts `python`; if it is missing, the part is unsupported.
         figures: Whether its rows belong in the table even if nothing failed.
@@ -181,7 +182,14 @@ PRETEND = [
 
 
 def run_part(part: Part, folder: Path, environment: dict[str, str], left: float) -> Result:
-    """Run one part for `left` seconds at most and return its result; its log and figures stay in `folder`."""
+    """Run one part and return its result; its log and JSON file stay in `folder`.
+
+    Args:
+        part: the part.
+        folder: folder for all parts' files.
+        environment: environment variables of the process.
+        left: seconds that are left for all parts.
+    """
     name = part.name.replace(" ", "-")
     found, own = folder / f"{name}.json", folder / name
     own.mkdir(parents=True, exist_ok=True)
@@ -227,7 +235,7 @@ def kill(process: subprocess.Popen, number: int) -> None:
 
 
 def keep_ends(stream: IO[bytes], file: Path) -> None:
-    """Copy a stream to a file: all of it, or the first and the last LOG_BYTES / 2 of a longer one."""
+    """Copy a stream to a file; of more than LOG_BYTES bytes only the first and the last half of LOG_BYTES."""
     half, size, end = LOG_BYTES // 2, 0, b""
     with file.open("wb") as log:
         while chunk := stream.read1(65536):
@@ -241,7 +249,7 @@ def keep_ends(stream: IO[bytes], file: Path) -> None:
 
 
 def about_machine() -> dict[str, str]:
-    """Return the names of card and driver, the versions and the date."""
+    """Return the card, the driver, versions of packages and the date, as texts by name."""
     code = (
         "import importlib.metadata as m, json, platform, torch\n"
         "version = lambda name: next((d.version for d in m.distributions(name=name)), 'none')\n"
@@ -260,7 +268,11 @@ def about_machine() -> dict[str, str]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the report in Markdown: failures, then each part, then the figures."""
+    """Return the report as Markdown tables: failures, then each part's result, then the figures.
+
+    Args:
+        report: "about", "command" and "results", as in results.json.
+    """
     results = report["results"]
     lines = [", ".join(f"{key} {value}" for key, value in report["about"].items()) + ".", f"`{report['command']}`", ""]
     failed = [(r, row) for r in results for row in r["rows"] if not row["ok"]]
@@ -285,7 +297,13 @@ def cells(*texts: str) -> str:
 
 
 def write(out: Path, folder: Path, report: dict[str, Any]) -> None:
-    """Write results, table and archive. If the archive would be too large, the largest files are left out."""
+    """Write results.json, table.md and the archive; leave out the largest files if the archive would be too large.
+
+    Args:
+        out: folder for these files.
+        folder: folder with logs and JSON files of the parts.
+        report: content of results.json.
+    """
     (out / "results.json").write_text(json.dumps(report, indent=1))
     (out / "table.md").write_text(table(report))
     files = sorted(
@@ -306,7 +324,7 @@ def belongs_in_archive(file: Path) -> bool:
 
 
 def groups(parts: list[Part]) -> Iterator[list[Part]]:
-    """Yield lists of parts that run side by side."""
+    """Yield the parts that run side by side, as lists, in order."""
     for _, together in groupby(enumerate(parts), lambda pair: pair[1].group or pair[0]):
         yield [part for _, part in together]
 
@@ -322,7 +340,11 @@ def install_wheels(folder: Path) -> str:
 
 
 def publish(files: list[Path]) -> None:
-    """Write the table of several reports into docs/benchmarks.md; each part is taken from the last report with it."""
+    """Write the table of one or several results.json into docs/benchmarks.md.
+
+    Args:
+        files: the results.json; a part that is in several is taken from the last.
+    """
     report, *later = (json.loads(file.read_text()) for file in files)
     for new in later:
         again = {result["name"] for result in new["results"]}

@@ -78,7 +78,13 @@ class Result:
 
 
 def differences(got: Run, want: Run, with_weights: bool) -> dict[str, float]:
-    """Return the relative errors of loss, norm, gradients and weights, and the count of other choices of experts."""
+    """Compare two runs: relative errors by name (loss, norm, grads, weights), and "choices" of other experts.
+
+    Args:
+        got: the run to check.
+        want: the run to compare with.
+        with_weights: whether to compare the weights after the last step.
+    """
     out = {}
     if not got.config.compile.enable:
         out["choices"] = math.inf if len(got.chosen) != len(want.chosen) else 0.0
@@ -90,9 +96,17 @@ def differences(got: Run, want: Run, with_weights: bool) -> dict[str, float]:
 
 
 def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, documents: bool = False) -> Result:
-    """Compare steps with the CPU's by the largest relative error.
+    """Compare steps on a device with the CPU's; the result's error is the largest relative one.
 
-    In float32 it uses a seed whose choices of experts do not depend on rounding.
+    In float32 a seed is used with which choices of experts do not depend on rounding.
+
+    Args:
+        family: the model family.
+        side: the device.
+        dtype: dtype of weights and computation.
+        changes: options that differ from the tiny model's.
+        steps: number of steps.
+        documents: whether samples have several documents.
     """
     changes = dict.fromkeys(DTYPES, dtype) | changes
     for seed in range(SEEDS):
@@ -111,11 +125,19 @@ def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, doc
 def bf16(
     family: str, side: Side, changes: Changes | None = None, times: float = 3.0, documents: bool = False
 ) -> Result:
-    """Compare a step in bfloat16 by the largest ratio of the device's error to the CPU's, over loss and gradients.
+    """Compare a step in bfloat16; the result's error is the largest ratio of the device's error to the CPU's.
 
-    An error is |x - x64| / |x64| in the 2-norm, with x64 from float64 on the CPU; smaller errors than 4 roundings, 4 u,
-    count as these. The devices round as often but at other places, which may make the ratio as large as `times`. Twice
-    that is allowed for a pretended GPU: Triton's interpreter truncates to bfloat16, with twice the error of rounding.
+    The ratio is that of the loss or of one gradient. An error is |x - x64| / |x64| in the 2-norm, with x64 from float64
+    on the CPU; smaller errors than 4 roundings, 4 u, count as these. The devices round as often but at other places,
+    which may make the ratio as large as `times`. Twice that is allowed for a pretended GPU: Triton's interpreter
+    truncates to bfloat16, with twice the error of rounding.
+
+    Args:
+        family: the model family.
+        side: the device.
+        changes: options that differ from the tiny model's.
+        times: largest ratio allowed.
+        documents: whether samples have several documents.
     """
     times *= 2 if side.pretended else 1
     even = {"moe.force_balance": True} | (changes or {})
@@ -138,14 +160,14 @@ def bf16(
 
 
 def by_fla(side: Side) -> Result:
-    """Check linear attention by fla-core's kernels, whose chunks round their states more often than ours."""
+    """Compare a step of linear attention by fla-core's kernels, whose chunks round states more often than ours."""
     if not gated_delta_rule.uses_fla("auto", torch.empty(1, dtype=torch.bfloat16, device=side.device)):
         return Result(0.0, 0.0, note="fla-core is not used here: not installed, a wrong Triton, or no GPU")
     return bf16("qwen3_next", side, times=6.0)
 
 
 def init(side: Side) -> Result:
-    """Compare random numbers and initial weights. Random bits, uniform numbers and float32 weights must be equal."""
+    """Compare random numbers and initial weights; all but float64 weights must be equal bit by bit."""
     index, key = torch.arange(-(1 << 40), 1 << 40, 12345678901), counter_rng.key("law")
     pairs = {
         f"counter_rng.{make.__name__}": [make(key, index.to(where.device)).cpu() for where in (CPU, side)]
@@ -179,7 +201,7 @@ def outputs(commands: list[list[str]]) -> list[str]:
     """Run commands side by side and return what each printed.
 
     Raises:
-        RuntimeError: A command failed; has the end of its stderr.
+        RuntimeError: if a command fails; it has the end of the command's stderr.
     """
     started = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -206,7 +228,7 @@ def training_command(folder: Path, side: Side, *more: str) -> list[str]:
 
 
 def losses(folder: Path) -> list[float]:
-    """Return the losses that a run in a folder has reported."""
+    """Return the loss of each line of the metrics.jsonl of the run in a folder."""
     text = next(folder.rglob("metrics.jsonl")).read_text()
     return [json.loads(line)["loss"] for line in text.splitlines()]
 
@@ -218,7 +240,13 @@ def scratch() -> tempfile.TemporaryDirectory:
 
 
 def resumed(side: Side, name: str, *more: str) -> Result:
-    """Compare the losses of steps 3 and 4 of an uninterrupted run and of one resumed at step 2."""
+    """Compare the losses of steps 3 and 4 of an uninterrupted run and of one resumed at step 2.
+
+    Args:
+        side: the device of both.
+        name: folder for the runs.
+        more: options of both runs.
+    """
     uninterrupted, rest = (Path(scratch().name) / name / run_name for run_name in ("uninterrupted", "resumed"))
     outputs([training_command(uninterrupted, side, *more)])
     checkpoint = next(uninterrupted.rglob("step-00000002"))
@@ -231,7 +259,7 @@ def resumed(side: Side, name: str, *more: str) -> Result:
 
 
 def generated(side: Side) -> Result:
-    """Compare the greedily generated text of both devices, in float32."""
+    """Compare the text that a checkpoint generates greedily on the CPU and on the device, in float32."""
     folder = Path(scratch().name) / "resume" / "uninterrupted"
     if not folder.exists():
         outputs([training_command(folder, side)])
@@ -246,7 +274,7 @@ def generated(side: Side) -> Result:
 
 
 def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]:
-    """Yield names and checks, the most important ones first, those that compile or start processes late."""
+    """Yield the name of each check and the function that runs it, the most important first, slow ones late."""
     main, others = (MAIN[:2], ()) if tiny else (MAIN, OTHERS)
 
     def in_bf16(name: str) -> tuple[str, Callable[[], Result]]:
@@ -282,7 +310,7 @@ def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]
 
 
 def last_frame(trace: Any) -> str:
-    """Return the last frame of titanmoe's that an error passed, as text; "" if there is none."""
+    """Return " at FILE:LINE" of the last frame in titanmoe of a traceback; "" if there is none."""
     ours = [
         f for f in traceback.extract_tb(trace) if "titanmoe" in Path(f.filename).parts and "tests" not in f.filename
     ]
@@ -290,7 +318,7 @@ def last_frame(trace: Any) -> str:
 
 
 def attempt(name: str, check: Callable[[], Result]) -> dict[str, Any]:
-    """Run a check and return its row; an error is a failed row."""
+    """Run a check and return its row of the JSON file; an error makes a failed row."""
     began = time.monotonic()
     try:
         result = check()
@@ -315,7 +343,10 @@ def is_broken(side: Side) -> bool:
 
 
 def restart() -> NoReturn:
-    """Start this script again in a new process image, which reads from the environment what is done."""
+    """Replace this process by a new one that runs the remaining checks.
+
+    It reads from the environment which checks are done.
+    """
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 

@@ -31,7 +31,7 @@ SPARE = 3.0
 
 
 class OverHost:
-    """Functional collectives of a device's tensors that go through the host: gloo's for CUDA crash in torch 2.11."""
+    """Functional collectives that copy tensors to the host, because gloo's for CUDA tensors crash in torch 2.11."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -44,17 +44,17 @@ class OverHost:
 
 
 class Unsupported(Exception):
-    """Raised if this machine or this version of torch refuses what a check needs."""
+    """Error if this machine or this version of torch refuses what a check needs."""
 
 
 @dataclass
 class Rank:
-    """A rank of a check: one process.
+    """One rank of a check, as the check gets it.
 
     Args:
-        device: The device of its tensors.
+        device: The device of the rank's tensors.
         group: The world's group, which has a name even if it has one rank.
-        report: The file that it writes.
+        report: The JSON file in which the rank reports its phase, and finally its figures.
     """
 
     device: torch.device
@@ -62,20 +62,20 @@ class Rank:
     report: Path
 
     def write(self, **content: Any) -> None:
-        """Replace the content of the report."""
+        """Replace the content of the report file with these fields."""
         temporary = self.report.with_suffix(".new")
         temporary.write_text(json.dumps(content))
         temporary.replace(self.report)
 
     def reached(self, phase: str) -> None:
-        """Write the name of the phase that begins now, after waiting for the device."""
+        """Wait for the device, then report the name of the phase that begins now."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.write(phase=phase)
 
     @contextmanager
     def forbidding_host_syncs(self) -> Iterator[None]:
-        """Make torch raise where the host waits for the GPU, within this context."""
+        """Make torch raise an error where the host waits for the GPU, within this context."""
         if self.device.type != "cuda":
             yield
             return
@@ -95,7 +95,17 @@ def work(
     seconds: float,
     environment: dict[str, str],
 ) -> None:
-    """Run a check as one rank, and end this process."""
+    """Run a check in this forked process as one rank, report its figures or error in a file, and end the process.
+
+    Args:
+        check: the check, which returns its figures.
+        device: "cuda" or "cpu".
+        folder: folder of the ranks' reports.
+        rank: number of this rank.
+        ranks: number of ranks.
+        seconds: time limit; shortly before it the stack is printed.
+        environment: more environment variables.
+    """
     faulthandler.dump_traceback_later(max(1.0, seconds - SPARE))
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo"} | environment
     here = Rank(torch.device("cuda:0" if device == "cuda" else device), Group("", ranks, rank), folder / f"{rank}.json")

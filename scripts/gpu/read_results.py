@@ -24,7 +24,7 @@ class Row:
 
 
 def read_rows(log: str, results: str) -> list[Row]:
-    """Return the rows that `rows.Rows` wrote."""
+    """Return the rows that the part wrote itself, by `rows.Rows`."""
     return [
         Row(row["name"], row["ok"], f"{words(row['figures'])} {row['note']}".strip())
         for row in json.loads(results or "[]")
@@ -32,7 +32,7 @@ def read_rows(log: str, results: str) -> list[Row]:
 
 
 def read_pytest(log: str, results: str) -> list[Row]:
-    """Return a row for each failed test, and one with pytest's last line."""
+    """Return a failed row for each failed test, and one row with pytest's last line."""
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", log, re.MULTILINE)
     last = re.findall(r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*? in .*?s)", log, re.MULTILINE)
     rows = [Row(name.rpartition("/")[2], False, why[:200]) for name, why in failed]
@@ -40,7 +40,7 @@ def read_pytest(log: str, results: str) -> list[Row]:
 
 
 def read_layers(log: str, results: str) -> list[Row]:
-    """Return a row for each model and side of layers.py, and one with the modules of a layer where they were timed."""
+    """Return a row for each model and side that layers.py measured, and one with the times of a layer's modules."""
     rows = []
     for row in json.loads(results or "{}").get("rows", []):
         name = f"{row['shape']} {row['side']}"
@@ -61,13 +61,18 @@ def read_layers(log: str, results: str) -> list[Row]:
 
 
 def figure(routing: str, of: dict[str, float]) -> str:
-    """Return time, speed and MFU of a step in words."""
+    """Return time, tokens per second and MFU of a step as text.
+
+    Args:
+        routing: "balanced" or "learned".
+        of: the step's figures by name.
+    """
     mfu = "" if of["mfu"] is None else f", MFU {of['mfu']:.1%}"
     return f"{routing} {of['s'] * 1e3:.1f} ms, {of['tokens_per_s']:,.0f} tokens/s{mfu}"
 
 
 def read_lines(log: str, results: str) -> list[Row]:
-    """Return the lines of trace_step.py as rows, from its headline on."""
+    """Return the lines that trace_step.py printed as rows, from its headline on."""
     lines = [line.strip() for line in log[max(0, log.find("qwen3, ")) :].splitlines() if line.strip()]
     return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:45], 1)]
 
@@ -78,7 +83,7 @@ def read_nothing(log: str, results: str) -> list[Row]:
 
 
 def read_training(log: str, results: str) -> list[Row]:
-    """Return the last line of a run that names a step."""
+    """Return a row with the last line of the log that names a step of training."""
     steps = re.findall(r"^.*\bstep \d+/.*$", log, re.MULTILINE)
     return [Row("last step", bool(steps), steps[-1].strip()[:160] if steps else "no step was reported")]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 
 class Rows:
-    """The results of one part. A check that raises is a failed row, and the next one runs.
+    """Writer of the results of one part. If a check raises an error, its row is "failed", and the next check runs.
 
     Args:
-        file: The file of the JSON list; None only prints.
+        file: The file of the JSON list, rewritten after every row; None only prints.
         seconds: The seconds after which no further check begins.
     """
 
@@ -25,11 +25,11 @@ class Rows:
         self.file, self.rows, self.began, self.seconds = file, [], time.monotonic(), seconds
 
     def check(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        """Run one check and record its figures.
+        """Run one check, print its row and add it to the JSON file.
 
         Args:
             name: The name of the row.
-            run: Returns the figures, and under "note" a text; raises if the check fails.
+            run: Returns the figures by name, and under "note" a text; raises if the check fails.
         """
         begin = time.monotonic()
         if begin - self.began > self.seconds:
@@ -49,12 +49,12 @@ class Rows:
             self.file.write_text(json.dumps(self.rows, indent=1))
 
     def status(self) -> int:
-        """Return the exit status: 1 if any row failed."""
+        """Return the exit status of the script: 1 if any check failed, else 0."""
         return int(not all(row["ok"] for row in self.rows))
 
 
 def words(figures: dict[str, Any]) -> str:
-    """Return figures as one line of text."""
+    """Return figures as one line of text, such as "ms 1.2, GB/s 300"."""
     return ", ".join(f"{key} {short(value)}" for key, value in figures.items())
 
 
@@ -86,7 +86,7 @@ def elapsed(run: Callable[[], Any]) -> float:
 
 
 def both_ways(run: Callable[[], Any], inputs: Iterable[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return a call of `run` alone, and a call of `run` that also computes the gradients of `inputs`."""
+    """Return two calls to time: `run` alone, and `run` with the backward that computes the gradients of `inputs`."""
     import torch
 
     leaves = list(inputs)

@@ -39,7 +39,7 @@ from titanmoe.train.runtime import describe_segments, use_expandable_segments  #
 
 
 class PlainHandle:
-    """A replacement for the handle that torch's rendezvous returns, on plain memory, for a group of one rank."""
+    """Replacement for the handle that torch's rendezvous returns, for one rank on memory that is not shared."""
 
     def __init__(self, own: Tensor, group: str):
         self.own = own
@@ -52,10 +52,10 @@ class PlainHandle:
 
 
 def prepare(here: Rank, plain: bool) -> None:
-    """Choose plain or symmetric memory, and share some of it.
+    """Share some symmetric memory as a test; with `plain` replace symmetric by plain memory first.
 
     Raises:
-        Unsupported: Sharing is refused; has torch's reason.
+        Unsupported: if the machine refuses to share memory; has torch's reason.
     """
     if plain:
         symm_mem.empty, symm_mem.rendezvous = torch.empty, PlainHandle
@@ -63,10 +63,10 @@ def prepare(here: Rank, plain: bool) -> None:
 
 
 def share_memory(here: Rank, numbers: int = 2**20) -> tuple[Tensor, Any]:
-    """Return an allocation of float32 and its handle. Collective.
+    """Allocate float32 numbers of symmetric memory; return the tensor and torch's handle. Collective over the ranks.
 
     Raises:
-        Unsupported: Sharing is refused; has torch's reason.
+        Unsupported: if the machine refuses to share memory; has torch's reason.
     """
     try:
         here.reached("rendezvous")
@@ -104,8 +104,16 @@ def make_config(dim: int, experts: int, top_k: int, factor: float) -> Config:
     return config
 
 
-def pair(here: Rank, config: Config, tokens: int, ep: int = 1, etp: int = 1) -> tuple[Symmetric, AllToAll]:
-    """Return a symmetric dispatcher with buffers, and an all-to-all dispatcher of the same ranks to compare with."""
+def make_dispatchers(here: Rank, config: Config, tokens: int, ep: int = 1, etp: int = 1) -> tuple[Symmetric, AllToAll]:
+    """Return a dispatcher over symmetric memory with its buffers, and an all-to-all dispatcher to compare with.
+
+    Args:
+        here: this rank.
+        config: has the sizes of the model.
+        tokens: number of tokens of each rank.
+        ep: number of ranks that the experts are divided among.
+        etp: number of ranks that each expert is sharded over.
+    """
     here.reached("reserve")
     ranks, experts = ExpertRanks(here.group, ep, etp), config.model.num_experts
     symmetric, plain = Symmetric(experts), AllToAll(experts)
@@ -118,9 +126,10 @@ def pair(here: Rank, config: Config, tokens: int, ep: int = 1, etp: int = 1) -> 
 
 
 def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, routing weights, choices (every fifth token drops one) and the output's gradient.
+    """Return random inputs of a MoE layer: tokens, routing weights, chosen experts, and the gradient of the output.
 
-    Tokens and gradient are small integers, so that the sums of toy experts do not depend on their order.
+    Every fifth token has one choice fewer. Tokens and gradient are small integers, so that the sums of toy experts do
+    not depend on their order.
     """
     model, generator = config.model, torch.Generator().manual_seed(here.group.rank)
     x_TD, grad_TD = (torch.randint(-2, 3, (tokens, model.dim), generator=generator).bfloat16() for _ in range(2))
@@ -131,7 +140,7 @@ def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tens
 
 
 def toy_experts(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return experts of which number e multiplies a token by its routing weight and by (e + 1) / num_experts."""
+    """Return a function in place of experts: expert e multiplies tokens by routing weight and (e + 1) / num_experts."""
     group, etp, local = dispatcher.group, dispatcher.etp, dispatcher.local_experts
     first = group.rank // etp * local
 
@@ -145,7 +154,7 @@ def toy_experts(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Te
 
 
 def dispatch_and_combine(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a function that sends tokens to the experts and back."""
+    """Return a function that dispatches tokens to the experts, computes them and combines the outputs."""
 
     def round_trip_of_tokens(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
@@ -161,7 +170,16 @@ def as_graph(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, 
 
 
 def forward_backward(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], *weights: Tensor) -> list[Tensor]:
-    """Return the output of a function, and the gradients of tokens, routing weights and the experts' weights."""
+    """Run a function forward and backward; return its output and the gradients of all its inputs.
+
+    Args:
+        forward: from `dispatch_and_combine`.
+        inputs: from `batch`; the last is the gradient of the output.
+        weights: the experts' weights.
+
+    Returns:
+        The output, then gradients of tokens, routing weights and the experts' weights.
+    """
     x_TD, weights_TK, chosen_TK, grad_TD = inputs
     leaves = [x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()]
     y_TD = forward(*leaves, chosen_TK)
@@ -169,10 +187,10 @@ def forward_backward(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...],
 
 
 def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
-    """Return the largest difference over the largest number, and how many tensors are equal to the bit.
+    """Return the largest difference over the largest number, and how many tensors are equal bit by bit.
 
     Raises:
-        AssertionError: Tensors differ by more than a rounding of bfloat16, or are zero.
+        AssertionError: if tensors differ by more than a rounding of bfloat16, or all numbers are zero.
     """
     assert all(bool(x.isfinite().all()) and float(x.abs().max()) > 0 for x in want), "the comparison shows nothing"
     worst = max(
@@ -183,15 +201,15 @@ def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
 
 
 def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Compare one rank with all-to-all, forward and backward.
+    """Compare the symmetric-memory dispatcher on one rank with all-to-all, forward and backward.
 
-    Through toy experts all tensors must be equal to the bit. Through real experts the host must not wait for the GPU,
+    Through toy experts all tensors must be equal bit by bit. Through real experts the host must not wait for the GPU,
     eager and as one graph.
     """
     prepare(here, plain_memory)
     config = make_config(512, 32, 4, 2.0) if here.device.type == "cuda" else make_config(64, 8, 2, 2.0)
     tokens = 1024 if here.device.type == "cuda" else 32
-    symmetric, plain = pair(here, config, tokens)
+    symmetric, plain = make_dispatchers(here, config, tokens)
     inputs = batch(here, config, tokens)
     here.reached("toy experts")
     moved = compare(
@@ -219,16 +237,16 @@ def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
 
 def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Compare two ranks with all-to-all over gloo, whose messages go through the host.
+    """Compare the symmetric-memory dispatcher on two ranks with all-to-all over gloo, forward and backward.
 
-    Each expert is on one rank, then sharded over both.
+    Each expert is on one rank, then sharded over both. gloo's messages go through the host.
     """
     prepare(here, plain_memory)
     collectives._ops = OverHost(here.device)
     config, tokens = make_config(256, 16, 4, 2.0), 512 if here.device.type == "cuda" else 32
     inputs, figures = batch(here, config, tokens), {}
     for ep, etp in ((2, 1), (1, 2)):
-        symmetric, plain = pair(here, config, tokens, ep, etp)
+        symmetric, plain = make_dispatchers(here, config, tokens, ep, etp)
         here.reached(f"alltoall over gloo, ep {ep} etp {etp}")
         want = forward_backward(dispatch_and_combine(plain, toy_experts(plain)), inputs)
         for name, wrap in (("eager", dispatch_and_combine), ("graph", as_graph)):
@@ -241,11 +259,11 @@ def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
 
 def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Time an exchange of Qwen3's size beside a copy of as many bytes, and both dispatchers without experts."""
+    """Time a dispatch of Qwen3's size beside a copy of as many bytes, and both dispatchers without experts."""
     prepare(here, plain_memory)
     cuda = here.device.type == "cuda"
     config, tokens = (make_config(2048, 128, 8, 1.0), 16384) if cuda else (make_config(64, 16, 4, 1.0), 64)
-    symmetric, plain = pair(here, config, tokens)
+    symmetric, plain = make_dispatchers(here, config, tokens)
     x_TD, weights_TK, chosen_TK, _ = batch(here, config, tokens)
     here.reached("times")
     buffers, kind = symmetric.memory, here.device.type
@@ -284,7 +302,7 @@ def main() -> int:
     def check(
         name: str, of: Callable[..., dict], limit: float, ranks: int = 1, plain: bool = False, **ask: str
     ) -> bool:
-        """Run one check, record its row, and return whether it passed."""
+        """Run one check in processes of its own, record its row, and return whether it passed."""
         begin, found = time.monotonic(), {"error": "left out: no time was left"}
         if (left := min(limit, end - begin)) > SPARE:
             try:

@@ -151,15 +151,19 @@ WITH_DOCUMENTS = ("dpo", "documents")
 
 @dataclass
 class Run:
-    """The record of some steps of one model on one device. All tensors are on the CPU."""
+    """Results of some steps of one model on one device. All tensors are on the CPU."""
 
     initial: dict[str, torch.Tensor]
+    """Initial weights, by name."""
     config: Any
     loss: list[float] = field(default_factory=list)
+    """Loss of each step."""
     norm: list[float] = field(default_factory=list)
+    """Gradient norm of each step."""
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
     """The gradients of the first step."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Weights after the last step, by name."""
     chosen: list[torch.Tensor] = field(default_factory=list)
     """The experts of each token, for every call of a router in the first step; empty if routers are compiled."""
     margin: float = math.inf
@@ -167,16 +171,16 @@ class Run:
 
 
 def to_cpu(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return copies of the local shards on the CPU."""
+    """Return copies on the CPU of this rank's shards of the tensors, by name."""
     return {name: local_shard(x.detach())[0].to("cpu", copy=True) for name, x in tensors.items()}
 
 
 class Side(NamedTuple):
-    """A device to compare."""
+    """A device to compare with the CPU."""
 
     device: torch.device
     pretended: Hardware | None = None
-    """The hardware whose code runs, if it is not the device's own."""
+    """GPU whose code runs on the CPU; None if the device is real."""
     backend: str = ""
     """The backend of torch.compile; "" compiles nothing."""
 
@@ -187,7 +191,13 @@ PRETENDED = {"moe.router_product": "float32", "parallelism.attention_backend": "
 
 
 def config_of(family: str, changes: Changes, side: Side) -> Any:
-    """Return the config of a tiny model on a side."""
+    """Return the config of the tiny model of a family on a device.
+
+    Args:
+        family: the model family.
+        changes: options that differ from the tiny model's.
+        side: the device.
+    """
     changes = changes | (PRETENDED if side.pretended else {})
     if changes.get("compile.enable"):
         changes = changes | {"compile.enable": bool(side.backend), "compile.backend": side.backend or "aot_eager"}
@@ -196,7 +206,13 @@ def config_of(family: str, changes: Changes, side: Side) -> Any:
 
 
 def trainer_of(config: Any, side: Side, documents: bool = False) -> Any:
-    """Build a trainer on a side; `documents` keeps documents apart."""
+    """Build the trainer of a tiny model on a device.
+
+    Args:
+        config: the config.
+        side: the device.
+        documents: whether samples have several documents.
+    """
     runtime = Runtime(0, 0, 1, side.device, keep_timeouts=True)
     return parity.build_trainer(config, runtime, garbage=parity.no_collection, loader=parity.samples(documents))
 
@@ -204,10 +220,10 @@ def trainer_of(config: Any, side: Side, documents: bool = False) -> Any:
 def run(
     family: str, changes: Changes, side: Side, steps: int = 1, documents: bool = False, initial: Run | None = None
 ) -> Run:
-    """Take steps of a tiny model on a side.
+    """Train a tiny model for some steps on a device and return the results.
 
     Args:
-        family: The family.
+        family: The model family.
         changes: Options that differ from the tiny model's.
         side: The device.
         steps: The number of steps.

@@ -35,12 +35,12 @@ class Outcome:
 
 
 def read(results: Path) -> list[Outcome]:
-    """Return the outcomes in a file of results."""
+    """Read the outcomes of trials from a file of results, one JSON dict per line."""
     return [Outcome(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table of outcomes by kind, with median and maximum of each figure, and the failures.
+    """Return a Markdown table of trials by kind, with median and maximum of each figure, then the failures.
 
     Figures that are 0 in all outcomes are left out.
     """
@@ -62,7 +62,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def expect_event(run: Run, kind: str, *words: str) -> None:
-    """Wait for the first event of this kind; raise Wrong unless its text has all of these words."""
+    """Wait for the run's first event of a kind; raise Wrong unless its text contains all of these words."""
     run.wait(lambda: run.events(kind), "a name for what has happened", Wrong)
     run.figures["seconds until named"] = time.monotonic() - run.struck_at
     text = run.events(kind)[0]["text"]
@@ -71,9 +71,9 @@ def expect_event(run: Run, kind: str, *words: str) -> None:
 
 
 def expect_end_and_restart(run: Run) -> None:
-    """Raise Wrong unless all ranks end by themselves in time, after a report that names the struck rank.
+    """Raise Wrong unless all ranks end in time and the report names the struck rank; then let the run start again.
 
-    Then the run is started again: torchrun restarts the ranks by itself, `titanmoe train` is launched again.
+    torchrun restarts the ranks by itself; `titanmoe train` is launched again.
     """
     expect_report(run)
     if run.launcher != "torchrun":
@@ -102,10 +102,11 @@ def expect_report(run: Run, restarted: bool | None = None) -> None:
 
 
 def expect_straggler(run: Run, slow: Callable[[], tuple[list[int], str]]) -> None:
-    """Raise Wrong unless a straggler event names the slowed ranks and the cause, and none comes before or after it.
+    """Raise Wrong unless one straggler event names the slowed ranks and the cause, and none comes before the fault.
 
     Args:
-        slow: slows ranks down; returns them and the cause that should be named.
+        run: the run.
+        slow: slows ranks down; returns these ranks and the cause that should be named.
     """
     named = partial(run.events, "straggler")
     run.wait(lambda: run.step() >= CALM_STEPS, "calm")
@@ -127,9 +128,9 @@ def expect_straggler(run: Run, slow: Callable[[], tuple[list[int], str]]) -> Non
 
 
 def expect_resume(run: Run) -> None:
-    """Wait until the run has restarted and ended; raise Wrong if saved steps are lost.
+    """Wait until the run has restarted and ended; raise Wrong if steps are lost that had been saved.
 
-    Records what the failure cost: seconds to resume, and steps repeated.
+    The figures of the run get the cost of the failure: seconds to resume, and steps repeated.
     """
     run.wait(lambda: len(run.start_steps()) > run.starts, "another start", Wrong)
     began = run.start_steps()[run.starts]
@@ -173,7 +174,7 @@ def expect_no_growth(run: Run, rows: list[list[float]]) -> None:
 
 
 def expect_bitwise_equal(run: Run) -> None:
-    """Raise Wrong unless losses, gradient norms, weights and moments equal those of an undisturbed run bit by bit."""
+    """Raise Wrong unless losses, gradient norms, weights and moments equal those of a run without faults bitwise."""
     from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 
     undisturbed = undisturbed_run(run)
@@ -188,7 +189,7 @@ def expect_bitwise_equal(run: Run) -> None:
 
 
 def undisturbed_run(run: Run) -> Run:
-    """Return the undisturbed run of the same mapping, which is made when it is first needed."""
+    """Return a run with the same mapping and no fault; the first call for a mapping makes the run."""
     calm = Run(run.folder.parent / f"calm-{run.mapping}-{run.skips}")
     calm.options = TINY | MAPPINGS[run.mapping]
     if run.skips:

@@ -29,10 +29,11 @@ def address(rank: int) -> str:
 
 
 def enter_namespace(spaces: str, rank: int | str = "lan") -> None:
-    """Move this thread into the namespace of a rank, or of the bridge ("lan").
+    """Move this thread into the network namespace of a rank, or of the bridge ("lan").
 
     Args:
         spaces: common prefix of the names of the run's namespaces.
+        rank: the rank, or "lan".
     """
     with open(f"/run/netns/{spaces}-{rank}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
@@ -41,7 +42,13 @@ def enter_namespace(spaces: str, rank: int | str = "lan") -> None:
 
 @contextlib.contextmanager
 def network(ranks: int) -> Iterator[str]:
-    """Create the namespaces and links of a run; yield the common prefix of their names. Needs root."""
+    """Create a network namespace for each rank and a bridge between them, for the duration of this context.
+
+    Needs root.
+
+    Yields:
+        The common prefix of the namespaces' names.
+    """
     spaces = f"torture-{os.getpid()}"
     lan, *ends = names = [f"{spaces}-{name}" for name in ("lan", *range(ranks))]
     try:
@@ -63,12 +70,19 @@ def network(ranks: int) -> Iterator[str]:
 
 
 def set_link(spaces: str, rank: int, state: str = "down") -> None:
-    """Take a rank's link "down" or bring it "up"."""
+    """Take the network link of a rank "down" or bring it "up"."""
     run_ip("-n", f"{spaces}-lan", "link", "set", f"port{rank}", state)
 
 
 def delay_packets(spaces: str, ends: tuple[int, int], seconds: float, stall: float = 0.0) -> None:
-    """Carry packets between two ranks, each delayed by `seconds`, none in the first `stall` seconds. Never returns."""
+    """Forward packets between two ranks with a delay, for ever; run it in a process of its own.
+
+    Args:
+        spaces: common prefix of the names of the run's namespaces.
+        ends: the two ranks.
+        seconds: delay of each packet.
+        stall: seconds at the begin in which no packet arrives.
+    """
     devices, begin = [], time.monotonic() + stall
     for end in ends:
         enter_namespace(spaces, end)

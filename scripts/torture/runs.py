@@ -51,7 +51,7 @@ MAPPINGS: tuple[dict[str, int], ...] = (
 
 
 class Wrong(Exception):
-    """Error of a trial in which the run did not do what it should."""
+    """Error of a trial whose run did not do what it should: the trial has failed."""
 
 
 class Missed(Exception):
@@ -59,7 +59,7 @@ class Missed(Exception):
 
 
 class Run:
-    """A run of 4 ranks, whose mapping and struck rank are drawn from a seed."""
+    """A run of 4 ranks under a launcher; its mapping and the rank that a fault strikes are drawn from a seed."""
 
     def __init__(self, folder: Path, seed: int = 0, launcher: str = LAUNCHERS[0]):
         self.folder, self.rng, self.launcher = folder, random.Random(seed), launcher
@@ -80,7 +80,7 @@ class Run:
     # ---- starting and watching
 
     def start(self, restarts: int = 0, *faults: dict[str, Any]) -> None:
-        """Start the launcher in a fork.
+        """Start the launcher in a forked process.
 
         Args:
             restarts: how often the launcher may restart the ranks.
@@ -100,7 +100,7 @@ class Run:
         return [int(child) for child in children.read_text().split()] if children.exists() else []
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the complete lines of a JSONL file of the run."""
+        """Return the complete lines of a JSONL file of the run's folder, as dicts."""
         lines = []
         with contextlib.suppress(OSError):
             for line in (self.run_folder / name).read_text(encoding="utf-8").splitlines():
@@ -109,7 +109,7 @@ class Run:
         return lines
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        """Return the run's events of these kinds."""
+        """Return the lines of events.jsonl with one of these kinds, as dicts."""
         return [event for event in self.lines("events.jsonl") if event["kind"] in kinds]
 
     def step(self) -> int:
@@ -117,7 +117,7 @@ class Run:
         return max((line["step"] for line in self.lines("metrics.jsonl")), default=0)
 
     def start_steps(self) -> list[int]:
-        """Return the step after which each start of the run began."""
+        """Return for each start of the run the number of steps that it had made before."""
         return [event["step"] for event in self.events("start", "restart")]
 
     def read_log(self) -> str:
@@ -125,11 +125,15 @@ class Run:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, condition: Callable[[], object], what: str, ended: type[Exception] | None = Missed) -> None:
-        """Wait until the condition holds; raise Wrong after LIMIT_S seconds.
+        """Wait until a condition holds.
 
         Args:
+            condition: returns whether it holds.
             what: description of the condition, for messages.
             ended: error to raise if the launcher ends first; None if it may end.
+
+        Raises:
+            Wrong: if the condition does not hold within LIMIT_S seconds.
         """
         end = time.monotonic() + LIMIT_S
         while not condition():
@@ -151,12 +155,12 @@ class Run:
     # ---- striking
 
     def record_strike(self) -> None:
-        """Record the state at the moment of the failure, with which later states are compared."""
+        """Record the time, steps, checkpoints and processes at the moment of the fault, for later comparison."""
         self.struck_at, self.last_step, self.starts = time.monotonic(), self.step(), len(self.start_steps())
         self.saved_step, self.pids = max(layout.checkpoints_by_step(self.checkpoints), default=0), self.ranks()
 
     def signal_ranks(self, number: int, *ranks: int) -> None:
-        """Send these ranks a signal and record the strike; raise Missed if ranks have ended already."""
+        """Send a signal to these ranks and record the time of the fault; raise Missed if ranks have ended already."""
         if len(pids := self.ranks()) < RANKS:
             raise Missed("the run is ending")
         self.record_strike()
@@ -165,7 +169,7 @@ class Run:
                 os.kill(pids[rank], number)
 
     def kill_launcher(self) -> None:
-        """Kill the launcher, record the strike, and wait for the ranks to end too."""
+        """Kill the launcher, record the time of the fault, and wait until the ranks have ended too."""
         pids = self.ranks()
         self.agent.kill()
         self.record_strike()
@@ -179,7 +183,7 @@ class Run:
         self.record_strike()
 
     def wait_for_end(self) -> None:
-        """Wait for the run to end by itself, with no restarts left."""
+        """Wait for the launcher to end by itself, once it has no restarts left; note the newest checkpoint's step."""
         self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
         self.saved_step = max(layout.checkpoints_by_step(self.checkpoints), default=0)
 
@@ -190,7 +194,7 @@ class Run:
             raise Wrong(f"{self.launcher} ended with {self.agent.exitcode}: {self.read_log()[-500:]}")
 
     def close(self) -> None:
-        """Kill all processes of the run and remove its folder; keep its log in `output`."""
+        """Kill all processes of the run and remove its folder; the text of its log is then in `output`."""
         for process in (*self.helpers, self.agent):
             if process is not None:
                 process.kill()
@@ -232,9 +236,12 @@ class Forked(multiprocessing.context.ForkProcess):
 
 
 def launch(argv: list[str], log: Path, faults: tuple[dict[str, Any], ...], spaces: str) -> None:
-    """Become torchrun or `titanmoe train` in a fork, with output to the log. Never returns.
+    """Become the launcher, torchrun or `titanmoe train`, in this forked process. Never returns.
 
     Args:
+        argv: arguments of the launcher; those of `titanmoe train` begin with "train".
+        log: file for the output of the launcher and its ranks.
+        faults: faults inside the ranks, as scripts/torture/faults/sitecustomize.py takes them.
         spaces: prefix of the network namespaces; "" for this machine's network.
     """
     from torch.distributed.run import main as torchrun
@@ -269,11 +276,13 @@ def fork_ranks() -> None:
 
 
 def run_rank(args: tuple[str, ...], env: dict[str, str], output: tuple[Any, Any]) -> None:
-    """Do in a fork what `python -u train.py ...` or `python -u -m titanmoe.rank ...` does.
+    """Run a rank in this forked process, as `python -u train.py ...` or `python -u -m titanmoe.rank ...` does.
 
     Four such ranks on two cores start in one second instead of ten.
 
     Args:
+        args: the command.
+        env: environment of the rank.
         output: files for stdout and stderr, or None for the launcher's.
     """
     os.setsid()

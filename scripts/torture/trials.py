@@ -45,14 +45,14 @@ READ = "titanmoe.data.loader:SampleReader.__getitem__"
 
 
 def kill_ranks(run: Run, number: int) -> None:
-    """Kill `number` random ranks with SIGKILL."""
+    """Start the run and kill `number` random ranks with SIGKILL at a random step."""
     run.start(3)
     run.wait_for_random_step()
     run.signal_ranks(signal.SIGKILL, *run.rng.sample(range(RANKS), number))
 
 
 def start_and_kill_launcher(run: Run, first: int = INTERVAL + 1) -> None:
-    """Start the run and kill its launcher, which ends all ranks."""
+    """Start the run and kill its launcher at a random step from `first` on, which ends all ranks."""
     run.start()
     run.wait_for_random_step(first)
     run.kill_launcher()
@@ -64,7 +64,7 @@ def kill_launcher_and_restart(run: Run) -> None:
 
 
 def kill_while_saving(run: Run) -> None:
-    """Kill a rank at a disk operation of a save."""
+    """Start the run and kill a rank at a random disk operation of a save."""
     step = INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)
     rank = run.rng.choice([0, run.rank])  # rank 0 does more with the disk
     at = run.rng.randint(1, 3 if rank else 9)
@@ -72,13 +72,13 @@ def kill_while_saving(run: Run) -> None:
 
 
 def kill_between_renames(run: Run) -> None:
-    """Kill rank 0 when the checkpoint has its name but `latest` does not point to it yet."""
+    """Start the run and kill rank 0 when a checkpoint has its name but `latest` does not point to it yet."""
     on, path = run.rng.choice([("write", f"{layout.LATEST}.new"), ("rename", f"/{layout.LATEST}")])
     run.start_and_strike(3, do="kill", rank=0, on=[on], path=path, at=run.rng.randint(2, STEPS // INTERVAL - 1))
 
 
 def flip_checkpoint_bit(run: Run) -> None:
-    """Flip a bit in a file of the newest checkpoint and restart."""
+    """Kill the run, flip a bit in a file of its newest checkpoint, and start it again."""
     start_and_kill_launcher(run, 2 * INTERVAL + 1)
     checkpoints = layout.checkpoints_by_step(run.checkpoints)
     if len(checkpoints) < 2:  # a save is late: there would be no earlier one to go back to
@@ -108,7 +108,7 @@ def fill_disk(run: Run) -> None:
 
 
 def slow_disk_and_kill(run: Run) -> None:
-    """Slow the disk down; training must continue during a save without an alarm. Then kill a rank."""
+    """Slow the disk down, check that training continues during a save without a hang event, then kill a rank."""
     seconds = run.rng.uniform(0.05, 0.2)
     run.start(3, {"do": "slow", "on": TO_DISK, "times": 10**9, "path": "/checkpoints", "seconds": seconds})
     during: dict[Path, set[int]] = {}
@@ -126,7 +126,7 @@ def slow_disk_and_kill(run: Run) -> None:
 
 
 def fail_reads(run: Run) -> None:
-    """Restart a run while the first reads of its checkpoints fail, as on a file server that is slow to start."""
+    """Kill the run and start it again with failing first reads of its checkpoints, as on a slow file server."""
     start_and_kill_launcher(run)
     fault = {
         "do": "fail",
@@ -138,13 +138,13 @@ def fail_reads(run: Run) -> None:
 
 
 def fail_writes(run: Run) -> None:
-    """Make a disk operation of rank 0 on the checkpoints fail."""
+    """Start the run and make a random disk operation of rank 0 on the checkpoints fail."""
     fault = {"do": "fail", "errno": run.rng.choice(STALE), "on": TO_DISK, "path": "/checkpoints"}
     run.start_and_strike(3, **fault, rank=0, at=run.rng.randint(20, 50))
 
 
 def send_sigterm(run: Run) -> None:
-    """Ask the launcher to stop with SIGTERM: the run must save its last step and end. Then restart."""
+    """Stop the launcher with SIGTERM, raise Wrong unless the run saves its last step, and start it again."""
     run.start()
     run.wait_for_random_step()
     run.agent.terminate()
@@ -160,7 +160,13 @@ def send_sigterm(run: Run) -> None:
 
 
 def hang(run: Run, number: int, do: str) -> None:
-    """Make a rank hang on receiving this signal; the report must name it."""
+    """Make a rank hang, and check that the report names this rank.
+
+    Args:
+        run: the run.
+        number: signal at which the rank hangs.
+        do: how the rank hangs: "deadlock", "leave" or "skip" (scripts/torture/faults/sitecustomize.py).
+    """
     fault = {"do": do, "on": ["signal"], "rank": run.rank, "path": run.rng.choice(SKIPPED)}
     run.start(int(run.launcher == "torchrun"), fault)
     run.wait_for_random_step()
@@ -169,7 +175,7 @@ def hang(run: Run, number: int, do: str) -> None:
 
 
 def hang_disk(run: Run) -> None:
-    """Make a write of a rank hang during a save; the report must name it."""
+    """Make a write of a rank hang during a save, and check that the report names this rank."""
     path = layout.folder_name(INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)) + layout.WRITING
     fault = {"do": "slow", "on": ["write"], "path": path, "rank": run.rank, "seconds": 1000}
     run.options |= {"checkpoint.timeout_s": TIMEOUT_S // 2}  # before any rank has waited for the next step too long
@@ -178,7 +184,7 @@ def hang_disk(run: Run) -> None:
 
 
 def slow_link(run: Run) -> None:
-    """Delay each packet between two ranks, the first by seconds but less than the time-out."""
+    """Delay the packets between two ranks, at first for seconds, but for less than the time-out of a collective."""
     run.start()
     run.wait_for_random_step()
     ends, stall = tuple(run.rng.sample(range(RANKS), 2)), run.rng.uniform(1, 0.6 * TIMEOUT_S)
@@ -228,7 +234,11 @@ def take_link_down(run: Run) -> None:
 def insert_nan(run: Run, places: list[tuple[str, str]]) -> None:
     """Insert a NaN in one microbatch of a step on one rank.
 
-    The step must be repeated, the culprit named, and no update made.
+    The step must be repeated, the place of the NaN be named, and no update be made.
+
+    Args:
+        run: the run.
+        places: (module, parameter) to choose from; without a parameter the module's output gets the NaN.
     """
     run.skips = run.rng.choice([5, 8])
     run.options |= judge.SKIPS | {"debug.culprit": "name"}
@@ -251,15 +261,15 @@ def data_ranks(run: Run) -> int:
 
 
 def sample_number(run: Run, microbatch: int) -> int:
-    """Return the number in the run of the only sample of the struck rank's microbatch."""
+    """Return the index in the run of the one sample in a microbatch of the struck rank, in the step `run.skips`."""
     stage, ranks = RANKS // run.options.get("parallelism.pp", 1), data_ranks(run)
     return (run.skips - 1) * BATCH + microbatch * ranks + run.rank % stage * ranks // stage
 
 
 def flip_memory_bit(run: Run) -> None:
-    """Flip a bit of a weight or moment that several ranks hold.
+    """Flip a bit of a weight or moment that several ranks hold, and check that an event names who differs.
 
-    With two holders, both are named. The run must return to its last checkpoint by itself.
+    If only two ranks hold it, both must be named. The run must return to its last checkpoint by itself.
     """
     every, at = 2, run.rng.randint(INTERVAL + 1, STEPS - INTERVAL)
     names = {"router.weight": [4, 16]}  # held by all ranks of a stage
@@ -284,7 +294,7 @@ def flip_memory_bit(run: Run) -> None:
 
 
 def pulse_rank(run: Run) -> tuple[list[int], str]:
-    """Stop and continue a rank many times a second; return it with the cause "compute"."""
+    """Stop and continue a rank many times a second; return ([rank], "compute"), the straggler that must be named."""
     seconds = run.rng.uniform(0.02, 0.06), run.rng.uniform(0.01, 0.03)
     run.helpers.append(Forked.begin(pulse, run.ranks()[run.rank], *seconds))
     return [run.rank], "compute"
@@ -299,20 +309,25 @@ def pulse(pid: int, stopped_s: float, runs_s: float) -> None:
 
 
 def delay_link(run: Run) -> tuple[list[int], str]:
-    """Delay packets between two ranks; return them with the cause "link"."""
+    """Delay packets between two ranks; return (ranks, "link"), the stragglers that must be named."""
     ends = tuple(sorted(run.rng.sample(range(RANKS), 2)))
     run.helpers.append(Forked.begin(delay_packets, run.network, ends, run.rng.uniform(0.003, 0.01)))
     return list(ends), "link"
 
 
 def slow_data(run: Run) -> tuple[list[int], str]:
-    """Slow a rank's data loading down; return it with the cause "data"."""
+    """Slow down a rank's data loading; return ([rank], "data"), the straggler that must be named."""
     os.kill(run.ranks()[run.rank], signal.SIGUSR1)
     return [run.rank], "data"
 
 
 def slow_rank(run: Run, slow: Callable[[Run], tuple[list[int], str]]) -> None:
-    """Run until ranks are slowed down by `slow`; they must be named as stragglers."""
+    """Slow down ranks in a calm run, and check that they are named as stragglers.
+
+    Args:
+        run: the run.
+        slow: slows ranks down; returns them and the cause that must be named.
+    """
     seconds = run.rng.uniform(0.3, 0.6)
     run.start(0, {"do": "slow", "on": ["signal"], "rank": run.rank, "path": READ, "seconds": seconds})
     judge.expect_straggler(run, partial(slow, run))
@@ -322,7 +337,7 @@ def slow_rank(run: Run, slow: Callable[[Run], tuple[list[int], str]]) -> None:
 
 
 def long_run(run: Run) -> None:
-    """Run for a long time; memory, open files and threads must not grow."""
+    """Run for a long time, and raise Wrong if memory, open files or threads of a rank grow."""
     steps, rows = run.options["training.steps"], []
     run.start()
     while run.agent.is_alive():
@@ -335,7 +350,7 @@ def long_run(run: Run) -> None:
 
 
 class Group(NamedTuple):
-    """Kinds of trials that are judged alike."""
+    """Kinds of trials whose runs are judged by the same checks."""
 
     kinds: dict[str, Callable[[Run], None]]
     """The fault function of each kind."""
@@ -390,9 +405,12 @@ KINDS = {kind: group for group in GROUPS.values() for kind in group.kinds}
 
 
 def trial(kind: str, seed: int, folder: Path, launcher: str = "") -> judge.Outcome:
-    """Make a trial, again with other seeds while its fault misses, and return its outcome.
+    """Run one trial and return its outcome; if its fault misses the run, try again with other seeds.
 
     Args:
+        kind: name of the kind of trial.
+        seed: decides the mapping, the fault's moment and details.
+        folder: folder for the run.
         launcher: "" for both in turn. Trials with a network always use torchrun, whose address can be chosen.
     """
     group = KINDS[kind]

@@ -36,7 +36,7 @@ EVENTS = ("os.scandir", "os.listdir", "os.mkdir", "os.rename", "os.remove", "os.
 
 
 def strikes(once):
-    """Return whether this is the first process to have the fault; creates the file `once`."""
+    """Create the file `once` and return True; return False if an earlier process of the rank has created it."""
     try:
         os.close(os.open(once, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -48,7 +48,7 @@ def strikes(once):
 
 
 class Fault:
-    """A fault of disk access."""
+    """A fault of disk access: an error, a delay or a kill at a chosen disk event."""
 
     on, path, at, times, once, until, seen = (), "", 1, 1, "", "", 0
 
@@ -56,7 +56,12 @@ class Fault:
         vars(self).update(fault)
 
     def meet(self, event, path):
-        """Strike if this disk event is one that the fault is set for."""
+        """Kill, fail or sleep if a disk event is one that the fault is set for.
+
+        Args:
+            event: kind of the event, such as "write".
+            path: the file or folder.
+        """
         if (self.on and event not in self.on) or self.path not in path:
             return
         self.seen += 1
@@ -76,7 +81,7 @@ class Fault:
 
 
 def install(faults):
-    """Apply faults of disk access to all file operations of this process, by an audit hook."""
+    """Make faults of disk access apply to all file operations of this process, by an audit hook."""
     inside = False  # what a fault itself does to the disk
 
     def meet(event, path):
@@ -110,7 +115,13 @@ def install(faults):
 
 
 def at_signal(do, path="", seconds=0.0, **_):
-    """Set what SIGUSR1 does to this process."""
+    """Set what this process does at SIGUSR1.
+
+    Args:
+        do: "leave", "deadlock", "skip", "barrier" or "slow", as in this module's docstring.
+        path: the function that the last three change.
+        seconds: delay of each call of the function, for "slow".
+    """
 
     def act(*_):
         if do == "leave":
@@ -146,14 +157,14 @@ def at_signal(do, path="", seconds=0.0, **_):
 
 
 def after_steps(do):
-    """Call `do` after each optimizer step with the optimizer and the number of the step."""
+    """Call a function after each optimizer step, with the optimizer and the number of the step."""
     made = itertools.count(1)
     hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook
     hook(lambda optimizer, *_: do(optimizer, next(made)))
 
 
 def flip(shape, place, bit, at, once, of="", **_):
-    """Flip a bit of a parameter or moment after an optimizer step."""
+    """Register a hook that flips one bit of a parameter or moment after an optimizer step."""
 
     def after(optimizer, made):
         if made != at or not strikes(once):
@@ -207,7 +218,7 @@ WITH_TORCH = {"flip": flip, "nan": Nan}
 
 
 def later(do, **fault):
-    """Wait in a thread until torch is imported, then set a fault of numbers."""
+    """Wait until torch is imported, then set up a fault in numbers; runs in a thread of its own."""
     while not hasattr(sys.modules.get("torch"), "compile"):  # among the last things that importing it defines
         time.sleep(0.01)
     WITH_TORCH[do](**fault)
