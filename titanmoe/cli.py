@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def add_fold(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand `fold`."""
+    """Add the parser of the subcommand `fold` to the command's subparsers."""
     fold = commands.add_parser(
         "fold",
         help="draw, check or list mappings of attention and experts onto ranks",
@@ -129,7 +129,7 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
 
 
 def run_fold(args: argparse.Namespace) -> int:
-    """Run `titanmoe fold` and return its exit code."""
+    """Run `titanmoe fold` (draw, list or explain mappings onto ranks) and return its exit code."""
     from titanmoe.components import COMPONENTS
 
     degrees = {name: getattr(args, name) for name in DEGREE_PATHS if getattr(args, name) is not None}
@@ -138,7 +138,7 @@ def run_fold(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    config, problems, source = _model(args)
+    config, problems, source = _read_model(args)
     parallelism = _with_degrees(degrees, config)
     if parallelism.node == -1:
         parallelism = replace(parallelism, node=args.node)
@@ -157,19 +157,19 @@ def run_fold(args: argparse.Namespace) -> int:
     if problems or broken_laws:
         print(format_problems(problems + broken_laws, source), file=sys.stderr)
         if broken_laws:
-            print(_nearest(world, parallelism, config), file=sys.stderr)
+            print(_describe_nearest(world, parallelism, config), file=sys.stderr)
         return 2
 
     if args.list:
-        return _list(args, world, degrees, config)
+        return _print_mappings(args, world, degrees, config)
     fold = derive(world, parallelism)
     if args.json:
-        print(json.dumps(_groups(fold)))
+        print(json.dumps(_rank_groups(fold)))
     elif args.plan:
-        print("\n".join(_plan(config, fold)))
+        print("\n".join(_describe_sharding(config, fold)))
     else:
         picture = draw(fold, args.node, config.model if config else None)
-        _show([picture])
+        _print_texts([picture])
         if args.svg:
             try:
                 args.svg.write_text(_svg(picture, f"titanmoe fold --ranks {world}"), encoding="utf-8")
@@ -179,10 +179,12 @@ def run_fold(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
-    """Return the config of the command line's recipe or family, its problems, and where it comes from.
+def _read_model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
+    """Read the recipe, or the model of --family and --size, that the command line names.
 
-    The config is None if neither is given or the recipe cannot be read.
+    Returns:
+        The config (None if no model is named or the recipe cannot be read), one message for each problem, and the name
+            of the recipe for these messages.
     """
     from titanmoe.components import COMPONENTS
 
@@ -203,14 +205,26 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
 
 
 def _with_degrees(degrees: dict[str, int], config: Config | None = None) -> Parallelism:
-    """Return the [parallelism] table of the config with the degrees of the command line, legal or not."""
+    """Return the config's parallelism with the degrees of the command line set in it; they may be illegal.
+
+    Args:
+        degrees: number of ranks by name of the axis, such as "tp".
+        config: the config; None for the defaults.
+    """
     table = config.parallelism if config else Parallelism()
     experts = {name: degrees[name] for name in EXPERT_DEGREES if name in degrees}
     attention = {name: n for name, n in degrees.items() if name not in EXPERT_DEGREES}
     return replace(table, **attention, experts=replace(table.experts, **experts))
 
 
-def _nearest(world: int, parallelism: Parallelism, config: Config | None) -> str:
+def _describe_nearest(world: int, parallelism: Parallelism, config: Config | None) -> str:
+    """Return text on the legal mappings nearest to an illegal one: what would change, and all degrees.
+
+    Args:
+        world: number of ranks.
+        parallelism: the illegal mapping.
+        config: the config, whose model and batch restrict mappings; None without a model.
+    """
     lines = []
     for fold in nearest(world, parallelism, config):
         change = []
@@ -224,7 +238,16 @@ def _nearest(world: int, parallelism: Parallelism, config: Config | None) -> str
     return "\n".join(["\nNearest legal mappings:", *lines])
 
 
-def _list(args: argparse.Namespace, world: int, degrees: dict[str, int], config: Config | None) -> int:
+def _print_mappings(args: argparse.Namespace, world: int, degrees: dict[str, int], config: Config | None) -> int:
+    """Print every legal mapping that has the degrees of the command line; return the exit code.
+
+    Args:
+        args: the command line.
+        world: number of ranks.
+        degrees: number of ranks by name of the axis, such as "tp"; -1 for any.
+        config: the config, whose model and batch restrict mappings; None without a model.
+    """
+
     def fits(mapping: dict[str, int]) -> bool:
         return all(degrees.get(name, -1) in (-1, n) for name, n in mapping.items())
 
@@ -241,11 +264,12 @@ def _list(args: argparse.Namespace, world: int, degrees: dict[str, int], config:
     if args.json:
         _print_json_rows({"pp": stage.pp, **left, **right} for stage in stages for left, right in stage.pairs())
     else:
-        _show(list_mappings(stages, args.node))
+        _print_texts(list_mappings(stages, args.node))
     return 0
 
 
-def _groups(fold: Fold) -> dict[str, dict[str, list[tuple[int, ...]]]]:
+def _rank_groups(fold: Fold) -> dict[str, dict[str, list[tuple[int, ...]]]]:
+    """Return the groups of ranks by view ("attention", "experts") and axis; each group is a tuple of ranks."""
     axes: dict[View, dict[str, str | tuple[str, ...]]] = {
         "attention": {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"},
         "experts": {"etp": "etp", "ep": "ep", "edp": ("edp_replicate", "edp"), "pp": "pp"},
@@ -253,8 +277,12 @@ def _groups(fold: Fold) -> dict[str, dict[str, list[tuple[int, ...]]]]:
     return {view: {name: groups(fold, view, of) for name, of in names.items()} for view, names in axes.items()}
 
 
-def _plan(config: Config, fold: Fold) -> list[str]:
-    """Return the lines of `--plan`: a row for each module, then which layers are in which pipeline stage."""
+def _describe_sharding(config: Config, fold: Fold) -> list[str]:
+    """Return lines on how the model is sharded (`titanmoe fold --plan`).
+
+    There is a line for each module, with its style, mesh and sharded dims, and one on the layers of each pipeline
+    stage.
+    """
     from titanmoe.parallel.parallel_plan import make_plan
 
     meshes = {"tp": f"tp {fold.tp}", "ep x etp": f"ep {fold.ep} x etp {fold.etp}", "stage": f"stage of {fold.stage}"}
@@ -267,18 +295,18 @@ def _plan(config: Config, fold: Fold) -> list[str]:
     body = iter(columns([cells for group in rows.values() for cells in group], ()))
     lines = ["Each module, its style, its mesh, and the dim of each parameter that is sharded (-: replicated)"]
     for block, group in rows.items():
-        numbers = re.sub(r"\{(.*)\}", lambda found: f"{{{_ranges(map(int, found[1].split(',')))}}}", block)
+        numbers = re.sub(r"\{(.*)\}", lambda found: f"{{{_format_ranges(map(int, found[1].split(',')))}}}", block)
         lines += [f"    {numbers}"] * bool(block) + [next(body) for _ in group]
     if fold.pp > 1:
         stages = len(stage_ranks(config.pipeline, fold.pp))
         layers = split_layers(config.model, config.training.seq_len, stages, config.pipeline.layers_per_stage)
-        shown = "; ".join(map(_ranges, layers))
+        shown = "; ".join(map(_format_ranges, layers))
         lines.append(f"{stages} pipeline stages: embed and layers {shown} and head")
     return lines
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers as text, consecutive ones as a range: 0-2,4."""
+def _format_ranges(numbers: Iterable[int]) -> str:
+    """Return ascending numbers as text, such as 0-2,4."""
     ranges: list[list[int]] = []
     for number in numbers:
         if ranges and ranges[-1][-1] == number - 1:
@@ -288,8 +316,8 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ranges)
 
 
-def _show(texts: Iterable[Text]) -> None:
-    """Print texts, in colour on a terminal, else plain."""
+def _print_texts(texts: Iterable[Text]) -> None:
+    """Print texts one after the other, in colour on a terminal, else plain."""
     console = Console(highlight=False, soft_wrap=True)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     for text in texts:
@@ -301,7 +329,7 @@ def _show(texts: Iterable[Text]) -> None:
 
 
 def _svg(text: Text, title: str) -> str:
-    """Return the text as an SVG of a terminal, without rich's links to fonts."""
+    """Render a text as an SVG picture of a terminal; return the SVG without rich's links to fonts."""
     width = max(len(line) for line in text.plain.split("\n"))
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(text, highlight=False)
@@ -309,7 +337,7 @@ def _svg(text: Text, title: str) -> str:
 
 
 def _print_json_rows(rows: Iterator[dict[str, int]]) -> None:
-    """Print rows as a JSON list, one per line while they are generated: a large world has millions."""
+    """Print dicts as a JSON list, each as soon as it is generated, because a large world has millions."""
     start = "["
     for row in rows:
         print(f"{start}{json.dumps(row)}", end="")

@@ -21,7 +21,11 @@ from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 
 def read_model_file(values: Mapping[str, Any]) -> ModelFile:
-    """Read the published model that model.hf names, given the values of all fields by path."""
+    """Read the published model that the option model.hf names.
+
+    Args:
+        values: values of all fields of the recipe, by path such as "model.hf".
+    """
     # Imported only for a recipe with model.hf, so that reading other recipes stays fast.
     from titanmoe.checkpoint.hf.read_model_file import read_model_file as read
 

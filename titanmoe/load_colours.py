@@ -14,19 +14,31 @@ DOUBLINGS = 2.0
 
 
 def strength(ratio: np.ndarray) -> np.ndarray:
-    """Return -1 to 1 for ratios of load to mean load."""
+    """Return how strongly to colour experts' loads: -1 at a quarter of the mean load, 0 at the mean, 1 at four times.
+
+    Args:
+        ratio: load of each expert over the mean load of the layer; any shape.
+    """
     return np.clip(np.log2(np.maximum(ratio, 2**-DOUBLINGS)) / DOUBLINGS, -1, 1)
 
 
 def opaque_colours(ratio: np.ndarray) -> np.ndarray:
-    """Return RGB bytes (..., 3) for ratios of load to mean load, for light backgrounds."""
+    """Return the colour of each expert's load as RGB bytes (..., 3), for light backgrounds.
+
+    Args:
+        ratio: load of each expert over the mean load of the layer.
+    """
     amount = np.abs(strength(ratio))[..., None]
     end = np.where((ratio < 1)[..., None], LOW, HIGH)
     return (MEAN * (1 - amount) + end * amount).round().astype(np.uint8)
 
 
 def transparent_colours(ratio: np.ndarray) -> np.ndarray:
-    """Return RGBA bytes (..., 4) for ratios of load to mean load, transparent at the mean."""
+    """Return the colour of each expert's load as RGBA bytes (..., 4), transparent at the mean load.
+
+    Args:
+        ratio: load of each expert over the mean load of the layer.
+    """
     end = np.where((ratio < 1)[..., None], LOW, HIGH)
     alpha = 255 * np.abs(strength(ratio))[..., None]
     return np.concatenate([end, alpha], -1).round().astype(np.uint8)

@@ -32,32 +32,35 @@ BLOCK = 256
 
 @dataclass(frozen=True, eq=False)
 class OnHost:
-    """The host's copy of a mask. It is hashed by identity, as key of the cache of block pairs."""
+    """The mask's `until` and `depth` in host memory. It is hashed by identity, as key of the cache of block pairs."""
 
     until_BL: np.ndarray
     depth_BL: np.ndarray | None
 
     @cached_property
     def halves(self) -> tuple[OnHost, OnHost]:
-        """The masks of the first and the second half of the samples; cached, because block pairs are cached by mask."""
+        """The masks of the first and of the second half of the samples.
+
+        Cached, because block pairs are cached by the identity of the mask.
+        """
         depths = (None, None) if self.depth_BL is None else np.array_split(self.depth_BL, 2)
         first, second = (OnHost(*half) for half in zip(np.array_split(self.until_BL, 2), depths, strict=True))
         return first, second
 
 
 class BlockPair(NamedTuple):
-    """A block of queries and a contiguous range of keys that some of them see."""
+    """A block of queries and a contiguous range of keys, some of which these queries see: one unit of attention."""
 
     samples: slice
-    """The samples that it is computed for."""
+    """Samples of the batch that the block is computed for."""
     queries: slice
     """Positions of the queries in the sequence."""
     keys: slice
     """Positions of the keys in the sequence."""
     rows: slice
-    """Indices of the queries in the tensor of this rank's chunks."""
+    """Indices of the queries in the tensor of the queries that this rank has."""
     columns: slice
-    """Indices of the keys in the tensor of the chunks of keys."""
+    """Indices of the keys in the tensor of the keys that this rank has at this time."""
     masked: bool
     """Whether the mask hides some keys from some queries, beyond causality."""
     causal: bool
@@ -74,35 +77,35 @@ class Mask(NamedTuple):
     window: int = 0
     """Positions that a query sees, including its own; 0 for all."""
     on_host: OnHost | None = None
-    """The same on the host; None for a causal mask."""
+    """Copy of `until` and `depth` in host memory; None for a causal mask."""
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Mask:
-        """Return the mask with its device tensors passed through `move`."""
+        """Return the mask with `move` applied to its tensors on the device, such as a copy to another device."""
         until, depth = (x if x is None else move(x) for x in (self.until_BL, self.depth_BL))
         return Mask(until, depth, self.window, self.on_host)
 
     def with_window(self, window: int) -> Mask:
-        """Return the mask with another window.
+        """Return the mask with another window: the number of positions that a query sees, 0 for all.
 
         `_replace` cannot be used: at a graph break, torch 2.11 rebuilds its result without its fields.
         """
         return Mask(self.until_BL, self.depth_BL, window, self.on_host)
 
     def halves(self) -> tuple[Mask, Mask]:
-        """Return the masks of the first and the second half of the samples."""
+        """Return the masks of the first and of the second half of the samples."""
         until, depth = ((None, None) if x is None else x.tensor_split(2) for x in (self.until_BL, self.depth_BL))
         on_host = (None, None) if self.on_host is None else self.on_host.halves
         first, second = (Mask(*half[:2], self.window, half[2]) for half in zip(until, depth, on_host, strict=True))
         return first, second
 
     def seen(self, samples: slice, queries: slice, keys: slice, device: torch.device) -> Tensor:
-        """Return a bool tensor (B or 1, queries, keys): which of these keys each of these queries sees.
+        """Return a bool tensor (B or 1, queries, keys): whether each of these queries sees each of these keys.
 
         Args:
             samples: the samples; slice(None) for all.
             queries: positions of the queries.
             keys: positions of the keys.
-            device: of the result.
+            device: device of the result.
         """
         count = 1 if self.until_BL is None else len(self.until_BL)
         first, end = (0, count) if count == 1 or samples.stop is None else (samples.start, samples.stop)
@@ -112,11 +115,14 @@ class Mask(NamedTuple):
         return sees(self.until_BL, self.depth_BL, self.window, b.view(-1, 1, 1), q.view(1, -1, 1), k)
 
     def bias(self, pair: BlockPair, like: Tensor) -> Tensor | None:
-        """Return (B, 1, queries, keys) to add to logits, -inf for hidden keys; None if the mask hides none in the pair.
+        """Return what to add to the attention logits of a block, 0 or -inf for hidden keys; None if none is hidden.
 
         Args:
             pair: the block.
             like: a tensor whose batch size, dtype and device are used.
+
+        Returns:
+            A tensor of shape (B, 1, queries, keys), or None.
         """
         if not pair.masked:
             return None
@@ -125,10 +131,12 @@ class Mask(NamedTuple):
         return bias.expand(len(like[pair.samples]), -1, -1).unsqueeze(1)
 
     def pairs(self, chunk: int, chunks: int, query_chunks: Sequence[int], key_chunks: Sequence[int]) -> list[BlockPair]:
-        """Return the blocks of queries and keys to compute. Computed on the host and cached.
+        """Return the blocks of queries and keys that attention has to compute; all other pairs are hidden.
+
+        They are computed on the host, without waiting for the device, and cached.
 
         Args:
-            chunk: positions of a chunk.
+            chunk: number of positions of a chunk.
             chunks: number of chunks of the sequence.
             query_chunks: indices of the chunks of queries, in the order of their tensor.
             key_chunks: indices of the chunks of keys, in the order of their tensor.
@@ -136,7 +144,12 @@ class Mask(NamedTuple):
         return _known_pairs(self.on_host, self.window, chunk, chunks, tuple(query_chunks), tuple(key_chunks))
 
     def count(self, length: int, samples: int = 1) -> int:
-        """Return the number of (query, key) pairs that attend, over all samples of a sequence length."""
+        """Return the number of pairs of a query and a key that it sees, over all samples.
+
+        Args:
+            length: number of positions of a sample.
+            samples: number of samples; only used for a mask without documents.
+        """
         if self.on_host is None:
             until, depth = np.full((samples, length), length), None
         else:
@@ -151,7 +164,16 @@ CAUSAL = Mask()
 
 
 def sees(until_BL: Tensor | None, depth_BL: Tensor | None, window: int, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return whether queries see keys under a mask, given indices of sample, query and key that broadcast."""
+    """Return whether queries see keys, as bools: k <= q < until[k] and depth[q] - depth[k] < window.
+
+    Args:
+        until_BL: position before which queries see a key; None for a mask without documents.
+        depth_BL: position within the text; None for the position in the sequence.
+        window: number of positions that a query sees; 0 for all.
+        b: indices of samples.
+        q: positions of queries.
+        k: positions of keys; `b`, `q` and `k` broadcast.
+    """
     seen = k <= q
     if until_BL is not None:
         seen = seen & (q < until_BL[b, k])
@@ -162,12 +184,21 @@ def sees(until_BL: Tensor | None, depth_BL: Tensor | None, window: int, b: Tenso
 
 
 def spans(until_BL: Tensor, depth_BL: Tensor | None = None) -> Mask:
-    """Return the mask of CPU tensors `until` and `depth`, without a window."""
+    """Return the mask with these tensors on the CPU, for the host and the device, without a window.
+
+    Args:
+        until_BL: position before which queries see a key.
+        depth_BL: position within the text; None for the position in the sequence.
+    """
     return Mask(until_BL, depth_BL, 0, OnHost(until_BL.numpy(), None if depth_BL is None else depth_BL.numpy()))
 
 
 def ends(document_BL: Tensor) -> Tensor:
-    """Return (B, L): the position after the last one of each position's document. Documents are contiguous."""
+    """Return for each position the end of its document: the position after the document's last one, shape (B, L).
+
+    Args:
+        document_BL: number of the document of each position; a document's positions are contiguous.
+    """
     last = F.pad(document_BL[:, 1:] != document_BL[:, :-1], (0, 1), value=True)
     length = document_BL.shape[1]
     after = torch.arange(1, length + 1, device=document_BL.device).where(last, length)
@@ -175,10 +206,13 @@ def ends(document_BL: Tensor) -> Tensor:
 
 
 def branches(length_PX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `until` and `depth` of a sequence of P prompts, each followed by its completions.
+    """Return `until` and `depth` of a sequence of prompts, each of which is followed by its completions.
 
     Args:
-        length_PX: lengths in tokens, of the prompt first and then of its completions.
+        length_PX: number of tokens of each prompt (first column) and of each of its completions.
+
+    Returns:
+        Two arrays with one number for each position of the sequence.
     """
     end_PX = np.cumsum(length_PX).reshape(length_PX.shape)
     begin_PX, until_PX = end_PX - length_PX, end_PX.copy()
@@ -188,8 +222,8 @@ def branches(length_PX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 @torch.compiler.assume_constant_result  # compiled code has no documents and cannot trace this
-def _known_pairs(*about: Any) -> list[BlockPair]:
-    return _pairs(*about)
+def _known_pairs(*arguments_of_pairs: Any) -> list[BlockPair]:
+    return _pairs(*arguments_of_pairs)
 
 
 @lru_cache(maxsize=1024)
@@ -201,6 +235,7 @@ def _pairs(
     query_chunks: Sequence[int],
     key_chunks: Sequence[int],
 ) -> list[BlockPair]:
+    """Return the blocks of queries and keys to compute; see `Mask.pairs`. The cache's key is all arguments."""
     every_sample, place = slice(None), np.arange(chunk * chunks)
     samples_masks = [(every_sample, np.full_like(place, len(place)), place)]
     if host is not None:
@@ -215,15 +250,21 @@ def _pairs(
                         queries, slice(j * chunk, (j + 1) * chunk), until, depth, window
                     ):
                         rows, columns = (
-                            _moved(queries, (query_index - i) * chunk),
-                            _moved(keys, (key_index - j) * chunk),
+                            _shifted(queries, (query_index - i) * chunk),
+                            _shifted(keys, (key_index - j) * chunk),
                         )
                         out.append(BlockPair(samples, queries, keys, rows, columns, masked, causal))
     return out
 
 
 def _query_blocks(chunk: slice, until: np.ndarray, most: int) -> Iterator[slice]:
-    """Yield ranges of queries to compute together: a branch, in blocks of at most `most`, or several short branches."""
+    """Yield ranges of queries that are computed together: several short branches, or a long one in blocks.
+
+    Args:
+        chunk: positions of the chunk of queries.
+        until: end of each position's branch.
+        most: largest number of positions of a block of a long branch.
+    """
     begin, borders = chunk.start, chunk.start + 1 + np.flatnonzero(np.diff(until[chunk]))
     for first, end in pairwise((chunk.start, *borders.tolist(), chunk.stop)):
         long = end - first >= BLOCK
@@ -235,17 +276,25 @@ def _query_blocks(chunk: slice, until: np.ndarray, most: int) -> Iterator[slice]
             begin = end
 
 
-def _moved(span: slice, by: int) -> slice:
+def _shifted(span: slice, by: int) -> slice:
     return slice(span.start + by, span.stop + by)
 
 
 def _key_ranges(
     queries: slice, keys: slice, until: np.ndarray, depth: np.ndarray, window: int
 ) -> Iterator[tuple[slice, bool, bool]]:
-    """Yield the contiguous ranges of keys that some of the queries see.
+    """Yield the contiguous ranges of keys that some queries of a block see.
+
+    Args:
+        queries: positions of the block's queries.
+        keys: positions of a chunk of keys.
+        until: position before which queries see each key.
+        depth: position of each key within its text.
+        window: number of positions that a query sees; 0 for all.
 
     Yields:
-        The range, whether the mask hides some of its keys from some queries, and whether only causality does.
+        The range, whether the mask hides some of its keys from some queries beyond causality, and whether queries and
+            keys have the same positions and only causality hides any.
     """
     first, end = queries.start, queries.stop
     keys = slice(keys.start, min(keys.stop, end))

@@ -22,22 +22,37 @@ OTHERS_TURN = "the other half's turn"
 
 
 class Observer:
-    """Base class with all points as empty methods. An observer overrides those that it needs."""
+    """Base class of observers, with an empty method for each point of a step that training code announces.
+
+    An observer overrides the methods of the points that it needs. Methods are called on the rank that reaches the
+    point, and must not change the run.
+    """
 
     def phase(self, name: str, step: int) -> None:
-        """Note that a phase of PHASES begins."""
+        """Note that a phase of the step begins.
+
+        Args:
+            name: one of PHASES.
+            step: number of the step.
+        """
 
     def microbatch(self, stage: int, number: int, backward: bool) -> None:
-        """Note that this rank begins the forward or backward of a microbatch in a stage."""
+        """Note that this rank begins a microbatch's forward or backward in a pipeline stage.
+
+        Args:
+            stage: number of the stage.
+            number: number of the microbatch in the step.
+            backward: whether it is the backward.
+        """
 
     def layer(self, number: int) -> None:
-        """Note that forward or backward has reached a layer."""
+        """Note that forward or backward has reached the layer with this number in the model."""
 
     def region(self, name: str) -> AbstractContextManager[None] | None:
-        """Return a context manager that is entered for the duration of a named region of code, or None."""
+        """Return a context manager to be entered while a named region of code runs, such as "dispatch"; or None."""
 
     def products(self, experts: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        """Note that a layer's experts have computed their tokens.
+        """Note that the experts of a layer have computed the routed tokens on this rank.
 
         Args:
             experts: the module.
@@ -46,10 +61,14 @@ class Observer:
         """
 
     def waits(self, group: str) -> None:
-        """Note that this rank begins to wait for a message of a process group."""
+        """Note that this rank begins to wait for a message of a process group.
+
+        Args:
+            group: name of the group.
+        """
 
     def arrived(self) -> None:
-        """Note that the message has arrived that `waits` announced."""
+        """Note that the message has come for which this rank has waited since the last call of `waits`."""
 
     def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
         """Note that the gradients of a step are summed and finite, before they are clipped.
@@ -67,13 +86,18 @@ class Observer:
         """Note an event, such as a skipped step, with a kind, a text and further fields for events.jsonl."""
 
     def rank_times(self, steps: list[int], seconds: dict[str, Any]) -> None:
-        """Note the seconds that each rank spent on each kind of work, one row per step."""
+        """Note how long each rank took in some steps.
+
+        Args:
+            steps: numbers of the steps.
+            seconds: by kind of work, an array of seconds of shape (steps, ranks).
+        """
 
 
 POINTS = tuple(name for name, value in vars(Observer).items() if callable(value))
 
 
-class _Several(Observer):
+class _SeveralObservers(Observer):
     """Several observers as one. A point that only one of them overrides calls it directly."""
 
     def __init__(self, observers: tuple[Observer, ...]):
@@ -83,10 +107,12 @@ class _Several(Observer):
             if len(hear) == 1:
                 setattr(self, point, hear[0])
             elif hear:
-                setattr(self, point, _all_regions(hear) if point == "region" else _all(hear))
+                setattr(self, point, _call_all_regions(hear) if point == "region" else _call_all(hear))
 
 
-def _all(hear: list[Callable[..., None]]) -> Callable[..., None]:
+def _call_all(hear: list[Callable[..., None]]) -> Callable[..., None]:
+    """Return a function that calls the same method of several observers, one after the other."""
+
     def announce(*args: Any, **more: Any) -> None:
         for one in hear:
             one(*args, **more)
@@ -94,7 +120,9 @@ def _all(hear: list[Callable[..., None]]) -> Callable[..., None]:
     return announce
 
 
-def _all_regions(hear: list[Callable[[str], Any]]) -> Callable[[str], AbstractContextManager[None] | None]:
+def _call_all_regions(hear: list[Callable[[str], Any]]) -> Callable[[str], AbstractContextManager[None] | None]:
+    """Return a function from the name of a region to one context that enters the contexts of several observers."""
+
     @contextmanager
     def together(contexts: list[AbstractContextManager[None]]) -> Iterator[None]:
         with ExitStack() as stack:
@@ -118,19 +146,19 @@ in functions that no caller could pass it to."""
 
 @contextmanager
 def listening(observer: Observer) -> Iterator[None]:
-    """Let an observer listen inside the context, besides those that already do."""
+    """Add an observer to those that are called, for the duration of this context."""
     global active
-    active = _Several((*_listening(), observer))
+    active = _SeveralObservers((*_listening(), observer))
     try:
         yield
     finally:
         left = tuple(one for one in _listening() if one is not observer)
-        active = _Several(left) if left else NOBODY
+        active = _SeveralObservers(left) if left else NOBODY
 
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Let no observer listen inside the context, for work that belongs to no step."""
+    """Call no observer in this context, for work that belongs to no step, such as evaluating the teacher."""
     global active
     before, active = active, NOBODY
     try:
@@ -140,7 +168,7 @@ def unheard() -> Iterator[None]:
 
 
 def _listening() -> tuple[Observer, ...]:
-    return active.observers if isinstance(active, _Several) else ()
+    return active.observers if isinstance(active, _SeveralObservers) else ()
 
 
 # ---- Points in code that torch.compile may trace. A compiled graph announces nothing. At other points the code calls
@@ -148,30 +176,30 @@ def _listening() -> tuple[Observer, ...]:
 
 
 def products(experts: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Announce `Observer.products`."""
+    """Call `products` of all active observers; do nothing in code that torch.compile traces."""
     if not is_compiling():
         active.products(experts, inputs, output)
 
 
 def waits(group: str) -> None:
-    """Announce `Observer.waits`."""
+    """Call `waits` of all active observers; do nothing in code that torch.compile traces."""
     if not is_compiling():
         active.waits(group)
 
 
 def arrived() -> None:
-    """Announce `Observer.arrived`."""
+    """Call `arrived` of all active observers; do nothing in code that torch.compile traces."""
     if not is_compiling():
         active.arrived()
 
 
 def region(name: str) -> AbstractContextManager[None]:
-    """Return a context manager for a named region, with the observers' contexts for it."""
+    """Return a context manager that names a region of code, such as "dispatch", for all active observers."""
     return nullcontext() if is_compiling() else active.region(name) or nullcontext()
 
 
 def named(name: str) -> Callable[[Function], Function]:
-    """Return a decorator that runs a function inside a named region."""
+    """Return a decorator for a function whose calls are a region with this name, for all active observers."""
 
     def wrap(function: Function) -> Function:
         @wraps(function)

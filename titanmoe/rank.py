@@ -18,7 +18,7 @@ gc.enable()
 
 
 def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
-    """Return the config with moe.overlap = "auto" replaced by the planner's choice, and the reason for the header.
+    """Replace moe.overlap = "auto" by the planner's choice; return the config and the reason, "" if nothing changed.
 
     Collective over the world: all ranks plan for rank 0's device, so that all make the same choice.
     """
@@ -38,7 +38,7 @@ def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
 
 
 def run() -> None:
-    """Run this rank and exit with its code."""
+    """Run this rank from the command line to the end, and exit the process with its exit code."""
     try:
         code = main(sys.argv[1:], COMPONENTS, watch=watched, overlap=plan_overlap, checks=checks)
     except SystemExit as end:

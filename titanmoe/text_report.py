@@ -13,7 +13,7 @@ UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes in three digits with a decimal unit: "1.23 GB"."""
+    """Return a number of bytes as text with three digits and a decimal unit, such as "1.23 GB"."""
     unit = 0
     while count >= 1000 and unit < len(UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -21,7 +21,12 @@ def format_bytes(count: float) -> str:
 
 
 def columns(body: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    """Return the rows as indented lines with aligned columns; those with an index in `right` are right-aligned."""
+    """Format a table as indented lines with aligned columns.
+
+    Args:
+        body: the cells of each row.
+        right: indices of the columns that are aligned on the right.
+    """
     if not body:
         return []
     widths = [max(len(row[i]) for row in body) for i in range(len(body[0]))]
@@ -37,7 +42,12 @@ Report = tuple[list[str], dict[Path | None, str], int]
 
 
 def print_report(problems: list[str], report: Callable[[], Report]) -> int:
-    """Print a report and write its files, or print the problems if there are any. Return the exit code."""
+    """Print a command's report and write its files; return the exit code.
+
+    Args:
+        problems: messages on what is wrong with the command line; if there are any, only these are printed.
+        report: makes the report; may raise a ConfigError, which is then printed.
+    """
     if problems:
         print(format_problems(problems), file=sys.stderr)
         return 2

@@ -46,7 +46,7 @@ class Tokens(NamedTuple):
     """Tensor in which routers write their own choice, like given_TNK; None: nowhere."""
 
     def halves(self) -> tuple[Tokens, Tokens]:
-        """Return the metadata of the first and the second half of the samples, without next_BS and later_BS."""
+        """Return the metadata of the first and the second half of the samples, with None for next_BS and later_BS."""
         B = len(self.position_BS)
 
         def split(x_T: Tensor) -> Iterator[Tensor]:
