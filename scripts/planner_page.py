@@ -75,7 +75,7 @@ CALIBRATION = (
 )
 """One of each kind of strategy and of each thing that a factor stands for."""
 START = Factors(matrix=1.0, attention=1.0, memory=0.8, link=0.7, network=0.7, rows=0.85, block=6e-4)
-"""Starting values of the fit, a first guess to which it is drawn, because seven rows cannot tell seven factors apart."""
+"""First guesses of the factors, to which the fit is drawn, because seven rows cannot tell seven factors apart."""
 DRAWN = {"matrix": 0.1, "attention": 0.15, "memory": 0.2, "link": 0.25, "network": 0.25, "rows": 0.25, "block": 0.7}
 """How loosely the fit is drawn towards START: standard deviation of each factor's logarithm. Of a row's it is NOISE."""
 NOISE = 0.05
