@@ -37,14 +37,17 @@ def group_advantages(
     divide_by_std: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Return each sample's reward relative to those of its group, float64 (N,): 0 in a group of equal rewards.
+    """Return each sample's reward minus the mean of its group, by default over the group's standard deviation.
 
     Args:
         rewards: one for each sample.
         groups: the group of each sample, such as its prompt's number.
-        divide_by_std: (r - mean) / (std + eps) with the sample standard deviation, as GRPO (arXiv 2402.03300); False: r
-            - mean, as Dr. GRPO (arXiv 2503.20783), which does not favour groups with rare rewards.
+        divide_by_std: True: (r - mean) / (std + eps) with the sample standard deviation, as in GRPO (arXiv 2402.03300);
+            False: r - mean, as in Dr. GRPO (arXiv 2503.20783), which does not favour groups with rare rewards.
         eps: added to the standard deviation.
+
+    Returns:
+        Float64 numbers (N,), 0 in a group of equal rewards.
 
     Raises:
         ConfigError: a reward is not finite, or their number is not that of the groups.
@@ -116,7 +119,12 @@ class PolicyLoss:
     KL(reference | model). k1 = -d: right as a value or in a reward, but its gradient as a loss has mean 0."""
 
     def __call__(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
-        """Return the weighted sum over a microbatch's labels: the objective of `Session.forward_backward`."""
+        """Return the weighted sum of the loss over a microbatch's labels, a scalar that gradients flow through.
+
+        Args:
+            log_p_BL: log-probability of each label under the model.
+            batch: the microbatch with its columns.
+        """
         column = batch.extra_fields
         has_label_BL = batch.labels_BS != IGNORE
         log_p_BL = log_p_BL.where(has_label_BL, 0)
@@ -133,12 +141,17 @@ class PolicyLoss:
         return loss
 
     def ratio(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
-        """Return the probability ratio of the model to the old policy at each label, by `level`."""
+        """Return at each label the probability under the model over that under the old policy, by token or by answer.
+
+        Args:
+            log_p_BL: log-probability of each label under the model.
+            batch: the microbatch, with the column "old".
+        """
         apart_BL = (log_p_BL - batch.extra_fields["old"]).where(batch.labels_BS != IGNORE, 0)
         return (apart_BL if self.level == "token" else _over_answers(apart_BL, batch, mean=True)).exp()
 
     def importance(self, batch: Batch) -> Tensor:
-        """Return the truncated importance weight of the old policy against the generator at each label."""
+        """Return at each label the probability under the old policy over the generator's, at most `truncation`."""
         column = batch.extra_fields
         apart_BL = (column["old"] - column["generator"]).where(batch.labels_BS != IGNORE, 0)
         if self.truncate == "sequence":
@@ -146,16 +159,25 @@ class PolicyLoss:
         return apart_BL.exp().clamp(max=self.truncation)
 
     def divergence(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
-        """Return the estimated divergence from the reference at each label."""
+        """Return at each label the estimate (`estimator`) of the divergence from the reference model.
+
+        Args:
+            log_p_BL: log-probability of each label under the model.
+            batch: the microbatch, with the column "reference".
+        """
         apart_BL = (batch.extra_fields["reference"] - log_p_BL).where(batch.labels_BS != IGNORE, 0)
         return -apart_BL if self.estimator == "k1" else apart_BL.exp() - apart_BL - 1
 
     @torch.no_grad()
     def metrics(self, log_probs_NL: Tensor, batch: Batch) -> dict[str, float]:
-        """Return what to watch of a step, from the log-probabilities that `forward_backward` returned.
+        """Return metrics of a step's samples by name, to watch; {} if no label has a weight.
 
-        Fraction of clipped labels, quantiles of the ratio, and with their columns the divergence from the reference and
-        the mean and largest difference of log-probabilities between generator and old policy.
+        They are the fraction of clipped labels, quantiles of the ratio, and with their columns the divergence from the
+        reference and the mean and largest difference of log-probabilities between generator and old policy.
+
+        Args:
+            log_probs_NL: log-probability of each label, as `forward_backward` returned them.
+            batch: the samples with their columns.
         """
         column = {name: x.to(log_probs_NL.device) for name, x in batch.extra_fields.items()}
         batch = batch._replace(labels_BS=batch.labels_BS.to(log_probs_NL.device), extra_fields=column)
@@ -176,7 +198,10 @@ class PolicyLoss:
 
 
 def _over_answers(x_BL: Tensor, batch: Batch, mean: bool) -> Tensor:
-    """Return at each position the sum or mean of x over the labels of its answer: its document, or its sample."""
+    """Sum or average x over the labels of each answer; return the result at every position of the answer.
+
+    An answer is a document, or a sample if the batch has no documents.
+    """
     has_label_BL = (batch.labels_BS != IGNORE).to(x_BL.dtype)
     if batch.document_BS is None:
         answer_BL = torch.zeros_like(batch.labels_BS)

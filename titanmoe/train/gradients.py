@@ -56,18 +56,20 @@ class StepWork:
     """Inputs of a rank's forward and backward in one step."""
 
     batches: list[Batch]
+    """This data rank's microbatches."""
     slices: list[BatchSlice]
+    """This rank's slices of the microbatches, on its device."""
     totals: Totals
 
 
 @dataclass
 class StepScalars:
-    """Numbers of a step over all ranks, on the host, known between its gradients and its update."""
+    """Loss, norm, counts and statistics of a step over all ranks, in host memory, known before the update."""
 
     loss: float
     mtp_loss: float
     stop: bool
-    """Whether any rank wants to stop."""
+    """Whether any rank asked for training to end after this step."""
     norm: float
     """Gradient norm before clipping."""
     tokens: float
@@ -75,36 +77,39 @@ class StepScalars:
     """Divisor of the objective's sum, such as the number of labels."""
     flops: float
     layers: dict[int, LayerStatistics]
-    """Statistics of each MoE layer, by block."""
+    """Statistics of each MoE layer, by number of the layer."""
     max_logits: list[float]
     """Largest attention logit of each block; [] in a step that does not measure them."""
     metrics: dict[str, float]
-    """Metrics of the objective, by name."""
+    """Metrics of the objective besides the loss, by name."""
 
 
 @dataclass
 class PassSums:
-    """Results of a step's forward and backward besides gradients: one rank's, or summed over all ranks."""
+    """Loss, metrics and votes of a forward and backward: one rank's, or their sum over all ranks."""
 
     loss: Tensor
     mtp_loss: Tensor
     stop: Tensor
-    """Number of ranks that want to stop."""
+    """1 if this rank asks for training to end; summed over ranks, the number of ranks that do."""
     repeat: Tensor
-    """Number of ranks that ask for the pass to be repeated (FirstPass)."""
+    """1 if a buffer of fixed size was too small on this rank (FirstPass); summed over ranks, the number of such ranks."""
     metrics: Tensor
     """Metrics of the objective, in the order of `Objective.metrics`."""
 
 
 def sum_together(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-    """Sum named tensors over the group by one all-reduce in float64. Collective over the group. Not differentiable."""
+    """Sum each named tensor over the group by one all-reduce in float64; return the sums by name.
+
+    Collective over the group. Not differentiable.
+    """
     flat = all_reduce(torch.cat([value.flatten() for value in values.values()]).double(), group)
     parts = flat.split([value.numel() for value in values.values()])
     return {name: part.view_as(value) for (name, value), part in zip(values.items(), parts, strict=True)}
 
 
 def to_host(values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Copy named tensors to the host in one transfer and wait for it: scalars as floats, vectors as lists."""
+    """Copy named tensors to the host in one transfer and wait for it; return floats for scalars, lists for vectors."""
     numbers = iter(torch.cat([value.flatten() for value in values.values()]).double().tolist())
     return {
         name: [next(numbers) for _ in range(value.numel())] if value.ndim else next(numbers)
@@ -113,46 +118,51 @@ def to_host(values: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class FirstPass(Protocol):
-    """Fast mode of a step's first forward and backward, which may fail and be repeated without it.
+    """Communication buffers of fixed size that the dispatchers use in a step's first forward and backward.
 
-    Dispatchers with buffers of fixed size implement it: the pass is void if a buffer was too small.
+    If a buffer was too small on any rank, the results are discarded, and forward and backward are made again without
+    the buffers. `titanmoe.moe.dispatchers.dispatcher.SharedBuffers` implements this.
     """
 
     needs_repeat: Tensor
-    """Whether this rank asks for a repetition: a scalar on the device, set during the pass."""
+    """Whether a buffer was too small on this rank: a bool scalar on the device, set by the dispatchers."""
     repeats: int
-    """Number of steps of this process that were repeated."""
+    """Number of steps of this process whose forward and backward were made a second time."""
 
-    def attached(self, layers: Collection[MoE]) -> AbstractContextManager[None]:
-        """Return a context in which the layers use the fast mode."""
+    def used_by(self, layers: Collection[MoE]) -> AbstractContextManager[None]:
+        """Return a context in which the dispatchers of these MoE layers use the buffers. Clears `needs_repeat` first."""
         ...
 
     def must_repeat(self, ranks: float) -> bool:
-        """Return whether the pass is void, given the number of ranks that ask for a repetition."""
+        """Return whether forward and backward must be made again without the buffers. The same on all ranks.
+
+        Args:
+            ranks: number of ranks of the world that set `needs_repeat` in this step.
+        """
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the fast mode to report with every step."""
+        """Return metrics about the buffers by name, to report with every step."""
         ...
 
 
 class StepSums(NamedTuple):
-    """Numbers of a step over all ranks once its gradients are summed."""
+    """Loss, gradient norm and statistics of a step over all ranks, after its gradients are summed."""
 
     scalars: StepScalars
     norm: Tensor
-    """Gradient norm, on the device."""
+    """Gradient norm before clipping, a scalar on the device."""
     layers: dict[int, LayerStatistics]
-    """Statistics of each MoE layer, on the device."""
+    """Statistics of each MoE layer by number of the layer, on the device."""
     own: PassSums
-    """Results of this rank alone."""
+    """Loss, metrics and votes of this rank alone."""
     logits: Tensor | None
-    """Largest attention logit of each block and head; None in a step that does not measure them."""
+    """Largest attention logit of each block and head, on the device; None in a step that does not measure them."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Slicer:
-    """Takes the slices that this rank works on from the batches of its data rank."""
+    """Takes from a data rank's microbatches what this rank works on: its slice of the sequence, on its device."""
 
     meshes: Meshes
     placement: Placement
@@ -162,11 +172,11 @@ class Slicer:
     work: TrainingWork = NO_WORK
 
     def count(self, batches: list[Batch], objective: Objective | None = None) -> Totals:
-        """Return the counts of a step's batch over the data ranks, by one all-reduce. Collective over them.
+        """Count labels, tokens, samples and FLOPs of a step's batch over all data ranks. Collective over these ranks.
 
         Args:
             batches: this data rank's microbatches.
-            objective: whose divisor to count; None for the slicer's own.
+            objective: the objective whose divisor to count; None for the slicer's own.
         """
         objective = objective or self.objective
         tokens = [b.valid_BS.sum().double() for b in batches]
@@ -182,13 +192,13 @@ class Slicer:
         return Totals(**sum_together(dict(zip(own, on_device, strict=True)), self.meshes.data))
 
     def _attention_flops(self, batch: Batch) -> float:
-        """Return the attention FLOPs of a batch, which depend on the pairs of positions that its mask allows."""
+        """Return the attention FLOPs of a microbatch, which depend on the pairs of positions that the mask allows."""
         (samples, length), mask = batch.tokens_BS.shape, mask_of(batch)
         counts = {width: mask._replace(window=width).count(length, samples) for width in self.work.per_pair}
         return sum(cost * counts[width] for width, cost in self.work.per_pair.items())
 
     def slices(self, batches: list[Batch]) -> list[BatchSlice]:
-        """Return this rank's slice of each microbatch, on its device."""
+        """Return this rank's slice of each microbatch, on its device. Not collective."""
         where = (self.meshes, self.placement, self.device)
         return [take_slice(batch, m, *where, self.with_mtp) for m, batch in enumerate(batches)]
 
@@ -205,7 +215,7 @@ class Gradients:
     meshes: Meshes
     model: Model
     layout: RowLayout
-    """Columns of a MoE layer's row of statistics."""
+    """Meaning of the columns of a MoE layer's row of statistics."""
     state: RunState
     device: torch.device
     logits: LargestLogits | None = None
@@ -218,12 +228,14 @@ class Gradients:
         self.blocks = moe_blocks(self.model)
 
     def sums(self, work: StepWork, wants_to_stop: Callable[[], bool] = lambda: False) -> StepSums:
-        """Compute the gradients of a step, summed over the ranks, and return its numbers. Collective over the world.
+        """Run a step's forward and backward; leave gradients, summed over the ranks, in `.grad`; return the step's sums.
+
+        Collective over the world. If a buffer of fixed size was too small, forward and backward are made twice.
 
         Args:
             work: the step's microbatches.
-            wants_to_stop: returns whether this rank wants to stop; called after the backward. All ranks stop together
-                once one wants to.
+            wants_to_stop: returns whether this rank asks for training to end after this step; called after the
+                backward. The answer of all ranks is `scalars.stop` of the result.
         """
         sums, repeat = self._sums(work, self.first_pass, wants_to_stop)
         if repeat:
@@ -235,20 +247,28 @@ class Gradients:
     def _sums(
         self, work: StepWork, first_pass: FirstPass | None, wants_to_stop: Callable[[], bool]
     ) -> tuple[StepSums, bool]:
-        """Make one forward and backward; return the step's numbers, and whether the pass is void."""
+        """Make one forward and backward; return the step's sums, and whether they must be discarded and made again.
+
+        Args:
+            work: the step's microbatches.
+            first_pass: buffers of fixed size that the dispatchers use; None for none.
+            wants_to_stop: returns whether this rank asks for training to end after this step.
+        """
         observe.active.phase("forward_backward", self.state.step)
         own, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
         sums, repeats = self._finish(own, summed, work.totals, self.objective.metrics, self.objective.constant)
         return sums, first_pass is not None and first_pass.must_repeat(repeats)
 
     def reduce(self, own: PassSums, totals: Totals, metrics: Sequence[str], constant: float) -> StepSums:
-        """Sum the gradients of all `add` calls of a step over the ranks; return its numbers. Collective over the world.
+        """Sum the gradients of all `add` calls of a step over the ranks, and return the step's sums.
+
+        Collective over the world.
 
         Args:
-            own: the sum of what `add` returned.
+            own: the sum over these calls of what `add` returned.
             totals: counts of the step's batch.
-            metrics: names of `own.metrics`.
-            constant: added to the reported loss.
+            metrics: names of the numbers in `own.metrics`.
+            constant: what is added to the reported loss.
         """
         summed = PassSums(**sum_together(vars(own), self.meshes.world))
         return self._finish(own, summed, totals, metrics, constant)[0]
@@ -256,10 +276,10 @@ class Gradients:
     def _finish(
         self, own: PassSums, summed: PassSums, totals: Totals, metrics: Sequence[str], constant: float
     ) -> tuple[StepSums, float]:
-        """Return a step's numbers, and how many ranks ask for the pass to be repeated. Collective over the world.
+        """Complete the sums of gradients; return the step's sums, and the number of ranks with too small buffers.
 
-        All scalars come to the host in one transfer, the only one of a step outside its dispatchers; the norm and the
-        statistics of the MoE layers are returned on the device too.
+        Collective over the world. All scalars come to the host in one transfer, the only one of a step outside its
+        dispatchers; the norm and the statistics of the MoE layers are returned on the device too.
         """
         self.finish_gradients()
         observe.active.phase("optimizer", self.state.step)
@@ -288,22 +308,22 @@ class Gradients:
         return StepSums(scalars, norm, on_device, own, logits), known["repeat"]
 
     def begin_step(self, totals: Totals) -> None:
-        """Reset what the layers count, and give them the number of the step and its totals."""
+        """Set the layers' counts of tokens and loads to 0, and give the layers the step's number and its totals."""
         if self.logits:
             self.logits.begin_step(self.state.step)
         for moe in self.moe_layers.values():
             moe.begin_step(self.state.step, totals.tokens, totals.samples)
 
     def begin_pass(self) -> None:
-        """Begin another pass of the same step: the microbatches so far count as those of earlier passes."""
+        """Prepare the layers for another `add` call of the same step, whose microbatches add to those before."""
         for moe in self.moe_layers.values():
             moe.balance.begin_pass()
 
     @named("forward backward")
     def add(self, slices: list[BatchSlice], objective: Objective, count: Tensor, backward: bool = True) -> PassSums:
-        """Add the gradients of a pass of microbatches to the parameters' own; return the results of this rank.
+        """Run microbatches forward and backward, add gradients to `.grad`, and return this rank's loss and metrics.
 
-        Collective over the stage and the pipeline.
+        Collective over the stage and the pipeline. Gradients of replicated parameters are not yet summed over ranks.
 
         Args:
             slices: this rank's microbatches, at most as many as the recipe's step has; with a pipeline, just as many.
@@ -330,16 +350,19 @@ class Gradients:
         first_pass: FirstPass | None = None,
         wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> tuple[PassSums, PassSums]:
-        """Run the step's microbatches; return the results of this rank, and their sum over all ranks by one all-reduce.
+        """Run a step's microbatches forward and backward; return this rank's sums, and their sum over all ranks.
+
+        Collective over the world. `finish_gradients` has yet to complete the gradients.
 
         Args:
             slices: this rank's microbatches.
             totals: counts of the step's batch.
-            first_pass: the fast mode that the layers use; None for the exact pass.
-            wants_to_stop: returns whether this rank wants to stop; called after the backward.
+            first_pass: buffers of fixed size that the dispatchers use; None for none.
+            wants_to_stop: returns whether this rank asks for training to end after this step; called after the
+                backward.
         """
         self.begin_step(totals)
-        with first_pass.attached(self.moe_layers.values()) if first_pass else nullcontext():
+        with first_pass.used_by(self.moe_layers.values()) if first_pass else nullcontext():
             own = self.add(slices, self.objective, totals.count)
         own.stop = torch.full_like(own.loss, wants_to_stop())
         if first_pass:
@@ -350,13 +373,13 @@ class Gradients:
     def finish_gradients(self) -> None:
         """Sum the gradients that FSDP does not sum: of replicated parameters, and of copies of the tied embedding.
 
-        Collective over the world.
+        Called once after the last backward of a step. Collective over the world.
         """
         meshes = self.meshes
         sum_replicated(self.trained.values(), (meshes.sequence, meshes.data), meshes.tp, meshes.etp)
         self.tied.add_gradients()
 
     def drop(self) -> None:
-        """Free the gradients of all trained parameters."""
+        """Free the gradients of all trained parameters: set `.grad` to None."""
         for parameter in self.trained.values():
             parameter.grad = None

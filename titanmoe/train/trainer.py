@@ -23,9 +23,15 @@ from titanmoe.train.training import Training
 
 
 def update(training: Training, work: StepWork, sums: StepSums, rate: float) -> dict[str, Any]:
-    """Update the weights from a step's gradients, unless the guard objects; return what to report of the step.
+    """Clip a step's gradients and update the weights, unless the guard refuses; return the step's metrics by name.
 
-    Collective over the world. The gradients are freed.
+    The gradients are freed. Collective over the world.
+
+    Args:
+        training: the run.
+        work: the step's microbatches.
+        sums: loss, gradient norm and statistics of the step, whose gradients are in `.grad`.
+        rate: learning rate of the step.
     """
     step, verdict = training.state.step, training.guard(work, sums)
     scalars = verdict.sums.scalars
@@ -52,7 +58,7 @@ class Trainer:
     def __init__(self, training: Training):
         self.training = training
         self.stopping = False
-        """Whether any rank asked to stop during the last step."""
+        """Whether any rank asked for training to end after the last step."""
         self.labelled = self.unlabelled = 0
         """Numbers of steps of this process whose batch had labels, and had none."""
 
@@ -63,11 +69,15 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the step just made was the last one."""
+        """Whether training ends with the step just made: it was the last one, or a rank asked to stop."""
         return self.step >= self.training.steps or self.stopping
 
     def train(self) -> int:
-        """Train until the last step or a signal; return the number of the signal, or 0. Collective over the world."""
+        """Train until the last step or a signal. Collective over the world.
+
+        Returns:
+            The number of the signal that stopped training, or 0.
+        """
         return self.training.guard.run_with_restores(self._train)
 
     def _train(self) -> int:
@@ -139,7 +149,11 @@ class Trainer:
                 training.folder.unlock()
 
     def train_step(self) -> dict[str, Any]:
-        """Make one step and return what to report of it: {} if its batch is skipped (data.skip_steps)."""
+        """Make one step: read a batch, compute gradients, update the weights. Collective over the world.
+
+        Returns:
+            The step's metrics by name; {} if its batch is skipped (data.skip_steps).
+        """
         training, state = self.training, self.training.state
 
         state.step += 1
@@ -158,7 +172,11 @@ class Trainer:
         return update(training, work, sums, training.rate(state.step))
 
     def _count_labels(self, count: float) -> None:
-        """Count the step by whether its batch had labels; announce the 1st, 2nd, 4th, 8th, ... step without any."""
+        """Count steps with and without labels; write an event at the 1st, 2nd, 4th, 8th, ... step without any.
+
+        Args:
+            count: number of labels of the step, or another divisor of its objective.
+        """
         self.labelled += count > 0
         self.unlabelled += not count
         if not count and self.unlabelled.bit_count() == 1:

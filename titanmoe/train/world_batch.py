@@ -166,12 +166,14 @@ class DataRankBatch:
         return all_reduce(out_NS, meshes.world)[self.first : self.end]
 
     def gather_routes(self, routes_of_microbatch: Sequence[Tensor], meshes: Meshes, placement: Placement) -> Routes:
-        """Return the routers' choices in the order of the call's samples, on all ranks. Collective over the world.
+        """Gather the experts that routers chose, from all ranks, in the order of the given samples.
+
+        Collective over the world.
 
         Args:
             routes_of_microbatch: what this rank's routers wrote for its owned tokens of each microbatch (T, N, K), and
                 NO_EXPERT where they wrote nothing.
-            meshes: the run's.
+            meshes: the device meshes of the run.
             placement: which chunks of the sequence each rank of cp has.
         """
         S = self.microbatches[0].tokens_BS.shape[1]

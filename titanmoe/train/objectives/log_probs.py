@@ -25,7 +25,7 @@ no label, and of its Batch on the same device. It returns the sum of the loss ov
 
 
 class OfLogProbs(Objective):
-    """Objective from a function of the log-probabilities of full samples, gathered over the cp ranks."""
+    """Objective that calls a user's function of log-probabilities with full samples, gathered over the cp ranks."""
 
     def __init__(self, meshes: Meshes, placement: Placement, device: torch.device, function: SampleLoss):
         super().__init__(meshes)
@@ -46,7 +46,7 @@ class OfLogProbs(Objective):
 
 
 class WithLogProbs(Objective):
-    """An objective that also records the log-probabilities of a pass's labels."""
+    """Objective that computes another objective, and also stores the log-probability of each label."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner.meshes)
@@ -65,7 +65,7 @@ class WithLogProbs(Objective):
 
 
 class NoSum(Objective):
-    """Objective of passes that only compute log-probabilities."""
+    """Objective without a loss, for forward passes that only compute log-probabilities."""
 
     def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
         return scores.loss_BS.new_zeros(())
