@@ -53,7 +53,7 @@ class Manifest:
     format: int = FORMAT
 
     def text(self) -> str:
-        """Return the text of manifest.json."""
+        """Return this manifest as the text of manifest.json, with its SHA-256."""
         files = {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sorted(self.files.items())}
         data = {"format": self.format, "step": self.step, "number": self.number, "record": self.record, "files": files}
         return with_checksum(json.dumps(data, indent=1))
@@ -70,7 +70,11 @@ def _sha256(data: bytes) -> bytes:
 
 
 def parse(data: bytes, source: Path) -> Manifest:
-    """Parse and check a manifest's bytes; old option names in its config are replaced by current ones.
+    """Parse and check the contents of a manifest.json; old option names in its config are replaced by current ones.
+
+    Args:
+        data: the contents.
+        source: the file's path, for messages.
 
     Raises:
         CheckpointError: in one line that names `source`, whatever the bytes are.
@@ -178,7 +182,12 @@ def flatten_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
-    """Raise a CheckpointError if a checkpoint has only adapters, and none of the weights under them."""
+    """Raise a CheckpointError if a checkpoint has only LoRA adapters, without their base weights.
+
+    Args:
+        record: the manifest's record.
+        source: path of the checkpoint or its manifest, for the message.
+    """
     if "base" in record:
         raise CheckpointError(
             f"{source} has only adapters, and none of the weights under them: titanmoe convert --to-hf merges them, "

@@ -28,7 +28,7 @@ MODEL = "model."
 
 @dataclass(frozen=True)
 class Adapters:
-    """The LoRA adapters in a checkpoint or a PEFT folder, and what is known about the weights under them."""
+    """The LoRA adapters in a checkpoint or a PEFT folder, and what is known about their base weights."""
 
     path: Path
     model: Model

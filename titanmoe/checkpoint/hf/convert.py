@@ -137,7 +137,7 @@ def to_hf(
         dtype: dtype of the files; None: the checkpoint's.
         overwrite: replace an existing folder.
         group: ranks that share the work.
-        base_name: name of the base weights under adapters; "" for the one in their recipe.
+        base_name: name of the base weights of adapters; "" for the one in their recipe.
     """
 
     def plan_hf() -> FolderPlan:

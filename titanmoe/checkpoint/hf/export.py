@@ -132,7 +132,7 @@ def plan_folder(
         shard_bytes: most bytes of a safetensors file.
         tokenizer: folder with tokenizer files; None: those that the checkpoint carries.
         dtype: dtype of the files; None: the checkpoint's.
-        base_name: name of the base weights under adapters; "" for the one in their recipe.
+        base_name: name of the base weights of adapters; "" for the one in their recipe.
     """
     export = Export(open_export_source(path, base_name), path, dtype)
     other_files = {name: file for name, file in export.carried.items() if name != configs.CONFIG}

@@ -34,7 +34,7 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.parallel.frozen import frozen_dtype
 
 NAME_BASE_HINT = " (convert --base, generate --checkpoint)"
-"""Hint at the options that name the base weights under adapters."""
+"""Hint at the options that name the base weights of adapters."""
 
 
 class Weights(Protocol):
@@ -151,7 +151,7 @@ def open_adapters(path: Path, base_name: str = "") -> tuple[Adapters, str]:
 
 
 def open_base_weights(adapters: Adapters, base_name: str) -> HuggingFaceSource | CheckpointWeights:
-    """Open the base weights under adapters; ConfigError if these are random weights, which no file has.
+    """Open the base weights of adapters; ConfigError if these are random weights, which no file has.
 
     Args:
         adapters: the adapters.
@@ -182,7 +182,7 @@ def open_export_source(path: Path, base_name: str) -> ExportSource:
 
     Args:
         path: the folder.
-        base_name: name of the base weights under adapters; "" for the one in their recipe.
+        base_name: name of the base weights of adapters; "" for the one in their recipe.
     """
     seq_len = Config().training.seq_len
     if not is_peft(path):
@@ -212,7 +212,7 @@ def config_and_tokenizer_of(weights: HuggingFaceSource | CheckpointWeights) -> d
 def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases: bool = False) -> str:
     """Return a 64-bit digest of weights in the dtypes that they have when frozen. Collective over the group.
 
-    It is equal to the digest that a run with adapters records of the frozen weights under them.
+    It is equal to the digest that a run with adapters records of its frozen base weights.
 
     Args:
         weights: the full weights; each rank reads some of the tensors.
