@@ -11,7 +11,7 @@ BEGIN, END = "<!-- sizes: written by `python -m titanmoe.models docs/models.md` 
 
 
 def renew(page: str) -> str:
-    """Return the page with its table of sizes computed anew from the families."""
+    """Return a page's text with the table between the two markers replaced by one computed from the families."""
     lines = [
         "| family | size | parameters | active per token | training GFLOPs per token at seq_len 4096 |",
         "| --- | --- | ---: | ---: | ---: |",

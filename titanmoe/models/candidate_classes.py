@@ -117,9 +117,10 @@ class _CandidateLogProbs(torch.autograd.Function):
 def candidate_log_probs(
     x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, candidates_TK: Tensor, tp: Group, chunks: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return each label's cross-entropy (T,) and each class's log-probability (C, T). Collective over tp.
+    """Return each label's cross-entropy (T,) and the log-probabilities of the candidate ids (C, T). Collective over tp.
 
-    Both are in float32 at least, and 0 where there is no label.
+    Row C - 1 = K is the log-probability of all ids that are no candidates together. Both results are in float32 at
+    least, and 0 where there is no label.
 
     Args:
         x_TD: normed hidden states.
@@ -128,7 +129,7 @@ def candidate_log_probs(
         candidates_TK: candidate ids of each token.
         tp: the ranks that shard the vocabulary.
         chunks: largest number of slices that this rank's vocabulary is split into.
-        temperature: divides the logits for the classes, not for the cross-entropy.
+        temperature: divides the logits for the log-probabilities, not for the cross-entropy.
     """
     x_TD, weight_VD = as_non_leaf(x_TD), as_non_leaf(weight_VD)
     return _CandidateLogProbs.apply(x_TD, weight_VD, label_T, candidates_TK, tp, chunks, temperature)
@@ -151,9 +152,9 @@ def _keep_largest(a_Tn: Tensor, rest_T: Tensor, count: int) -> tuple[Tensor, Ten
 def top_k_log_probs(
     x_TD: Tensor, weight_VD: Tensor, count: int, tp: Group, chunks: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids of each token's top-k logits, (T, K), and the log-probabilities of the classes, (C, T).
+    """Return the ids of each token's top-k logits, (T, K), and their log-probabilities, (C, T).
 
-    Not differentiable. Collective over tp.
+    Row C - 1 = K is the log-probability of all other ids together. Not differentiable. Collective over tp.
 
     Args:
         x_TD: normed hidden states.

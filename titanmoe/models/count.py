@@ -181,7 +181,7 @@ class PassFlops(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """FLOPs of backward divided by those of forward: 2 if everything is trained."""
+        """FLOPs of backward divided by FLOPs of forward: 2 if everything is trained."""
         return self.backward / self.forward if self.forward else 2.0
 
 

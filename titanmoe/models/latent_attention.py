@@ -77,13 +77,13 @@ class LatentAttention(nn.Module):
     def mix(
         self, source_BSr: Tensor, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor], mask: Mask
     ) -> Tensor:
-        """Return attention's output for each head, from the gathered inputs of its projections.
+        """Return attention's output of each head (B, S, H, v), from the gathered inputs of the projections.
 
         Args:
             source_BSr: the normed query latent, or the residual stream if there is none.
             latent_BSr: the normed key-value latent.
             key_BSp: the key before RoPE.
-            rope: cos and sin.
+            rope: cos and sin of RoPE's angles.
             mask: which positions see each other.
         """
         if self.wq is None:
@@ -98,7 +98,10 @@ class LatentAttention(nn.Module):
         )
 
     def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the queries of all heads, with RoPE applied."""
+        """Return the queries of this rank's heads (B, S, H, h), with RoPE applied, from `source_BSr`.
+
+        That is the normed query latent, or the residual stream if there is none.
+        """
         if self.sharpen != 1:  # here, because it is narrower than all queries
             source_BSr = source_BSr * self.sharpen
         q_BSX = (self.wq_b if self.wq is None else self.wq)(source_BSr)
@@ -113,7 +116,13 @@ class LatentAttention(nn.Module):
     def keys_and_values(
         self, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys, with RoPE applied, and the values of all heads."""
+        """Return keys (B, S, H, h), with RoPE applied, and values (B, S, H, v) of this rank's heads.
+
+        Args:
+            latent_BSr: the normed key-value latent.
+            key_BSp: the part of the key that RoPE rotates, before RoPE, one for all heads.
+            rope: cos and sin of RoPE's angles.
+        """
         kv_BSHm, key_BS1p = self.wkv_b(latent_BSr).unflatten(-1, (-1, sum(self.key_value))), key_BSp.unsqueeze(2)
         if self.in_one_pass(kv_BSHm):
             from titanmoe.ops.kernels.latent_heads import KeysAndValues
@@ -124,5 +133,5 @@ class LatentAttention(nn.Module):
         return torch.cat((k_BSHn, k_BSHp), -1), v_BSHv
 
     def in_one_pass(self, x: Tensor) -> bool:
-        """Return whether Triton kernels compute queries, keys and values in one pass each."""
+        """Return whether Triton kernels, and not torch, split projections like x into heads and apply RoPE."""
         return fused(self.kernels, x) and not torch.compiler.is_compiling()  # the compiler fuses these by itself

@@ -319,7 +319,13 @@ def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtyp
 
 
 def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -> Tensor:
-    """Return x with RoPE applied: it rotates pairs (i, i + h / 2), as in Hugging Face's checkpoints."""
+    """Return x with RoPE applied: it rotates pairs (i, i + h / 2), as in Hugging Face's checkpoints.
+
+    Args:
+        x_BSHh: queries or keys.
+        rope: cos and sin, as `rope_angles` returns them.
+        kernels: moe.kernels, whether Triton kernels are used.
+    """
     if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # the compiler fuses these by itself
         B, S, _, h = x_BSHh.shape
         return rotate_both(x_BSHh, x_BSHh.new_empty(B, S, 0, h), rope, kernels)[0]
@@ -332,6 +338,12 @@ def rotate_both(
     """Return queries and keys with RoPE applied, on GPUs in one kernel.
 
     In heads wider than cos and sin the last dims stay as they are.
+
+    Args:
+        q_BSHh: queries.
+        k_BSGh: keys.
+        rope: cos and sin, as `rope_angles` returns them.
+        kernels: moe.kernels, whether Triton kernels are used.
     """
     width, head = rope[0].shape[-1], q_BSHh.shape[-1]
     if width < head:

@@ -9,7 +9,7 @@ from titanmoe.models.count import layer_flops
 
 
 def split_layers(model: Model, seq_len: int, stages: int, explicit: list[int]) -> list[range]:
-    """Return the layers of each stage: as listed, or so that the most expensive stage is as cheap as possible.
+    """Return the layers of each stage: as listed in the recipe, or so that the costliest stage is as cheap as possible.
 
     Cost is forward FLOPs per token; the last stage also has the head, the first the embedding's small lookup.
 

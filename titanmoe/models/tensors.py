@@ -148,7 +148,7 @@ def shapes(model: Model, tuning: Tuning | None = None) -> Iterator[tuple[str, Sh
 
     Args:
         model: the recipe's [model].
-        tuning: the adapters to include; None for none.
+        tuning: says which matrices have adapters, to be included; None for a model without adapters.
     """
     ends = edge_splits(model)
     yield "embed.weight", ends.pop("embed.weight")[0]
@@ -162,7 +162,7 @@ def shapes(model: Model, tuning: Tuning | None = None) -> Iterator[tuple[str, Sh
 
 
 def names(model: Model) -> list[str]:
-    """Return the names of all parameters, as checkpoints have them, without adapters."""
+    """Return the names of all parameters as checkpoints store them, without adapters."""
     return [name for name, _ in shapes(model)]
 
 

@@ -86,7 +86,9 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits_TV: Tensor, label_T: Tensor, tp: Group, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the cross-entropy of each token, and its entropy or None. Both are 0 without a label. Collective over tp.
+    """Return each token's cross-entropy (T,), and the entropy (T,) of its distribution or None. Collective over tp.
+
+    Both are 0 without a label.
 
     Args:
         logits_TV: logits of this rank's vocabulary.
@@ -205,9 +207,9 @@ def chunked_cross_entropy(
     kernels: str = "auto",
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the cross-entropy of each token, and its entropy or None, from slices of logits. Collective over tp.
+    """Return each token's cross-entropy (T,), and the entropy (T,) of its distribution or None. Collective over tp.
 
-    Both are 0 without a label. Full logits are never in memory.
+    They are computed from slices of the logits. Both are 0 without a label. Full logits are never in memory.
 
     Args:
         x_TD: normed hidden states.

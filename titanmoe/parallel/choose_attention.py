@@ -94,10 +94,12 @@ def _flexed(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H, report_lse, *, masks: M
 def apply_context_parallel(
     model: Transformer, options: Parallelism, placement: Placement, cp: Group, flex: Callable[..., Tensor] = flex
 ) -> None:
-    """Set the attention, or the sequence segments, of every block, and the attention kernel of this process.
+    """Set the function that computes attention in each block, or a mixer's sequence segments, in place.
+
+    Also switches this process to the attention kernel that the recipe asks for. No communication.
 
     Args:
-        model: a stage, which is changed in place.
+        model: a pipeline stage, which is changed in place.
         options: the recipe's [parallelism].
         placement: which chunks of the sequence each rank of cp has.
         cp: the ranks of context parallelism, also where there is only one.

@@ -320,7 +320,11 @@ blockwise_attention = partial(allgather_attention, placement=Placement(1, zigzag
 
 
 def full_sequence_attention(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H=None, report_lse: LseCallback = None) -> Tensor:
-    """Return attention over a full sequence on one rank: by torch's kernel where that is good, else block by block."""
+    """Return attention over full sequences on one rank, without communication.
+
+    It is computed block by block, never with all logits in memory, if there are windows, sinks or a `report_lse`, or on
+    a CPU documents; else by torch's scaled_dot_product_attention.
+    """
     inputs = (q_BLHh, k_BLGh, v_BLGh, mask, sinks_H)
     # torch's kernel for CPUs computes what a mask hides.
     hides = mask.until_BL is not None and device.choose(q_BLHh, False, cpu=True, compiled=True)

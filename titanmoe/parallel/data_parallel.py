@@ -47,9 +47,9 @@ def _on_model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
 
 
 def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
-    """Lay the experts of a stage on meta on the experts' mesh, replicated over edp, in place. Return their parameters.
+    """Replace the parameters of a stage's experts by DTensors that are replicated over edp, in place; return these.
 
-    No communication.
+    The stage is on meta. No communication.
     """
     layers = [moe.experts for moe in model.moe_layers().values()]
     for experts in layers:

@@ -146,9 +146,9 @@ class Round:
 
 
 def plan_rounds(weights: list[ShardedWeight], width: int) -> list[Round]:
-    """Return the rounds in which to work on the weights. Every rank of a shard group plans the same rounds.
+    """Return the rounds in which an optimizer works on the full matrices of the weights, to limit memory.
 
-    No communication.
+    Every rank of a shard group plans the same rounds, without communication.
 
     Args:
         weights: this rank's weights that consist of matrices.

@@ -17,7 +17,7 @@ from titanmoe.comm.collectives import Group, all_reduce
 
 
 def replicas(parameter: nn.Parameter) -> int:
-    """Return how many ranks of a pipeline stage have the same shard of a parameter as this rank, itself included."""
+    """Return the number of ranks of the pipeline stage, this rank included, that have the same shard of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

@@ -23,7 +23,7 @@ INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 
 
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's shard of a tensor, and the index of its first element in each dim of the full tensor."""
+    """Return this rank's shard of a tensor, as a plain tensor, and the shard's offset in the full tensor's dims."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -76,30 +76,30 @@ class MatrixShard(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows, and number of columns, of the matrix that the rank has."""
+        """Number of rows and number of columns of this shard."""
         return sum(count for _, _, count in self.rows), self.columns[1]
 
     def read(self, weight_shard: Tensor) -> Tensor:
-        """Return the matrix's shard out of the rank's shard of the weight: a view if its rows are consecutive there."""
+        """Return this shard of the matrix out of the rank's shard of the weight: a view if its rows are consecutive."""
         part = weight_shard if self.expert < 0 else weight_shard[self.expert]
         rows = [part[first : first + count] for _, first, count in self.rows]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def write(self, weight_shard: Tensor, value: Tensor) -> None:
-        """Overwrite the matrix's shard, in place, within the rank's shard of the weight."""
+        """Write new values of this shard of the matrix into the rank's shard of the weight, in place."""
         part, done = weight_shard if self.expert < 0 else weight_shard[self.expert], 0
         for _, first, count in self.rows:
             part[first : first + count] = value[done : done + count]
             done += count
 
     def slice_of_full(self, matrix: Tensor) -> Tensor:
-        """Return the rows and columns of a full matrix that this shard stands for."""
+        """Return the rows and columns of this shard out of the full matrix."""
         first, count = self.columns
         rows = [matrix[begin : begin + n, first : first + count] for begin, _, n in self.rows]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def write_to_full(self, matrix: Tensor, value: Tensor) -> None:
-        """Overwrite the rows and columns that this shard stands for, in place, in a full matrix."""
+        """Write the values of this shard into its rows and columns of the full matrix, in place."""
         done, (first, columns) = 0, self.columns
         for begin, _, count in self.rows:
             matrix[begin : begin + count, first : first + columns] = value[done : done + count]
@@ -111,7 +111,12 @@ NO_SHARD = MatrixShard((), (0, 0), -1)
 
 
 def matrix_shard(matrix: Matrix, region: ShardRegion) -> MatrixShard:
-    """Return the shard of a matrix that a rank has whose shard of the weight is `region`; NO_SHARD if it has none."""
+    """Return the shard of a matrix on a rank that has a region of the weight; NO_SHARD if none of the matrix is in it.
+
+    Args:
+        matrix: one of the matrices that the weight consists of.
+        region: the block of the weight that the rank has.
+    """
     stack = len(region.begin) == 3
     expert = matrix.expert - region.begin[0] if stack else -1
     (top, left), (height, width) = region.begin[-2:], region.shape[-2:]
@@ -184,7 +189,7 @@ class WeightSharding:
 
     @cached_property
     def shards(self) -> list[list[MatrixShard]]:
-        """Each member's shard of each matrix, by matrix, then by member."""
+        """Shards of the matrices, shards[i][r]: the shard of matrix i on rank r of the shard group."""
         by_region: dict[tuple[int, ShardRegion], MatrixShard] = {}
         for i, matrix in enumerate(self.matrices):
             for region in set(self.regions):
@@ -193,7 +198,7 @@ class WeightSharding:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether each matrix is full wherever a member has any of it."""
+        """Whether every rank of the shard group has all of a matrix or nothing of it, for each matrix."""
         if self.has_full_experts or len(self.regions) == 1:
             return True
         return all(
@@ -204,7 +209,7 @@ class WeightSharding:
 
     @cached_property
     def can_sum_grams(self) -> bool:
-        """Whether each matrix is sharded along its larger dim alone."""
+        """Whether each matrix is sharded along its larger dim alone, so that its Gram matrix is a sum over shards."""
         return all(
             shard is NO_SHARD or shard.shape[matrix.shape.index(min(matrix.shape))] == min(matrix.shape)
             for matrix, shards in zip(self.matrices, self.shards, strict=True)

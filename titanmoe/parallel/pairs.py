@@ -25,7 +25,10 @@ Action = torch_schedules._Action
 
 
 class Pairs:
-    """The function that torch's runtime calls for a pair, in place of its own code (`register_custom_function`)."""
+    """A function for torch's pipeline runtime that runs a forward and a backward which the schedule overlaps.
+
+    The runtime calls it in place of its own code (`register_custom_function`).
+    """
 
     def __init__(self, device: torch.device):
         self.device, self.turns = device, InterleavedPair(partial(region, OTHERS_TURN))

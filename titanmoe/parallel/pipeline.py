@@ -180,7 +180,7 @@ class Stage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: shapes are static, so no forward has run to find them, and a step's gradients must stay.
 
-        torch 2.13 calls it whenever forward-only runs and training alternate, and frees all gradients there.
+        torch 2.13 calls this method whenever forward-only runs and training alternate, and frees all gradients in it.
         """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -314,7 +314,7 @@ class Pipeline:
         """Make torch's stages and schedule. Collective over the world.
 
         Args:
-            models: this rank's stages.
+            models: this rank's stages of the model.
             unsharded_experts: the experts of each stage that FSDP does not shard.
             options: the recipe's [pipeline].
             training: the recipe's [training].

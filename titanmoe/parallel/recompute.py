@@ -106,7 +106,7 @@ class _NotDispatched:
 
 
 def _end_at_products(moe: MoE) -> None:
-    """End the recomputation of a layer at the last tensors that the experts' products save, before combine."""
+    """Make backward's recomputation of a MoE layer end after the experts' products, before combine, in place."""
     experts, plain = moe.experts, moe.experts.forward
 
     def run(*inputs: Any) -> Any:
@@ -185,12 +185,12 @@ def _recompute_selected(block: Block) -> None:
 
 
 def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_one_graph: bool = False) -> None:
-    """Wrap the methods of blocks that backward recomputes, in place.
+    """Make the methods of blocks that the recipe recomputes checkpointed regions, in place.
 
     Must be called after compilation, which wraps methods too.
 
     Args:
-        model: a stage.
+        model: a pipeline stage.
         options: the recipe's [activation_checkpoint].
         in_one_graph: whether a MoE layer is compiled as one graph.
     """

@@ -123,7 +123,7 @@ class UnshardedExperts:
 
     @contextmanager
     def use_computed_weights(self, accumulate: bool) -> Iterator[None]:
-        """Give the experts' modules the weights that products multiply by, within this context: one per step.
+        """Give the experts' modules the weights that products multiply by, within this context, for a step.
 
         At its end the gradients are summed over replicas, and added to the stored weights' `grad`. Collective over
         edp_replicate.

@@ -26,7 +26,7 @@ def warm_up(
     device: torch.device,
     loss: Callable[[Tensor, BatchSlice], Tensor],
 ) -> None:
-    """Run forward and backward of a stage on a real microbatch, and restore buffers and gradients.
+    """Load all kernels of a stage: run forward and backward on a microbatch, then restore buffers and gradients.
 
     Stages other than the first begin with random hidden states. Collective over the ranks of the stage.
 

@@ -32,7 +32,7 @@ FAMILIES = ComponentKind(
 
 
 def family_of(name: str) -> Family:
-    """Return the family of that name, shipped or "module:NAME"."""
+    """Return the family with a name: one of this package, or "module:NAME" for one that the user has written."""
     return cast(Family, FAMILIES.look_up(name))
 
 
