@@ -109,6 +109,19 @@ def test_a_step_is_the_same_under_any_mapping_and_in_any_calls(name: str) -> Non
         torch.testing.assert_close(got["weights"][weight], value, rtol=1e-10, atol=1e-12, msg=weight)
 
 
+def refused(changes: dict[str, Any]) -> str:
+    session = open_session(changes)
+    with pytest.raises(ConfigError) as error:
+        session.forward_backward(with_columns(samples(session, 0, 4)), PolicyLoss())
+    return str(error.value)
+
+
+def test_routing_that_differs_from_sampling_is_refused() -> None:
+    (message,) = world.run(1, refused, {"moe.jitter": 0.1, "moe.capacity_factor": 1.5})
+    assert "moe.jitter = 0.1 changes routing in training alone" in message
+    assert "moe.capacity_factor = 1.5 drops choices" in message
+
+
 def test_advantages_are_relative_to_the_group_in_any_order() -> None:
     rewards, groups = [1.0, 0.0, 0.5, 2.0, 2.0, 3.0], ["a", "a", "b", "c", "c", "a"]
     advantages = group_advantages(rewards, groups)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.tokens import IGNORE
 
@@ -117,6 +118,19 @@ class PolicyLoss:
     estimator: Literal["k1", "k3"] = "k3"
     """Divergence from the reference, with d = log reference - log p. k3 = exp(d) - d - 1: its gradient is that of
     KL(reference | model). k1 = -d: right as a value or in a reward, but its gradient as a loss has mean 0."""
+
+    def find_problems(self, config: Config) -> list[str]:
+        """Return which options of a recipe make the probabilities of training others than those of sampling."""
+        moe = config.moe
+        found = []
+        if moe.jitter:
+            found.append(f"moe.jitter = {moe.jitter} changes routing in training alone: set it to 0")
+        if moe.capacity_factor:
+            found.append(
+                f"moe.capacity_factor = {moe.capacity_factor} drops choices because of other tokens of the batch: set "
+                "it to 0"
+            )
+        return found
 
     def __call__(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
         """Return the weighted sum of the loss over a microbatch's labels, a scalar that gradients flow through.

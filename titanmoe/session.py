@@ -205,6 +205,8 @@ class Session:
                         "mtp_depth = 0 for an objective of your own"
                     ]
                 )
+            if problems := getattr(name, "find_problems", lambda config: [])(config):
+                raise ConfigError(problems, f"objective {type(name).__name__}")
             return OfLogProbs(self.meshes, self.training.slicer.placement, self.device, name)
         try:
             spec, has = OBJECTIVES.look_up(name), OBJECTIVES.look_up(own)
