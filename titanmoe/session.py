@@ -36,6 +36,7 @@ from titanmoe.data.batch import Batch
 from titanmoe.data.loader import BatchLayout
 from titanmoe.data.routes import Routes
 from titanmoe.models.lora import without_adapters
+from titanmoe.ops.device import kind_of_setting
 from titanmoe.parallel.batch_slice import BatchSlice, check_alike
 from titanmoe.tokens import NO_EXPERT
 from titanmoe.train.build import build_training
@@ -461,7 +462,7 @@ def open_session(recipe: str | Path, changes: Mapping[str, Any] | None = None, t
 def _joined_runtime(config: Config) -> Runtime:
     """Return the runtime of a process that has joined a process group already."""
     rank, local = dist.get_rank(), read_environment().local_rank
-    on_gpu = config.training.device != "cpu" and torch.cuda.is_available()
+    on_gpu = kind_of_setting(config.training.device) == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     return Runtime(rank, local, dist.get_world_size(), device, keep_timeouts=True)
 

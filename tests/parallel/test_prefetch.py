@@ -66,14 +66,14 @@ def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
     assert len(names) == 4
     found, run = [], trainer.training.gradients.engine.run
 
-    def split(slices: Any, objective: Any, divisor: Any) -> Any:
+    def split(slices: Any, objective: Any, divisor: Any, backward: bool) -> Any:
         (first, *others) = slices
-        with _Order() as forward:
+        with _Order() as in_forward:
             loss = objective(trainer.training.gradients.engine.model(*first[:3]), first) / divisor
-        with _Order() as backward:
+        with _Order() as in_backward:
             loss.backward()
-        found.append([[names.get(x, x) for x, _ in groupby(order.seen)] for order in (forward, backward)])
-        return run(others, objective, divisor) + loss.detach()
+        found.append([[names.get(x, x) for x, _ in groupby(order.seen)] for order in (in_forward, in_backward)])
+        return run(others, objective, divisor, backward) + loss.detach()
 
     trainer.training.gradients.engine.run = split
     trainer.train_step()

@@ -93,7 +93,7 @@ class PassSums:
     stop: Tensor
     """1 if this rank asks for training to end; summed over ranks, the number of ranks that do."""
     repeat: Tensor
-    """1 if a buffer of fixed size was too small on this rank (FirstPass); summed over ranks, the number of such ranks."""
+    """1 if a buffer of fixed size was too small on this rank (FirstPass); summed over ranks, how many."""
     metrics: Tensor
     """Metrics of the objective, in the order of `Objective.metrics`."""
 
@@ -130,7 +130,7 @@ class FirstPass(Protocol):
     """Number of steps of this process whose forward and backward were made a second time."""
 
     def used_by(self, layers: Collection[MoE]) -> AbstractContextManager[None]:
-        """Return a context in which the dispatchers of these MoE layers use the buffers. Clears `needs_repeat` first."""
+        """Return a context in which the dispatchers of these MoE layers use the buffers; clear `needs_repeat`."""
         ...
 
     def must_repeat(self, ranks: float) -> bool:
@@ -228,7 +228,7 @@ class Gradients:
         self.blocks = moe_blocks(self.model)
 
     def sums(self, work: StepWork, wants_to_stop: Callable[[], bool] = lambda: False) -> StepSums:
-        """Run a step's forward and backward; leave gradients, summed over the ranks, in `.grad`; return the step's sums.
+        """Run a step's forward and backward, leave gradients summed over ranks in `.grad`, return the step's sums.
 
         Collective over the world. If a buffer of fixed size was too small, forward and backward are made twice.
 

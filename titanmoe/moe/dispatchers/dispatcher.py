@@ -142,7 +142,7 @@ class SharedBuffers:
         return {}
 
     @contextmanager
-    def attached(self, layers: Collection[nn.Module]) -> Iterator[None]:
+    def used_by(self, layers: Collection[nn.Module]) -> Iterator[None]:
         """Let the dispatchers of these MoE layers use the buffers inside the context; clear `needs_repeat` first."""
         self.needs_repeat.zero_()
         try:
