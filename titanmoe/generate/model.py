@@ -30,6 +30,7 @@ from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 
 if TYPE_CHECKING:
     from titanmoe.checkpoint.read_adapters import Adapters
+    from titanmoe.checkpoint.state import Targets
 
 CACHES = {
     "titanmoe.models.attention:Attention": "titanmoe.generate.cached_attention:CachedKeys",
@@ -186,8 +187,8 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
     if problems:
         raise ConfigError(problems)
     experts = Experts(ep=ep, etp=etp, edp=1, edp_replicate=edp * resolved["edp_replicate"])
-    config = replace(config, lora=trained.adapters.lora) if trained.adapters else config
-    return replace(config, parallelism=Parallelism(tp=tp, dp_shard=1, dp_replicate=resolved["dp"], experts=experts))
+    parallelism = Parallelism(tp=tp, dp_shard=1, dp_replicate=resolved["dp"], experts=experts)
+    return replace(config, lora=trained_config.lora, parallelism=parallelism)
 
 
 def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> Any:
@@ -199,10 +200,18 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
         trained: the model to load.
         device: where to put it.
     """
+    model, targets = build_empty(config, meshes, device)
+    _fill(targets, trained, config)
+    return model
+
+
+def build_empty(config: Config, meshes: Any, device: Any) -> tuple[Any, Targets]:
+    """Build the transformer on this rank without gradients; return it and its shards, which are not filled yet."""
     import torch
     from torch import nn
     from torch.distributed.tensor import DTensor
 
+    from titanmoe.checkpoint import state
     from titanmoe.models.lora import add_adapters
     from titanmoe.models.transformer import Transformer
     from titanmoe.parallel.choose_attention import apply_context_parallel
@@ -222,15 +231,15 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
     model.tie()
     for buffer in model.buffers():
         buffer.zero_()
-    with torch.no_grad():
-        _fill(model, trained, config)
+    tied = config.model.tie_embeddings
+    targets = state.shards_to_load(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # A forward uses the local shard only.
             plain = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
             setattr(module, name, nn.Parameter(plain, requires_grad=False))
     model.tie()
-    return model.eval()
+    return model.eval(), targets
 
 
 def _check_base_weights(trained: TrainedModel) -> None:
@@ -252,12 +261,9 @@ def _check_base_weights(trained: TrainedModel) -> None:
             print(f"note: {compared}", file=sys.stderr)
 
 
-def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
-    from titanmoe.checkpoint import state
+def _fill(targets: Targets, trained: TrainedModel, config: Config) -> None:
     from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 
-    tied = config.model.tie_embeddings
-    targets = state.shards_to_load(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
     if trained.adapters:
         _check_base_weights(trained)
         for name in filter(is_adapter, list(targets)):

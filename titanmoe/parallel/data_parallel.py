@@ -110,6 +110,13 @@ def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism,
     _prefetch(model, meshes, freed)
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Free the weights that FSDP holds gathered, as it does after a forward without backward. No communication."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _prefetch(model: Transformer, meshes: Meshes, freed: bool) -> None:
     """Set which weights each block prefetches: its experts' and the next block's; in backward the previous block's.
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from titanmoe import observe
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.batch_slice import BatchSlice
+from titanmoe.parallel.data_parallel import free_gathered
 
 
 def warm_up(
@@ -54,9 +54,7 @@ def warm_up(
         y, seed = (y, y.detach()) if model.head is None else (loss(y, batch_slice), None)
         if y.requires_grad:  # not in a frozen model's first stage, nor in a teacher
             y.backward(seed)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    free_gathered(model)
     with torch.no_grad():
         for now, before in zip(state, state_before, strict=True):
             now.copy_(before)
