@@ -1,0 +1,400 @@
+"""Move a model's tensors from one mapping to another within the same world: by messages, without a file.
+
+A rank's shards under a mapping are `Targets` (titanmoe.checkpoint.state), with the offsets and sizes by which
+checkpoints load under any mapping. `Relayout` compares the shards of all ranks once, and plans which rank sends which
+block to which. `move` can then be called whenever the weights have changed. What arrives equals to the bit what saving
+under the first mapping and loading under the second would give.
+
+A round is one all-to-all over the world. In each of n rounds every pair of ranks exchanges 1/n of its bytes, whatever
+stages they come from. So all ranks send at once, all make the same rounds, and none sends or receives more than
+`round_bytes` in one. It is an all-to-all rather than single sends, because gloo and NCCL have it alike, it skips pairs
+that exchange nothing, and no order of sends can deadlock.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanmoe.checkpoint.move_in_blocks import Sizes, block_slices
+from titanmoe.checkpoint.state import Targets
+from titanmoe.checkpoint.write_tensors import TensorShard
+from titanmoe.comm.collectives import Group, launch_all_to_all, wait
+from titanmoe.config.load import ConfigError
+
+ROUND_BYTES = 256 << 20
+"""Most bytes that a rank sends in a round, and most that it receives, if a caller names no other number."""
+WORD = 8
+"""Bytes of an element of a message; a multiple of every dtype's itemsize."""
+PROBLEMS_SHOWN = 8
+"""How many tensors that do not fit an error names."""
+
+Box = tuple[Sizes, Sizes]
+"""Offset and sizes of a block of a tensor."""
+Layout = dict[tuple[str, torch.dtype, Sizes], list[Box]]
+"""The boxes of a rank's shards by stored name, dtype and full shape; no boxes if they are empty."""
+
+
+class TensorPlaces(NamedTuple):
+    """The shards of a stored tensor on all ranks."""
+
+    dtype: torch.dtype
+    shape: Sizes
+    ranks: dict[Box, set[int]]
+    """The ranks that have each shard: several if it is replicated."""
+
+
+class LocalTensors:
+    """This rank's shards by stored name and box, and the device of its messages."""
+
+    def __init__(self, shards: Iterable[tuple[str, TensorShard]]):
+        """Sort shards by name and box.
+
+        Args:
+            shards: stored names and shards, the values of `Targets`.
+        """
+        self.layout: Layout = {}
+        self.by_box: dict[tuple[str, Box], list[Tensor]] = {}
+        """Several tensors in one box are copies of a tied weight."""
+        for name, shard in shards:
+            boxes, box = self.layout.setdefault((name, shard.dtype, shard.shape), []), (shard.offset, shard.sizes)
+            if shard.tensor.numel() and box not in boxes:
+                boxes.append(box)
+            self.by_box.setdefault((name, box), []).append(shard.tensor.detach())
+        tensors = [tensor for some in self.by_box.values() for tensor in some]
+        self.device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+
+
+# ---- which rank has what
+
+
+def gather_places(own: Sequence[LocalTensors], group: Group) -> list[dict[str, TensorPlaces]]:
+    """Return, for each of this rank's sets of shards, those of all ranks by stored name. Collective over the group.
+
+    Raises:
+        ConfigError: on all ranks, if ranks have the same tensor in different dtypes or shapes.
+    """
+    packed = [pack(tensors.layout) for tensors in own]
+    of_ranks = [packed]
+    if group.size > 1:
+        of_ranks *= group.size
+        dist.all_gather_object(of_ranks, packed, group.process_group)
+    return [merge_layouts(of_rank) for of_rank in zip(*of_ranks, strict=True)]
+
+
+def pack(layout: Layout) -> bytes:
+    """Return a layout as compressed JSON, equal for equal layouts."""
+    rows = [[name, str(dtype).removeprefix("torch."), shape, boxes] for (name, dtype, shape), boxes in layout.items()]
+    return zlib.compress(json.dumps(rows).encode())
+
+
+def unpack(packed: bytes) -> Layout:
+    """Return the layout that `pack` was given."""
+    rows = json.loads(zlib.decompress(packed))
+    return {
+        (name, getattr(torch, dtype), tuple(shape)): [(tuple(offset), tuple(sizes)) for offset, sizes in boxes]
+        for name, dtype, shape, boxes in rows
+    }
+
+
+def merge_layouts(packed: Sequence[bytes]) -> dict[str, TensorPlaces]:
+    """Return the shards of all ranks by stored name. Replicas have equal layouts, each of which is read once.
+
+    Args:
+        packed: the Layout of each rank, as `pack` returns it.
+    """
+    places: dict[str, TensorPlaces] = {}
+    problems = []
+    for layout in dict.fromkeys(packed):
+        ranks = [rank for rank, other in enumerate(packed) if other == layout]
+        for (name, dtype, shape), boxes in unpack(layout).items():
+            tensor = places.setdefault(name, TensorPlaces(dtype, shape, {}))
+            if (tensor.dtype, tensor.shape) != (dtype, shape):
+                problems.append(f"{name} is {tensor.dtype} {tensor.shape}, and on rank {ranks[0]} {dtype} {shape}")
+            for box in boxes:
+                tensor.ranks.setdefault(box, set()).update(ranks)
+    _refuse(problems)
+    return places
+
+
+def refuse_other_model(
+    held: Mapping[str, TensorPlaces], wanted: Mapping[str, TensorPlaces], leave_out: tuple[str, ...]
+) -> None:
+    """Raise a ConfigError with the tensors by which the source and the destination are different models.
+
+    Args:
+        held: the shards in the source, by stored name.
+        wanted: those in the destination.
+        leave_out: prefixes of stored names that the destination may lack.
+    """
+    _refuse(
+        [
+            f"{name} has shape {held[name].shape} in the source and {tensor.shape} in the destination"
+            for name, tensor in wanted.items()
+            if name in held and held[name].shape != tensor.shape
+        ]
+        + [f"the source has no {name} {tensor.shape}" for name, tensor in wanted.items() if name not in held]
+        + [
+            f"the destination has no {name} {tensor.shape}"
+            for name, tensor in held.items()
+            if name not in wanted and not name.startswith(leave_out)
+        ]
+    )
+
+
+def _refuse(problems: list[str]) -> None:
+    if (more := len(problems) - PROBLEMS_SHOWN) > 0:
+        problems = [*problems[:PROBLEMS_SHOWN], f"and {more:,} more tensors"]
+    if problems:
+        raise ConfigError(problems)
+
+
+# ---- which rank sends what
+
+
+class BlockMove(NamedTuple):
+    """A block of a stored tensor that moves from a shard in the source to one in the destination."""
+
+    name: str
+    source: Box
+    """The shard that it comes from."""
+    destination: Box
+    """The shard that it goes to."""
+    box: Box
+    """The elements that both have in common."""
+    dtype: torch.dtype
+    """Dtype in which it is sent."""
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.box[1]) * self.dtype.itemsize
+
+    def source_view(self, tensors: LocalTensors) -> Tensor:
+        """Return the block in this rank's tensor of the source."""
+        return tensors.by_box[self.name, self.source][0][block_slices(*self.box, self.source[0])]
+
+    def destination_views(self, tensors: LocalTensors) -> list[Tensor]:
+        """Return the block in each of this rank's tensors of the destination."""
+        slices = block_slices(*self.box, self.destination[0])
+        return [tensor[slices] for tensor in tensors.by_box[self.name, self.destination]]
+
+
+def overlaps(wanted: Iterable[Box], held: Iterable[Box]) -> Iterator[tuple[Box, Box, Box]]:
+    """Yield each box of `wanted` and each of `held` that have elements in common, and the box of these."""
+    wanted, held = list(wanted), list(held)
+    if not wanted or not held:
+        return
+    first, second = (torch.tensor(boxes, dtype=torch.int64) for boxes in (wanted, held))
+    starts = torch.maximum(first[:, None, 0], second[None, :, 0])
+    sizes = torch.minimum(first.sum(1)[:, None], second.sum(1)[None]) - starts
+    pairs = (sizes > 0).all(-1).nonzero(as_tuple=True)
+    for i, j, start, size in zip(*pairs, starts[pairs].tolist(), sizes[pairs].tolist(), strict=True):
+        yield wanted[i], held[j], (tuple(start), tuple(size))
+
+
+class Stream:
+    """The blocks that one rank sends to another, in one row of bytes that is cut into rounds."""
+
+    def __init__(self, blocks: list[BlockMove]):
+        # Wide dtypes come first, so that each block begins at a multiple of its itemsize.
+        self.blocks = sorted(blocks, key=lambda block: -block.dtype.itemsize)
+        self.starts = list(accumulate((block.bytes for block in self.blocks), initial=0))
+
+    def words(self, number: int, rounds: int) -> range:
+        """Return which words of the row belong to a round."""
+        words = -(-self.starts[-1] // WORD)
+        return range(words * number // rounds, words * (number + 1) // rounds)
+
+    def cut(self, message: Tensor, number: int, rounds: int) -> Iterator[tuple[BlockMove, int, Tensor]]:
+        """Yield the blocks, or parts of blocks, of a round: block, its first element there, and all its elements.
+
+        Args:
+            message: the bytes of the round, of which the elements are views.
+            number: the round's.
+            rounds: how many there are.
+        """
+        if not (words := self.words(number, rounds)):
+            return
+        begin, end = words.start * WORD, min(words.stop * WORD, self.starts[-1])
+        for i in range(bisect_right(self.starts, begin) - 1, bisect_left(self.starts, end)):
+            block, start, stop = self.blocks[i], max(begin, self.starts[i]), min(end, self.starts[i + 1])
+            elements = message[start - begin : stop - begin].view(block.dtype)
+            yield block, (start - self.starts[i]) // block.dtype.itemsize, elements
+
+
+def flat_views(x: Tensor, first: int, count: int) -> Iterator[Tensor]:
+    """Yield views of x that together are `count` elements from the `first` on, in row-major order."""
+    if count == x.numel():
+        yield x
+        return
+    row = x.numel() // len(x)
+    start, end = -(-first // row), (first + count) // row  # full rows
+    if start > end:
+        yield from flat_views(x[end], first - end * row, count)
+        return
+    if before := start * row - first:
+        yield from flat_views(x[start - 1], row - before, before)
+    if end > start:
+        yield x[start:end]
+    if after := first + count - end * row:
+        yield from flat_views(x[end], 0, after)
+
+
+def pair_views(view: Tensor, first: int, elements: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of a block, from its element `first` on, each with the elements of a message that belong to it."""
+    parts = list(flat_views(view, first, len(elements)))
+    for part, data in zip(parts, elements.split([part.numel() for part in parts]), strict=True):
+        yield part, data.view(part.shape)
+
+
+class MessagePlan:
+    """What this rank copies, sends and receives to fill a destination."""
+
+    def __init__(
+        self,
+        held: Mapping[str, TensorPlaces],
+        wanted: Mapping[str, TensorPlaces],
+        group: Group,
+        round_bytes: int = ROUND_BYTES,
+    ):
+        """Choose the sender of each block: of its holders, the one with the fewest bytes to send so far.
+
+        A rank copies what it holds itself. Nothing is communicated: all ranks come to the same choices.
+
+        Args:
+            held: the shards of all ranks in the source, by stored name.
+            wanted: those in the destination, of tensors that the source has.
+            group: the ranks.
+            round_bytes: most bytes that a rank sends in a round, and most that it receives.
+
+        Raises:
+            ConfigError: shards of a tensor in the source overlap, or are not all of it.
+        """
+        self.group, self.copies = group, []
+        self.sent, self.received = [0] * group.size, [0] * group.size
+        """Bytes that each rank sends and receives."""
+        sends: dict[int, list[BlockMove]] = {}
+        receives: dict[int, list[BlockMove]] = {}
+        problems = []
+        for name, tensor in wanted.items():
+            dtype = min(tensor.dtype, held[name].dtype, key=lambda dtype: dtype.itemsize)
+            missing = {box: prod(box[1]) for box in tensor.ranks}
+            for destination, source, box in overlaps(tensor.ranks, held[name].ranks):
+                missing[destination] -= prod(box[1])
+                block = BlockMove(name, source, destination, box, dtype)
+                receivers, holders = tensor.ranks[destination], held[name].ranks[source]
+                if group.rank in receivers and group.rank in holders:
+                    self.copies.append(block)
+                senders = sorted(holders, key=lambda rank: (self.sent[rank], rank))
+                needing, size = sorted(receivers - holders), block.bytes
+                for i, sender in enumerate(senders):
+                    served = needing[i :: len(senders)]
+                    self.sent[sender] += size * len(served)
+                    if sender == group.rank:
+                        for receiver in served:
+                            sends.setdefault(receiver, []).append(block)
+                    elif group.rank in served:
+                        receives.setdefault(sender, []).append(block)
+                for receiver in needing:
+                    self.received[receiver] += size
+            if any(missing.values()):
+                problems.append(f"the shards of {name} {tensor.shape} in the source overlap, or are not all of it")
+        _refuse(problems)
+        self.sends = {rank: Stream(blocks) for rank, blocks in sends.items()}
+        """What this rank sends, by receiver."""
+        self.receives = {rank: Stream(blocks) for rank, blocks in receives.items()}
+        """What this rank receives, by sender."""
+        self.rounds = -(-max(self.sent + self.received) // round_bytes)
+
+    @torch.no_grad()
+    def move(self, source: LocalTensors, destination: LocalTensors, device: torch.device) -> None:
+        """Fill this rank's shards of the destination in place. Collective over the group.
+
+        Args:
+            source: this rank's shards in the source.
+            destination: the shards to fill.
+            device: where messages are made.
+        """
+        for block in self.copies:
+            for view in block.destination_views(destination):
+                view.copy_(block.source_view(source))
+        for number in range(self.rounds):
+            self._round(number, source, destination, device)
+
+    def _round(self, number: int, source: LocalTensors, destination: LocalTensors, device: torch.device) -> None:
+        """Send and receive what belongs to a round. A method, so that its messages are freed at its end."""
+        send, receive = (
+            [len(streams[rank].words(number, self.rounds)) if rank in streams else 0 for rank in range(self.group.size)]
+            for streams in (self.sends, self.receives)
+        )
+        message = torch.empty(sum(send), dtype=torch.int64, device=device)
+        for block, first, elements in self._cut(self.sends, message, send, number):
+            for part, data in pair_views(block.source_view(source), first, elements):
+                data.copy_(part)
+        message = wait(launch_all_to_all(message, send, receive, self.group), self.group)
+        for block, first, elements in self._cut(self.receives, message, receive, number):
+            for view in block.destination_views(destination):
+                for part, data in pair_views(view, first, elements):
+                    part.copy_(data)
+
+    def _cut(
+        self, streams: Mapping[int, Stream], message: Tensor, words: list[int], number: int
+    ) -> Iterator[tuple[BlockMove, int, Tensor]]:
+        for rank, data in enumerate(message.view(torch.uint8).split([n * WORD for n in words])):
+            if rank in streams:
+                yield from streams[rank].cut(data, number, self.rounds)
+
+
+class Relayout:
+    """A planned move of a model's tensors from one mapping to another, to be made any number of times."""
+
+    def __init__(
+        self,
+        source: Targets,
+        destination: Targets,
+        *,
+        leave_out: tuple[str, ...] = (),
+        round_bytes: int = ROUND_BYTES,
+        group: Group | None = None,
+    ):
+        """Compare the shards of all ranks and plan the messages. Collective over the group.
+
+        Args:
+            source: this rank's shards in the mapping to move from (`checkpoint.state.shards_to_load`).
+            destination: its shards in the mapping to move to, in other memory, of any dtype.
+            leave_out: prefixes of stored names that the destination may lack, such as "model.mtp.".
+            round_bytes: most bytes that a rank sends in a round, and most that it receives. A move takes twice as much
+                memory, plus 8 bytes for each rank.
+            group: the ranks of both mappings; None for the world.
+
+        Raises:
+            ConfigError: on all ranks, if they are not shards of one model, with the names and shapes that differ.
+        """
+        self.group = group or Group.of(dist.group.WORLD)
+        tensors = LocalTensors(source.values()), LocalTensors(destination.values())
+        held, wanted = gather_places(tensors, self.group)
+        refuse_other_model(held, wanted, leave_out)
+        self.plan = MessagePlan(held, wanted, self.group, round_bytes)
+        self.layouts = [some.layout for some in tensors]
+
+    def move(self, source: Targets, destination: Targets) -> None:
+        """Fill the destination from the source. Collective over the group.
+
+        The shards are those of the plan, with other contents. A destination that has run a forward without backward
+        since the last move may hold gathered weights: free them before its next forward
+        (`titanmoe.parallel.data_parallel.free_gathered`).
+        """
+        tensors = LocalTensors(source.values()), LocalTensors(destination.values())
+        if [some.layout for some in tensors] != self.layouts:
+            raise ValueError("these are other shards than the move was planned for")
+        source_device, destination_device = (some.device for some in tensors)
+        self.plan.move(*tensors, destination_device if source_device == torch.device("cpu") else source_device)
