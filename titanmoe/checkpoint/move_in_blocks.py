@@ -14,6 +14,7 @@ from torch import Tensor
 Sizes = tuple[int, ...]
 ReadBlock = Callable[[Sizes, Sizes], Tensor]
 """A function (offset, sizes) that returns a block of a tensor."""
+CPU = torch.device("cpu")
 WRITE_BLOCK_BYTES = 32 << 20
 """Most bytes of a block that is written to a file at once."""
 COPY_BLOCK_BYTES = 2 << 20
@@ -61,14 +62,14 @@ def slice_of_full(make: Callable[[], Tensor]) -> ReadBlock:
     return lambda offset, sizes: make()[block_slices(offset, sizes)]
 
 
-def empty(sizes: Sizes, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised CPU tensor whose memory goes back to the system once it is released.
+def empty(sizes: Sizes, dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """Return an uninitialised tensor; on the CPU its memory goes back to the system once it is released.
 
     Large ones are mapped anonymously: malloc would keep freed memory in fragments too small for the next block.
     """
     size = prod(sizes) * dtype.itemsize
-    if size < COPY_BLOCK_BYTES // 4:
-        return torch.empty(sizes, dtype=dtype)
+    if size < COPY_BLOCK_BYTES // 4 or device != CPU:
+        return torch.empty(sizes, dtype=dtype, device=device)
     return torch.frombuffer(mmap(-1, size, MAP_PRIVATE), dtype=dtype).view(sizes)
 
 

@@ -25,6 +25,7 @@ from titanmoe.checkpoint.hf.safetensors_folder import (
 )
 from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape, TensorMap
 from titanmoe.checkpoint.hf.weight_sources import ExportSource, open_export_source
+from titanmoe.checkpoint.move_in_blocks import CPU
 from titanmoe.config.load import ConfigError
 from titanmoe.data.chat import open_chat_encoder
 from titanmoe.data.tokenizer import FILE, open_tokenizer
@@ -36,12 +37,19 @@ class Export:
     """Our weights, seen as the tensors of a Hugging Face model."""
 
     def __init__(self, source: ExportSource, path: Path, dtype: torch.dtype | None = None):
-        self.weights, self.carried, self.seq_len = source
-        self.model, self.stored, self.dtype = self.weights.model, self.weights.tensors, dtype
-        self.map = TensorMap(self.model, configs.hf_format_of(self.model.family))
-        self._check(path)
+        """Map the weights' names; ConfigError unless the weights are the model's.
 
-    def _check(self, path: Path) -> None:
+        Args:
+            source: what to export.
+            path: where it is, for error messages.
+            dtype: dtype of the tensors, selection biases apart; None for the weights' own.
+        """
+        self.weights, self.carried, self.seq_len = source
+        self.path, self.model, self.stored, self.dtype = path, self.weights.model, self.weights.tensors, dtype
+        self.map = TensorMap(self.model, configs.hf_format_of(self.model.family))
+        self._check()
+
+    def _check(self) -> None:
         problems = [f"{name} is missing" for name in self.map.our_shapes if name not in self.stored]
         problems += [f"{name} does not belong to this model" for name in self.stored if name not in self.map.our_shapes]
         problems += [
@@ -49,15 +57,18 @@ class Export:
             for name, shape in self.map.our_shapes.items()
             if name in self.stored and self.stored[name][0] != shape
         ]
-        if not problems:
-            # A tensor that a family has no place for must have no effect.
-            problems = [
-                f"{name} is not zero, and {self.map.hf.model_type} models have no such bias"
-                for name, places in self.map.places.items()
-                if not places and self.weights.read(name, (0,), self.stored[name][0]).any()
-            ]
         if problems:
-            raise ConfigError(problems, str(path))
+            raise ConfigError(problems, str(self.path))
+
+    def check_biases(self) -> None:
+        """Raise a ConfigError if a bias that the format has no place for has an effect."""
+        problems = [
+            f"{name} is not zero, and {self.map.hf.model_type} models have no such bias"
+            for name, places in self.map.places.items()
+            if not places and self.weights.read(name, (0,), self.stored[name][0]).any()
+        ]
+        if problems:
+            raise ConfigError(problems, str(self.path))
 
     @cached_property
     def sizes(self) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -68,15 +79,16 @@ class Export:
         our_name = self.map.parts[name][0].our_name
         return self.stored[our_name][1] if self.dtype is None or our_name.endswith(EXPERT_BIAS) else self.dtype
 
-    def make(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+    def make(self, name: str, offset: Shape, shape: Shape, device: torch.device = CPU) -> Tensor:
         """Return a block of a Hugging Face tensor in the dtype of the file, made from our weights.
 
         Args:
             name: the tensor's name on Hugging Face.
             offset: where the block begins in the tensor.
             shape: the block's shape; its last dim has to be full.
+            device: where to make it.
         """
-        return self.map.write(name, offset, shape, self._dtype(name), self.weights.read)
+        return self.map.write(name, offset, shape, self._dtype(name), self.weights.read, device)
 
     def config(self) -> dict[str, Any]:
         """Return the contents of the config.json for these weights."""
@@ -135,6 +147,7 @@ def plan_folder(
         base_name: name of the base weights of adapters; "" for the one in their recipe.
     """
     export = Export(open_export_source(path, base_name), path, dtype)
+    export.check_biases()
     other_files = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
     if tokenizer is not None:
         tokenizer_files = {

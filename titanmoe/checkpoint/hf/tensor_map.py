@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.move_in_blocks import empty, fill_in_blocks
+from titanmoe.checkpoint.move_in_blocks import CPU, empty, fill_in_blocks
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import mixers
@@ -202,7 +202,15 @@ class TensorMap:
 
     # ---- to Hugging Face
 
-    def write(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: ReadNamedBlock) -> Tensor:
+    def write(
+        self,
+        name: str,
+        offset: Shape,
+        shape: Shape,
+        dtype: torch.dtype,
+        read: ReadNamedBlock,
+        device: torch.device = CPU,
+    ) -> Tensor:
         """Return a block of a Hugging Face tensor, copied from our tensors.
 
         Args:
@@ -211,8 +219,9 @@ class TensorMap:
             shape: the block's shape; its last dim has to be full.
             dtype: dtype to return.
             read: returns a block of one of our tensors, given its name, offset and shape.
+            device: where to make it.
         """
-        out = empty(shape, dtype)
+        out = empty(shape, dtype, device)
         for place in self.parts[name]:
             self._put(place, out, offset, read)
         return out

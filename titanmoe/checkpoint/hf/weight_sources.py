@@ -96,7 +96,7 @@ class MergedWeights:
         down = A.read((*experts, 0, column), (*counts, rank, columns))
         up = B.read((*experts, row, 0), (*counts, rows, rank))
         wide = torch.promote_types(torch.promote_types(block.dtype, down.dtype), torch.float32)
-        change = torch.matmul(up.to(wide), down.to(wide), out=empty(shape, wide))
+        change = torch.matmul(up.to(wide), down.to(wide), out=empty(shape, wide, block.device))
         return change.mul_(self.adapters.lora.alpha / rank).add_(block)
 
 

@@ -1,0 +1,190 @@
+"""Export a running model as full tensors in Hugging Face's names, block by block, to some of its ranks.
+
+For whoever hands the weights on, such as to an inference engine after each step. Every tensor equals to the bit what
+`titanmoe convert --to-hf` makes from a checkpoint of the run. A block is the shards of as many Hugging Face tensors as
+fit in `block_bytes`, or of one; of stacked experts only the expert that a tensor is made from is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanmoe.checkpoint.hf.export import Export
+from titanmoe.checkpoint.hf.tensor_map import HfPlace, Shape
+from titanmoe.checkpoint.hf.weight_sources import ExportSource, MergedWeights
+from titanmoe.checkpoint.move_in_blocks import block_slices, empty
+from titanmoe.checkpoint.read_adapters import MODEL, Adapters
+from titanmoe.checkpoint.relayout import (
+    ROUND_BYTES,
+    Box,
+    LocalTensors,
+    MessagePlan,
+    TensorPlaces,
+    gather_places,
+)
+from titanmoe.checkpoint.state import Targets
+from titanmoe.checkpoint.write_tensors import LazyTensor, TensorShard
+from titanmoe.comm.collectives import Group
+from titanmoe.config.schema import Config, LoRA, Model
+from titanmoe.models.lora_spec import adapter_names, is_adapter
+
+Boxes = dict[tuple[str, Box], torch.dtype]
+"""Blocks of our tensors, and the dtype in which each is gathered."""
+
+
+class GatheredWeights:
+    """The blocks of a model's weights that are gathered on this rank, by our names."""
+
+    def __init__(self, model: Model, tensors: dict[str, tuple[Shape, torch.dtype]]):
+        self.model, self.tensors = model, tensors
+        self.blocks: dict[str, list[TensorShard]] = {}
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """Return a block that lies within a gathered one."""
+        for shard in self.blocks[name]:
+            ends = zip(offset, shape, shard.offset, shard.sizes, strict=True)
+            if all(begin <= first and first + n <= begin + size for first, n, begin, size in ends):
+                return shard.tensor[block_slices(offset, shape, shard.offset)]
+        raise KeyError(f"{name}: {shape} at {offset} is not gathered")
+
+
+class HFBlock(NamedTuple):
+    """Hugging Face tensors that are made from what is gathered at once."""
+
+    names: list[str]
+    boxes: Boxes
+    plan: MessagePlan
+
+
+class LiveExport:
+    """A planned export of a running model as full Hugging Face tensors, to be made any number of times."""
+
+    def __init__(
+        self,
+        source: Targets,
+        model: Model,
+        *,
+        merge: LoRA | None = None,
+        ranks: Collection[int] | None = (0,),
+        dtype: torch.dtype | None = None,
+        block_bytes: int = ROUND_BYTES,
+        group: Group | None = None,
+    ):
+        """Compare the shards of all ranks and plan the messages. Collective over the group.
+
+        A rank that gets tensors needs memory for a block and one tensor; every rank needs `block_bytes` for what it
+        sends and as much for what it receives.
+
+        Args:
+            source: this rank's shards (`checkpoint.state.shards_to_load`).
+            model: the recipe's [model].
+            merge: the recipe's [lora], to merge adapters into their matrices; None leaves adapters out.
+            ranks: the ranks of the group that get the tensors; None for all.
+            dtype: dtype of the tensors, selection biases apart; None for the weights' own.
+            block_bytes: most bytes of a block, unless a single tensor is larger, and of a message.
+            group: the ranks that hold the model; None for the world.
+
+        Raises:
+            ConfigError: on all ranks, if these are not the model's weights, or transformers cannot represent it.
+        """
+        self.group = group or Group.of(dist.group.WORLD)
+        everyone = range(self.group.size)
+        self.ranks, self.block_bytes = everyone if ranks is None else ranks, block_bytes
+        own = LocalTensors(source.values())
+        self.layout = own.layout
+        (self.held,) = gather_places([own], self.group)
+        stored = {name.removeprefix(MODEL): (held.shape, held.dtype) for name, held in self.held.items()}
+        weights = {name: size for name, size in stored.items() if not is_adapter(name)}
+        self.gathered = self.weights = GatheredWeights(model, weights)
+        self.matrices: set[str] = set()
+        if merge is not None:
+            pairs = {
+                name: LazyTensor(*size, partial(self.gathered.read, name))
+                for name, size in stored.items()
+                if is_adapter(name)
+            }
+            self.weights = MergedWeights(Adapters(Path("the model"), model, merge, pairs), self.gathered, "")
+            self.matrices = self.weights.matrices
+        self.export = Export(ExportSource(self.weights, {}, Config().training.seq_len), Path("the model"), dtype)
+        # Biases that transformers has no place for: all ranks check them, so that all raise the same error.
+        homeless = [name for name, places in self.export.map.places.items() if not places]
+        self.biases = self._plan([], {(name, self._box(name)): stored[name][1] for name in homeless}, everyone)
+        self.blocks = list(self._split())
+
+    def tensors(self, source: Targets) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield name and tensor of each Hugging Face tensor; None on ranks that do not get it.
+
+        Collective over the group: all ranks get the same names in the same order, and have to go on to the end.
+
+        Args:
+            source: the shards that were planned for, with whatever they contain now.
+
+        Raises:
+            ConfigError: on all ranks, if a selection bias has an effect that transformers cannot represent.
+        """
+        own = LocalTensors(source.values())
+        if own.layout != self.layout:
+            raise ValueError("these are other shards than the export was planned for")
+        self._gather(own, self.biases, True)
+        self.export.check_biases()
+        receives = self.group.rank in self.ranks
+        for block in self.blocks:
+            self._gather(own, block, receives)
+            for name in block.names:
+                shape, _ = self.export.sizes[name]
+                yield name, self.export.make(name, (0,) * len(shape), shape, own.device) if receives else None
+        self.gathered.blocks = {}
+
+    def _split(self) -> Iterator[HFBlock]:
+        """Yield the blocks, in the order of the tensors."""
+        names: list[str] = []
+        boxes: Boxes = {}
+        room = self.block_bytes
+        for name, places in self.export.map.parts.items():
+            more = {key: dtype for place in places for key, dtype in self._boxes(place).items() if key not in boxes}
+            needed = sum(prod(sizes) * dtype.itemsize for (_, (_, sizes)), dtype in more.items())
+            if needed > room and names:
+                yield self._plan(names, boxes, self.ranks)
+                names, boxes, room = [], {}, self.block_bytes
+            names.append(name)
+            boxes |= more
+            room -= needed
+        yield self._plan(names, boxes, self.ranks)
+
+    def _boxes(self, place: HfPlace) -> Boxes:
+        """Return the blocks of our tensors from which a Hugging Face tensor, or a slice of it, is made."""
+        if place.our_name not in self.matrices:
+            return {(place.our_name, self._box(place.our_name, place.expert)): self.export.sizes[place.hf_name][1]}
+        # Adapters are merged into what is stored, and the sum is rounded.
+        names = place.our_name, *adapter_names(place.our_name)
+        return {(name, self._box(name, place.expert)): self.held[MODEL + name].dtype for name in names}
+
+    def _box(self, name: str, expert: int | None = None) -> Box:
+        shape = self.held[MODEL + name].shape
+        if expert is None:
+            return (0,) * len(shape), shape
+        return (expert, *[0] * (len(shape) - 1)), (1, *shape[1:])
+
+    def _plan(self, names: list[str], boxes: Boxes, ranks: Collection[int]) -> HFBlock:
+        wanted: dict[str, TensorPlaces] = {}
+        for (name, box), dtype in boxes.items():
+            shape = self.held[MODEL + name].shape
+            wanted.setdefault(MODEL + name, TensorPlaces(dtype, shape, {})).ranks[box] = set(ranks)
+        return HFBlock(names, boxes, MessagePlan(self.held, wanted, self.group, self.block_bytes))
+
+    def _gather(self, source: LocalTensors, block: HFBlock, receives: bool) -> None:
+        """Gather a block in place of the one before. Collective over the group."""
+        self.gathered.blocks = {}
+        for (name, (offset, sizes)), dtype in block.boxes.items() if receives else ():
+            shard = TensorShard(empty(sizes, dtype, source.device), offset, self.held[MODEL + name].shape)
+            self.gathered.blocks.setdefault(name, []).append(shard)
+        shards = [(MODEL + name, shard) for name, some in self.gathered.blocks.items() for shard in some]
+        block.plan.move(source, LocalTensors(shards), source.device)
