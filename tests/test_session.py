@@ -300,6 +300,10 @@ def run_functions_of_the_page(changes: dict[str, Any]) -> list[float]:
     generator = session.log_probs(session.batch(ids)).cpu() + 0.1
     watched = names["grpo_step"](session, ids, None, [1.0, 0.0], ["a prompt"] * 2, generator)
     assert watched["policy.ratio_p50"] == 1 and watched["policy.mismatch"] == pytest.approx(0.1)
+    sent: dict[str, torch.Tensor] = {}
+    other = open_session(changes)
+    names["train_and_hand_over"](session, other, [ids, ids], sent.__setitem__)
+    assert len(sent) > 50 and torch.equal(session.log_probs(session.batch(ids)), other.log_probs(other.batch(ids)))
     return [report["tokens"], policy["tokens"], policy["loss"], expected]
 
 

@@ -14,7 +14,7 @@ Shapes: N samples of a call, L positions of a sample (training.seq_len).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -26,7 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanmoe.checkpoint.hf.live_export import LiveExport, write_hf_folder
+from titanmoe.checkpoint.on_all_ranks import from_rank
+from titanmoe.checkpoint.relayout import Relayout
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.state import Targets, shards_to_load
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_layers
@@ -38,6 +42,7 @@ from titanmoe.data.routes import Routes
 from titanmoe.models.lora import without_adapters
 from titanmoe.ops.device import kind_of_setting
 from titanmoe.parallel.batch_slice import BatchSlice, check_alike
+from titanmoe.parallel.data_parallel import free_gathered
 from titanmoe.tokens import NO_EXPERT
 from titanmoe.train.build import build_training
 from titanmoe.train.gradients import PassSums, StepWork, Totals, sum_together
@@ -124,6 +129,10 @@ class Session:
         """Results of the open step's calls on this rank."""
         self._samples = 0
         """Samples of the open step so far."""
+        self._exports: dict[Any, LiveExport] = {}
+        """Planned exports by their options."""
+        self._moves: dict[int, tuple[Session, Relayout]] = {}
+        """Planned moves of weights by the id of the run that they go to."""
 
     def __enter__(self) -> Session:
         return self
@@ -397,6 +406,88 @@ class Session:
                 buffer.copy_(value)
             if measures:
                 logits.measures = True
+
+    # ---- weights
+
+    @property
+    def shards(self) -> Targets:
+        """This rank's shards of all weights and selection biases, adapters and frozen weights among them."""
+        training = self.training
+        return shards_to_load(training.parameters, training.buffers, None, self.config.model.tie_embeddings)
+
+    def weights(
+        self,
+        *,
+        ranks: Collection[int] | None = (0,),
+        dtype: torch.dtype | None = None,
+        merge_adapters: bool = True,
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield name and tensor of each Hugging Face tensor of the model, in one order on all ranks.
+
+        At most 256 MiB of tensors, or one, are on the device at a time. All ranks have to go on to the end.
+
+        Args:
+            ranks: the ranks that get the tensors; None for all. The others get None for each tensor.
+            dtype: dtype of the tensors, selection biases apart; None for the weights' own.
+            merge_adapters: whether to merge LoRA's adapters into their matrices; else they are left out.
+
+        Raises:
+            ConfigError: on all ranks, if transformers cannot represent the model.
+        """
+        yield from self._export(ranks, dtype, merge_adapters).tensors(self.shards)
+
+    def _export(self, ranks: Collection[int] | None, dtype: torch.dtype | None, merge_adapters: bool) -> LiveExport:
+        key = None if ranks is None else tuple(ranks), dtype, merge_adapters
+        if key not in self._exports:
+            lora = self.config.lora if merge_adapters and self.config.lora.rank else None
+            try:
+                carried = from_rank(self.group, 0, self.training.checkpoints.find_carried)
+            except CheckpointError as error:
+                raise ConfigError([str(error)]) from None
+            self._exports[key] = LiveExport(
+                self.shards,
+                self.config.model,
+                merge=lora,
+                ranks=ranks,
+                dtype=dtype,
+                carried=carried,
+                seq_len=self.config.training.seq_len,
+            )
+        return self._exports[key]
+
+    def export_hf(self, folder: str | Path, *, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9) -> Path:
+        """Write the model to a Hugging Face folder with config.json and the tokenizer, if it began from one.
+
+        LoRA's adapters are merged. Rank 0 writes the files. Returns the folder's path.
+
+        Args:
+            folder: where to write; a Hugging Face folder that exists is replaced.
+            dtype: dtype of the tensors, selection biases apart; None for the weights' own.
+            shard_bytes: most bytes of a safetensors file.
+
+        Raises:
+            ConfigError: on all ranks, if transformers cannot represent the model or the folder cannot be written.
+        """
+        folder = Path(folder)
+        write_hf_folder(self._export((0,), dtype, True), self.shards, folder, shard_bytes, self.group)
+        return folder
+
+    def copy_weights(self, to: Session) -> None:
+        """Copy all weights and selection biases to a run of the same model, under any mapping and in any dtype.
+
+        By messages; the first call plans them. Moments are not copied.
+
+        Args:
+            to: a run in the same processes.
+
+        Raises:
+            ConfigError: on all ranks, if the other run's model differs, with names and shapes.
+        """
+        _, relayout = self._moves.get(id(to)) or (to, Relayout(self.shards, to.shards, leave_out=("model.mtp.",)))
+        self._moves[id(to)] = to, relayout
+        relayout.move(self.shards, to.shards)
+        for stage in to.training.stages:
+            free_gathered(stage)
 
     # ---- state
 

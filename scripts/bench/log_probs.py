@@ -1,21 +1,25 @@
-"""Differences of log-probabilities of the same samples by batch, packing and mapping, on CPUs.
+"""Differences of log-probabilities of the same samples by batch, packing and mapping.
 
-    python -m scripts.bench.log_probs
+    torchrun --standalone --nproc-per-node 2 scripts/bench/log_probs.py
 
-A random model of 4 layers with 32 experts, 8 samples of 64 tokens; each case against one rank with one sample a
-microbatch. "replayed" gives the routers the experts of that rank. The last column is the fraction of tokens whose
-probability ratio is outside [0.9, 1.1].
+A random model of 4 layers with 32 experts, 8 samples of 64 tokens; each case against one sample a microbatch, no rank
+sharing a layer with another. "experts given" replays the experts of that case. The last column is the fraction of
+tokens whose probability ratio is outside [0.9, 1.1]. One process alone runs the cases that need no second rank.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests import parity, world
-from titanmoe.data.batch import ROUTES
-from titanmoe.session import NoLoader, Session
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import titanmoe
+from titanmoe.train.runtime import exit_now, stop, world_size
 
 SAMPLES, LENGTH = 8, 64
 MODEL = {
@@ -29,47 +33,66 @@ MODEL = {
     "model.init_std": 0.06,
     "training.seq_len": LENGTH,
     "training.global_batch_size": SAMPLES,
+    "training.local_batch_size": 1,
     "training.dtype": "float32",
-    "training.mixed_precision_reduce": "float32",
+    "moe.aux_loss": 0.0,
+    "job.ranks": 0,
+    "parallelism.tp": 1,
+    "parallelism.experts.ep": 1,
 }
+TINY = {"model.dim": 32, "model.num_layers": 2, "model.expert_hidden": 32, "model.num_experts": 8}
 EP2 = {"parallelism.experts.ep": 2}
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "the same again": (1, {}),
-    "8 samples a microbatch": (1, {"training.local_batch_size": 8}),
-    "4 samples packed into one": (1, {"training.seq_len": 4 * LENGTH, "training.global_batch_size": 2}),
-    "ep 2": (2, EP2),
-    "cp 2": (2, EP2 | {"parallelism.cp": 2}),
-    "tp 2": (2, EP2 | {"parallelism.tp": 2}),
-    "cp 2, replayed": (2, EP2 | {"parallelism.cp": 2}),
-    "tp 2, replayed": (2, EP2 | {"parallelism.tp": 2}),
+CP2, TP2 = EP2 | {"parallelism.cp": 2}, EP2 | {"parallelism.tp": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "the same again": {},
+    "4 samples a microbatch": {"training.local_batch_size": 4},
+    "4 samples packed into one": {"training.seq_len": 4 * LENGTH, "training.global_batch_size": 2},
+    "ep 2": EP2,
+    "cp 2": CP2,
+    "tp 2": TP2,
+    "cp 2, experts given": CP2,
+    "tp 2, experts given": TP2,
 }
 
 
-def measure(changes: dict[str, Any], routes: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probabilities of the labels (samples, length - 1) and the experts of all tokens."""
-    trainer = parity.make_trainer(changes, loader=NoLoader)
-    session = Session(parity.read(changes, trainer.training.runtime.world), trainer.training)
+def measure(changes: dict[str, Any], experts_NSLK: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities of the labels (samples, length - 1) and the experts of all tokens. Collective.
+
+    Args:
+        changes: options of the case.
+        experts_NSLK: the experts that tokens are sent to; None lets the routers choose.
+    """
+    run = titanmoe.open("debug", changes, trains=False)
     ids = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(5))
-    row = session.config.training.seq_len
-    documents = (torch.arange(row) // LENGTH).expand(SAMPLES * LENGTH // row, row)
-    batch = session.batch(ids.view(-1, row), documents=documents if row > LENGTH else None)
-    if routes is not None:
-        batch = batch._replace(extra_fields={ROUTES: routes})
-    log_probs, chosen = session.log_probs_and_routes(batch)
-    return log_probs.view(SAMPLES, LENGTH)[:, :-1].double(), chosen.experts_NSLK
+    row = run.config.training.seq_len
+    documents = (torch.arange(row) // LENGTH).expand(SAMPLES * LENGTH // row, row) if row > LENGTH else None
+    columns = {} if experts_NSLK is None else {"routes": experts_NSLK}
+    log_probs, routes = run.log_probs_and_routes(run.batch(ids.view(-1, row), documents=documents, **columns))
+    return log_probs.cpu().view(SAMPLES, LENGTH)[:, :-1].double(), routes.experts_NSLK
 
 
 def main() -> None:
-    """Print a line for each case and dtype."""
-    for dtype in ("bfloat16", "float32"):
-        base = MODEL | {"training.mixed_precision_param": dtype}
-        alone, routes = world.run(1, measure, base, None)[0]
-        for name, (size, changes) in CASES.items():
-            other, _ = world.run(size, measure, base | changes, routes if "replayed" in name else None)[0]
-            apart, ratio = (other - alone).abs(), (other - alone).exp()
-            outside = ((ratio < 0.9) | (ratio > 1.1)).double().mean()
-            print(f"{dtype:9} {name:26} largest {apart.max():.1e}  mean {apart.mean():.1e}  {outside:.1%}", flush=True)
+    """Print a line for each case and dtype on rank 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
+    tiny = TINY if parser.parse_args().tiny else {}
+    try:
+        for dtype in ("bfloat16", "float32"):
+            base = MODEL | tiny | {"training.mixed_precision_param": dtype}
+            alone, experts_NSLK = measure(base, None)
+            for name, changes in CASES.items():
+                if "2" in name and world_size() == 1:
+                    continue
+                other, _ = measure(base | changes, experts_NSLK if "given" in name else None)
+                difference, ratio = (other - alone).abs(), (other - alone).exp()
+                outside = ((ratio < 0.9) | (ratio > 1.1)).double().mean()
+                if torch.distributed.get_rank() == 0:
+                    line = f"largest {difference.max():.1e}  mean {difference.mean():.1e}  {outside:.1%}"
+                    print(f"{dtype:9} {name:26} {line}", flush=True)
+    finally:
+        stop()
 
 
 if __name__ == "__main__":
     main()
+    exit_now(0)

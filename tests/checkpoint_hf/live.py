@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,7 +13,6 @@ from tests import parity
 from tests.checkpoint import relayouts
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.hf.live_export import LiveExport
-from titanmoe.checkpoint.move_in_blocks import block_slices
 from titanmoe.checkpoint.state import Targets, shards_to_save
 from titanmoe.checkpoint.weight_digest import frozen_digest
 from titanmoe.config.fields import to_tables
@@ -81,24 +79,3 @@ def refused(changes: dict[str, Any]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
-
-
-def hand_over(code: str, changes: dict[str, Any], after: dict[str, Any]) -> tuple[list[str], dict[str, Tensor]]:
-    """Run the page's function for two steps; return what it left wrong, and what it sent last."""
-    from tests.test_session import open_session
-
-    names: dict[str, Any] = {}
-    exec(code, names)
-    run = open_session(changes)
-    _, destination = relayouts.shards(after)
-    sent: dict[str, Tensor] = {}
-    names["train_and_hand_over"](run, [[[1, 2, 3]], [[4, 5]]], destination, sent.__setitem__)
-    weights = parity.whole(run.training.parameters, dist.get_rank(), run.training.fold)
-    wanted = {f"model.{name}": tensor for name, tensor in weights.items()}
-    wrong = [
-        name
-        for name, (stored, shard) in (destination if wanted else {}).items()
-        if stored in wanted
-        and not torch.equal(shard.tensor, wanted[stored][block_slices(shard.offset, shard.sizes)].to(shard.dtype))
-    ]
-    return wrong, sent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +81,3 @@ def test_a_bias_without_a_place_is_refused_on_all_ranks() -> None:
     texts = world.run(4, live.refused, mapping(pp=2, ep=2) | family("mixtral"))
     assert len(set(texts)) == 1
     assert "layers.3.moe.router.expert_bias is not zero, and mixtral models have no such bias" in texts[0]
-
-
-def test_the_pages_function_hands_over_each_steps_weights() -> None:
-    page = (Path(__file__).parents[2] / "docs/checkpoint.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    after = {"generate": {"tp": 2, "ep": 4}}
-    ranks = world.run(4, live.hand_over, code, mapping(pp=2, ep=2) | family("mixtral"), family("mixtral") | after)
-    assert [wrong for wrong, _ in ranks] == [[]] * 4
-    sent = [tensors for _, tensors in ranks]
-    assert len(sent[0]) > 50 and sent[1:] == [{}] * 3
-    assert all(tensor.dtype == torch.bfloat16 for tensor in sent[0].values())

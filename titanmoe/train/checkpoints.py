@@ -63,6 +63,9 @@ class Checkpoints:
     origin: Path | None = None
     """Checkpoint that the run has started from."""
 
+    find_carried: Callable[[], Mapping[str, Path]] = dict
+    """Returns the files that `save_to` copies into a checkpoint (config.json, tokenizer), by the name of the copy."""
+
     def __post_init__(self) -> None:
         self.group = dist.group.WORLD if self.runtime.world > 1 else None
         self.signals = Signals()
@@ -122,8 +125,7 @@ class Checkpoints:
         """Load a checkpoint or its weights alone; return lines of the header by label. Collective over the world."""
         self.origin = beginning.path
         changes = self.load(Checkpoint(beginning.path), beginning.model_only)
-        if self.saver:
-            self._copy_files(lambda: layout.carried_files(beginning.path))
+        self._copy_files(lambda: layout.carried_files(beginning.path))
         step = self.state.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
@@ -147,11 +149,15 @@ class Checkpoints:
     def _copy_files(self, find: Callable[[], Mapping[str, Path]]) -> None:
         """Copy files to the run's folder, from which every checkpoint gets a copy. Collective over the world.
 
+        Without checkpoints only `find_carried` is set.
+
         Args:
             find: called on rank 0; returns the path of each file by the name of the copy.
         """
+        self.find_carried = find
         try:
-            self.saver.carry(find)
+            if self.saver:
+                self.saver.carry(find)
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
 
@@ -164,8 +170,7 @@ class Checkpoints:
         source = open_first_weights(folder, self.model)
         for name, (_, shard) in self._hf_targets().items():
             fill_in_blocks(shard.tensor, shard.offset, partial(source.read, name.removeprefix("model.")))
-        if self.saver:
-            self._copy_files(lambda: config_and_tokenizer_files(folder))
+        self._copy_files(lambda: config_and_tokenizer_files(folder))
         return {"begins from": "\n".join([f"weights of {self.options.initial_hf}", *source.notes])}
 
     def _find_hf_folder(self, name: str) -> Path:
@@ -374,8 +379,8 @@ class Checkpoints:
             group: a process group of CPU tensors of all ranks; None for a single rank.
         """
         shards, step = state.shards_to_save(self._targets(with_moments=True)), self.state.step
-        record = self.record()
-        save(folder, shards, lambda sums: Manifest(step, 1, sums, record), group, finite=True)
+        record, carried = self.record(), from_rank(group, 0, self.find_carried)
+        save(folder, shards, lambda sums: Manifest(step, 1, sums, record), group, carried, finite=True)
 
     def _save(self) -> float:
         """Start a save, write an event, and return the seconds for which training paused. Collective over the world."""

@@ -21,7 +21,7 @@ import titanmoe
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.hf import config_json as configs
-from titanmoe.checkpoint.hf.export import FolderPlan, plan_folder
+from titanmoe.checkpoint.hf.export import Export, FolderPlan, plan_folder
 from titanmoe.checkpoint.hf.fetch import INDEX, SINGLE
 from titanmoe.checkpoint.hf.peft_base import compare_base
 from titanmoe.checkpoint.hf.peft_read import is_peft
@@ -29,7 +29,13 @@ from titanmoe.checkpoint.hf.peft_write import CONFIG as ADAPTER_CONFIG
 from titanmoe.checkpoint.hf.peft_write import PeftFolder, plan_peft_folder
 from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files, nbytes
 from titanmoe.checkpoint.hf.tensor_map import TensorMap
-from titanmoe.checkpoint.hf.weight_sources import MergedWeights, Weights, check_digest, open_base_weights
+from titanmoe.checkpoint.hf.weight_sources import (
+    MergedWeights,
+    Weights,
+    check_digest,
+    open_base_weights,
+    open_export_source,
+)
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_adapters
 from titanmoe.checkpoint.safe_files import CheckpointError, error_text
@@ -142,7 +148,9 @@ def to_hf(
 
     def plan_hf() -> FolderPlan:
         check_output_folder(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
-        return plan_folder(path, shard_bytes, tokenizer, dtype, base_name)
+        export = Export(open_export_source(path, base_name), path, dtype)
+        export.check_biases()
+        return plan_folder(export, shard_bytes, tokenizer)
 
     plan = raise_on_all_ranks(group, plan_hf)
     _check_files(path, group)
@@ -206,19 +214,34 @@ def _write(plan: FolderPlan | PeftFolder, out: Path, group: Group) -> None:
     ranks, rank = _size_and_rank(group)
     per_rank = -(-len(plan.files) // ranks)
     own = list(plan.files)[rank * per_rank : (rank + 1) * per_rank]
+    make_folder(out, lambda unfinished: plan.write(unfinished, own), plan.complete, group)
+
+
+def make_folder(out: Path, write: Callable[[Path], None], complete: Callable[[Path], None], group: Group) -> None:
+    """Make a folder that appears under its name once it is complete. Collective over the group.
+
+    Args:
+        out: the folder to make, or to replace.
+        write: called on every rank with the unfinished folder; writes safetensors files into it.
+        complete: called on the first rank with the unfinished folder; writes all other files.
+        group: ranks that share the work.
+
+    Raises:
+        ConfigError: on all ranks, if a file cannot be written on any.
+    """
     unfinished = out.with_name(out.name + PARTIAL)
     try:
         _on_first_rank(group, lambda: layout.make_empty(unfinished))
-        raise_on_all_ranks(group, lambda: plan.write(unfinished, own))
-        _on_first_rank(group, lambda: _publish(plan, unfinished, out))
+        raise_on_all_ranks(group, lambda: write(unfinished))
+        _on_first_rank(group, lambda: _publish(complete, unfinished, out))
     except BaseException:
-        if rank == 0:
+        if _size_and_rank(group)[1] == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
-def _publish(plan: FolderPlan | PeftFolder, unfinished: Path, out: Path) -> None:
-    plan.complete(unfinished)
+def _publish(complete: Callable[[Path], None], unfinished: Path, out: Path) -> None:
+    complete(unfinished)
     replaced = out.with_name(out.name + layout.REMOVING)
     if out.exists():
         os.rename(out, replaced)

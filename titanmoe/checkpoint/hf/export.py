@@ -24,7 +24,7 @@ from titanmoe.checkpoint.hf.safetensors_folder import (
     write_file,
 )
 from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape, TensorMap
-from titanmoe.checkpoint.hf.weight_sources import ExportSource, open_export_source
+from titanmoe.checkpoint.hf.weight_sources import ExportSource
 from titanmoe.checkpoint.move_in_blocks import CPU
 from titanmoe.config.load import ConfigError
 from titanmoe.data.chat import open_chat_encoder
@@ -130,24 +130,14 @@ class FolderPlan(NamedTuple):
         layout.fsync_folder(folder)
 
 
-def plan_folder(
-    path: Path,
-    shard_bytes: int,
-    tokenizer: Path | None,
-    dtype: torch.dtype | None,
-    base_name: str,
-) -> FolderPlan:
-    """Plan the Hugging Face folder of a checkpoint, or of adapters merged into their base weights. Write nothing.
+def plan_folder(export: Export, shard_bytes: int, tokenizer: Path | None) -> FolderPlan:
+    """Plan a Hugging Face folder. Write nothing.
 
     Args:
-        path: a checkpoint, or a PEFT folder.
+        export: the weights.
         shard_bytes: most bytes of a safetensors file.
-        tokenizer: folder with tokenizer files; None: those that the checkpoint carries.
-        dtype: dtype of the files; None: the checkpoint's.
-        base_name: name of the base weights of adapters; "" for the one in their recipe.
+        tokenizer: folder with tokenizer files; None: those that the export carries.
     """
-    export = Export(open_export_source(path, base_name), path, dtype)
-    export.check_biases()
     other_files = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
     if tokenizer is not None:
         tokenizer_files = {

@@ -7,17 +7,22 @@ fit in `block_bytes`, or of one; of stacked experts only the expert that a tenso
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.checkpoint.hf.export import Export
+from titanmoe.checkpoint.hf.config_json import CONFIG
+from titanmoe.checkpoint.hf.convert import check_output_folder, make_folder, raise_on_all_ranks
+from titanmoe.checkpoint.hf.export import Export, FolderPlan, plan_folder
+from titanmoe.checkpoint.hf.fetch import INDEX, SINGLE
+from titanmoe.checkpoint.hf.safetensors_folder import safetensors_writer
 from titanmoe.checkpoint.hf.tensor_map import HfPlace, Shape
 from titanmoe.checkpoint.hf.weight_sources import ExportSource, MergedWeights
 from titanmoe.checkpoint.move_in_blocks import block_slices, empty
@@ -77,6 +82,8 @@ class LiveExport:
         dtype: torch.dtype | None = None,
         block_bytes: int = ROUND_BYTES,
         group: Group | None = None,
+        carried: Mapping[str, Path] = MappingProxyType({}),
+        seq_len: int = Config().training.seq_len,
     ):
         """Compare the shards of all ranks and plan the messages. Collective over the group.
 
@@ -91,6 +98,8 @@ class LiveExport:
             dtype: dtype of the tensors, selection biases apart; None for the weights' own.
             block_bytes: most bytes of a block, unless a single tensor is larger, and of a message.
             group: the ranks that hold the model; None for the world.
+            carried: config and tokenizer files by name, for `write_hf_folder`.
+            seq_len: sequence length of training, in tokens, for its config.json.
 
         Raises:
             ConfigError: on all ranks, if these are not the model's weights, or transformers cannot represent it.
@@ -113,7 +122,7 @@ class LiveExport:
             }
             self.weights = MergedWeights(Adapters(Path("the model"), model, merge, pairs), self.gathered, "")
             self.matrices = self.weights.matrices
-        self.export = Export(ExportSource(self.weights, {}, Config().training.seq_len), Path("the model"), dtype)
+        self.export = Export(ExportSource(self.weights, dict(carried), seq_len), Path("the model"), dtype)
         # Biases that transformers has no place for: all ranks check them, so that all raise the same error.
         homeless = [name for name, places in self.export.map.places.items() if not places]
         self.biases = self._plan([], {(name, self._box(name)): stored[name][1] for name in homeless}, everyone)
@@ -188,3 +197,47 @@ class LiveExport:
             self.gathered.blocks.setdefault(name, []).append(shard)
         shards = [(MODEL + name, shard) for name, some in self.gathered.blocks.items() for shard in some]
         block.plan.move(source, LocalTensors(shards), source.device)
+
+
+def write_hf_folder(export: LiveExport, source: Targets, out: Path, shard_bytes: int, group: object) -> None:
+    """Write a running model to a Hugging Face folder, from the first rank. Collective over the world.
+
+    Args:
+        export: a plan whose tensors go to the first rank alone.
+        source: the shards that were planned for.
+        out: the folder to make, or to replace if it is of that kind.
+        shard_bytes: most bytes of a safetensors file.
+        group: a process group of CPU tensors of all ranks; None for a single rank.
+
+    Raises:
+        ConfigError: on all ranks, if the model cannot be exported or the folder cannot be written.
+    """
+
+    def plan_first() -> FolderPlan | None:
+        if export.group.rank:
+            return None
+        check_output_folder(out, True, (CONFIG, SINGLE, INDEX))
+        return plan_folder(export.export, shard_bytes, None)
+
+    plan = raise_on_all_ranks(group, plan_first)
+
+    def write(unfinished: Path) -> None:
+        tensors = export.tensors(source)
+        if plan is None:
+            for _ in tensors:
+                pass
+            return
+        try:
+            _write_files(unfinished, plan, tensors)
+        finally:
+            for _ in tensors:  # the other ranks go on to the end, whatever happened to the files
+                pass
+
+    make_folder(out, write, plan.complete if plan else lambda unfinished: None, group)
+
+
+def _write_files(folder: Path, plan: FolderPlan, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+    for file, contents in plan.files.items():
+        with safetensors_writer(folder / file, contents) as write:
+            for _, (name, tensor) in zip(contents.sizes, tensors, strict=False):
+                write(name, [tensor.cpu()])

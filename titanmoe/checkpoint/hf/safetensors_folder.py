@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -183,17 +184,32 @@ def index_json(files: Mapping[str, FilePlan]) -> dict[str, Any]:
 def write_file(file: Path, tensors: FilePlan, make: Callable[[str, Shape, Shape], Tensor]) -> None:
     """Write a safetensors file block by block; the library's own writer needs all tensors at once.
 
-    Wide dtypes come first, so that all are aligned.
-
     Args:
         file: the file to write.
         tensors: its contents.
         make: returns a block of a tensor, given its name, offset and shape.
     """
-    order = sorted(tensors.sizes, key=lambda name: -tensors.sizes[name][1].itemsize)
+    with safetensors_writer(file, tensors) as write:
+        for name, (shape, dtype) in tensors.sizes.items():
+            blocks = split_into_blocks((0,) * len(shape), shape, dtype.itemsize, WRITE_BLOCK_BYTES)
+            write(name, (make(name, offset, sizes) for offset, sizes in blocks))
+
+
+@contextmanager
+def safetensors_writer(file: Path, tensors: FilePlan) -> Iterator[Callable[[str, Iterable[Tensor]], None]]:
+    """Open a safetensors file to be written; yield a function that writes a tensor. Fsync the file at the end.
+
+    The function takes a tensor's name, and the tensor in one or more blocks that follow each other in the file. Each
+    block is freed once it is written. Tensors are written in any order; in the file those of wide dtypes come first, so
+    that all are aligned.
+
+    Args:
+        file: the file to write.
+        tensors: its contents.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name in order:
+    for name in sorted(tensors.sizes, key=lambda name: -tensors.sizes[name][1].itemsize):
         shape, dtype = tensors.sizes[name]
         end = at + nbytes(shape, dtype)
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
@@ -201,16 +217,22 @@ def write_file(file: Path, tensors: FilePlan, make: Callable[[str, Shape, Shape]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as stream:
-        stream.write(struct.pack("<Q", len(text)))
-        stream.write(text)
-        for name in order:
+
+        def write(name: str, blocks: Iterable[Tensor]) -> None:
             shape, dtype = tensors.sizes[name]
-            for offset, sizes in split_into_blocks((0,) * len(shape), shape, dtype.itemsize, WRITE_BLOCK_BYTES):
-                block = make(name, offset, sizes).contiguous()
-                if (tuple(block.shape), block.dtype) != (sizes, dtype):
-                    raise RuntimeError(f"{name}: {tuple(block.shape)} {block.dtype}, planned {sizes} {dtype}")
-                stream.write(block.view(-1).view(torch.uint8).numpy())
+            left = nbytes(shape, dtype)
+            stream.seek(8 + len(text) + header[name]["data_offsets"][0])
+            for block in blocks:
+                left -= block.nbytes
+                if block.dtype != dtype or left < 0:
+                    raise RuntimeError(f"{name}: a block {tuple(block.shape)} {block.dtype}, planned {shape} {dtype}")
+                stream.write(block.contiguous().view(-1).view(torch.uint8).numpy())
                 del block  # before the next is made
+            if left:
+                raise RuntimeError(f"{name}: {left} bytes fewer than planned, {shape} {dtype}")
+
+        stream.write(struct.pack("<Q", len(text)) + text)
+        yield write
         stream.flush()
         os.fsync(stream.fileno())
 
