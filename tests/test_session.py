@@ -7,6 +7,7 @@ import functools
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.support import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
+from titanmoe.models import vocabulary
 from titanmoe.session import NoLoader, Session
 from titanmoe.train.launch import scoring_config
 from titanmoe.train.world_batch import make_batch
@@ -211,6 +213,7 @@ def misuse(changes: dict[str, Any]) -> list[str]:
     refused(lambda: session.forward_backward(batch, "dpo2"))
     refused(lambda: session.forward_backward(batch, "distillation"))
     refused(lambda: session.forward_backward(batch, weighted, counts=session.count(batch)))
+    refused(lambda: session.log_probs(batch, temperature=0.0))
     assert session.step == 0
     session.forward_backward(batch)
     refused(lambda: session.forward_backward(batch))
@@ -228,6 +231,7 @@ def test_misuse_is_refused_with_what_to_do() -> None:
         "dpo2",
         'set training.objective = "distillation"',
         "counts has no objective",
+        "temperature = 0.0",
         "total = run.count(a) + run.count(b)",
         "a step is open: call optim_step before save",
     ]
@@ -300,6 +304,7 @@ def run_functions_of_the_page(changes: dict[str, Any]) -> list[float]:
     generator = session.log_probs(session.batch(ids)).cpu() + 0.1
     watched = names["grpo_step"](session, ids, None, [1.0, 0.0], ["a prompt"] * 2, generator)
     assert watched["policy.ratio_p50"] == 1 and watched["policy.mismatch"] == pytest.approx(0.1)
+    assert watched["policy.entropy"] > 1
     sent: dict[str, torch.Tensor] = {}
     other = open_session(changes)
     names["train_and_hand_over"](session, other, [ids, ids], sent.__setitem__)
@@ -344,3 +349,50 @@ def a_reference_beside(changes: dict[str, Any]) -> None:
 
 def test_a_reference_model_runs_beside_or_under_the_adapters() -> None:
     world.run(2, a_reference_beside, {"parallelism.experts.ep": 2})
+
+
+# ---- temperature and entropy
+
+
+def squares(log_p_BL: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return log_p_BL.square().sum()
+
+
+def at_a_temperature(changes: dict[str, Any]) -> dict[str, Any]:
+    """A step of a function at temperature 0.6, its log-probabilities and entropies, and the weights after it."""
+    session = open_session(changes)
+    batch = samples(session, 0, SAMPLES)
+    counts = session.count(batch, squares)
+    with mock.patch.object(vocabulary, "cross_entropy", wraps=vocabulary.cross_entropy) as computed:
+        before = session.log_probs(batch, temperature=0.6)
+    logits = [call.args[0] for call in computed.call_args_list]
+    result = session.forward_backward(batch, squares, counts=counts, temperature=0.6, log_probs=True, entropy=True)
+    assert torch.equal(before, result.log_probs)
+    assert torch.equal(session.log_probs(batch), session.log_probs(batch, temperature=1.0))
+    session.optim_step(rate=0.1)
+    weights = parity.whole(session.training.parameters, session.training.runtime.rank, session.training.fold)
+    return {"log_probs": result.log_probs, "entropy": result.entropy, "weights": weights, "logits": logits}
+
+
+@functools.cache
+def at_a_temperature_alone() -> dict[str, Any]:
+    return world.run(1, at_a_temperature, {})[0]
+
+
+def test_a_temperature_divides_the_logits() -> None:
+    got = at_a_temperature_alone()
+    log_p = (torch.cat(got["logits"])[: got["log_probs"].numel()] / 0.6).log_softmax(1)
+    entropy = -(log_p.exp() * log_p).sum(1).view_as(got["entropy"])
+    has_label = got["entropy"] != 0
+    assert has_label.sum() > 50 and (has_label == (got["log_probs"] != 0)).all()
+    torch.testing.assert_close(got["entropy"], entropy.where(has_label, 0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("tp 2, ep 4", 3), ("cp 2, etp 2", 0), ("pp 2, dp 2, ep 2", 3)])
+def test_temperature_and_entropy_are_the_same_under_any_mapping(name: str, chunks: int) -> None:
+    size, changes = MAPPINGS[name]
+    got, *_ = world.run(size, at_a_temperature, changes | {"training.loss_chunks": chunks})
+    for key in ("log_probs", "entropy"):
+        torch.testing.assert_close(got[key], at_a_temperature_alone()[key], rtol=1e-10, atol=1e-12)
+    for key, value in at_a_temperature_alone()["weights"].items():
+        torch.testing.assert_close(got["weights"][key], value, rtol=1e-10, atol=1e-12, msg=key)

@@ -183,15 +183,17 @@ class PolicyLoss:
         return -apart_BL if self.estimator == "k1" else apart_BL.exp() - apart_BL - 1
 
     @torch.no_grad()
-    def metrics(self, log_probs_NL: Tensor, batch: Batch) -> dict[str, float]:
+    def metrics(self, log_probs_NL: Tensor, batch: Batch, entropy_NL: Tensor | None = None) -> dict[str, float]:
         """Return metrics of a step's samples by name, to watch; {} if no label has a weight.
 
-        They are the fraction of clipped labels, quantiles of the ratio, and with their columns the divergence from the
-        reference and the mean and largest difference of log-probabilities between generator and old policy.
+        They are the fraction of clipped labels, quantiles of the ratio, and if given the mean entropy, and with their
+        columns the divergence from the reference and the mean and largest difference of log-probabilities between
+        generator and old policy.
 
         Args:
             log_probs_NL: log-probability of each label, as `forward_backward` returned them.
             batch: the samples with their columns.
+            entropy_NL: entropy of the distribution of each label, likewise.
         """
         column = {name: x.to(log_probs_NL.device) for name, x in batch.extra_fields.items()}
         batch = batch._replace(labels_BS=batch.labels_BS.to(log_probs_NL.device), extra_fields=column)
@@ -203,6 +205,8 @@ class PolicyLoss:
         low, middle, high = ratio.double().quantile(torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64)).tolist()
         out = {"policy.clipped": float(clipped.double().mean())}
         out |= {"policy.ratio_p1": low, "policy.ratio_p50": middle, "policy.ratio_p99": high}
+        if entropy_NL is not None:
+            out["policy.entropy"] = float(entropy_NL[is_label_NL].double().mean())
         if "reference" in column:
             out["policy.kl"] = float(self.divergence(log_probs_NL, batch)[is_label_NL].double().mean())
         if "generator" in column:

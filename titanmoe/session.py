@@ -14,13 +14,14 @@ Shapes: N samples of a call, L positions of a sample (training.seq_len).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -108,8 +109,19 @@ class PassResult:
     """Metrics of the objective, likewise."""
     log_probs: Tensor | None
     """Log-probability of each label (N, L), 0 where there is none; None unless asked for."""
+    entropy: Tensor | None = None
+    """Entropy in nats of the distribution of each label (N, L), likewise."""
     routes: Routes | None = None
     """Experts that the routers choose by themselves, also if the batch gives others; None unless asked for."""
+
+
+class _CallResult(NamedTuple):
+    """What a call leaves on this rank; tensors are in the order of the call's samples, None unless asked for."""
+
+    sums: PassSums
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    routes: Routes | None
 
 
 class Session:
@@ -129,6 +141,8 @@ class Session:
         """Results of the open step's calls on this rank."""
         self._samples = 0
         """Samples of the open step so far."""
+        self._entropy = False
+        """Whether the call that is being made returns entropies."""
         self._exports: dict[Any, LiveExport] = {}
         """Planned exports by their options."""
         self._moves: dict[int, tuple[Session, Relayout]] = {}
@@ -240,7 +254,9 @@ class Session:
         objective: ObjectiveName = "",
         *,
         counts: Counts | None = None,
+        temperature: float = 1.0,
         log_probs: bool = False,
+        entropy: bool = False,
         routes: bool = False,
         per_data_rank: bool = False,
     ) -> PassResult:
@@ -251,7 +267,9 @@ class Session:
             objective: name of an objective, "" for the recipe's, or a function of log-probabilities.
             counts: what the step is divided by, if it has several calls: the sum of `count` over them. None: the batch
                 is the whole step.
+            temperature: divides the logits, as in sampling; of log-probabilities, entropy and loss alike.
             log_probs: whether to return the log-probability of each label.
+            entropy: whether to return the entropy of the distribution of each label.
             routes: whether to return the experts that the routers choose.
             per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone.
         """
@@ -270,7 +288,9 @@ class Session:
             raise ConfigError([f"counts has no objective {objective!r}: add run.count(batch, objective)"])
         if self._counts is None:
             self._begin_step(counts)
-        sums, recorded, chosen = self._run(local, computed, counts.divisors[objective], log_probs, routes)
+        with self._head_options(temperature, entropy):
+            result = self._run(local, computed, counts.divisors[objective], log_probs or entropy, routes)
+        sums = result.sums
         self._samples += local.samples
         self._results.append((computed, sums))
         world = sum_together({"loss": sums.loss, "metrics": sums.metrics}, self.meshes.world)
@@ -278,8 +298,9 @@ class Session:
         return PassResult(
             loss=world["loss"] / tp,
             metrics=dict(zip(computed.metrics, world["metrics"] / tp, strict=True)),
-            log_probs=recorded,
-            routes=chosen,
+            log_probs=result.log_probs if log_probs else None,
+            entropy=result.entropy,
+            routes=result.routes,
         )
 
     def _begin_step(self, counts: Counts) -> None:
@@ -298,16 +319,12 @@ class Session:
         log_probs: bool,
         routes: bool,
         backward: bool = True,
-    ) -> tuple[PassSums, Tensor | None, Routes | None]:
-        """Run the microbatches of a call, as many at a time as the recipe's step has.
-
-        Returns:
-            This rank's sums, and log-probabilities and routes in the order of the call's samples if asked for.
-        """
+    ) -> _CallResult:
+        """Run the microbatches of a call, as many at a time as the recipe's step has."""
         training, most = self.training, self.training.loader.microbatches
         computed = WithLogProbs(objective) if log_probs else objective
         total: PassSums | None = None
-        recorded: list[Tensor] = []
+        recorded: list[tuple[Tensor, Tensor | None]] = []
         chosen: list[Tensor] = []
         for first in range(0, len(local.microbatches), most):
             batches = local.microbatches[first : first + most]
@@ -321,12 +338,40 @@ class Session:
                 training.gradients.begin_pass()
             sums = training.gradients.add(slices, computed, divisor, backward)
             if log_probs:
-                recorded += [computed.log_p_BS[id(one)] for one in slices if id(one) in computed.log_p_BS]
-                computed.log_p_BS.clear()
+                recorded += [computed.recorded[id(one)] for one in slices if id(one) in computed.recorded]
+                computed.recorded.clear()
             total = sums if total is None else _add(total, sums)
         where = self.meshes, training.slicer.placement
-        gathered = local.gather(recorded, *where, self.device).to(self.wide) if log_probs else None
-        return total, gathered, local.gather_routes(chosen, *where) if routes else None
+        routed = local.gather_routes(chosen, *where) if routes else None
+        if not log_probs:
+            return _CallResult(total, None, None, routed)
+        log_probs_NL = local.gather([log_p_BS for log_p_BS, _ in recorded], *where, self.device).to(self.wide)
+        entropy_NL = None
+        if self._entropy:
+            entropy_NL = local.gather([entropy_BS for _, entropy_BS in recorded], *where, self.device).to(self.wide)
+        return _CallResult(total, log_probs_NL, entropy_NL, routed)
+
+    @contextmanager
+    def _head_options(self, temperature: float, entropy: bool = False) -> Iterator[None]:
+        """Inside the context the head divides logits by a temperature, and returns entropies if asked for."""
+        if not 0 < temperature < math.inf:
+            raise ConfigError([f"temperature = {temperature} divides the logits: give more than 0, or 1 for none"])
+        own = self.config.training.objective
+        if (temperature != 1 or entropy) and OBJECTIVES.look_up(own).teacher_top_k(self.config)[0]:
+            raise ConfigError(
+                [f'the head of objective "{own}" returns neither entropies nor a loss with a temperature']
+            )
+        heads = [stage.head for stage in self.training.stages if stage.head is not None]
+        before = [(head.loss_temperature, head.with_entropy) for head in heads]
+        for head in heads:
+            head.loss_temperature, head.with_entropy = temperature, head.with_entropy or entropy
+        self._entropy = entropy
+        try:
+            yield
+        finally:
+            for head, options in zip(heads, before, strict=True):
+                head.loss_temperature, head.with_entropy = options
+            self._entropy = False
 
     def _with_routes(self, batch_slice: BatchSlice) -> BatchSlice:
         """Return the slice with a tensor in which routers write the experts that they choose."""
@@ -359,35 +404,41 @@ class Session:
 
     # ---- without gradients
 
-    def log_probs(self, batch: Batch | None, *, adapters: bool = True, per_data_rank: bool = False) -> Tensor:
+    def log_probs(
+        self, batch: Batch | None, *, temperature: float = 1.0, adapters: bool = True, per_data_rank: bool = False
+    ) -> Tensor:
         """Return the log-probability of each label (N, L), 0 where there is none. Gradients of an open step stay.
 
         Args:
             batch: as in `forward_backward`.
+            temperature: divides the logits.
             adapters: False for the weights under LoRA's adapters, as a reference model.
             per_data_rank: as in `forward_backward`.
         """
         with nullcontext() if adapters else without_adapters(self.training.stages):
-            return self._forward(batch, per_data_rank, routes=False)[0]
+            return self._forward(batch, temperature, per_data_rank, routes=False).log_probs
 
-    def log_probs_and_routes(self, batch: Batch | None, *, per_data_rank: bool = False) -> tuple[Tensor, Routes]:
+    def log_probs_and_routes(
+        self, batch: Batch | None, *, temperature: float = 1.0, per_data_rank: bool = False
+    ) -> tuple[Tensor, Routes]:
         """Return what `log_probs` does, and the experts that the routers choose, to be given with a later batch.
 
         Args:
             batch: as in `forward_backward`.
+            temperature: divides the logits.
             per_data_rank: as in `forward_backward`.
         """
-        return self._forward(batch, per_data_rank, routes=True)
+        result = self._forward(batch, temperature, per_data_rank, routes=True)
+        return result.log_probs, result.routes
 
     @torch.no_grad()
-    def _forward(self, batch: Batch | None, per_data_rank: bool, routes: bool) -> tuple[Tensor, Routes | None]:
+    def _forward(self, batch: Batch | None, temperature: float, per_data_rank: bool, routes: bool) -> _CallResult:
         local, objective = self._local(batch, per_data_rank), NoSum(self.meshes)
-        with self._counts_set_aside():
+        with self._counts_set_aside(), self._head_options(temperature):
             if self._counts is None:
                 self.training.gradients.begin_step(self._totals(self._count(local, "")))
             divisor = torch.ones((), dtype=torch.float64, device=self.device)
-            _, recorded, chosen = self._run(local, objective, divisor, True, routes, backward=False)
-        return recorded, chosen
+            return self._run(local, objective, divisor, True, routes, backward=False)
 
     @contextmanager
     def _counts_set_aside(self) -> Iterator[None]:

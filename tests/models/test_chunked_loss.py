@@ -50,8 +50,9 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(
     dtype: torch.dtype, with_entropy: bool, ignored: slice, chunks: int
 ) -> None:
     x_TD, weight_VD, label_T = operands(dtype, ignored)
-    want = results(cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP, with_entropy), x_TD, weight_VD)
-    sliced = chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks, "auto", with_entropy)
+    options = with_entropy, 1.0 if chunks < V else 1.5
+    want = results(cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP, *options), x_TD, weight_VD)
+    sliced = chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks, "auto", *options)
     got = results(sliced, x_TD, weight_VD)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
@@ -60,17 +61,18 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(
         )  # logits of up to 8 shift an exponent
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_the_entropy_is_that_of_its_formula(chunks: int) -> None:
+def test_entropy_and_temperature_are_those_of_their_formulas(chunks: int, temperature: float) -> None:
     x_TD, weight_VD, label_T = operands(torch.float64)
-    log_p_TV = (x_TD @ weight_VD.t()).log_softmax(1)
+    log_p_TV = (x_TD @ weight_VD.t() / temperature).log_softmax(1)
     has_label_T = label_T != IGNORE
     want = (-log_p_TV.gather(1, label_T.clamp(min=0)[:, None])[:, 0] * has_label_T,
             -(log_p_TV.exp() * log_p_TV).sum(1) * has_label_T)  # fmt: skip
     if chunks > 1:
-        got = chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks, with_entropy=True)
+        got = chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks, "auto", True, temperature)
     else:
-        got = cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP, with_entropy=True)
+        got = cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP, True, temperature)
     for a, b in zip(results(got, x_TD, weight_VD), results(want, x_TD, weight_VD), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

@@ -83,8 +83,13 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_TV, None, None, None
 
 
+def divide(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits divided by a temperature, in float32 at least unless it is 1."""
+    return logits if temperature == 1 else promote(logits) / temperature
+
+
 def cross_entropy(
-    logits_TV: Tensor, label_T: Tensor, tp: Group, with_entropy: bool = False
+    logits_TV: Tensor, label_T: Tensor, tp: Group, with_entropy: bool = False, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
     """Return each token's cross-entropy (T,), and the entropy (T,) of its distribution or None. Collective over tp.
 
@@ -95,8 +100,9 @@ def cross_entropy(
         label_T: ids of the labels, IGNORE where there is none.
         tp: the ranks that shard the vocabulary.
         with_entropy: whether to compute the entropy of each distribution.
+        temperature: divides the logits.
     """
-    return _CrossEntropy.apply(promote(logits_TV), label_T, tp, with_entropy)
+    return _CrossEntropy.apply(promote(divide(logits_TV, temperature)), label_T, tp, with_entropy)
 
 
 CHUNK_BYTES, CHUNK_BYTES_GPU = 32 * 2**20, 2**30
@@ -137,14 +143,14 @@ def _entropy_backward(logits_Tv: Tensor, log_total_T: Tensor, entropy_T: Tensor,
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Cross-entropy of x times the head's weight, with at most one slice of the logits in memory.
 
-    With the entropy, which has no kernel, there are at most two slices. The chunks are slices of the vocabulary for all
-    tokens: so every row of the weight's gradient is one product, rounded once, and products stay large. Forward has a
-    running log-sum-exp; backward recomputes the logits.
+    With the entropy or a temperature, which have no kernel, there are at most two slices. The chunks are slices of the
+    vocabulary for all tokens: so every row of the weight's gradient is one product, rounded once, and products stay
+    large. Forward has a running log-sum-exp; backward recomputes the logits.
     """
 
     @staticmethod
-    def forward(ctx, x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy):
-        take, kernels = accumulate_slice, "off" if with_entropy else kernels
+    def forward(ctx, x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy, temperature):
+        take, kernels = accumulate_slice, "off" if with_entropy or temperature != 1 else kernels
         if fused(kernels, x_TD):
             from titanmoe.ops.kernels.loss import loss_slice as take
         has_label_T = label_T != IGNORE
@@ -154,7 +160,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         sums = [x_TD.new_zeros(label_T.shape, dtype=wide) for _ in range(3 if with_entropy else 2)]
         begin = 0
         for weight_vD in slices(weight_VD, chunks):
-            take(x_TD @ weight_vD.t(), row_T, begin, top_T, *sums)
+            take(divide(x_TD @ weight_vD.t(), temperature), row_T, begin, top_T, *sums)
             begin += weight_vD.shape[0]
         total_T, label_logit_T, *weighted = sums
         highest_T, entropy_T = all_reduce(top_T, tp, "max"), None
@@ -166,7 +172,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             entropy_T = (total_T.log() - weighted[0] / total_T) * has_label_T
         log_total_T = highest_T + total_T.log()
         ctx.save_for_backward(x_TD, weight_VD, row_T.where(is_own_T, -1), has_label_T, log_total_T, entropy_T)
-        ctx.chunks, ctx.kernels = chunks, kernels
+        ctx.chunks, ctx.kernels, ctx.temperature = chunks, kernels, temperature
         return (total_T.log() - label_logit_T) * has_label_T, entropy_T
 
     @staticmethod
@@ -180,7 +186,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         begin = 0
         for weight_vD in slices(weight_VD, ctx.chunks):
             end = begin + weight_vD.shape[0]
-            grad_Tv = x_TD @ weight_vD.t()
+            grad_Tv = divide(x_TD @ weight_vD.t(), ctx.temperature)
             if use_kernel:
                 loss_slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
             elif entropy_T is None:
@@ -188,13 +194,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             else:
                 entropy_grad_Tv = _entropy_backward(grad_Tv, log_total_T, entropy_T, has_label_T * grad_entropy_T)
                 grad_Tv = slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T) + entropy_grad_Tv
+            grad_Tv = divide(grad_Tv, ctx.temperature).to(x_TD.dtype)
             if grad_x_TD is not None:
                 grad_x_TD += grad_Tv @ weight_vD
             if grad_w_VD is not None:
                 torch.mm(grad_Tv.t(), x_TD, out=grad_w_VD[begin:end])
             begin = end
             del grad_Tv
-        return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD, None, None, None, None, None
+        return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD, None, None, None, None, None, None
 
 
 @torch.compiler.disable  # its graph would repeat the operations for every chunk
@@ -206,6 +213,7 @@ def chunked_cross_entropy(
     chunks: int,
     kernels: str = "auto",
     with_entropy: bool = False,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return each token's cross-entropy (T,), and the entropy (T,) of its distribution or None. Collective over tp.
 
@@ -219,9 +227,10 @@ def chunked_cross_entropy(
         chunks: largest number of slices.
         kernels: moe.kernels, whether Triton kernels are used.
         with_entropy: whether to compute the entropy of each distribution.
+        temperature: divides the logits.
     """
     x_TD, weight_VD = as_non_leaf(x_TD), as_non_leaf(weight_VD)
-    return _ChunkedCrossEntropy.apply(x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy)
+    return _ChunkedCrossEntropy.apply(x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy, temperature)
 
 
 class HeadScores(NamedTuple):
@@ -286,6 +295,8 @@ class Head(nn.Module):
         self.chunks, self.kernels = chunks, kernels
         self.with_entropy, self.candidates = output.with_entropy, output.candidates
         self.top_k, self.temperature = output.top_k, output.temperature
+        self.loss_temperature = 1.0
+        """Divisor of the logits that the loss is computed from, other than that of multi-token prediction."""
         self.tp = NO_GROUP
 
     @property
@@ -316,7 +327,7 @@ class Head(nn.Module):
             return all_gather(F.linear(all_gather_autograd(normed_BsD, 1, self.tp), to_local(self.weight)), 2, self.tp)
         if self.candidates or self.top_k:
             return self.classes(normed_BsD, labels_BS, candidates_BSK)
-        scores_NBS = self.scores(normed_BsD, labels_BS, self.with_entropy)
+        scores_NBS = self.scores(normed_BsD, labels_BS, self.with_entropy, self.loss_temperature)
         if mtp is None:
             return scores_NBS
         mtp_BsD, later_BS = mtp
@@ -349,14 +360,15 @@ class Head(nn.Module):
             numbers_NT = torch.cat((loss_T.unsqueeze(0), log_p_CT))
         return numbers_NT.unflatten(1, labels_BS.shape).clone()  # on a view, FSDP would lose its hooks
 
-    def scores(self, normed_BsD: Tensor, labels_BS: Tensor, with_entropy: bool) -> Tensor:
+    def scores(self, normed_BsD: Tensor, labels_BS: Tensor, with_entropy: bool, temperature: float = 1.0) -> Tensor:
         """Return each label's cross-entropy (1, B, S), or cross-entropy and entropy (2, B, S). Collective over tp."""
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         label_T = labels_BS.flatten()
         if chunks > 1:
-            scores = chunked_cross_entropy(x_TD, weight_VD, label_T, self.tp, chunks, self.kernels, with_entropy)
+            inputs = x_TD, weight_VD, label_T
+            scores = chunked_cross_entropy(*inputs, self.tp, chunks, self.kernels, with_entropy, temperature)
         else:
-            scores = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp, with_entropy)
+            scores = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp, with_entropy, temperature)
         # A copy: on a view, FSDP would lose its hooks.
         return torch.stack([score_T.view_as(labels_BS) for score_T in scores if score_T is not None])
 

@@ -46,15 +46,16 @@ class OfLogProbs(Objective):
 
 
 class WithLogProbs(Objective):
-    """Objective that computes another objective, and also stores the log-probability of each label."""
+    """Objective that computes another objective, and also records what the head returns for each label."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner.meshes)
-        self.inner, self.log_p_BS = inner, dict[int, Tensor]()
-        """Log-probabilities of each microbatch, by the id of its slice."""
+        self.inner, self.recorded = inner, dict[int, tuple[Tensor, Tensor | None]]()
+        """Log-probabilities (B, S) and entropies (B, S) or None of each microbatch, by the id of its slice."""
 
     def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
-        self.log_p_BS[id(batch_slice)] = 0 - scores.loss_BS.detach()  # without a label 0, not -0
+        entropy_BS = None if scores.entropy_BS is None else scores.entropy_BS.detach()
+        self.recorded[id(batch_slice)] = 0 - scores.loss_BS.detach(), entropy_BS  # without a label 0, not -0
         return self.inner.sum(scores, batch_slice)
 
     def count(self, batch: Batch) -> Tensor:
