@@ -83,12 +83,17 @@ def token_weights(has_loss_NL: Tensor, by: Normalisation = "token", longest: int
             tokens (DAPO, arXiv 2503.14476); "constant": the sum over tokens / `longest`, averaged over samples (Dr.
             GRPO).
         longest: the most tokens that an answer may have; for "constant".
+
+    Raises:
+        ConfigError: no position has a loss.
     """
     has_loss_NL = has_loss_NL.to(torch.float64)
     tokens_N1 = has_loss_NL.sum(1, keepdim=True)
-    samples = (tokens_N1 > 0).sum().clamp(min=1)
+    samples = (tokens_N1 > 0).sum()
+    if not samples:
+        raise ConfigError([f"none of {len(has_loss_NL)} samples has a token with a loss: leave this step out"])
     if by == "token":
-        return has_loss_NL / tokens_N1.sum().clamp(min=1)
+        return has_loss_NL / tokens_N1.sum()
     if by == "constant" and longest < 1:
         raise ConfigError(['token_weights(..., "constant") divides by the most tokens of an answer: give longest='])
     return has_loss_NL / (samples * (longest if by == "constant" else tokens_N1.clamp(min=1)))
