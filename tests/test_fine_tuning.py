@@ -1,17 +1,29 @@
-"""docs/fine-tuning.md: its files are written and its commands run; train_configs/sft_debug.toml and dpo_debug.toml
-run."""
+"""docs/fine-tuning.md: its files are written and its commands run; `titanmoe finetune`; the recipes sft_debug and
+dpo_debug run."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from scripts import make_small_model
 from tests.test_get_started import BLOCK, ROOT, Newcomer
+from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
+from titanmoe.config import load
+from titanmoe.config.recipe import parse_toml
+from titanmoe.config.schema import Config
+from titanmoe.fold.legality import violations
+from titanmoe.launcher import finetune_command
+from titanmoe.launcher.fit_ranks import Machine
 
 ANSWER = "Oslo."
 DATA = "chats.jsonl", "pairs.jsonl"
@@ -42,11 +54,13 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
                 user.types(command.removeprefix("$ "))
         elif file:
             (tmp_path / file).write_text(text, encoding="utf-8")
+        elif language == "toml":
+            assert text == (tmp_path / "capitals.toml").read_text(encoding="utf-8")
         else:
             assert language == "json" and any(text in (tmp_path / name).read_text() for name in DATA)
 
     said = user.said
-    trained, preferred = said["titanmoe train"]
+    (trained,), (preferred,) = said["titanmoe finetune"], said["titanmoe train"]
     assert re.search(r"^begins from +weights of models/small *$", trained, re.MULTILINE)
     assert re.search(r"^epochs +30 of every source: [\d,]+ sequences in (\d+) steps", trained, re.MULTILINE)
     assert re.search(r"^packing +best_fit *$", trained, re.MULTILINE)
@@ -74,3 +88,102 @@ def test_the_script_ends_with_the_same_answers_in_transformers(tmp_path: Path) -
         assert same in done.stdout
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 2 and "is not empty" in again.stderr
+
+
+# ---- titanmoe finetune
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models/small, chats.jsonl and pairs.jsonl."""
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert make_small_model.main() == 0
+    return folder
+
+
+@pytest.fixture
+def here(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder with links to these; nothing is trained."""
+    for name in ("models", *DATA):
+        (tmp_path / name).symlink_to(small / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(finetune_command, "prepare", lambda request: SimpleNamespace(config=Config()))
+    monkeypatch.setattr(finetune_command, "start", lambda request: 0)
+    return tmp_path
+
+
+def recipe_of(words: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The tables that finetune writes on a machine of so many GPUs, which is a legal recipe."""
+    monkeypatch.setattr(finetune_command, "this_machine", lambda device: Machine(gpus, 2))
+    assert main(["finetune", *shlex.split(words)]) == 0
+    (file,) = Path().glob("*.toml")
+    config = load([str(file)], COMPONENTS, lambda config: violations(config, gpus or 2))
+    recipe = parse_toml(file.read_text(encoding="utf-8"))
+    assert recipe["job"] == {"ranks": gpus or 2} and config.checkpoint.initial_hf == "models/small"
+    file.unlink()
+    return recipe
+
+
+def test_the_recipe_follows_from_machine_model_and_lengths(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "capital " * 20
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": words * (30 if n < 30 else 1)},
+            ]
+        }
+        for n in range(4000)
+    ]
+    Path("long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    recipe = recipe_of("models/small long.jsonl", 8, monkeypatch)
+    training = recipe["training"]
+    assert training["seq_len"] % 64 == 0 and 40 < training["seq_len"] <= 512, "all but 30 of 4,000 fit"
+    assert recipe["data"]["long_chats"] == "cut" and recipe["parallelism"]["experts"]["ep"] == 8
+    per_step, local = training["global_batch_size"], training["local_batch_size"]
+    assert per_step % (8 * local) == 0 and 8 <= per_step <= 64 and local * training["seq_len"] <= 8192
+    assert recipe["activation_checkpoint"] == {"mode": "full"} and "mixed_precision_param" not in training
+    assert recipe["validation"]["held_out"] == 20 and training["epochs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("chats.jsonl", {"optimizer.lr": 1e-5, "training.epochs": 3, "moe.aux_loss": 0.001}),
+        ("chats.jsonl --lora", {"optimizer.lr": 2e-4, "lora.rank": 16}),
+        ("pairs.jsonl --dpo", {"optimizer.lr": 1e-6, "training.objective": "dpo", "dpo.beta": 0.1}),
+        ("pairs.jsonl --dpo --lora --lora.rank 4", {"optimizer.lr": 5e-6, "lora.rank": 4, "data.format": "preference"}),
+        ("chats.jsonl --job.ranks=2 --validation.interval 7", {"validation.interval": 7}),
+    ],
+)
+def test_what_is_usual_and_what_the_user_sets(
+    options: str, expected: dict[str, Any], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(f"models/small {options}", 0, monkeypatch)
+    got = {f"{table}.{name}": value for table, values in recipe.items() for name, value in values.items()}
+    assert got | expected == got and got["training.mixed_precision_param"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("models/small", "there is only 'models/small': titanmoe finetune models/small chats.jsonl"),
+        ("models/small chats.jsonl --lora --full", "give one of them"),
+        ("models/small chats.jsonl --name a/b", "without a folder"),
+        ("models/small absent.jsonl", "'absent.jsonl' does not exist"),
+        ("models/absent chats.jsonl", "models/absent"),
+        ("models/small chats.jsonl --training.sequence 7", "unknown option --training.sequence"),
+        ("models/small chats.jsonl --name mine", "mine.toml exists and is another recipe"),
+        ("models/small pairs.jsonl", "pairs.jsonl"),
+    ],
+)
+def test_mistakes_end_in_one_message_and_no_recipe(
+    words: str, message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.toml").write_text("[job]\n", encoding="utf-8")
+    assert main(["finetune", *shlex.split(words)]) == 2
+    assert message in capsys.readouterr().err
+    assert [file.name for file in Path().glob("*.toml")] == ["mine.toml"]

@@ -35,6 +35,7 @@ from titanmoe.fold.picture import draw, list_mappings
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.fold.rank_groups import View, groups
 from titanmoe.generate.generate_command import add_generate
+from titanmoe.launcher.finetune_command import add_finetune
 from titanmoe.launcher.score_command import add_score
 from titanmoe.launcher.slurm import add_slurm
 from titanmoe.launcher.train_command import add_train
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"titanmoe {titanmoe.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
     add_train(commands)
+    add_finetune(commands)
     add_slurm(commands)
     add_fold(commands)
     add_checkpoint(commands)

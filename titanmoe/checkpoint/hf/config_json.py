@@ -188,6 +188,12 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
     return ParsedConfig(hf, replace(model, size=nearest_size(model)), config, unknown)
 
 
+def context_length(parsed: ParsedConfig) -> int | None:
+    """Return the number of positions that a model supports by its config.json; None if that does not say."""
+    length = parsed.json.get("max_position_embeddings")
+    return length if type(length) is int and length > 0 else None
+
+
 def context_note(folder: Path, model: Model, seq_len: int) -> str:
     """Return a line for the log if samples are longer than the model's context in its config.json; "" if they are not.
 
@@ -197,10 +203,10 @@ def context_note(folder: Path, model: Model, seq_len: int) -> str:
         seq_len: tokens of a sample.
     """
     try:
-        context = describe_folder(folder).json.get("max_position_embeddings")
+        context = context_length(describe_folder(folder))
     except ConfigError:  # carried along from another version, or of another kind
         return ""
-    if type(context) is not int:
+    if context is None:
         return ""
     stretched = int(model.rope_factor * model.rope_original_len) if model.rope_scaling == "yarn" else 0
     if seq_len <= max(context, stretched):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from titanmoe.checkpoint.hf.config_json import CONFIG, ParsedConfig, describe_folder
+from titanmoe.checkpoint.hf.config_json import CONFIG, ParsedConfig, context_length, describe_folder
 from titanmoe.checkpoint.hf.fetch import describing_folder
 from titanmoe.checkpoint.hf.model_differences import OWN_PREFIX, field_value
 from titanmoe.config.blocks import moe_layers
@@ -14,7 +14,7 @@ from titanmoe.data.tokenizer import FILE
 from titanmoe.models.count import parameters
 
 CONTEXT = 4096
-"""Most tokens of a sample in the recipe; the model's context if that is shorter."""
+"""Most tokens of a sample in the recipe, if the model's context is not shorter."""
 
 
 def write_recipe(name: str) -> str:
@@ -46,7 +46,7 @@ hf = {toml_value(name)}
 
 [training]
 steps = 100                 # fill in: optimizer steps, each of global_batch_size samples
-seq_len = {min(CONTEXT, _context(parsed))}
+seq_len = {min(CONTEXT, context_length(parsed) or CONTEXT)}
 local_batch_size = 1
 global_batch_size = -1      # fill in: samples in a step; -1: one on each data rank
 
@@ -77,11 +77,6 @@ def _model_comments(parsed: ParsedConfig) -> str:
     if parsed.aux_loss is not None:
         lines.append(f"# moe.aux_loss = {toml_value(parsed.aux_loss)}, of router_aux_loss_coef")
     return "\n".join(lines)
-
-
-def _context(parsed: ParsedConfig) -> int:
-    length = parsed.json.get("max_position_embeddings")
-    return length if type(length) is int and length > 0 else CONTEXT
 
 
 def _number(count: float) -> str:
