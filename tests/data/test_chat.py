@@ -202,7 +202,6 @@ def test_contents_that_a_template_cannot_take_are_named():
             [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}],
             "its roles are 'human', 'gpt', and one has to be 'assistant': write \"human\" as \"user\" and \"gpt\" as",
         ),
-        ([{"from": "human", "value": "a"}], ', but ShareGPT\'s: write "from" as "role" ("human" as "user", "gpt" as'),
         ([{"role": "assistant", "content": "a\ufdd0"}], "not characters"),
         ([{"role": "assistant"}], "the chat template t refuses it: no content"),
     ],

@@ -113,7 +113,7 @@ def test_paths_without_files_are_reported_together(tmp_path):
         (b'["a"]', "is a list, not an object"),
         (b'"a"', "is a text, not an object"),
         (b'{"body": "a", "id": 3}', "has no field 'text', it has 'body', 'id'"),
-        (b'{"messages": []}', "a chat is read with --format chat"),
+        (b'{"messages": []}', "read it with --format chat"),
         (b'{"text": "\xff"}', "byte 10 of the line is not UTF-8"),
         (b'{"text": "a\\ud800"}', "half a surrogate pair"),
         (b"[" * 20_000, "nested too deeply"),

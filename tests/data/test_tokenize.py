@@ -4,13 +4,11 @@ wrong."""
 import fcntl
 import json
 import os
-import re
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -273,38 +271,6 @@ def test_mistakes_are_reported_before_any_work(tmp_path, here):
     with (tmp_path / "x" / ".lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         assert "another process is writing to" in problems(tmp_path, "x", source)
-
-
-QUESTION, COMPLETION = "why", "the fox"
-ALPACA = {"instruction": QUESTION, "input": "", "output": COMPLETION}
-SHARE_GPT = {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": COMPLETION}]}
-
-
-@pytest.mark.parametrize(
-    ("record", "name", "says"),
-    [
-        (ALPACA, "from_alpaca", "Alpaca's records are read once each is a chat in a field messages"),
-        (
-            SHARE_GPT,
-            "from_sharegpt",
-            "read with --format chat --field conversations (data.format, data.field); if they",
-        ),
-    ],
-)
-def test_other_forms_of_chats_are_known_and_become_chats(record, name, says, tmp_path, bpe):
-    """By the lines of Python that the message leads to. 25 of a kind are counted, and written out once."""
-    source, target = tmp_path / "in.jsonl", tmp_path / "chats.jsonl"
-    source.write_text(25 * f"{json.dumps(record)}\n")
-    for format in ("chat", "jsonl"):
-        message = problems(tmp_path, format, source, format=format, tokenizer=str(bpe))
-        assert says in message and message.count("#other-forms-of-chats") == 1
-        assert message.endswith(f"in.jsonl:20: as {source}:1\nand 5 more of the records after them")
-    page = (ROOT / "docs/fine-tuning.md").read_text()
-    lines: dict[str, Any] = {}
-    exec(re.search(r"## Other forms of chats\n.*?```python\n(.*?)```", page, re.DOTALL)[1], lines)
-    lines["convert"](source, target, lines[name])
-    chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": COMPLETION}]
-    assert [json.loads(line) for line in target.open()] == 25 * [{"messages": chat}]
 
 
 def test_chats_are_stored_with_what_counts(tmp_path, bpe, here):

@@ -19,8 +19,9 @@ import numpy as np
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.recipe import SHIPPED
+from titanmoe.data.chat_layouts import TOOLS, ChatError
 from titanmoe.data.chat_template import ChatTemplate, NotText, OverBudget
-from titanmoe.data.record_reader import RENAME, json_type_name
+from titanmoe.data.record_reader import json_type_name
 from titanmoe.data.tokenizer import CHAT_TEMPLATE, SETTINGS, Tokenizer
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -37,14 +38,8 @@ PROBE = "zebra"
 MAX_TEMPLATE = 1 << 17
 """Limit of a template in characters; the longest published one has some 30,000."""
 WEIGHT, MAX_WEIGHT = "weight", 1e6
-TOOLS = "tools"
-"""Field of a record, beside its messages, with the tools that the assistant may call: a list of JSON schemas."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which data sets store its reasoning."""
-
-
-class ChatError(ValueError):
-    """Error about a conversation that cannot be rendered."""
 
 
 class ChatEncoder:
@@ -408,9 +403,7 @@ def _check_messages(messages: Any) -> None:
         raise ChatError("'messages' is not a list of messages, or is empty")
     for n, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            share_gpt = isinstance(message, dict) and "from" in message and "value" in message
-            why = f", but ShareGPT's: {RENAME}" if share_gpt else ""
-            raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}{why}')
+            raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}')
         weight = message.get(WEIGHT, 1)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
             raise ChatError(f"message {n} has the weight {weight!r}: use a number from 0 to {MAX_WEIGHT:g}")

@@ -16,7 +16,7 @@ from titanmoe.data.remote import is_url
 from titanmoe.data.token_scores import TopK, open_teacher_scores
 from titanmoe.data.token_shards import MANIFEST, ShardDocuments, is_shards, read_manifest
 from titanmoe.data.tokenize import ShardPlan, is_unfinished, plan_shards, tokenize
-from titanmoe.data.tokenize_command import count_cores, summarize
+from titanmoe.data.tokenize_command import count_cores, describe_layout, summarize
 from titanmoe.data.tokenize_unit import TokenizeJob
 
 
@@ -122,8 +122,8 @@ def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> P
     new = not is_shards(out)
     # The ranks of a node start together, and one of them does the work.
     manifest = tokenize(replace(plan, job=replace(plan.job, out=str(out))), count_cores(), wait=True, log=log)
-    if new and os.environ.get("RANK", "0") == "0":
-        for line in summarize(str(out), manifest):
+    if os.environ.get("RANK", "0") == "0":
+        for line in summarize(str(out), manifest) if new else filter(None, [describe_layout(manifest)]):
             log(line)
     return out
 

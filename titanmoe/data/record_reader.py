@@ -19,19 +19,11 @@ from titanmoe.data.decompress import COMPRESSED, open_decompressed
 from titanmoe.data.remote import is_url, open_url, url_errors
 
 MIB = 1 << 20
-RENAME = (
-    'write "from" as "role" ("human" as "user", "gpt" as "assistant") and "value" as "content" '
-    "(docs/fine-tuning.md#other-forms-of-chats has the lines of Python)"
-)
-"""Advice of messages on how to turn ShareGPT's records into messages."""
-OTHER_FORMS = {
-    "conversations": "chats in that field are read with --format chat --field conversations (data.format, data.field); "
-    f"if they are ShareGPT's, {RENAME}",
-    "instruction": "Alpaca's records are read once each is a chat in a field messages (--format chat, data.format): "
-    "instruction and input are what the user says, output what the assistant says "
-    "(docs/fine-tuning.md#other-forms-of-chats has the lines of Python)",
+OTHER_FORMATS = {
+    "preference": (("chosen", "rejected"),),
+    "chat": (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion")),
 }
-"""Advice of messages on how to read records of another form, by a field that tells the form."""
+"""Fields of records that other formats read, by format."""
 
 
 class BadRecord(NamedTuple):
@@ -174,22 +166,22 @@ def decode_line(line: bytes, where: Callable[[], str]) -> str | BadRecord:
         return BadRecord(f"{where()}: byte {error.start} of the line is not UTF-8 ({error.reason})")
 
 
-def describe_missing_field(place: str, field: str, names: list[str]) -> str:
+def describe_missing_field(place: str, field: str, names: list[str], alternatives: bool = False) -> str:
     """Return an error message about a record without the field of the document, with advice by the fields that it has.
 
     Args:
         place: file and line of the record.
         field: the missing field.
         names: fields of the record.
+        alternatives: whether the format reads other fields too, none of which it has.
     """
     hint = f"it has {', '.join(map(repr, names[:12])) or 'none'}"
-    if "messages" in names and field == "text":
-        return f"{place}: has no field {field!r}, {hint}: a chat is read with --format chat (data.format)"
-    if form := next((form for column, form in OTHER_FORMS.items() if column in names), ""):
-        return f"{place}: has no field {field!r}, {hint}: {form}"
-    what = "the list of messages" if field == "messages" else "text"
-    fix = f"name the one that holds {what} with --field (data.field, or data.fields for each path)"
-    return f"{place}: has no field {field!r}, {hint}: {fix}"
+    missing = f"{place}: has no field {field!r}{' or others that the format reads' * alternatives}, {hint}"
+    for format, layouts in OTHER_FORMATS.items():
+        if any(set(layout) <= set(names) for layout in layouts):
+            return f"{missing}: read it with --format {format} (data.format)"
+    what = "text" if field == "text" else "messages" if field == "messages" else "it"
+    return f"{missing}: name the one that holds {what} with --field (data.field, or data.fields for each path)"
 
 
 def json_type_name(value: Any) -> str:

@@ -26,9 +26,10 @@ from typing import Any
 
 import titanmoe
 from titanmoe.config import ConfigError
+from titanmoe.data.chat_layouts import layout_of
 from titanmoe.data.formats import FORMATS
 from titanmoe.data.read_files import find_files, read_records, split_spans
-from titanmoe.data.record_reader import InputFile, Record, RecordReader, Span
+from titanmoe.data.record_reader import InputFile, Record, Span
 from titanmoe.data.remote import is_url
 from titanmoe.data.token_shards import (
     DTYPES,
@@ -71,6 +72,8 @@ class ShardPlan:
     sources: list[InputFile]
     identity: str
     """Digest of everything that the contents of the shards depend on; names their folder in the cache."""
+    layout: str = ""
+    """Layout of the first chat, a key of `chat_layouts.LAYOUTS`; "" without chats, or if the user names a field."""
 
     @property
     def tokenizer_files(self) -> dict[str, Path]:
@@ -101,26 +104,27 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
     settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
     if not job.label_weights:  # older shards have no such setting, and keep their identity
         del settings["label_weights"]
-    if _has_optional_fields(job, sources):  # older shards were made without the records' tools, and keep their identity
-        settings["beside"] = FORMATS.look_up(job.format).optional_fields
+    optional_fields, firsts = FORMATS.look_up(job.format).optional_fields, list(_first_records(job, sources))
+    if any(record.get(name) for record in firsts for name in optional_fields):
+        settings["beside"] = (
+            optional_fields  # older shards were made without the records' tools, and keep their identity
+        )
     settings |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
     inputs = [(s.file if is_url(s.file) else str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
     identity = hashlib.blake2b(json.dumps([settings, inputs]).encode(), digest_size=16).hexdigest()
-    return ShardPlan(job, tokenizer, sources, identity)
+    layout = layout_of(firsts[0]) if firsts and job.conversations and job.field == "text" else ""
+    return ShardPlan(job, tokenizer, sources, identity, layout)
 
 
-def _has_optional_fields(job: TokenizeJob, sources: list[InputFile]) -> bool:
-    """Return whether the first record of one of the first files has optional fields, such as tools."""
-    optional_fields = FORMATS.look_up(job.format).optional_fields
-    for source in sources[:MAX_LOOKED_INTO] if optional_fields else ():
+def _first_records(job: TokenizeJob, sources: list[InputFile]) -> Iterator[dict[str, Any]]:
+    """Yield the first record of each of the first files, as a dict; nothing if the format reads one field alone."""
+    format = FORMATS.look_up(job.format)
+    for source in sources[:MAX_LOOKED_INTO] if format.optional_fields or format.alternative_fields else ():
         with suppress(ConfigError):  # reported when it is read
             first = next(split_spans(source, MIN_UNIT_BYTES), None)
-            record = first and next(
-                read_records(RecordReader(first, job.record_field, job.max_document_mb, (), optional_fields)), None
-            )
-            if isinstance(record, Record) and any(record.value.get(name) for name in optional_fields):
-                return True
-    return False
+            record = first and next(read_records(job.reader(first)), None)
+            if isinstance(record, Record):
+                yield record.value
 
 
 def check_first_records(plan: ShardPlan) -> None:
@@ -306,6 +310,7 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
         "tokens": sum(shard["tokens"] for shard in shards),
         "counted": sum(record["counted"] for record in records) if plan.job.has_label_mask else None,
         "completions_per_prompt": plan.job.completions_per_prompt,
+        **({"layout": plan.layout} if plan.layout else {}),
         "skipped": sum(record["skipped"] for record in records),
         "empty": sum(record["empty"] for record in records),
         "examples": [line for record in records for line in record["examples"]][:10],

@@ -10,6 +10,7 @@ from typing import Any
 
 from titanmoe.config.component_kinds import ComponentError, ComponentKind
 from titanmoe.config.load import ConfigError, format_problems
+from titanmoe.data.chat_layouts import DESCRIPTIONS
 from titanmoe.data.formats import format_option
 from titanmoe.data.formats.format import completions_in_manifest
 
@@ -142,6 +143,11 @@ def _count_noun(things: Sized, name: str) -> str:
     return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
 
 
+def describe_layout(manifest: dict[str, Any]) -> str:
+    """Return a line about the fields that chats were read from; "" for messages and for other documents."""
+    return f"chats from the fields {text}" if (text := DESCRIPTIONS.get(manifest.get("layout", ""))) else ""
+
+
 def summarize(out: str, manifest: dict[str, Any]) -> list[str]:
     """Return lines to print about finished token shards: tokens, documents, labels, and what was left out.
 
@@ -158,6 +164,8 @@ def summarize(out: str, manifest: dict[str, Any]) -> list[str]:
     if assistant_tokens is not None:
         whose = "the completions'" if has_pairs else "the assistant's"
         lines.append(f"{whose}: {assistant_tokens:,} tokens, {assistant_tokens / tokens:.1%}")
+    if line := describe_layout(manifest):
+        lines.append(line)
     if manifest["empty"]:
         lines.append(f"left out: {manifest['empty']:,} empty documents")
     if manifest["skipped"]:

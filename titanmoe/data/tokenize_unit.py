@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from titanmoe.config import ConfigError
-from titanmoe.data.chat import TOOLS, ChatEncoder, ChatError, open_chat_encoder
+from titanmoe.data.chat import ChatEncoder, open_chat_encoder
+from titanmoe.data.chat_layouts import TOOLS, ChatError, read_chat
 from titanmoe.data.formats import FORMATS
-from titanmoe.data.preferences import FIELDS, Document, encode_pair
+from titanmoe.data.preferences import Document, encode_pair
 from titanmoe.data.read_files import read_records
 from titanmoe.data.record_reader import BadRecord, Record, RecordReader, Span, json_type_name
 from titanmoe.data.token_shards import DTYPES, WORK
@@ -57,6 +58,12 @@ class TokenizeJob:
     def record_field(self) -> str:
         """Field of a record that holds the document: `field`, or the format's own unless another is named."""
         return FORMATS.look_up(self.format).field if self.field == "text" else self.field
+
+    def reader(self, span: Span) -> RecordReader:
+        """Return a reader of the records of a span."""
+        format = FORMATS.look_up(self.format)
+        fields = format.alternative_fields, format.optional_fields
+        return RecordReader(span, self.record_field, self.max_document_mb, *fields)
 
     @property
     def conversations(self) -> bool:
@@ -163,9 +170,7 @@ class UnitTokenizer:
 
     def _open_span(self, span: Span) -> tuple[RecordReader, Iterator[Record | BadRecord]]:
         """Return a reader of the span, and an iterator over the span's records."""
-        any_of_fields = (*FIELDS, TOOLS) if self.job.completions_per_prompt > 1 else ()
-        optional_fields = FORMATS.look_up(self.job.format).optional_fields
-        reader = RecordReader(span, self.job.record_field, self.job.max_document_mb, any_of_fields, optional_fields)
+        reader = self.job.reader(span)
         entries = read_records(reader)
         return reader, entries if self.job.has_label_mask else texts_only(entries, self.job.record_field)
 
@@ -212,8 +217,10 @@ class UnitTokenizer:
             ChatError: the record cannot be used.
         """
         if self.job.completions_per_prompt == 1:
-            messages, tools = entry.value, None
-            if FORMATS.look_up(self.job.format).optional_fields:
+            messages, tools, format = entry.value, None, FORMATS.look_up(self.job.format)
+            if format.alternative_fields:
+                messages, tools = read_chat(entry.value, "" if self.job.field == "text" else self.job.field)
+            elif format.optional_fields:
                 messages, tools = messages.get(self.job.record_field), messages.get(TOOLS)
             return [self._add_bos_and_eos(*self.chat.encode(messages, tools))]
         pair = [self._add_bos_and_eos(*one) for one in encode_pair(entry.value, self.tokenizer, self.chat)]

@@ -1,16 +1,18 @@
 """The formats "chat" and "preference": JSONL or Parquet with messages in a field of each line or row."""
 
+from titanmoe.data.chat_layouts import CHAT_FIELDS
 from titanmoe.data.formats import jsonl, parquet
 from titanmoe.data.formats.format import FormatSpec
 
 
 class Conversations(FormatSpec):
-    """The format "chat": a list of messages per record."""
+    """The format "chat": messages in each record, in one of the layouts of titanmoe.data.chat_layouts."""
 
-    help = "chat: JSONL or Parquet with messages, loss only on the assistant's."
+    help = "chat: JSONL or Parquet with messages, ShareGPT's or Alpaca's records, loss only on the assistant's."
     field = "messages"
     conversations = True
     optional_fields = ("tools",)
+    alternative_fields = CHAT_FIELDS
 
     def accepts(self, extension: str) -> bool:
         return extension in (*jsonl.FORMAT.extensions, *parquet.FORMAT.extensions)
@@ -26,6 +28,7 @@ class Preferences(Conversations):
     field = "chosen"
     conversations = False
     optional_fields = ()
+    alternative_fields = ("prompt", "chosen", "rejected", "tools")
     completions_per_prompt = 2
 
 

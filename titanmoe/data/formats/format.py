@@ -30,6 +30,8 @@ class FormatSpec(Spec):
     assistant says. "auto" never chooses such a format."""
     optional_fields: tuple[str, ...] = ()
     """Fields of a record that are read beside `field` where there are any. A record's value is then a dict of all."""
+    alternative_fields: tuple[str, ...] = ()
+    """Fields of a record of which any may take the place of `field`. A record's value is then a dict."""
     completions_per_prompt = 1
     """2 if a record is a preference pair (titanmoe.data.preferences); its value is then the whole record."""
     tokenized = False

@@ -52,8 +52,8 @@ def _parse_record(
         return BadRecord(_depth_message(where()))
     if not isinstance(record, dict):
         return BadRecord(f"{where()}: is {json_type_name(record)}, not an object: JSONL has one object per line")
-    if field not in record and not any_of_fields:
-        return BadRecord(describe_missing_field(where(), field, list(record)))
+    if record.keys().isdisjoint((field, *any_of_fields)):
+        return BadRecord(describe_missing_field(where(), field, list(record), bool(any_of_fields)))
     names = (field, *any_of_fields, *optional_fields) if any_of_fields or optional_fields else ()
     value = {name: record[name] for name in names if name in record} if names else record[field]
     try:

@@ -38,8 +38,8 @@ class Parquet(Format):
         span, field = reader.span, reader.field
         file = _open_parquet(span.file)
         names = file.schema_arrow.names
-        if field not in names and not reader.any_of_fields:
-            raise ConfigError([describe_missing_field(span.file, field, names)])
+        if {field, *reader.any_of_fields}.isdisjoint(names):
+            raise ConfigError([describe_missing_field(span.file, field, names, bool(reader.any_of_fields))])
         columns = [name for name in names if name in (field, *reader.any_of_fields, *reader.optional_fields)]
         rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
         row_number, rows_in_span, rows_done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0

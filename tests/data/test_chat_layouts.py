@@ -1,0 +1,159 @@
+"""Chats in every layout that published data sets use: the same tokens and labels as messages, and mistakes named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from titanmoe.config import ConfigError
+from titanmoe.data.chat_layouts import read_chat
+from titanmoe.data.token_shards import ShardDocuments
+from titanmoe.data.tokenize import check_first_records, plan_shards, tokenize
+from titanmoe.data.tokenize_command import summarize
+from titanmoe.data.tokenize_unit import TokenizeJob
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}.{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why?\n\nAt night."},
+    {"role": "assistant", "content": "The fox"},
+]
+SHAREGPT = [
+    {"from": "system", "value": "Be brief."},
+    {"from": "human", "value": "Why?\n\nAt night."},
+    {"from": "gpt", "value": "The fox"},
+]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "messages": {"messages": MESSAGES, "prompt": "Why?"},
+    "messages as JSON": {"messages": json.dumps(MESSAGES)},
+    "ShareGPT": {"conversations": SHAREGPT, "id": 7},
+    "ShareGPT with a system column": {"system": "Be brief.", "conversations": SHAREGPT[1:]},
+    "conversations in the usual names": {"conversations": MESSAGES},
+    "Alpaca": {"instruction": "Why?", "input": "At night.", "output": "The fox", "system": "Be brief."},
+    "Alpaca in one": {"instruction": "Why?\n\nAt night.", "input": "", "output": "The fox", "system": "Be brief."},
+    "prompt and completion": {"prompt": "Why?\n\nAt night.", "completion": "The fox", "system": "Be brief."},
+    "prompt and completion of messages": {"prompt": MESSAGES[:2], "completion": MESSAGES[2:]},
+}
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> str:
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    return str(tmp_path / "t.jinja")
+
+
+def write(file: Path, records: list[dict[str, Any]]) -> str:
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), file)
+    else:
+        file.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(file)
+
+
+def shards(file: str, template: str, out: Path, **options: Any) -> tuple[list[int], list[bool], list[str]]:
+    """Tokens, labels, and what the command prints."""
+    job = TokenizeJob([file], str(out), format="chat", chat_template=template, **options)
+    plan = plan_shards(job)
+    check_first_records(plan)
+    manifest = tokenize(plan, 1, log=lambda line: None)
+    documents = ShardDocuments(out)
+    span = 0, int(documents.starts[len(documents)])
+    return documents.read(*span).tolist(), documents.label_mask(*span).tolist(), summarize(str(out), manifest)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("extension", ["jsonl", "parquet"])
+def test_equal_content_is_learned_equally_in_every_layout(
+    name: str, extension: str, template: str, tmp_path: Path
+) -> None:
+    expected = shards(write(tmp_path / "m.jsonl", [{"messages": MESSAGES}] * 2), template, tmp_path / "expected")
+    got = shards(write(tmp_path / f"x.{extension}", [LAYOUTS[name]] * 2), template, tmp_path / "got")
+    assert got[:2] == expected[:2] and sum(got[1]) == 2 * len("The fox.")
+    said = [line for line in got[2] if "chats from the fields" in line]
+    assert len(said) == (not name.startswith("messages"))
+
+
+def test_the_user_may_name_the_layout(template: str, tmp_path: Path) -> None:
+    """A record that has messages and Alpaca's fields, with other words."""
+    record = {"messages": MESSAGES, "instruction": "Who?", "output": "A cat"}
+    file = write(tmp_path / "x.jsonl", [record])
+    for field, answer in (("text", "The fox."), ("instruction", "A cat."), ("messages", "The fox.")):
+        tokens, labels, _ = shards(file, template, tmp_path / field, field=field)
+        assert bytes(np.array(tokens)[labels].tolist()).decode() == answer
+
+
+def test_tools_and_calls_reach_the_template(template: str, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    call = {"name": "add", "arguments": {"a": 1}}
+    usual = [
+        {"role": "user", "content": "1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "It is 3"},
+    ]
+    sharegpt = [
+        {"from": "human", "value": "1 + 2?"},
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "It is 3"},
+    ]
+    expected = shards(
+        write(tmp_path / "m.jsonl", [{"messages": usual, "tools": tools}]), template, tmp_path / "expected"
+    )
+    for number, more in enumerate((tools, json.dumps(tools))):
+        file = write(tmp_path / f"{number}.jsonl", [{"conversations": sharegpt, "tools": more}])
+        assert shards(file, template, tmp_path / f"{number}")[:2] == expected[:2]
+    assert b'add({"a": 1})' in bytes(token for token in expected[0] if token < 256)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"text": "a"}, "has no field 'messages' or others that the format reads, it has 'text': name the one"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "is a preference pair: read it with --format preference"),
+        ({"instruction": "a", "output": ""}, "'output' is missing or empty"),
+        (
+            {"instruction": "a"},
+            "has no 'messages', or null; of the fields that chats are read from it has 'instruction'",
+        ),
+        ({"prompt": "a", "completion": ""}, "'completion' is missing or empty"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "two texts, or two lists of messages"),
+        ({"prompt": 7, "completion": "b"}, "'prompt' is a number, not text"),
+        ({"conversations": [{"from": "narrator", "value": "a"}]}, "message 1 is from 'narrator': it has to be one of"),
+        ({"conversations": [{"from": "function_call", "value": "add 1"}]}, "message 1 calls a tool, and is not JSON"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "the assistant says nothing in it"),
+        ({"messages": "hello"}, "'messages' is a text that is not a list of messages in JSON"),
+    ],
+)
+def test_what_is_no_chat_is_named_before_any_work(
+    record: dict[str, Any], message: str, template: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "x.jsonl", [record])
+    with pytest.raises(ConfigError) as error:
+        check_first_records(plan_shards(TokenizeJob([file], "", format="chat", chat_template=template)))
+    assert message in str(error.value) and "x.jsonl:1" in str(error.value)
+
+
+def test_chats_given_as_text_are_told_their_format(tmp_path: Path) -> None:
+    for name in ("ShareGPT", "Alpaca", "prompt and completion"):
+        file = write(tmp_path / "x.jsonl", [LAYOUTS[name]])
+        with pytest.raises(ConfigError, match="read it with --format chat"):
+            check_first_records(plan_shards(TokenizeJob([file], "", format="jsonl")))
+
+
+def test_nulls_are_absent() -> None:
+    """Parquet fills missing fields with nulls."""
+    record = {"messages": None, "instruction": "Why?", "input": None, "output": "The fox", "tools": None}
+    messages, tools = read_chat(record)
+    assert [message["content"] for message in messages] == ["Why?", "The fox"] and tools is None

@@ -1,0 +1,154 @@
+"""Conversion of chats as published data sets store them to messages: ShareGPT, Alpaca, prompt and completion.
+
+`read_chat` takes the first layout of LAYOUTS whose fields a record has, or the one that the user names by its first
+field (data.field). Equal content gives equal messages in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from titanmoe.config.parse_json import parse_json
+from titanmoe.data.record_reader import json_type_name
+
+Record = Mapping[str, Any]
+TOOLS = "tools"
+"""Field of a record, beside its messages, with the tools that the assistant may call: a list of JSON schemas."""
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
+ROLES |= {role: role for role in ("system", "user", "assistant", "tool", "developer")}
+"""Role of a message by its "from" in ShareGPT's layout."""
+CALL = "function_call"
+""" "from" of ShareGPT's messages in which the assistant calls a tool, as JSON with a name and arguments."""
+SYSTEM = "system"
+"""Field with the system prompt, beside the other fields of a layout."""
+
+
+class ChatError(ValueError):
+    """Error about a conversation that cannot be rendered."""
+
+
+def read_chat(record: Record, field: str = "") -> tuple[Any, Any]:
+    """Return a record's messages, which are unchecked, and its tools or None.
+
+    Args:
+        record: fields of the record by name; null is as absent.
+        field: the field that the user names; "" for the first layout that fits.
+
+    Raises:
+        ChatError: the record has no chat, or one that cannot be converted.
+    """
+    record = {name: value for name, value in record.items() if value is not None}
+    if (name := field or layout_of(record)) not in record:
+        if "chosen" in record and "rejected" in record:
+            raise ChatError("is a preference pair: read it with --format preference (data.format)")
+        has = ", ".join(repr(part) for part in record if part != TOOLS) or "none"
+        raise ChatError(f"has no {name or 'messages'!r}, or null; of the fields that chats are read from it has {has}")
+    return LAYOUTS.get(name, _from_messages)(record, name), record.get(TOOLS)
+
+
+def layout_of(record: Record) -> str:
+    """Return the first field of the layout that a record has, a key of LAYOUTS; "" if it has none."""
+    return next((name for name in LAYOUTS if all(part in record for part in (name, *NEEDED.get(name, ())))), "")
+
+
+def _from_messages(record: Record, name: str) -> Any:
+    """Return a list of messages, or of ShareGPT's pairs of "from" and "value", either also as JSON text."""
+    messages = record[name]
+    if isinstance(messages, str):
+        try:
+            messages = parse_json(messages.encode())
+        except ValueError:
+            raise ChatError(f"{name!r} is a text that is not a list of messages in JSON") from None
+    if not isinstance(messages, list):
+        return messages
+    messages = [_from_sharegpt(number, message) for number, message in enumerate(messages, 1)]
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    has_system = first.get("role") == SYSTEM
+    return messages if has_system or name == "messages" else [*_system(record), *messages]
+
+
+def _from_sharegpt(number: int, message: Any) -> Any:
+    """Return a message whose role and text are named "from" and "value" in the usual names, others as they are."""
+    if not isinstance(message, dict) or "from" not in message or "role" in message:
+        return message
+    speaker, text = message["from"], message.get("value")
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    if speaker == CALL:
+        return {"role": "assistant", "content": "", "tool_calls": _calls(number, text)} | rest
+    if speaker not in ROLES:
+        raise ChatError(f"message {number} is from {speaker!r}: it has to be one of {', '.join([*ROLES, CALL])}")
+    return {"role": ROLES[speaker], "content": text} | rest
+
+
+def _calls(number: int, text: Any) -> list[dict[str, Any]]:
+    try:
+        calls = parse_json(text.encode()) if isinstance(text, str) else text
+    except ValueError:
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise ChatError(f'message {number} calls a tool, and is not JSON such as {{"name": "...", "arguments": {{}}}}')
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _from_alpaca(record: Record, name: str) -> list[dict[str, Any]]:
+    question = "\n\n".join(filter(None, (_text(record, name), _text(record, "input"))))
+    return [*_system(record), _message("user", question), _message("assistant", _answer(record, "output"))]
+
+
+def _from_prompt(record: Record, name: str) -> list[Any]:
+    prompt, completion = record[name], record.get("completion")
+    if isinstance(prompt, list) and isinstance(completion, list) and completion:
+        earlier = [
+            message | {"weight": 0} if isinstance(message, dict) and message.get("role") == "assistant" else message
+            for message in prompt
+        ]
+        return [*_system(record), *earlier, *completion]
+    if isinstance(prompt, list) or isinstance(completion, list):
+        raise ChatError("its prompt and completion have to be two texts, or two lists of messages")
+    return [
+        *_system(record),
+        _message("user", _text(record, name)),
+        _message("assistant", _answer(record, "completion")),
+    ]
+
+
+def _system(record: Record) -> list[dict[str, Any]]:
+    return [_message(SYSTEM, text)] if (text := _text(record, SYSTEM)) else []
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _text(record: Record, name: str) -> str:
+    text = record.get(name, "")
+    if not isinstance(text, str):
+        raise ChatError(f"{name!r} is {json_type_name(text)}, not text")
+    return text
+
+
+def _answer(record: Record, name: str) -> str:
+    if not (text := _text(record, name)):
+        raise ChatError(f"{name!r} is missing or empty, so there is nothing to learn from")
+    return text
+
+
+DESCRIPTIONS = {
+    "conversations": "conversations (ShareGPT)",
+    "instruction": "instruction, input and output (Alpaca)",
+    "prompt": "prompt and completion",
+}
+"""The fields of layouts other than messages, for people."""
+LAYOUTS: dict[str, Callable[[Record, str], Any]] = {
+    "messages": _from_messages,
+    "conversations": _from_messages,
+    "instruction": _from_alpaca,
+    "prompt": _from_prompt,
+}
+"""Function that converts a record, by the field that tells its layout."""
+NEEDED = {"instruction": ("output",), "prompt": ("completion",)}
+"""Fields that a layout has to have beside that."""
+CHAT_FIELDS = (*LAYOUTS, "input", "output", "completion", SYSTEM, "chosen", "rejected")
+"""All fields that layouts read, and those that tell a preference pair."""
