@@ -158,7 +158,7 @@ def test_problems_of_every_source_come_together(recipe):
     [
         ("[trainning]\nsteps = 3\nseq_len = 4\n", 1, "unknown table trainning: did you mean training?"),
         ("[nonsense]\n", 1, "unknown table nonsense: the tables are job, model, model.own, data"),
-        ("[training]\nxyzzy = 3\n", 2, "unknown key training.xyzzy: [training] has steps, epochs, seq_len"),
+        ("[training]\nxyzzy = 3\n", 2, "unknown key training.xyzzy: [training] has steps, epochs, stop_after, seq_len"),
         ("[training]\nlr = 3\n", 2, "unknown key training.lr: did you mean optimizer.lr?"),
         ("[training]\nseq-len = 3\n", 2, "unknown key training.seq-len: did you mean training.seq_len?"),
         ("[parallelism.expert]\nep = 3\n", 1, "unknown table parallelism.expert: did you mean parallelism.experts?"),

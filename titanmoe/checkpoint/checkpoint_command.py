@@ -74,6 +74,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     Raises:
         CheckpointError: the folder holds no checkpoint.
     """
+    path = layout.resolve_best(path)
     if safe_files.exists(path / layout.MANIFEST):
         return [path]
     for folder in (path, safe_files.refuse_link(path / "checkpoints")):
@@ -89,6 +90,7 @@ def latest_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: the folder holds no checkpoint, or the latest is a symbolic link.
     """
+    path = layout.resolve_best(path)
     checkpoints = checkpoints_in(path)
     if checkpoints == [path]:
         return path
@@ -101,6 +103,7 @@ def latest_checkpoint(path: Path) -> Path:
 def _list(args: argparse.Namespace) -> int:
     checkpoints = checkpoints_in(args.RUN)
     newest = latest_checkpoint(args.RUN)
+    best = layout.best_step(newest)
     rows = [("step", "made", "size", "tokens", "attention", "experts", "")]
     for path in checkpoints:
         try:
@@ -118,7 +121,7 @@ def _list(args: argparse.Namespace) -> int:
                 f"{record['tokens']:,.0f}" if "tokens" in record else "",
                 _axes(mapping.get("attention", {})),
                 _axes(mapping.get("experts", {})),
-                "latest" if path == newest else "",
+                ", ".join(["latest"] * (path == newest) + ["best"] * (manifest.step == best)),
             )
         )
     _print(rows)

@@ -82,6 +82,35 @@ def _explain_absent(folder: Path) -> str:
 # ---- finding
 
 
+BEST = ":best"
+"""Suffix of a run's name that stands for its best checkpoint (checkpoint.keep_best)."""
+
+
+def best_step(checkpoint: Path) -> int:
+    """Return the best step of the run up to a checkpoint, by its record; -1 if it has none or cannot be read."""
+    try:
+        return read_manifest(checkpoint).record.get("best", {}).get("step", -1)
+    except CheckpointError:
+        return -1
+
+
+def resolve_best(path: Path) -> Path:
+    """Return the folder of a run's best checkpoint for RUN:best, other paths unchanged.
+
+    Raises:
+        CheckpointError: the run keeps no best checkpoint.
+    """
+    if not path.name.endswith(BEST) or safe_files.exists(path):
+        return path
+    run = path.with_name(path.name.removesuffix(BEST))
+    for folder in (run, safe_files.refuse_link(run / "checkpoints")):
+        by_step = checkpoints_by_step(folder)
+        for newest in newest_first(folder):
+            if (step := best_step(newest)) in by_step:
+                return safe_files.refuse_link(by_step[step])
+    raise CheckpointError(f"{run} keeps no best checkpoint: train it with checkpoint.keep_best, or name a checkpoint")
+
+
 def checkpoints_by_step(folder: Path) -> dict[int, Path]:
     """Return the folders of all complete checkpoints in a folder, by step in ascending order."""
     by_step = {int(m[1]): folder / name for name in _entries(folder) if (m := _NAME.fullmatch(name))}
@@ -323,7 +352,7 @@ def write_latest(folder: Path, name: str) -> None:
     fsync_folder(folder)
 
 
-def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[str]:
+def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int, best_step: int = -1) -> list[str]:
     """Remove old checkpoints; return lines for the log on what could not be removed.
 
     Args:
@@ -332,6 +361,7 @@ def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int) -> l
             and those whose manifest cannot be read stay.
         keep_last: how many of the newest checkpoints to keep; 0 keeps all.
         keep_every: also keep checkpoints whose step is a multiple of this; 0 keeps no others.
+        best_step: also keep the checkpoint of this step; -1 keeps no other.
     """
     number_of = {path: save_number(path) for path in checkpoints_by_step(folder).values()}
     if not keep_last or number_of.get(newest, math.inf) == math.inf:
@@ -342,7 +372,7 @@ def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int) -> l
     notes = []
     for path in older[keep_last - 1 :]:
         step = step_of(path)
-        if not (keep_every and step % keep_every == 0):
+        if step != best_step and not (keep_every and step % keep_every == 0):
             try:  # first it loses its name, in one rename, then its files
                 notes += erase(_rename_with_suffix(path, REMOVING))
             except OSError as error:

@@ -65,7 +65,7 @@ class Saver:
         self.world = dist.group.WORLD if several else None
         """The group for wait(): the writing thread may be stuck in a collective of self.group."""
         self.first = dist.get_rank() == 0
-        self.saved_step = -1
+        self.saved_step = self._best_step = -1
         self._target = folder
         self._thread: threading.Thread | None = None
         self._progress, self._deadline, self._failure = SaveProgress(), 0.0, ""
@@ -110,6 +110,7 @@ class Saver:
         if gpu is not None:
             torch.cuda.synchronize()
         self._target = self.folder / layout.folder_name(step)
+        self._best_step = record["best"]["step"] if self.options.keep_best else -1
         self._deadline = time.monotonic() + self.options.timeout_s
         # Also when training waits for it: a thread that is stuck in a disk operation cannot check the clock.
         self._thread = threading.Thread(
@@ -235,4 +236,5 @@ class Saver:
 
     def _finish_save(self) -> None:
         layout.write_latest(self.folder, self._target.name)
-        self._say(layout.remove_old(self.folder, self._target, self.options.keep_last, self.options.keep_every))
+        keeps = self.options.keep_last, self.options.keep_every, self._best_step
+        self._say(layout.remove_old(self.folder, self._target, *keeps))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from titanmoe.config.blocks import moe_layers
@@ -16,7 +17,7 @@ from titanmoe.config.field_values import closest
 from titanmoe.config.fields import fields, ranges
 from titanmoe.config.model_file import path_of
 from titanmoe.config.ranges import LIMIT, Violation, divisors, nearest_values, number_text
-from titanmoe.config.schema import OWN, Checkpoint, Config, Job, Model, MoE, Training
+from titanmoe.config.schema import OWN, QUIZ_METRICS, Checkpoint, Config, Job, Model, MoE, Training
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of a number of each dtype."""
@@ -58,6 +59,7 @@ def contradictions(config: Config) -> list[Violation]:
         *_products(config),
         *_profile(config),
         *_checkpoint(config.checkpoint),
+        *_best(config),
         *_debug(config),
     ]
 
@@ -288,6 +290,40 @@ def _profile(config: Config) -> Iterator[Violation]:
         yield Violation(
             ("profile.memory", "profile.steps"),
             'profile.memory = "steps" needs profile.steps: list some, or use "oom"',
+        )
+
+
+def _best(config: Config) -> Iterator[Violation]:
+    keep_best, validation = config.checkpoint.keep_best, config.validation
+    metric = keep_best or "val_loss" * bool(config.training.stop_after)
+    option = "checkpoint.keep_best" if keep_best else "training.stop_after"
+    if not metric:
+        return
+    if keep_best and not config.checkpoint.enable:
+        yield Violation(
+            (option, "checkpoint.enable"),
+            f'checkpoint.keep_best = "{keep_best}" keeps a checkpoint, and checkpoint.enable = false saves none',
+        )
+    if metric.startswith("quiz."):
+        tasks = [Path(path).stem for path in validation.quiz.paths]
+        names = [f"quiz.{task}.{name}" for task in tasks for name in QUIZ_METRICS]
+        if not validation.quiz.interval or metric not in names:
+            there = f"the metrics are {', '.join(names)}" if names else "validation.quiz.paths is empty"
+            yield Violation(
+                (option, "validation.quiz.paths", "validation.quiz.interval"),
+                f'checkpoint.keep_best = "{metric}" needs validation.quiz.interval above 0, and a metric of one of its '
+                f"tasks: {there}",
+            )
+    elif not validation.interval:
+        yield Violation(
+            (option, "validation.interval"),
+            f"{option} goes by {metric}, which no validation reports while validation.interval = 0: set it",
+        )
+    elif metric not in ("val_loss", "val_perplexity") and ".val_" not in metric:
+        yield Violation(
+            (option,),
+            f'checkpoint.keep_best = "{metric}" is no metric of an evaluation: use val_loss, val_perplexity, one of '
+            "the objective's such as preference.val_accuracy, or quiz.TASK.accuracy",
         )
 
 

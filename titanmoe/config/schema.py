@@ -213,6 +213,10 @@ class Data:
     """The field of each JSONL or Parquet record that contains the text. Default for chats: "messages"."""
 
 
+QUIZ_METRICS = "bits_per_byte", "margin", "accuracy", "accuracy_norm"
+"""Names of the metrics of a quiz."""
+
+
 @dataclass
 class Quiz:
     """Multiple-choice quizzes, scored during training under the run's own mapping, as lm-evaluation-harness scores them (docs/generate.md). They do not affect training."""
@@ -248,6 +252,8 @@ class Training:
     """Number of optimizer steps of the run; the learning rate schedule ends with them. -1: as many as `epochs` need, the default if `epochs` is set."""
     epochs: Annotated[int, Range(0, EPOCHS)] = 0
     """Number of times that every sequence of every source is trained on, instead of `steps`; for fine-tuning (docs/data.md). The header and --print-config give the resulting number of steps. 0: `steps` sets the length, and a source that ends starts over."""
+    stop_after: Annotated[int, NOT_NEGATIVE] = 0
+    """The run ends after this many validations in a row without a better checkpoint.keep_best, or val_loss if that is empty. 0: it goes on."""
     seq_len: Annotated[int, Range(1, TOKENS)] = 256
     """Tokens per sample; a multiple of tp * cp."""
     local_batch_size: Annotated[int, Range(1, TOKENS)] = 1
@@ -593,6 +599,8 @@ class Checkpoint:
     """Number of latest checkpoints to keep. 0: all."""
     keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Checkpoints of every n-th step, such as 10000, are kept as well, for later evaluation. 0: none."""
+    keep_best: str = ""
+    """A metric of validation or quiz, such as "val_loss" or "quiz.TASK.accuracy": the step with the best value so far is saved as well and kept until a better one is (docs/checkpoint.md). RUN:best names it in other commands. Accuracies and margins are better the higher, all else the lower. Empty: none."""
     load: str = "auto"
     """Checkpoint to start from. auto: the last complete one of this run, if there is one; the run is refused if there are some and none can be used. none: start from scratch, in a new folder. A step such as 1200: that one of this run. A path: that checkpoint, or the latest of that run, unless this run already has its own."""
     model_only: bool = False

@@ -174,8 +174,8 @@ def write_recipe(model: str, paths: list[str], request: Request, lora: bool, dpo
         ConfigError: with every problem of the model, the data and the options.
     """
     about = _model_and_data(model, paths, dpo)
-    # What is held out follows from the lengths; without any, options of [validation] would be refused.
-    provisional = {"validation.held_out": (20, "")}
+    # What is held out follows from the lengths; without validation, options about it would be refused.
+    provisional: dict[str, Setting] = {"validation.held_out": (20, ""), "validation.interval": (1, "")}
     config, given = _read(about | provisional, request)
     length = measure(config)
     context = context_length(describe_folder(describing_folder(model)))
@@ -290,6 +290,7 @@ def _steps(config: Config, length: Length, given: dict[str, Any]) -> dict[str, S
             "validation.interval": (often, "steps"),
             "validation.steps": (max(1, samples // held_out // training.global_batch_size), "batches"),
             "validation.held_out": (held_out, f"every {held_out}th is kept out of training"),
+            "checkpoint.keep_best": ("val_loss", "the best is kept as well, as RUN:best"),
         }
     return {path: setting for path, setting in settings.items() if path not in given}
 

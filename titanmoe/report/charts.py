@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titanmoe.config.schema import QUIZ_METRICS
 from titanmoe.load_colours import transparent_colours
 from titanmoe.report.draw import Area, Picture, Point, Sheet, Stroke, Words
 from titanmoe.report.read_run import Run
-from titanmoe.train.run_folder import QUIZ_METRICS
 
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
 SIZE = (420.0, 230.0)

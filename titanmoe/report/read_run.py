@@ -23,9 +23,9 @@ from titanmoe.config.allowed_code import CodeNotAllowed, refuse_code
 from titanmoe.config.load import read_draft
 from titanmoe.config.parse_json import MAX_DEPTH, TooDeep, parse_json
 from titanmoe.config.recipe import MAX_BYTES, Recipe, RecipeError, parse_recipe
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import QUIZ_METRICS, Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
-from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, OLD_QUIZ, QUIZ, QUIZ_METRICS, RANKS
+from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, OLD_QUIZ, QUIZ, RANKS
 
 EVENT_TEXTS = ("kind", "text", "time")
 LARGE = 1e15

@@ -35,6 +35,7 @@ from titanmoe.parallel.largest_logits import LargestLogits
 from titanmoe.parallel.tied_embeddings import TiedEmbeddings
 from titanmoe.train.adapter_checkpoints import AdapterCheckpoints
 from titanmoe.train.alarms import ExpectedLoss
+from titanmoe.train.best import BestStep
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks
 from titanmoe.train.console import ConsoleSettings
@@ -129,7 +130,7 @@ def build_training(
     if validation:
         rows |= {f"validation, {row}": line for row, line in validation.samples.mix.truncation_rows().items()}
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
-    clock = Clock(device)
+    clock, best = Clock(device), BestStep.of(config)
     return Training(
         **vars(model),
         slicer=slicer,
@@ -170,7 +171,9 @@ def build_training(
             buffers=model.buffers,
             rate=rate,
             lora=config.lora,
+            best=best,
         ),
+        best=best,
         validation=validation,
         quiz=quiz,
         setup_rows=rows | model.optimizer.notes | notes,

@@ -30,6 +30,7 @@ from titanmoe.config.schema import Checkpoint as Options
 from titanmoe.config.schema import LoRA, Model
 from titanmoe.data.loader import Loader
 from titanmoe.data.token_shards import StoredTokenizer
+from titanmoe.train.best import BestStep
 from titanmoe.train.evaluation import Validation
 from titanmoe.train.learning_rate import LearningRate, describe_rate_change
 from titanmoe.train.optimizers.optimizer import Optimizer
@@ -57,6 +58,7 @@ class Checkpoints:
     buffers: dict[str, Tensor]
     rate: LearningRate
     lora: LoRA
+    best: BestStep | None = None
     start_step: int = 0
     """Number of steps that the run had made when this process started."""
     saver: Saver | None = None
@@ -268,6 +270,8 @@ class Checkpoints:
             self.run_record[REFERENCE] = saved.record[REFERENCE]
         if self.validation:
             self.validation.load_state_dict(saved.record.get("validation", {}))
+        if self.best:
+            self.best.load_state_dict(saved.record.get("best", {}))
         self.optimizer.resume(self.state.updates)
         return state.changed_fields(before, now) + describe_rate_change(self.state.step, before, self.rate)
 
@@ -323,8 +327,10 @@ class Checkpoints:
 
     @property
     def is_due(self) -> bool:
-        """Whether checkpoint.interval asks for a save after the step just made."""
-        return bool(self.saver and self.options.interval and self.state.step % self.options.interval == 0)
+        """Whether checkpoint.interval or keep_best asks for a save after the step just made."""
+        is_best = self.best is not None and self.best.is_new
+        at_interval = self.options.interval and self.state.step % self.options.interval == 0
+        return bool(self.saver and (is_best or at_interval))
 
     @property
     def has_saved(self) -> bool:
@@ -332,7 +338,7 @@ class Checkpoints:
         return bool(self.saver and self.saver.saved_step >= 0)
 
     def after_step(self) -> dict[str, float]:
-        """Save if checkpoint.interval asks for it after this step. Collective over the world.
+        """Save if checkpoint.interval or keep_best asks for it after this step. Collective over the world.
 
         Returns:
             The metric checkpoint_blocked_s, the seconds for which the save paused training; {} without a save.
@@ -361,6 +367,8 @@ class Checkpoints:
             self._save()
             self.saver.wait()
         print_rank_0(f"saved      {self.saver.folder / layout.folder_name(self.state.step)}")
+        if self.options.keep_best and self.best.step >= 0:
+            print_rank_0(f"best       {self.saver.folder / layout.folder_name(self.best.step)}: {self.best.describe()}")
         return max(on_all_ranks(self.group, lambda: self.signals.number))
 
     def record(self) -> dict[str, Any]:
@@ -369,6 +377,8 @@ class Checkpoints:
         record |= self.run_record | {"skips": self.state.skips.state_dict()}
         if self.validation:
             record["validation"] = self.validation.state_dict()
+        if self.best:
+            record["best"] = self.best.state_dict()
         return record
 
     def save_to(self, folder: Path, group: Any) -> None:

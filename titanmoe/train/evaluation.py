@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.comm.collectives import all_reduce
+from titanmoe.config.schema import QUIZ_METRICS
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import ValidationSet
 from titanmoe.data.quiz import CHOICE, Question, QuizSet
@@ -28,7 +29,6 @@ from titanmoe.models.vocabulary import HeadScores
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
-from titanmoe.train.run_folder import QUIZ_METRICS
 from titanmoe.train.run_state import RunState
 
 

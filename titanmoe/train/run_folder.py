@@ -29,8 +29,6 @@ OLD_QUIZ = "answers.jsonl"
 """Name of quiz.jsonl in the folders of earlier versions."""
 FILES = METRICS, EXPERTS, RANKS, QUIZ, OLD_QUIZ, EVENTS
 """JSONL files of a run, of whose lines each has a step."""
-QUIZ_METRICS = "bits_per_byte", "margin", "accuracy", "accuracy_norm"
-"""Metrics of each question in quiz.jsonl; metrics.jsonl has their means."""
 COMMAND = "TITANMOE_COMMAND"
 """Environment variable in which `titanmoe train` stores the command that the user typed."""
 

@@ -69,8 +69,9 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether training ends with the step just made: it was the last one, or a rank asked to stop."""
-        return self.step >= self.training.steps or self.stopping
+        """Whether training ends with the step just made: the last one, or one after which it has to stop."""
+        best = self.training.best
+        return self.step >= self.training.steps or self.stopping or (best is not None and best.stops)
 
     def train(self) -> int:
         """Train until the last step or a signal. Collective over the world.
@@ -109,6 +110,9 @@ class Trainer:
                     f"  to continue:    {typed_command(f'--{option}')} --{option} {more}\n"
                     f"  to start anew:  {typed_command()} --checkpoint.load none   (in a folder of its own)"
                 )
+            elif training.best and training.best.stops:
+                more = f"{typed_command('--training.stop_after')} --training.stop_after {2 * training.best.stop_after}"
+                print_rank_0(f"nothing is left to do: {training.best.why_stopped()}\n  to continue:    {more}")
             try:
                 while not self.is_finished:
                     with profiler.step(self.step + 1):
@@ -125,6 +129,8 @@ class Trainer:
                         report |= training.loader.report() | checks.report()
                         for evaluation in training.evaluations:
                             report |= evaluation.after_step()
+                        if training.best:
+                            training.best.after_step(self.step, report)
                         if training.evaluations:
                             observe.active.phase("checkpoint", self.step)
                         # Before saving: a run that resumes from this step then has its line, whenever it was killed.
@@ -136,6 +142,8 @@ class Trainer:
                     training.garbage.collect(self.step)
                     if self.step == first:
                         training.runtime.steady_timeout(training.timeout_s, checkpoints.long_timeout_groups)
+                if training.best and training.best.stops and self.step >= first:
+                    print_rank_0(f"stopped    {training.best.why_stopped()}")
                 return checkpoints.finish()
             except NumericalFault as error:
                 ending = training.guard.record_end(error, checkpoints.has_saved)

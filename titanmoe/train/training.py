@@ -16,6 +16,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.layer import MoE
 from titanmoe.moe.layer_statistics import step_metrics
+from titanmoe.train.best import BestStep
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.evaluation import QuizEvaluation, Validation
 from titanmoe.train.gradients import FirstPass, Gradients, Slicer, StepScalars
@@ -109,6 +110,7 @@ class Training(RankModel):
     """Seconds that a collective may take after the first step."""
     folder: RunFolder
     checkpoints: Checkpoints
+    best: BestStep | None
     validation: Validation | None
     quiz: QuizEvaluation | None
     setup_rows: dict[str, str]

@@ -1,0 +1,100 @@
+"""The best step of a run, by a metric of its validation or quiz: its checkpoint is kept, and the run may end after it.
+
+The best value so far and the number of evaluations without a better one are part of every checkpoint, so a run that
+resumes, under any mapping, keeps and stops as one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titanmoe import observe
+from titanmoe.config.schema import Config
+
+DEFAULT = "val_loss"
+"""Metric of a run that names none."""
+
+
+@dataclass(eq=False)
+class BestStep:
+    """The best step so far. Evaluations that do not report the metric change nothing."""
+
+    metric: str
+    """Name of the metric, as in metrics.jsonl."""
+    keeps: bool
+    """Whether the best step's checkpoint is saved and kept (checkpoint.keep_best)."""
+    stop_after: int
+    """Number of evaluations in a row without a better value after which the run ends; 0: it does not."""
+    value: float = math.nan
+    """Value of the metric after the best step; NaN before the first evaluation."""
+    step: int = -1
+    """The best step; -1 before the first evaluation."""
+    without_gain: int = 0
+    """Number of evaluations since the best step."""
+    is_new: bool = False
+    """Whether the step just made is the best one."""
+
+    @classmethod
+    def of(cls, config: Config) -> BestStep | None:
+        """Return the tracker that a recipe asks for; None if it asks for none."""
+        keep_best, stop_after = config.checkpoint.keep_best, config.training.stop_after
+        return cls(keep_best or DEFAULT, bool(keep_best), stop_after) if keep_best or stop_after else None
+
+    def after_step(self, step: int, report: Mapping[str, Any]) -> None:
+        """Compare a step's metric with the best so far.
+
+        Args:
+            step: number of the step.
+            report: the step's metrics, the same on all ranks.
+        """
+        self.is_new = False
+        if self.metric not in report:
+            evaluated = [name for name in report if name == DEFAULT or ".val_" in name or name.startswith("quiz.")]
+            if evaluated and self.step < 0:
+                names = ", ".join(sorted(evaluated))
+                text = f"checkpoint.keep_best: there is no metric {self.metric}; the evaluations report {names}"
+                observe.active.event(step, "best", text)
+            return
+        value = float(report[self.metric])
+        if self.step < 0 or (value > self.value if higher_is_better(self.metric) else value < self.value):
+            self.value, self.step, self.without_gain, self.is_new = value, step, 0, self.keeps
+        else:
+            self.without_gain += 1
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run ends because nothing has improved."""
+        return 0 < self.stop_after <= self.without_gain
+
+    def describe(self) -> str:
+        """Return the best value and its step, for people."""
+        return f"{self.metric} {self.value:.4f} at step {self.step:,}"
+
+    def why_stopped(self) -> str:
+        """Return why the run ends, for people."""
+        return (
+            f"{self.without_gain} evaluations (training.stop_after) have not improved on {self.metric} "
+            f"{self.value:.4f} of step {self.step:,}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint's record stores."""
+        return {
+            "metric": self.metric,
+            "value": None if math.isnan(self.value) else self.value,
+            "step": self.step,
+            "without_gain": self.without_gain,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a record; from scratch if the record's metric was another."""
+        if state.get("metric") == self.metric and state["value"] is not None:
+            self.value, self.step, self.without_gain = float(state["value"]), state["step"], state["without_gain"]
+
+
+def higher_is_better(metric: str) -> bool:
+    """Return whether a metric is better the higher it is: accuracies and margins are, losses are not."""
+    return "accuracy" in metric or metric.endswith("margin")
