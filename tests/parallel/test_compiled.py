@@ -145,7 +145,7 @@ def test_a_layer_is_one_graph_whatever_the_routing(size: int, case: dict[str, An
     assert max(parity.worst_error(*pair)[0] for pair in pairs) < 1e-10
 
 
-def operations(mode: str, compiled: bool) -> tuple[Counter[str], list[float]]:
+def operations(mode: str, compiled: bool, more: dict[str, Any] = EP2 | COMPILED) -> tuple[Counter[str], list[float]]:
     """On a rank: which operations the second step runs; and on rank 0 the losses."""
     ran: list[Counter[str]] = []
 
@@ -155,7 +155,7 @@ def operations(mode: str, compiled: bool) -> tuple[Counter[str], list[float]]:
         ran.append(Counter(event.name for event in profile.events()))
         return report
 
-    changes = EP2 | COMPILED | {"compile.backend": "aot_eager", "activation_checkpoint.mode": mode}
+    changes = more | {"compile.backend": "aot_eager", "activation_checkpoint.mode": mode}
     torch._dynamo.reset()
     outcome = parity.measure(changes | {"compile.enable": compiled}, steps=2, train_step=train_step)
     torch._dynamo.reset()
@@ -178,6 +178,17 @@ def test_one_graph_that_is_recomputed_sends_nothing_twice() -> None:
         assert losses == pytest.approx(eager["none"][1], rel=1e-12)
         up, down = ran["titanmoe::experts_up"], ran["titanmoe::experts_down"]
         assert (up, down) == {"none": (calls, calls), "full_except_dispatch": (2 * calls, calls)}.get(mode, (0, 0))
+
+
+@pytest.mark.slow
+def test_a_compiled_ring_sends_what_an_eager_one_sends() -> None:
+    """On all ranks alike, though not all use what arrives: a compiler may neither drop nor repeat a message."""
+    changes = EP2 | MODELS["gpt_oss"] | {"parallelism.cp": 2}
+    compiled, eager = (
+        [ran["_c10d_functional::all_to_all_single"] for ran, _ in world.run(2, operations, "none", on, changes)]
+        for on in (True, False)
+    )
+    assert compiled == eager and len(set(compiled)) == 1 and compiled[0] > 0
 
 
 @pytest.mark.slow

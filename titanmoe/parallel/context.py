@@ -194,9 +194,9 @@ def _pass_on(x: Tensor, group: Group) -> Tensor:
     return launch_all_to_all(x, send, receive, group)
 
 
-def _pack(k: Tensor, v: Tensor) -> Tensor:
+def _pack(*parts: Tensor) -> Tensor:
     """Return keys and values in one tensor of one dim, to be sent as one message."""
-    return torch.cat((k.flatten(), v.flatten()))
+    return torch.cat([part.flatten() for part in parts])
 
 
 def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,7 +228,9 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         placement, group, mask = ctx.placement, ctx.group, ctx.mask
-        dq, kv = _wide_zeros(q), _pack(k, v)
+        # Of a message of k and v alone a compiler would make one with forward's, or move it to the forward graph, and
+        # not on all ranks alike, because not all use what arrives.
+        dq, kv = _wide_zeros(q), _pack(k, v, grad.flatten()[:0])
         dkv = _wide_zeros(kv)
         for hop in range(group.size):
             next_kv = _pass_on(kv, group) if hop < group.size - 1 else None
