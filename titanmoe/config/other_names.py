@@ -126,6 +126,8 @@ FINE_TUNING = {
     "save-steps": "checkpoint.interval",
     "save-total-limit": "checkpoint.keep_last",
     "eval-steps": "validation.interval",
+    **dict.fromkeys(("load-best-model-at-end", "metric-for-best-model"), "checkpoint.keep_best"),
+    "early-stopping-patience": "training.stop_after",
     "chat-template": "data.chat_template",
     **dict.fromkeys(("lora.r", "lora-r"), "lora.rank"),
     **dict.fromkeys(("lora.lora_alpha", "lora-alpha"), "lora.alpha"),
