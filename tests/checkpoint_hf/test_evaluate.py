@@ -101,10 +101,9 @@ def scored_in_a_run(argv: list[str]) -> list[float]:
     from titanmoe.train.launch import read_config
 
     runtime = parity.runtime_here()
-    training = parity.build_trainer(
-        read_config(argv, runtime.world, COMPONENTS), runtime, garbage=parity.no_collection
-    ).training
-    with training.checkpoints.in_folder(Path("run")) as checkpoints:
+    config = read_config(argv, runtime.world, COMPONENTS)
+    training = parity.build_trainer(config, runtime, garbage=parity.no_collection).training
+    with training.checkpoints.in_folder(Path(config.job.dump_folder) / "run") as checkpoints:
         checkpoints.begin()
         scored = training.quiz.log_probabilities().tolist()
     training.loader.close()
