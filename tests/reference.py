@@ -257,7 +257,13 @@ def with_adapters(config: Config, weights: dict[str, Tensor]) -> dict[str, Tenso
     """W + alpha / r B A, in the place of W."""
     merged = {name: weight for name, weight in weights.items() if "lora_" not in name}
     for name, (stem, rank) in adapted(config).items():
-        merged[name] = merged[name] + config.lora.alpha / rank * weights[stem + "B"] @ weights[stem + "A"]
+        merged[name] = (
+            merged[name]
+            + config.lora.alpha
+            / (rank**0.5 if config.lora.rslora else rank)
+            * weights[stem + "B"]
+            @ weights[stem + "A"]
+        )
     return merged
 
 

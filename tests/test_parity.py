@@ -278,6 +278,7 @@ NASTY = {
     "adapters of linear and gated attention": MODELS["qwen3_next"]
     | TRAINED["adapters"]
     | {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
+    "adapters with the scale of rsLoRA": TRAINED["adapters"] | {"lora.rslora": True, "parallelism.experts.ep": 2},
     "heads of linear and gated attention by Muon": MODELS["qwen3_next"]
     | {"optimizer.name": "muon", "optimizer.by_head": True, "parallelism.tp": 2, "parallelism.experts.ep": 2},
     "gated linear attention by Muon": MODELS["gla"]

@@ -69,6 +69,23 @@ def test_peft_computes_what_ours_does_and_gives_back_the_same_bits(tmp_path, nam
     assert torch.equal(merged(model, tmp_path / "peft"), want)
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "gpt_oss"])
+def test_the_scale_of_rslora_goes_out_and_comes_back(tmp_path, name):
+    """Ranks are doubled in stacks and added up in fused matrices, and their roots are not."""
+    model = models.make(name)
+    folder = models.save(model, tmp_path / "in")
+    lora = dataclasses.replace(adapted.LORA, rslora=True)
+    adapted.write(tmp_path / "plain", folder)
+    adapters = adapted.write(tmp_path / "ours", folder, lora)
+    assert convert("--to-peft", tmp_path / "ours", tmp_path / "peft") == 0
+    want = merged(model, tmp_path / "ours")
+    assert (want - merged(model, tmp_path / "plain")).abs().max() > 0.1
+    close(by_peft(model, tmp_path / "peft"), want, models.enlarged(name))
+    back = read_peft(tmp_path / "peft", describe_folder(folder).model)
+    assert all(torch.equal(back.tensors[name].get(), tensor) for name, tensor in adapters.items())
+    assert dataclasses.replace(back.lora, targets=[]) == lora
+
+
 PARTS = {
     "some layers": ["layers.1.*"],
     "experts' down in some, attention in others": ["layers.1.*.w2", "layers.0.attention.w[qo].*"],
@@ -95,6 +112,7 @@ MADE_BY_PEFT = {
     "gate and up by the names of their modules": {"target_modules": ["o_proj", "gate_proj", "up_proj"]},
     "orthogonal": {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "orthogonal"},
     "gaussian, with dropout": {"target_modules": ["v_proj"], "init_lora_weights": "gaussian", "lora_dropout": 0.1},
+    "rslora": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "use_rslora": True},
     "down alone": {"target_parameters": ["experts.down_proj"], "alpha_pattern": {"q_proj": 7, "experts.down_proj": 7}},
 }
 
@@ -282,6 +300,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "has base_model_name_or_path = ['x'], which is not a name",
     ),
     "a base with a NUL": (lambda f, t: settings(f, base_model_name_or_path="x\0"), "= 'x\\x00', which is not a name"),
+    "an rslora that is a number": (lambda f, t: settings(f, use_rslora=1), "has use_rslora = 1, which is neither"),
     "dora": (lambda f, t: settings(f, use_dora=True, bias="all"), "has bias = 'all': only plain LoRA"),
     "mica": (lambda f, t: settings(f, init_lora_weights="mica"), "has init_lora_weights = 'mica': only plain LoRA"),
     "an unknown key": (

@@ -82,12 +82,12 @@ def read_checkpoint_adapters(path: Path) -> Adapters:
 def lora_mismatches(adapters: Adapters, config: Config) -> list[str]:
     """Return a line for each way in which a config's [lora] does not fit the adapters; [] if it fits.
 
-    Alpha, ranks and the choice of weights (lora.targets) are compared. Each line has the value to set.
+    Scale, ranks and the choice of weights (lora.targets) are compared. Each line has the value to set.
     """
     tuning, matrices = Tuning.of(config), adapters.matrices
-    theirs = {"lora.alpha": adapters.lora.alpha}
-    ours: dict[str, float] = {"lora.alpha": config.lora.alpha, "lora.rank": tuning.rank}
-    ours["lora.experts_rank"] = tuning.experts_rank
+    theirs: dict[str, float] = {"lora.alpha": adapters.lora.alpha, "lora.rslora": adapters.lora.rslora}
+    ours: dict[str, float] = {"lora.alpha": config.lora.alpha, "lora.rslora": config.lora.rslora}
+    ours |= {"lora.rank": tuning.rank, "lora.experts_rank": tuning.experts_rank}
     for name in matrices:
         theirs["lora.experts_rank" if ".experts." in name else "lora.rank"] = adapters.rank(name)
     lines = [

@@ -131,6 +131,7 @@ FINE_TUNING = {
     "chat-template": "data.chat_template",
     **dict.fromkeys(("lora.r", "lora-r"), "lora.rank"),
     **dict.fromkeys(("lora.lora_alpha", "lora-alpha"), "lora.alpha"),
+    **dict.fromkeys(("lora.use_rslora", "use-rslora"), "lora.rslora"),
     **dict.fromkeys(("lora.target_modules", "lora-target-modules", "target-modules"), "lora.targets"),
 }
 """Our field for each option of transformers, TRL, PEFT and Axolotl that has one."""
@@ -227,7 +228,6 @@ _ADVICE = {
     "lora.lora_dropout": "adapters have no dropout here: leave it out",
     "lora.use_dora": "DoRA is not implemented, only plain LoRA: leave it out",
     "lora.dora": "DoRA is not implemented, only plain LoRA: leave it out",
-    "lora.use_rslora": "alpha is divided by the rank, not by its root: leave it out",
     "lora.load_in_4bit": "a quantised base is not implemented: weights are in training.mixed_precision_param",
     "lora.load_in_8bit": "a quantised base is not implemented: weights are in training.mixed_precision_param",
     "lora.quantize": "a quantised base is not implemented: weights are in training.mixed_precision_param",

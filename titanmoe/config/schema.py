@@ -326,6 +326,8 @@ class LoRA:
     """Rank of the adapters of routed experts, each of which has its own. -1: rank // model.top_k, at least 1, so that a token passes through as many adapter weights in experts as in other layers."""
     alpha: Annotated[float, POSITIVE] = 32.0
     """Numerator of the scaling: each adapter's product is multiplied by alpha / its rank."""
+    rslora: bool = False
+    """Whether that factor is alpha / sqrt(rank) instead, which keeps gradients from shrinking as the rank grows (rsLoRA, arXiv 2312.03732)."""
     targets: list[str] = field(default_factory=list)
     """Name patterns of the matrices that have adapters, such as ["*.attention.*", "*.experts.*"], among attention's projections, dense and shared feed-forward networks and routed experts. Empty: all of these."""
 

@@ -20,7 +20,7 @@ from titanmoe.comm.collectives import to_local
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.models.layers import Linear, local_rows, zeros
-from titanmoe.models.lora_spec import adapter_names, adapter_splits
+from titanmoe.models.lora_spec import adapter_names, adapter_splits, divisor
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.expert_products import ExpertProducts
@@ -46,7 +46,7 @@ def add_adapters(model: Transformer, config: Config) -> None:
             module.register_parameter(last, nn.Parameter(torch.empty(shape, dtype=model.dtype)))
             module.initial = getattr(module, "initial", {}) | {last: values}
         module.__class__ = _adapted_kind(name, module)
-        module.adapters_scale = config.lora.alpha / rank
+        module.adapters_scale = config.lora.alpha / divisor(config.lora, rank)
 
 
 def _adapted_kind(name: str, module: nn.Module) -> type[nn.Module]:
@@ -91,7 +91,7 @@ class AdaptedLinear(Linear):
     """A linear layer with `lora_A` (r, inputs) and `lora_B` (outputs, r)."""
 
     adapters_scale: float
-    """alpha / r, the factor of the adapters' product."""
+    """alpha / r, or rsLoRA's alpha / sqrt(r): the factor of the adapters' product."""
 
     def forward(self, x: Tensor, pass_on: bool = False, rows: slice | None = None) -> Any:
         """Return W x + alpha / r * B A x, plus bias, from this rank's shards.
@@ -123,7 +123,7 @@ class AdaptedExperts(Experts):
     """Experts that have, for some of their matrices, A (e, r, inputs) and B (e, outputs, r)."""
 
     adapters_scale: float
-    """alpha / r, the factor of the adapters' product."""
+    """alpha / r, or rsLoRA's alpha / sqrt(r): the factor of the adapters' product."""
 
     def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up projections of the routed tokens x, adapters included."""

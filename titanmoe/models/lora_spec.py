@@ -9,9 +9,11 @@ it shards the adapter's too. The other of the two is replicated then, on each ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from titanmoe.config.fields import toml_value
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, LoRA
 from titanmoe.models.mixers.mixer_spec import Shape, Split
@@ -74,17 +76,22 @@ def adapter_splits(matrix: str, split: Split, rank: int) -> dict[str, Split]:
     return {name: (shape, dim if dim == shared_dim(name) else None) for name, shape in zip(names, shapes, strict=True)}
 
 
+def divisor(lora: LoRA, rank: float) -> float:
+    """Return what alpha is divided by to scale the product of an adapter of this rank: the rank, or rsLoRA's root."""
+    return math.sqrt(rank) if lora.rslora else rank
+
+
 # ---- what is refused
 
 
 def without_rank(config: Config) -> Iterator[Violation]:
     """Yield a Violation for each option of adapters that a recipe with lora.rank = 0 sets."""
-    for name in ("targets", "experts_rank", "alpha"):
+    for name in ("targets", "experts_rank", "alpha", "rslora"):
         if (value := getattr(config.lora, name)) != getattr(LoRA(), name):
             yield Violation(
                 (f"lora.{name}", "lora.rank"),
-                f"lora.{name} = {value} does nothing with lora.rank = 0, which makes no adapters: set rank, such "
-                f"as 16, or leave {name} out",
+                f"lora.{name} = {toml_value(value)} does nothing with lora.rank = 0, which makes no adapters: set "
+                f"rank, such as 16, or leave {name} out",
             )
     if folder := config.checkpoint.initial_adapter:
         yield Violation(

@@ -37,9 +37,7 @@ PLAIN_LORA_VALUES: dict[str, tuple[Any, ...]] = {
     "task_type": ("CAUSAL_LM", None),
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
     "bias": ("none", None),
-    **dict.fromkeys(
-        ("use_dora", "use_rslora", "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out"), (False, None)
-    ),
+    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out"), (False, None)),
     **dict.fromkeys(("modules_to_save", "layer_replication", "trainable_token_indices"), (None, [], {})),
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config"), (None,)),
     **dict.fromkeys(("monteclora_config", "megatron_config"), (None,)),
@@ -47,7 +45,16 @@ PLAIN_LORA_VALUES: dict[str, tuple[Any, ...]] = {
 """Keys of adapter_config.json (PEFT 0.21), and the values that stand for plain LoRA on an unchanged base."""
 IGNORED_KEYS = (
     # Read by _Reader, or checked with the tensors.
-    *("base_model_name_or_path", "revision", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_parameters"),
+    *(
+        "base_model_name_or_path",
+        "revision",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_parameters",
+    ),
     # Which modules get adapters when PEFT makes them: the file's tensors say it as well.
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     # What made them, and how they are loaded. Weights are tied in embeddings alone, whose adapters are refused.
@@ -187,7 +194,7 @@ class _Reader:
         for name, pair in split_parts(*both, {name: rows_in_fused(self.map, name) for name in names}).items():
             for adapter, tensor in zip(adapter_names(name), pair, strict=True):
                 self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, slice_of_full(lambda x=tensor: x))
-            self.alphas[name] = self._alpha(module_of(place)) * len(pair[0]) / len(both[0])
+            self.alphas[name] = self._alpha(module_of(place), len(pair[0]) / len(both[0]))
 
     def _add_unfused(self, name: str) -> None:
         *experts, outputs, inputs = self.map.our_shapes[name]
@@ -288,8 +295,8 @@ class _Reader:
                     dtype = self.files.tensors[keys[which]].dtype
                     make = partial(self._read_stacked, keys, experts, rank, parameter, number, which, block_diagonal)
                     self.tensors[adapter] = LazyTensor(shapes[which], dtype, slice_of_full(make))
-                alpha = self._alpha(f"{path}.{parameter.rpartition('.')[2]}")
-                self.alphas[f"{block}.{leaf}"] = alpha * rank / ranks[parameter]
+                module = f"{path}.{parameter.rpartition('.')[2]}"
+                self.alphas[f"{block}.{leaf}"] = self._alpha(module, rank / ranks[parameter])
 
     def _read_stacked(
         self,
@@ -317,6 +324,8 @@ class _Reader:
             if not isinstance(self.settings.get(key) or kind(), kind):
                 yield f"{CONFIG} has {key} = {self.settings[key]!r:.80}, which is not {NAMES[kind]}"
                 return
+        if not isinstance(self.settings.get("use_rslora", False), bool | None):
+            yield f"{CONFIG} has use_rslora = {self.settings['use_rslora']!r:.80}, which is neither true nor false"
         alphas: dict[str, Any] = self.settings.get("alpha_pattern") or {}
         for key in alphas:
             if len(key) > MOST_PATTERN or not PATTERN.fullmatch(key):
@@ -326,15 +335,18 @@ class _Reader:
             if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
                 yield f"{CONFIG} has {key} = {alpha!r:.80}, which is not a number above 0"
 
-    def _alpha(self, path: str) -> float:
-        """Return the alpha of a module's adapter: from the first matching key of alpha_pattern, else lora_alpha."""
+    def _alpha(self, path: str, ranks: float = 1) -> float:
+        """Return the alpha that gives an adapter its scale in the folder.
+
+        Args:
+            path: of its module, for the first matching key of alpha_pattern; without one it is lora_alpha.
+            ranks: the adapter's rank here over its rank in the folder.
+        """
         patterns: dict[str, Any] = self.settings.get("alpha_pattern") or {}
-        return float(
-            next(
-                (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", path)),
-                self.settings.get("lora_alpha", 8),
-            )
-        )
+        found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", path))
+        alpha = float(next(found, self.settings.get("lora_alpha", 8)))
+        # Roots are not exact: 12 digits make alphas that are meant to be equal so.
+        return float(f"{alpha * math.sqrt(ranks):.12g}") if self.settings.get("use_rslora") else alpha * ranks
 
     def _level_alphas(self) -> None:
         """Give experts the same alpha as other weights, and scale their B instead, if the factor is a power of two.
@@ -369,7 +381,8 @@ class _Reader:
         if self.problems:
             return LoRA()
         (alpha,), experts_rank = alphas, next(iter(ranks["lora.experts_rank"]), -1)
-        return LoRA(next(iter(ranks["lora.rank"]), max(experts_rank, 1)), experts_rank, alpha, list(self.alphas))
+        rank, rslora = next(iter(ranks["lora.rank"]), max(experts_rank, 1)), bool(self.settings.get("use_rslora"))
+        return LoRA(rank, experts_rank, alpha, rslora, targets=list(self.alphas))
 
 
 def _times(factor: float, read: Callable[[Shape, Shape], Tensor], offset: Shape, shape: Shape) -> Tensor:

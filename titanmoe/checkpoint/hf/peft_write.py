@@ -30,7 +30,7 @@ from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.read_adapters import Adapters, name_in_block
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
-from titanmoe.models.lora_spec import adapter_names, is_adaptable
+from titanmoe.models.lora_spec import adapter_names, divisor, is_adaptable
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -208,20 +208,21 @@ def _targets(map_: TensorMap, matrices: list[str]) -> dict[str, list[str] | None
 
 
 def _ranks(adapters: Adapters, map_: TensorMap, matrices: list[str]) -> dict[str, Any]:
-    paths, alpha = _Paths(map_, matrices), adapters.lora.alpha
+    paths, lora, alpha = _Paths(map_, matrices), adapters.lora, adapters.lora.alpha
     r = next((adapters.rank(name) for name in matrices if ".experts." in name), adapters.rank(matrices[0]))
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for name in matrices:
         if ".experts." in name:
             ranks[paths.pattern(name)] = r if name.endswith(".w2") else 2 * r
-            alphas |= {} if name.endswith(".w2") else {paths.pattern(name): 2 * alpha}
+            alphas |= {} if name.endswith(".w2") else {paths.pattern(name): divisor(lora, 2) * alpha}
             continue
         count = len([other for other in fused_matrices(map_, name) if other in matrices])
         key = rf"{paths.pattern(name)}(\.weight)?"
         ranks |= {key: count * adapters.rank(name)} if count * adapters.rank(name) != r else {}
-        alphas |= {key: count * alpha} if count > 1 else {}
-    return {"r": r, "lora_alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
+        alphas |= {key: divisor(lora, count) * alpha} if count > 1 else {}
+    scale = {"lora_alpha": alpha, "use_rslora": lora.rslora}
+    return {"r": r} | scale | {"rank_pattern": ranks, "alpha_pattern": alphas}
 
 
 # ---- tensors

@@ -31,6 +31,7 @@ from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_a
 from titanmoe.config.fields import build
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
+from titanmoe.models.lora_spec import divisor
 from titanmoe.parallel.frozen import frozen_dtype
 
 NAME_BASE_HINT = " (convert --base, generate --checkpoint)"
@@ -90,14 +91,14 @@ class MergedWeights:
         block = self.base.read(name, offset, shape)
         if name not in self.matrices:
             return block
-        (A, B), rank = self.adapters.pair(name), self.adapters.rank(name)
+        (A, B), rank, lora = self.adapters.pair(name), self.adapters.rank(name), self.adapters.lora
         *experts, row, column = offset
         *counts, rows, columns = shape
         down = A.read((*experts, 0, column), (*counts, rank, columns))
         up = B.read((*experts, row, 0), (*counts, rows, rank))
         wide = torch.promote_types(torch.promote_types(block.dtype, down.dtype), torch.float32)
         change = torch.matmul(up.to(wide), down.to(wide), out=empty(shape, wide, block.device))
-        return change.mul_(self.adapters.lora.alpha / rank).add_(block)
+        return change.mul_(lora.alpha / divisor(lora, rank)).add_(block)
 
 
 # ---- opening
