@@ -349,7 +349,7 @@ def test_models_of_other_sizes_in_one_process() -> None:
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
-GPU_RECIPES = [path for path in RECIPES if "debug" not in path.stem and not path.stem.startswith("sft")]
+GPU_RECIPES = [path for path in RECIPES if "debug" not in path.stem and not path.stem.startswith(("sft", "lora"))]
 """Without fine-tuning, which needs shards, and trains the model of another recipe."""
 FIRST = ("deepseek_671b", "qwen3_30b_a3b")
 """The others take the same parts."""
