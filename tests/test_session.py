@@ -18,7 +18,8 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.models import vocabulary
-from titanmoe.session import NoLoader, Session
+from titanmoe.open_session import NoLoader
+from titanmoe.session import Session
 from titanmoe.train.launch import scoring_config
 from titanmoe.train.world_batch import make_batch
 

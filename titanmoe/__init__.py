@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 
 def open(recipe, changes=None, trains=True):
-    """Build the run of a recipe, to be trained from your code (`titanmoe.session.open_session`)."""
-    from titanmoe.session import open_session  # imports torch
+    """Build the run of a recipe, to be trained from your code (`titanmoe.open_session.open_session`)."""
+    from titanmoe.open_session import open_session  # imports torch
 
     return open_session(recipe, changes, trains)

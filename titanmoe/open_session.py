@@ -1,0 +1,98 @@
+"""Opening of a `titanmoe.session.Session`: the run of a recipe is built on this rank, without a loader and a loop.
+
+`titanmoe.open` calls it. If your code has joined a process group already, that is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanmoe.components import COMPONENTS
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import Batch
+from titanmoe.data.loader import BatchLayout
+from titanmoe.ops.device import kind_of_setting
+from titanmoe.session import Session
+from titanmoe.train.build import build_training
+from titanmoe.train.launch import read_config, scoring_config
+from titanmoe.train.runtime import Runtime, read_environment, start, world_size
+
+
+class NoLoader:
+    """What a run without a loader knows of data: the number of microbatches of a step."""
+
+    mix = SimpleNamespace(tokenizer=None, sources=())
+
+    def __init__(self, config: Config, data_rank: int, data_ranks: int):
+        layout = BatchLayout(config, data_rank, data_ranks)
+        self.microbatches, self.global_batch_size = layout.microbatches, layout.global_batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entry "loader" of checkpoints: which data was seen is the caller's to remember."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ignore a checkpoint's place in its data."""
+
+    def digest_samples(self, batches: list[Batch]) -> dict[int, str]:
+        """Return no digests: samples have no numbers in a run."""
+        return {}
+
+
+def open_session(recipe: str | Path, changes: Mapping[str, Any] | None = None, trains: bool = True) -> Session:
+    """Build the run of a recipe on this rank, without its data, and load its weights. Collective over the world.
+
+    Args:
+        recipe: a TOML file, or the name of a shipped recipe.
+        changes: options to set in place of the recipe's, such as {"training.steps": 100}. checkpoint.load names a
+            checkpoint to go on from, checkpoint.initial_hf a Hugging Face model.
+        trains: False for a run that only computes log-probabilities, such as a reference model: no gradients, no
+            optimizer state.
+
+    Raises:
+        ConfigError: with every problem, before any message between ranks.
+    """
+    # The recipe's data is not opened, so it cannot say how many steps an epoch has.
+    words = [str(recipe), *_command_line({"training.epochs": 0} | dict(changes or {}))]
+    config = read_config(words, world_size(), COMPONENTS)
+    if not trains:
+        config = scoring_config(config)
+    quiz = replace(config.validation.quiz, interval=0)
+    config = replace(
+        config,
+        checkpoint=replace(config.checkpoint, enable=False),
+        validation=replace(config.validation, interval=0, quiz=quiz),
+    )
+    joined = dist.is_initialized()
+    runtime = _joined_runtime(config) if joined else start(config)
+    if config.moe.overlap == "auto":
+        from titanmoe.rank import plan_overlap
+
+        config, _ = plan_overlap(config, runtime)
+    training = build_training(config, runtime, loader=NoLoader, garbage=lambda every: None)
+    with training.checkpoints.in_folder(Path(config.job.dump_folder)) as checkpoints:
+        checkpoints.begin()
+    return Session(config, training, owns_process_group=not joined)
+
+
+def _joined_runtime(config: Config) -> Runtime:
+    """Return the runtime of a process that has joined a process group already."""
+    rank, local = dist.get_rank(), read_environment().local_rank
+    on_gpu = kind_of_setting(config.training.device) == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return Runtime(rank, local, dist.get_world_size(), device, keep_timeouts=True)
+
+
+def _command_line(changes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the words that set these options on a command line."""
+    for path, value in changes.items():
+        yield f"--{path}"
+        values: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+        yield from (str(x).lower() if isinstance(x, bool) else str(x) for x in values or [""])
