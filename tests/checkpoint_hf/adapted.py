@@ -45,5 +45,7 @@ def write(
     tensors = {
         f"model.{n}": LazyTensor(tuple(x.shape), x.dtype, slice_of_full(lambda x=x: x)) for n, x in adapters.items()
     }
-    write_checkpoint(path, tensors, {"step": 1, "config": to_tables(config), "base": frozen_digest(frozen, None)})
+    write_checkpoint(
+        path, tensors, {"step": 1, "tokens": 32, "config": to_tables(config), "base": frozen_digest(frozen, None)}
+    )
     return adapters

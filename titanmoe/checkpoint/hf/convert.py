@@ -23,6 +23,7 @@ from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.export import Export, FolderPlan, plan_folder
 from titanmoe.checkpoint.hf.fetch import INDEX, SINGLE
+from titanmoe.checkpoint.hf.model_card import model_card
 from titanmoe.checkpoint.hf.peft_base import compare_base
 from titanmoe.checkpoint.hf.peft_read import is_peft
 from titanmoe.checkpoint.hf.peft_write import CONFIG as ADAPTER_CONFIG
@@ -150,7 +151,9 @@ def to_hf(
         check_output_folder(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
         export = Export(open_export_source(path, base_name), path, dtype)
         export.check_biases()
-        return plan_folder(export, shard_bytes, tokenizer)
+        plan = plan_folder(export, shard_bytes, tokenizer)
+        record = {} if is_peft(path) else layout.read_manifest(path).record
+        return plan._replace(card=model_card(record, base_name))
 
     plan = raise_on_all_ranks(group, plan_hf)
     _check_files(path, group)
@@ -188,7 +191,8 @@ def to_peft(
         adapters = read_checkpoint_adapters(path)
         map_ = TensorMap(adapters.model, configs.hf_format_of(adapters.model.family))
         base = base_name or (adapters.config.checkpoint.initial_hf)
-        return adapters, plan_peft_folder(adapters, map_, base, dtype, drop)
+        card = model_card(layout.read_manifest(path).record, base_name, adapter=True)
+        return adapters, plan_peft_folder(adapters, map_, base, dtype, drop)._replace(card=card)
 
     adapters, plan = raise_on_all_ranks(group, plan_peft)
     _check_files(path, group)

@@ -16,6 +16,7 @@ from torch import Tensor
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.fetch import INDEX
+from titanmoe.checkpoint.hf.model_card import write_model_card
 from titanmoe.checkpoint.hf.safetensors_folder import (
     FilePlan,
     config_and_tokenizer_files,
@@ -107,6 +108,8 @@ class FolderPlan(NamedTuple):
     """Files to copy, by name."""
     generation: dict[str, Any] | None
     """Contents of generation_config.json; None: it is copied as it is, or there is none."""
+    card: str = ""
+    """Text of the model card; "": there is none."""
 
     def write(self, folder: Path, files: Sequence[str]) -> None:
         """Write safetensors files of the plan; each rank writes some.
@@ -119,7 +122,7 @@ class FolderPlan(NamedTuple):
             write_file(folder / name, self.files[name], self.export.make)
 
     def complete(self, folder: Path) -> None:
-        """Write config.json, index and tokenizer, and fsync the folder. One rank calls it, at the end."""
+        """Write config.json, index, tokenizer and model card, and fsync the folder. One rank calls it, at the end."""
         layout.write_text(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
         if len(self.files) > 1:
             layout.write_text(folder / INDEX, json.dumps(index_json(self.files), indent=2) + "\n")
@@ -127,6 +130,7 @@ class FolderPlan(NamedTuple):
             shutil.copyfile(file, folder / name)
         if self.generation is not None:
             layout.write_text(folder / GENERATION, json.dumps(self.generation, indent=2) + "\n")
+        write_model_card(folder, self.card)
         layout.fsync_folder(folder)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.hf.model_card import write_model_card
 from titanmoe.checkpoint.hf.peft_fused import fuse_adapters as join_parts
 from titanmoe.checkpoint.hf.peft_fused import fused_matrices, rows_in_fused
 from titanmoe.checkpoint.hf.peft_stacked import AdapterPair, fuse_gate_up
@@ -64,6 +65,8 @@ class PeftFolder(NamedTuple):
     tensors: dict[str, LazyTensor]
     dtype: torch.dtype | None
     """Dtype of the file; None: each tensor's own."""
+    card: str = ""
+    """Text of the model card; "": there is none."""
 
     @property
     def files(self) -> dict[str, FilePlan]:
@@ -92,8 +95,9 @@ class PeftFolder(NamedTuple):
         return block if self.dtype is None else block.to(self.dtype)
 
     def complete(self, folder: Path) -> None:
-        """Write adapter_config.json and fsync the folder. One rank calls it, at the end."""
+        """Write adapter_config.json and the model card, and fsync the folder. One rank calls it, at the end."""
         layout.write_text(folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
+        write_model_card(folder, self.card)
         layout.fsync_folder(folder)
 
 
