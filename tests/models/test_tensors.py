@@ -56,6 +56,9 @@ def test_adapters_of_matrices_that_are_not_there_are_refused():
     assert one.startswith('lora.targets has "*q_proj*" and "embed.*", which match') and "embed.weight" not in one
     assert "choose from layers.*.attention.wq.weight, " in one
     assert "training.freeze is not used with lora.rank = 4" in two
+    one, two = refused([], LoRA(rank=4, targets=["*.router.*", "*.attention.*", "embed.*"]))
+    assert one.startswith('lora.targets has "*.router.*", and routers have no adapters: frozen, they send tokens to')
+    assert two.startswith('lora.targets has "embed.*", which matches no parameter')
     one, two = refused([], LoRA(targets=["*"], experts_rank=2))
     assert "lora.targets" in one and "lora.experts_rank" in two
     (text,) = refused([], LoRA(alpha=64.0))

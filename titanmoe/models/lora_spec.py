@@ -101,6 +101,16 @@ def without_rank(config: Config) -> Iterator[Violation]:
         )
 
 
+def of_routers(patterns: list[str]) -> Iterator[Violation]:
+    """Yield a Violation for each pattern of lora.targets that matches routers alone."""
+    for pattern in patterns:
+        yield Violation(
+            ("lora.targets",),
+            f'lora.targets has "{pattern}", and routers have no adapters: frozen, they send tokens to the experts that '
+            "the base model was trained with, and their product takes one matrix, in router_dtype: leave it out",
+        )
+
+
 def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
     """Yield a Violation for each option that adapters exclude, and for a rank that is too high.
 

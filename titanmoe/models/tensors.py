@@ -248,13 +248,22 @@ def contradictions(config: Config) -> Iterator[Violation]:
     everything = dict(shapes(config.model))
     yield from unmatched("training.freeze", patterns, everything)
     if lora.rank:
-        yield from unmatched("lora.targets", lora.targets, list(filter(lora_spec.is_adaptable, everything)))
+        adaptable = list(filter(lora_spec.is_adaptable, everything))
+        routers = [name for name in everything if ".router." in name]
+        of_routers = [p for p in unmatched_patterns(lora.targets, adaptable) if not unmatched_patterns([p], routers)]
+        yield from lora_spec.of_routers(of_routers)
+        yield from unmatched("lora.targets", [p for p in lora.targets if p not in of_routers], adaptable)
         yield from lora_spec.contradictions(config, Tuning.of(config), everything)
     elif all(matches(name, tuple(patterns)) for name in everything):
         yield Violation(
             ("training.freeze",),
             f"training.freeze freezes all {len(everything)} parameters, and nothing is left to train: leave some out",
         )
+
+
+def unmatched_patterns(patterns: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return the shell patterns that match none of the known names."""
+    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
 
 
 def unmatched(field: str, patterns: Sequence[str], known: Collection[str]) -> Iterator[Violation]:
@@ -265,7 +274,7 @@ def unmatched(field: str, patterns: Sequence[str], known: Collection[str]) -> It
         patterns: shell patterns of parameters' names.
         known: the names that a pattern may match.
     """
-    if unmatched := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]:
+    if unmatched := unmatched_patterns(patterns, known):
         layers = [name.split(".")[1] for name in known if name.startswith("layers.")]
         prefix = f"layers.{layers[-1] if layers else 0}."
         shown = [name.replace(prefix, "layers.*.") for name in known if name.startswith(prefix) or "layers" not in name]
