@@ -46,6 +46,11 @@ def test_a_written_recipe_passes_a_rehearsal(tmp_path: Path, capsys: pytest.Capt
     assert rehearse(config, 4, 0, "h100").optimizer_bytes == best[0]["memory"][0]["moments"]
 
 
+def test_frozen_weights_count_with_their_own_width(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "lora_qwen3_30b_a3b", "--ranks", "1", "--top", "1"]) == 0
+    assert "mappings on 1 h100 that may fit" in capsys.readouterr().out
+
+
 def test_explanation_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = tmp_path / "plan.json"
     assert plan("--ranks", "4", "--explain", "--json", str(data), "--compile.enable", *SMALL) == 0

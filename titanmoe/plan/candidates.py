@@ -15,7 +15,8 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.legality import divided_fields
 from titanmoe.fold.pipeline_schedules import SCHEDULES
-from titanmoe.models.count import parameters
+from titanmoe.models.count import parameters, trained_parameters
+from titanmoe.models.tensors import Tuning
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.dispatch_costs import NEAR, DispatchChoice, hidden_by_pairs
@@ -72,7 +73,10 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
     batch, fields, layers = training.global_batch_size, divided_fields(config), model.num_layers
     moe, deep, mixer_counts = moe_layers(model), model.num_layers - 1, Counter(pricer.first_alike[:layers])
     stored, count = WIDTHS[training.dtype], parameters(model)
-    state = 4 * stored * count.total / world
+    tuning = Tuning.of(config)
+    trained = trained_parameters(model, tuning)
+    frozen = count.total - (0 if tuning.rank else trained)  # adapters are beside the weights
+    state = (4 * stored * trained + WIDTHS[training.mixed_precision_param] * frozen) / world
 
     def splits(name: str, degree: int) -> bool:
         return all(divides(degree, value) for value in fields.get(name, {}).values() if value > 0)
@@ -110,7 +114,7 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
             for ep, etp, dispatchers in expert_grids:
                 fold = Fold(world, pp, 1, dp, cp, tp, 1, stage // (ep * etp), ep, etp)
                 whole = (count.total - count.experts) / tp + count.experts / (ep * etp)
-                gradients = 4 * whole / pp if pp > 1 else 0.0
+                gradients = 4 * whole / pp if pp > 1 and tuning.trains_all else 0.0
                 if (tp, cp, samples) not in attention:
                     widths = Widths(batch_config, fold)
                     attention_bytes = [
