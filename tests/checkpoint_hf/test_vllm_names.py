@@ -1,8 +1,8 @@
 """Names in exported folders against vLLM's mapping of names, transcribed as facts from its public sources.
 
-Sources: load_weights of vllm/model_executor/models/{qwen3_moe,deepseek_v2,mixtral,minimax_m2,gpt_oss}.py at commits
-002456df, 002d6073, 005df92d, 01d99586 and 0025d69b; _stack_moe_lora_weights of vllm/lora/model_manager.py at 01533aa8.
-vLLM itself is not run.
+Sources: load_weights of vllm/model_executor/models/{qwen3_moe,deepseek_v2,minimax_m2}.py at commits 002456df, 002d6073
+and 01d99586; w13 and w2 of vllm/lora/layers/fused_moe.py at 0002540c; _stack_moe_lora_weights of
+vllm/lora/model_manager.py at 01533aa8. vLLM itself is not run.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 """vLLM's parameter for the matrices that it fuses outside experts; others keep their names."""
 LATENT = {"q_a_proj": "fused_qkv_a_proj", "kv_a_proj_with_mqa": "fused_qkv_a_proj"}
 PROJECTIONS = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
-MIXTRAL = {"w1": "w13", "w3": "w13", "w2": "w2"}
+MINIMAX = {"w1": "w13", "w3": "w13", "w2": "w2"}
 EXPERTS = {
     "qwen3_moe": ("mlp", PROJECTIONS),
     "deepseek_v3": ("mlp", PROJECTIONS),
-    "mixtral": ("block_sparse_moe", MIXTRAL),
-    "minimax_m2": ("block_sparse_moe", MIXTRAL),
+    "minimax_m2": ("block_sparse_moe", MINIMAX),
 }
 """The module of a layer's experts in a checkpoint, and vLLM's parameter w13 or w2 for each expert's matrices."""
 
