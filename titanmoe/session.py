@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.checkpoint.hf.live_export import LiveExport, write_hf_folder
+from titanmoe.checkpoint.hf.model_card import model_card
 from titanmoe.checkpoint.on_all_ranks import from_rank
 from titanmoe.checkpoint.relayout import Relayout
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -480,7 +481,7 @@ class Session:
         return self._exports[key]
 
     def export_hf(self, folder: str | Path, *, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9) -> Path:
-        """Write the model to a Hugging Face folder with config.json and the tokenizer, if it began from one.
+        """Write the model to a Hugging Face folder, with a model card, and the tokenizer if it began with one.
 
         LoRA's adapters are merged. Rank 0 writes the files. Returns the folder's path.
 
@@ -493,7 +494,8 @@ class Session:
             ConfigError: on all ranks, if transformers cannot represent the model or the folder cannot be written.
         """
         folder = Path(folder)
-        write_hf_folder(self._export((0,), dtype, True), self.shards, folder, shard_bytes, self.group)
+        export, card = self._export((0,), dtype, True), model_card(self.training.checkpoints.record())
+        write_hf_folder(export, self.shards, folder, shard_bytes, self.group, card)
         return folder
 
     def copy_weights(self, to: Session) -> None:

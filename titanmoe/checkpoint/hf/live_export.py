@@ -199,7 +199,9 @@ class LiveExport:
         block.plan.move(source, LocalTensors(shards), source.device)
 
 
-def write_hf_folder(export: LiveExport, source: Targets, out: Path, shard_bytes: int, group: object) -> None:
+def write_hf_folder(
+    export: LiveExport, source: Targets, out: Path, shard_bytes: int, group: object, card: str = ""
+) -> None:
     """Write a running model to a Hugging Face folder, from the first rank. Collective over the world.
 
     Args:
@@ -208,6 +210,7 @@ def write_hf_folder(export: LiveExport, source: Targets, out: Path, shard_bytes:
         out: the folder to make, or to replace if it is of that kind.
         shard_bytes: most bytes of a safetensors file.
         group: a process group of CPU tensors of all ranks; None for a single rank.
+        card: text of the model card; "" for none.
 
     Raises:
         ConfigError: on all ranks, if the model cannot be exported or the folder cannot be written.
@@ -217,7 +220,7 @@ def write_hf_folder(export: LiveExport, source: Targets, out: Path, shard_bytes:
         if export.group.rank:
             return None
         check_output_folder(out, True, (CONFIG, SINGLE, INDEX))
-        return plan_folder(export.export, shard_bytes, None)
+        return plan_folder(export.export, shard_bytes, None)._replace(card=card)
 
     plan = raise_on_all_ranks(group, plan_first)
 
