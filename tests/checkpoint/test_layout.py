@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.checkpoint.folders import flip_a_bit, make, rewrite
-from titanmoe.checkpoint import layout, manifest
+from titanmoe.checkpoint import layout, manifest, safe_files
+from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_folder, choose_start
 from titanmoe.checkpoint.move_in_blocks import slice_of_full
@@ -286,3 +287,10 @@ def test_a_checksum_is_of_all_blocks_of_a_file(tmp_path, monkeypatch, size):
     monkeypatch.setattr(layout, "_BLOCK", 8)
     (tmp_path / "file").write_bytes(bytes(range(size)))
     assert layout.compute_crc32(tmp_path, "file", size) == zlib.crc32(bytes(range(size)))
+
+
+def test_a_path_with_a_nul_does_not_exist() -> None:
+    assert not safe_files.exists(Path("a\0b")) and layout.checkpoints_by_step(Path("a\0b")) == {}
+    for name in ("a\0b", "a\0b:best"):
+        with pytest.raises(CheckpointError):
+            latest_checkpoint(Path(name))

@@ -277,7 +277,7 @@ def muon_scaled_by_local_shapes() -> Callable[[], None]:
 
         return run
 
-    return _patch(Muon, "_move", scaled)
+    return _patch(Muon, "_apply", scaled)
 
 
 def muon_owners_that_rank_1_sees_otherwise() -> Callable[[], None]:

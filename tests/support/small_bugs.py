@@ -107,8 +107,8 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         (
             "AuxLossGlobal.forward",
             "the global term leaves its own microbatch out",
-            "self.count_ME.cumsum(0)",
-            "(self.count_ME.cumsum(0) - self.count_ME)",
+            "self.counts_PE.cumsum(0)",
+            "(self.counts_PE.cumsum(0) - self.counts_PE)",
         ),
         (
             "ZLoss.forward",

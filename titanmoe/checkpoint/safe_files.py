@@ -63,9 +63,11 @@ def with_retries(path: Path, work: Callable[[], T]) -> T:
     """Return what `work` returns, retrying temporary errors after 0.1 to 8 seconds.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: passed on: the file does not exist.
+        FileNotFoundError, NotADirectoryError: the file does not exist, as no path with a NUL does.
         Unreadable: another OSError, or a temporary one that stays.
     """
+    if "\0" in str(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     for seconds in (*RETRY_DELAYS_S, None):
         try:
             return work()

@@ -37,29 +37,28 @@ class AuxLoss(BalanceLoss):
 class AuxLossGlobal(BalanceLoss):
     """Even loads over all data ranks and the step's microbatches so far (arXiv 2501.11873).
 
-    Shapes: M microbatches of a step.
+    Shapes: P = 1 + microbatches of a pass. The first row has the counts of the step's earlier passes.
     """
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
         super().__init__(model, options, microbatches)
         # Integers, because a running sum of floating-point numbers is not deterministic on GPUs.
-        count_ME = torch.zeros(microbatches, model.num_experts, dtype=torch.int64)
-        self.register_buffer("count_ME", count_ME, persistent=False)
-        self.register_buffer("earlier_1E", torch.zeros_like(count_ME[:1]), persistent=False)
+        counts_PE = torch.zeros(1 + microbatches, model.num_experts, dtype=torch.int64)
+        self.register_buffer("counts_PE", counts_PE, persistent=False)
 
     def begin_step(self) -> None:
-        self.count_ME.zero_()
-        self.earlier_1E.zero_()
+        self.counts_PE.zero_()
 
     def begin_pass(self) -> None:
-        self.earlier_1E += self.count_ME.sum(0, keepdim=True)
-        self.count_ME.zero_()
+        earlier_E = self.counts_PE.sum(0)
+        self.counts_PE.zero_()
+        self.counts_PE[0] = earlier_E
 
     def forward(self, routed: RouterOutput) -> Tensor:
         m = routed.tokens.microbatch.view(1)
         count_1E = all_reduce(routed.choice_counts().sum(0, keepdim=True), routed.data)
-        self.count_ME.index_copy_(0, m, count_1E.to(torch.int64))
-        so_far_1E = self.earlier_1E + self.count_ME.cumsum(0).index_select(0, m)
+        self.counts_PE[1:].index_copy_(0, m, count_1E.to(torch.int64))
+        so_far_1E = self.counts_PE.cumsum(0)[1:].index_select(0, m)
         choices = so_far_1E.sum(dtype=torch.float64).clamp(min=1)
         constant_1E = so_far_1E / choices * self.model.num_experts
         return (routed.score_sums() * (constant_1E / routed.step_tokens)).sum()
