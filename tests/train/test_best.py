@@ -98,8 +98,8 @@ def test_accuracies_are_better_the_higher_and_absent_metrics_change_nothing() ->
         ({"quiz.task.accuracy": 0.5}, {}, {"quiz.task.accuracy": 0.4}, {}, {"quiz.task.accuracy": 0.6})
     ):
         best.after_step(step, report)
-        seen.append((best.step, best.is_new, best.without_gain))
-    assert seen == [(0, True, 0), (0, False, 0), (0, False, 1), (0, False, 1), (4, True, 0)] and not best.stops
+        seen.append((best.step, best.without_gain))
+    assert seen == [(0, 0), (0, 0), (0, 1), (0, 1), (4, 0)] and not best.stops
     best.after_step(5, {"quiz.task.accuracy": float("nan")})
     best.after_step(6, {"quiz.task.accuracy": 0.6})
     assert best.stops and (best.step, best.value) == (4, 0.6)
@@ -107,8 +107,22 @@ def test_accuracies_are_better_the_higher_and_absent_metrics_change_nothing() ->
     resumed.load_state_dict(json.loads(json.dumps(best.state_dict())))
     assert resumed.state_dict() == best.state_dict() and resumed.stops
     other = BestStep("val_loss", True, 2)
+    other.after_step(2, {"val_loss": float("nan")})
+    assert (other.step, other.without_gain) == (-1, 1), "NaN is no best"
+    first = other.state_dict()
+    other.after_step(4, {"val_loss": 2.0})
+    assert (other.step, other.without_gain) == (4, 0)
+    other.load_state_dict(first)
+    assert other.state_dict() == first, "the same process restores an earlier checkpoint"
+    other.after_step(4, {"val_loss": float("nan")})
+    assert other.stops and other.why_stopped() == "val_loss was NaN in 2 evaluations (training.stop_after)"
     other.load_state_dict(best.state_dict())
-    assert other.step == -1
+    assert other.state_dict() == BestStep("val_loss", True, 2).state_dict()
+
+
+def test_a_skipped_batch_after_the_best_step_saves_nothing(tmp_path: Path) -> None:
+    world.run(1, train, str(tmp_path), {"training.steps": 7, "checkpoint.keep_last": 0, "data.skip_steps": [5]})
+    assert steps_in(tmp_path) == [2, 4, 7]
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,11 @@ class BestStep:
     stop_after: int
     """Number of evaluations in a row without a better value after which the run ends; 0: it does not."""
     value: float = math.nan
-    """Value of the metric after the best step; NaN before the first evaluation."""
+    """Value of the metric after the best step; NaN while no evaluation has given a number."""
     step: int = -1
-    """The best step; -1 before the first evaluation."""
+    """The best step; -1 while no evaluation has given a number."""
     without_gain: int = 0
     """Number of evaluations since the best step."""
-    is_new: bool = False
-    """Whether the step just made is the best one."""
 
     @classmethod
     def of(cls, config: Config) -> BestStep | None:
@@ -44,13 +42,12 @@ class BestStep:
         return cls(keep_best or DEFAULT, bool(keep_best), stop_after) if keep_best or stop_after else None
 
     def after_step(self, step: int, report: Mapping[str, Any]) -> None:
-        """Compare a step's metric with the best so far.
+        """Compare a step's metric with the best so far. NaN is never better.
 
         Args:
             step: number of the step.
             report: the step's metrics, the same on all ranks.
         """
-        self.is_new = False
         if self.metric not in report:
             evaluated = [name for name in report if name == DEFAULT or ".val_" in name or name.startswith("quiz.")]
             if evaluated and self.step < 0:
@@ -59,8 +56,9 @@ class BestStep:
                 observe.active.event(step, "best", text)
             return
         value = float(report[self.metric])
-        if self.step < 0 or (value > self.value if higher_is_better(self.metric) else value < self.value):
-            self.value, self.step, self.without_gain, self.is_new = value, step, 0, self.keeps
+        is_better = value > self.value if higher_is_better(self.metric) else value < self.value
+        if is_better or (self.step < 0 and not math.isnan(value)):
+            self.value, self.step, self.without_gain = value, step, 0
         else:
             self.without_gain += 1
 
@@ -75,6 +73,8 @@ class BestStep:
 
     def why_stopped(self) -> str:
         """Return why the run ends, for people."""
+        if self.step < 0:
+            return f"{self.metric} was NaN in {self.without_gain} evaluations (training.stop_after)"
         return (
             f"{self.without_gain} evaluations (training.stop_after) have not improved on {self.metric} "
             f"{self.value:.4f} of step {self.step:,}"
@@ -91,8 +91,11 @@ class BestStep:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a record; from scratch if the record's metric was another."""
-        if state.get("metric") == self.metric and state["value"] is not None:
-            self.value, self.step, self.without_gain = float(state["value"]), state["step"], state["without_gain"]
+        self.value, self.step, self.without_gain = math.nan, -1, 0
+        if state.get("metric") == self.metric:
+            self.without_gain = state["without_gain"]
+            if state["value"] is not None:
+                self.value, self.step = float(state["value"]), state["step"]
 
 
 def higher_is_better(metric: str) -> bool:

@@ -328,7 +328,7 @@ class Checkpoints:
     @property
     def is_due(self) -> bool:
         """Whether checkpoint.interval or keep_best asks for a save after the step just made."""
-        is_best = self.best is not None and self.best.is_new
+        is_best = self.best is not None and self.best.keeps and self.best.step == self.state.step
         at_interval = self.options.interval and self.state.step % self.options.interval == 0
         return bool(self.saver and (is_best or at_interval))
 
