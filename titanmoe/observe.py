@@ -176,25 +176,37 @@ def _listening() -> tuple[Observer, ...]:
 
 
 def products(experts: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Call `products` of all active observers; do nothing in code that torch.compile traces."""
+    """Tell all active observers that a layer's experts have computed the routed tokens on this rank.
+
+    Does nothing in code that torch.compile traces. Arguments as of `Observer.products`.
+    """
     if not is_compiling():
         active.products(experts, inputs, output)
 
 
 def waits(group: str) -> None:
-    """Call `waits` of all active observers; do nothing in code that torch.compile traces."""
+    """Tell all active observers that this rank begins to wait for a message of the process group of this name.
+
+    Does nothing in code that torch.compile traces.
+    """
     if not is_compiling():
         active.waits(group)
 
 
 def arrived() -> None:
-    """Call `arrived` of all active observers; do nothing in code that torch.compile traces."""
+    """Tell all active observers that the message announced by the last call of `waits` has come.
+
+    Does nothing in code that torch.compile traces.
+    """
     if not is_compiling():
         active.arrived()
 
 
 def region(name: str) -> AbstractContextManager[None]:
-    """Return a context manager that names a region of code, such as "dispatch", for all active observers."""
+    """Return a context manager that names a region of code, such as "dispatch", for all active observers.
+
+    The context does nothing in code that torch.compile traces.
+    """
     return nullcontext() if is_compiling() else active.region(name) or nullcontext()
 
 

@@ -125,7 +125,7 @@ class PolicyLoss:
     KL(reference | model). k1 = -d: right as a value or in a reward, but its gradient as a loss has mean 0."""
 
     def find_problems(self, config: Config) -> list[str]:
-        """Return which options of a recipe make the probabilities of training others than those of sampling."""
+        """Return a message for each option of a recipe by which probabilities in training and in sampling differ."""
         moe = config.moe
         found = []
         if moe.jitter:
@@ -170,7 +170,11 @@ class PolicyLoss:
         return (apart_BL if self.level == "token" else _over_answers(apart_BL, batch, mean=True)).exp()
 
     def importance(self, batch: Batch) -> Tensor:
-        """Return at each label the probability under the old policy over the generator's, at most `truncation`."""
+        """Return at each label the probability under the old policy over the generator's, at most `truncation`.
+
+        Args:
+            batch: the microbatch, with the columns "old" and "generator".
+        """
         column = batch.extra_fields
         apart_BL = (column["old"] - column["generator"]).where(batch.labels_BS != IGNORE, 0)
         if self.truncate == "sequence":
@@ -189,15 +193,15 @@ class PolicyLoss:
 
     @torch.no_grad()
     def metrics(self, log_probs_NL: Tensor, batch: Batch, entropy_NL: Tensor | None = None) -> dict[str, float]:
-        """Return metrics of a step's samples by name, to watch; {} if no label has a weight.
+        """Return metrics of the given samples by name, for reports; {} if every label's weight is 0. No communication.
 
-        They are the fraction of clipped labels, quantiles of the ratio, and if given the mean entropy, and with their
-        columns the divergence from the reference and the mean and largest difference of log-probabilities between
-        generator and old policy.
+        They are the fraction of clipped labels and quantiles of the ratio to the old policy; with `entropy_NL` the mean
+        entropy; with the column "reference" the mean divergence from that model; and with the column "generator" the
+        mean and largest difference of log-probabilities between generator and old policy.
 
         Args:
             log_probs_NL: log-probability of each label, as `forward_backward` returned them.
-            batch: the samples with their columns.
+            batch: the samples, with the columns (`extra_fields`) "weight", "advantage" and "old".
             entropy_NL: entropy of the distribution of each label, likewise.
         """
         column = {name: x.to(log_probs_NL.device) for name, x in batch.extra_fields.items()}

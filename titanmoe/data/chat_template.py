@@ -175,12 +175,25 @@ def _end_process(process: subprocess.Popen[bytes], parent: int) -> int | None:
 
 
 def _send(stream: BinaryIO, data: bytes, seconds: float = 0.0, memory: int = 0) -> None:
+    """Write a message: a request with its limits, or a response without.
+
+    Args:
+        stream: pipe to the other process.
+        data: JSON text.
+        seconds: CPU seconds that the request may take.
+        memory: bytes that the request may add to the process.
+    """
     stream.write(HEAD.pack(len(data), seconds, memory) + data)
     stream.flush()
 
 
 def _receive(stream: BinaryIO) -> tuple[bytes, float, int] | None:
-    """Read a message, (data, seconds, bytes of memory); None at the end of the stream, even within a message."""
+    """Read a message of `_send`; return None if the stream ends before the message does.
+
+    Returns:
+        The JSON text, and the limits that a request sets: CPU seconds, and bytes that it may add to the process. A
+        response has 0 for both.
+    """
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None

@@ -50,12 +50,16 @@ class Documents(Protocol):
         """Return the weight in the loss of each token of [start, stop) as a label (float32); None if all are equal."""
 
     def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
-        """Return the reference model's log-probability of each token of [start, stop); None if it is not stored."""
+        """Return the reference model's log-probability of each token of [start, stop), given the tokens before it.
+
+        It is NaN for tokens that were not scored. None if none are stored.
+        """
 
     def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
-        """Return a teacher's top-k ids and log-probabilities at the place of each of tokens [start, stop).
+        """Return for each of tokens [start, stop) a teacher's top-k ids and log-probabilities, given the tokens before.
 
-        One record per token, whose dtype `titanmoe.data.token_scores.TopK.record` gives. None if no teacher is read.
+        Record i - start is the prediction of token i. Its dtype is that of `titanmoe.data.token_scores.TopK.record`.
+        Log-probabilities are NaN for tokens that were not scored. None if the run reads no teacher.
         """
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:

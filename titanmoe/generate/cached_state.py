@@ -47,7 +47,17 @@ class CachedState(Cache):
         return rows.join(out_BnHv, decay.shape[1])
 
     def read_prompts(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None) -> Tensor:
-        """Compute the mixer's output for the prompts one by one, because their lengths differ, and fill the cache."""
+        """Start the cache from all prompts, one by one because their lengths differ; return the mixer's output.
+
+        Args:
+            qkv: for queries, keys and values, the inputs of the convolution (1, T, C), one prompt after another as
+                `rows.spans` says.
+            decay: logarithms of the factors by which the state decays at each token, (1, T, ...).
+            beta_1TH: how strongly each token is written to the state; None if the mixer has none.
+
+        Returns:
+            The output (1, T, H, v), 0 after the last prompt's end.
+        """
         rows, heads = self.rows, self.mixer.heads
         self.inputs = [PerToken(rows, x_1TC.unsqueeze(2), heads.conv_width) for x_1TC in qkv]
         before = [x.new_zeros(1, heads.conv_width - 1, x.shape[-1]) for x in qkv]

@@ -402,7 +402,12 @@ def _torchrun_options(request: Request) -> list[str]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise a ConfigError if this machine, as node 0, cannot listen on the port at which the nodes meet."""
+    """Raise a ConfigError if this machine cannot listen on the port at which the nodes meet. Only node 0 calls it.
+
+    Args:
+        host: the value of --master-addr, for the message.
+        port: the value of --master-port.
+    """
     if why := port_problem(port):
         raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
 

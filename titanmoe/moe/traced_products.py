@@ -84,7 +84,21 @@ def experts_up(
     clamped: bool,
     kernels: str,
 ) -> list[Tensor]:
-    """Compute `ExpertProducts.up` as one operation that torch.compile does not trace into: (R, F) per weight."""
+    """Multiply routed tokens by their experts' weights, as one operation that torch.compile does not trace into.
+
+    Differentiable. The result is that of `ExpertProducts.up`.
+
+    Args:
+        x_RD: the routed tokens, sorted by expert.
+        weights: weights of all local experts, (e, F, D) each.
+        groups: the number of each expert's tokens, and its form for the method, as of `TracedProducts`.
+        method: a `ProductMethod`.
+        clamped: whether the activation is gpt-oss's clamped SwiGLU; of no effect here.
+        kernels: the option `[moe] kernels`.
+
+    Returns:
+        The product with each of the weights, (R, F).
+    """
     return multiply(_products(groups, method, clamped, kernels), "up", x_RD, weights)
 
 
@@ -137,7 +151,22 @@ def experts_down(
     clamped: bool,
     kernels: str,
 ) -> list[Tensor]:
-    """Compute `ExpertProducts.down` as one operation that torch.compile does not trace into: (R, D) per weight."""
+    """Multiply act(gate) * up * routing weight by the experts' weights, as one operation that is not traced into.
+
+    Differentiable. The result is that of `ExpertProducts.down`.
+
+    Args:
+        hidden: gate and up, (R, F) each, or one tensor with both side by side.
+        weight_R1: the routing weights.
+        weights: weights of all local experts, (e, D, F) each.
+        groups: the number of each expert's tokens, and its form for the method, as of `TracedProducts`.
+        method: a `ProductMethod`.
+        clamped: whether the activation is gpt-oss's clamped SwiGLU.
+        kernels: the option `[moe] kernels`.
+
+    Returns:
+        The product with each of the weights, (R, D).
+    """
     products = _products(groups, method, clamped, kernels)
     return multiply(products, "down", activate(products, hidden, weight_R1), weights)
 

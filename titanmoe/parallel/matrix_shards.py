@@ -80,26 +80,35 @@ class MatrixShard(NamedTuple):
         return sum(count for _, _, count in self.rows), self.columns[1]
 
     def read(self, weight_shard: Tensor) -> Tensor:
-        """Return this shard of the matrix out of the rank's shard of the weight: a view if its rows are consecutive."""
+        """Return this rank's rows and columns of the matrix, of shape `shape`: a view if the rows are one range.
+
+        Args:
+            weight_shard: the rank's shard of the weight, which may have further matrices.
+        """
         part = weight_shard if self.expert < 0 else weight_shard[self.expert]
         rows = [part[first : first + count] for _, first, count in self.rows]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def write(self, weight_shard: Tensor, value: Tensor) -> None:
-        """Write new values of this shard of the matrix into the rank's shard of the weight, in place."""
+        """Write this rank's rows and columns of the matrix into its shard of the weight, in place.
+
+        Args:
+            weight_shard: the rank's shard of the weight; what it has of further matrices is unchanged.
+            value: the new values, of shape `shape`.
+        """
         part, done = weight_shard if self.expert < 0 else weight_shard[self.expert], 0
         for _, first, count in self.rows:
             part[first : first + count] = value[done : done + count]
             done += count
 
     def slice_of_full(self, matrix: Tensor) -> Tensor:
-        """Return the rows and columns of this shard out of the full matrix."""
+        """Return this rank's rows and columns, shape `shape`, out of the full matrix."""
         first, count = self.columns
         rows = [matrix[begin : begin + n, first : first + count] for begin, _, n in self.rows]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def write_to_full(self, matrix: Tensor, value: Tensor) -> None:
-        """Write the values of this shard into its rows and columns of the full matrix, in place."""
+        """Write this rank's values, of shape `shape`, into their rows and columns of the full matrix, in place."""
         done, (first, columns) = 0, self.columns
         for begin, _, count in self.rows:
             matrix[begin : begin + count, first : first + columns] = value[done : done + count]

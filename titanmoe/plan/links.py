@@ -82,13 +82,16 @@ class Links:
         return max(0.0, message - behind) + self.message_share * min(message, behind)
 
     def _delay(self, group: LinkGroup) -> float:
-        """Return the latency of a collective of logarithmic depth, in seconds."""
+        """Return the latency in seconds of a tree over the group, first inside domains, then between them.
+
+        log2(ranks in a domain), at least 1, times the fast link's latency, plus log2(domains) times the network's.
+        """
         near = group.ranks_per_domain(self.domain)
         domains = ceil(group.size / near)
         return self.link_latency * log2(max(near, 2)) + self.network_latency * (log2(domains) if domains > 1 else 0)
 
     def gather(self, group: LinkGroup, whole: float) -> float:
-        """Return the seconds of an all-gather that leaves `whole` bytes on each rank, or of a reduce-scatter."""
+        """Return the seconds of an all-gather to `whole` bytes on each rank, or of a reduce-scatter from as many."""
         n, near = group.size, group.ranks_per_domain(self.domain)
         if n == 1:
             return 0.0

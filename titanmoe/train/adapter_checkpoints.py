@@ -120,10 +120,16 @@ class AdapterCheckpoints(Checkpoints):
         return notes | {"begins from": f"{notes['begins from']}\n{origin}" if "begins from" in notes else origin}
 
     def _compare_base(self, adapters: Adapters) -> str:
-        """Return a text that compares the base weights of the run with those that PEFT's adapters were trained on.
+        """Compare the run's base weights with those that PEFT's adapters name, as far as both can be read.
+
+        Collective over the world.
+
+        Returns:
+            A line for the startup header that says what was compared, such as weights, names or shapes alone.
 
         Raises:
-            ConfigError: if the adapters name another base model.
+            ConfigError: the weights differ, have another name and cannot be compared, or are random although the
+                adapters name a model.
         """
         from titanmoe.checkpoint.hf.peft_base import compare_base, refuse_other_base
         from titanmoe.checkpoint.hf.weight_sources import open_weights

@@ -159,9 +159,15 @@ def run_scoring(config: Config, training: Training, top_k: bool) -> int:
 
 
 def _score_top_k(reference: Reference) -> dict[str, str]:
-    """Compute and store the model's top-k ids of all data unless they exist; return a line for the console by label.
+    """Store the model's top-k ids and log-probabilities for the run's data beside the token shards, unless they exist.
 
-    Collective over the world.
+    The data are the training data's first epoch and the validation data. Collective over the world.
+
+    Returns:
+        {"scores": a line for the console that says how another recipe names these scores}.
+
+    Raises:
+        ConfigError: the model has adapters, or some data does not come from token shards.
     """
     config, training, options = reference.config, reference.training, reference.config.distillation
     if config.lora.rank:
@@ -181,7 +187,7 @@ PROGRESS_INTERVAL_S = 30
 
 
 def compute_scores(config: Config, training: Training, model: str, top_k: TopK | None = None) -> None:
-    """Compute the log-probabilities of all data of the run and write them beside the token shards.
+    """Compute log-probabilities for the run's first epoch and validation data, and write them beside the token shards.
 
     One rank of each machine writes. Collective over the world.
 
@@ -242,11 +248,13 @@ def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.nd
 
 
 def _to_records(numbers_GLR: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Convert the head's numbers of each label to one record of the stored dtype, shape (G, L).
+    """Return one record for each label, shape (G, L), from the R numbers that the head gives to each.
 
     Args:
-        numbers_GLR: the log-probability of the label, or top-k ids and log-probabilities of ids and of all others.
-        dtype: a plain dtype for the former, or one with the fields "ids" and "log_p".
+        numbers_GLR: R = 1: the log-probability of the label. Otherwise, in this order: K ids, their K
+            log-probabilities, and the log-probability of all other ids together.
+        dtype: for records of K ids the dtype with the fields "ids" and "log_p"; else any plain dtype, and the numbers
+            keep theirs.
     """
     if dtype.names is None:
         return numbers_GLR.squeeze(-1)

@@ -28,7 +28,11 @@ class AllGather(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> SummedExchange:
-        """Gather the tokens of all ranks, wait, and copy those of this rank's experts into their slots."""
+        """Gather the tokens of the dispatch group, wait, and copy a routed token for each choice of a local expert.
+
+        Collective over the dispatch group. Arguments as of `Dispatcher.dispatch`: `slots_per_expert` is for each
+        sending rank, so an expert's padded buffer has G times as many; 0 means no padding.
+        """
         slots_per_expert *= self.group.size
         chosen_NK, order, count_e, number = self.gather_and_sort_choices(chosen_TK, slots_per_expert)
         # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.

@@ -47,7 +47,7 @@ class AllToAll(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> AllToAllExchange:
-        """Start to send routed tokens to their experts' ranks.
+        """Start to send routed tokens to their experts' ranks. Collective over the dispatch group.
 
         The host waits for counts, unless expert buffers are padded or `dispatch_locally` applies.
 
@@ -111,6 +111,8 @@ class AllToAll(Dispatcher):
 
     def send_counts(self, count_E: Tensor) -> CountExchange:
         """Start to tell each rank of the dispatch group how many routed tokens this rank sends to its experts.
+
+        Collective over the dispatch group.
 
         Args:
             count_E: the number of this rank's choices of each expert.

@@ -42,8 +42,8 @@ class Hierarchical(Dispatcher):
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
         """Start to send each token once to every node that has an expert of it.
 
-        The host waits for counts, unless expert buffers are padded. Within a single node, start the all-to-all to
-        experts.
+        Collective over the dispatch group. The host waits for counts, unless expert buffers are padded. Within a single
+        node, start the all-to-all to experts.
         """
         across = self.ranks.across
         T, N = x_TD.shape[0], across.size

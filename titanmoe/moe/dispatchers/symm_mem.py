@@ -451,8 +451,9 @@ class Symmetric(Dispatcher):
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
         """Write routed tokens into the receive buffers of their experts' ranks, without a host sync.
 
-        The experts get the full receive buffer, in which unused slots are zero; their outputs for these may be
-        anything. If the routed tokens for any rank do not fit, nothing is sent, and that rank sets `needs_repeat`.
+        Collective over the dispatch group. The experts get the full receive buffer, in which unused slots are zero;
+        their outputs for these may be anything. If the routed tokens for any rank do not fit, nothing is sent, and that
+        rank sets `needs_repeat`.
         """
         memory = self.memory
         if memory is None or self.group == NO_GROUP:
