@@ -44,6 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "Alpaca in one": {"instruction": "Why?\n\nAt night.", "input": "", "output": "The fox", "system": "Be brief."},
     "prompt and completion": {"prompt": "Why?\n\nAt night.", "completion": "The fox", "system": "Be brief."},
     "prompt and completion of messages": {"prompt": MESSAGES[:2], "completion": MESSAGES[2:]},
+    "prompt and completion as JSON": {"prompt": json.dumps(MESSAGES[:2]), "completion": json.dumps(MESSAGES[2:])},
 }
 
 
@@ -122,7 +123,9 @@ def test_tools_and_calls_reach_the_template(template: str, tmp_path: Path) -> No
     [
         ({"text": "a"}, "has no field 'messages' or others that the format reads, it has 'text': name the one"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "is a preference pair: read it with --format preference"),
-        ({"instruction": "a", "output": ""}, "'output' is missing or empty"),
+        ({"instruction": "a", "output": " "}, "'output' is missing or empty"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": []}, "'completion' is missing or empty"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, "message 2 is empty"),
         (
             {"instruction": "a"},
             "has no 'messages', or null; of the fields that chats are read from it has 'instruction'",

@@ -404,6 +404,8 @@ def _check_messages(messages: Any) -> None:
     for n, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}')
+        if message["role"] == "assistant" and message.get(WEIGHT, 1) and not _says_something(message):
+            raise ChatError(f"message {n} is empty, so there is nothing to learn from: leave it out")
         weight = message.get(WEIGHT, 1)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
             raise ChatError(f"message {n} has the weight {weight!r}: use a number from 0 to {MAX_WEIGHT:g}")
@@ -422,6 +424,14 @@ def _check_messages(messages: Any) -> None:
         if not roles.keys().isdisjoint(("human", "gpt")):
             why += ': write "human" as "user" and "gpt" as "assistant"'
         raise ChatError(f"the assistant says nothing in it, so there is nothing to learn from{why}")
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    """Return whether an assistant message has a text, reasoning, a tool call or other content; null counts as text."""
+    content = message.get("content")
+    if not isinstance(content, str) or content.strip():
+        return True
+    return any(value for key, value in message.items() if key not in ("role", "content", WEIGHT))
 
 
 def _split_at_marks(text: str) -> list[str]:

@@ -54,18 +54,26 @@ def layout_of(record: Record) -> str:
 
 def _from_messages(record: Record, name: str) -> Any:
     """Return a list of messages, or of ShareGPT's pairs of "from" and "value", either also as JSON text."""
-    messages = record[name]
+    messages = _parsed(record[name])
     if isinstance(messages, str):
-        try:
-            messages = parse_json(messages.encode())
-        except ValueError:
-            raise ChatError(f"{name!r} is a text that is not a list of messages in JSON") from None
+        raise ChatError(f"{name!r} is a text that is not a list of messages in JSON")
     if not isinstance(messages, list):
         return messages
     messages = [_from_sharegpt(number, message) for number, message in enumerate(messages, 1)]
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     has_system = first.get("role") == SYSTEM
     return messages if has_system or name == "messages" else [*_system(record), *messages]
+
+
+def _parsed(value: Any) -> Any:
+    """Return the list that a text is in JSON, other values as they are."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            parsed = parse_json(value.encode())
+        except ValueError:
+            return value
+        return parsed if isinstance(parsed, list) else value
+    return value
 
 
 def _from_sharegpt(number: int, message: Any) -> Any:
@@ -98,8 +106,10 @@ def _from_alpaca(record: Record, name: str) -> list[dict[str, Any]]:
 
 
 def _from_prompt(record: Record, name: str) -> list[Any]:
-    prompt, completion = record[name], record.get("completion")
-    if isinstance(prompt, list) and isinstance(completion, list) and completion:
+    prompt, completion = _messages_or_text(record[name]), _messages_or_text(record.get("completion"))
+    if completion == []:
+        raise ChatError("'completion' is missing or empty, so there is nothing to learn from")
+    if isinstance(prompt, list) and isinstance(completion, list):
         earlier = [
             message | {"weight": 0} if isinstance(message, dict) and message.get("role") == "assistant" else message
             for message in prompt
@@ -112,6 +122,13 @@ def _from_prompt(record: Record, name: str) -> list[Any]:
         _message("user", _text(record, name)),
         _message("assistant", _answer(record, "completion")),
     ]
+
+
+def _messages_or_text(value: Any) -> Any:
+    """Return a list of messages, also if it is given as JSON text; other texts as they are."""
+    parsed = _parsed(value)
+    is_messages = isinstance(parsed, list) and all(isinstance(message, dict) for message in parsed)
+    return parsed if is_messages or not isinstance(value, str) else value
 
 
 def _system(record: Record) -> list[dict[str, Any]]:
@@ -130,7 +147,7 @@ def _text(record: Record, name: str) -> str:
 
 
 def _answer(record: Record, name: str) -> str:
-    if not (text := _text(record, name)):
+    if not (text := _text(record, name)).strip():
         raise ChatError(f"{name!r} is missing or empty, so there is nothing to learn from")
     return text
 
