@@ -98,7 +98,11 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
         folder: the Hugging Face folder.
         rank: rank of the experts' adapters.
     """
-    under, begin, lora = open_weights(str(folder)), Checkpoint(initial_hf=str(folder)), LoRA(1, rank, 16, ["*experts*"])
+    under, begin, lora = (
+        open_weights(str(folder)),
+        Checkpoint(initial_hf=str(folder)),
+        LoRA(rank=1, experts_rank=rank, alpha=16, targets=["*experts*"]),
+    )
     config = Config(model=under.model, lora=lora, checkpoint=begin, training=Training(seq_len=32))
     dtype_of = partial(frozen_dtype, compute=BF16)
     total = sum(

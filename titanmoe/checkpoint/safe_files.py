@@ -66,13 +66,15 @@ def with_retries(path: Path, work: Callable[[], T]) -> T:
         FileNotFoundError, NotADirectoryError: the file does not exist, as no path with a NUL does.
         Unreadable: another OSError, or a temporary one that stays.
     """
-    if "\0" in str(path):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     for seconds in (*RETRY_DELAYS_S, None):
         try:
             return work()
         except NOT_FOUND_ERRORS:
             raise
+        except ValueError:
+            if "\0" not in str(path):
+                raise
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
         except OSError as error:
             if seconds is None or error.errno not in TEMPORARY_ERRNOS:
                 raise Unreadable(f"{path}: {error.strerror or error}") from None
