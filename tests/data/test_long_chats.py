@@ -64,7 +64,7 @@ def test_long_chats_are_left_out() -> None:
     assert trained(packer) == {0: (7, 4), 1: (20, 10)} and packer.per_epoch == 2
     assert packer.note == (
         "chats: 3 of 5 chats are longer than seq_len = 20: 3 left out (data.long_chats), 72.4% of all tokens are lost; "
-        "the longest needs seq_len = 28"
+        "seq_len = 28, 28 and 28 would keep 95, 99 and 100 % of all"
     )
     assert packer.name != BestFitPacker.name and not packer.refusal()  # counts of sequences are kept by this name
 
@@ -78,6 +78,16 @@ def test_long_chats_are_cut_after_the_last_answer_that_fits() -> None:
         chats((5, 15, 4, 4), (5, 16, 4, 4)), SEQ_LEN, 0, "cut"
     )  # an answer ends with the sample, or after
     assert edge.keep_L.tolist() == [20, 0]
+
+
+def test_where_many_do_not_fit_the_note_says_which_seq_len_would_keep_how_many() -> None:
+    turns = [(3, 4)] * 190 + [(9 + n, 20) for n in range(10)]  # of 7, and of 29 to 38 positions
+    few, many = (ChatPacker(chats(*some), SEQ_LEN, 0, "drop").note for some in (turns, turns[1:]))
+    assert few.endswith("of all tokens are lost; the longest needs seq_len = 38")  # 5 % of the chats
+    lengths = sorted([7] * 189 + [*range(29, 39)])
+    keep = [next(n for n in range(40) if sum(x <= n for x in lengths) >= part * 199) for part in (0.95, 0.99, 1)]
+    assert many.endswith("lost; seq_len = {}, {} and {} would keep 95, 99 and 100 % of all".format(*keep))
+    assert len({*keep}) == 3 and keep[2] == 38
 
 
 def test_chats_that_fit_are_packed_as_ever() -> None:
@@ -95,8 +105,8 @@ def test_many_chats_of_which_most_are_long_still_give_endless_sequences() -> Non
 
 def test_what_leaves_nothing_is_refused() -> None:
     assert ChatPacker(SOME, SEQ_LEN, 0, "refuse").refusal() == (
-        '3 of 5 chats are longer than training.seq_len = 20, and data.long_chats = "refuse": the longest needs '
-        'seq_len = 28; or set long_chats = "drop" or "cut"'
+        '3 of 5 chats are longer than training.seq_len = 20, and data.long_chats = "refuse": seq_len = 28, 28 '
+        'and 28 would keep 95, 99 and 100 % of all; or set long_chats = "drop" or "cut"'
     )
     too_long = chats((30, 4), (40, 2))
     assert "none fits training.seq_len = 20" in ChatPacker(too_long, SEQ_LEN, 0, "drop").refusal()

@@ -76,7 +76,10 @@ def test_each_answer_sees_what_it_did_with_a_prompt_of_its_own() -> None:
 def test_a_pair_is_cut_where_what_it_shares_does_not_fit() -> None:
     """Of 8 + 2 * 7 positions, and of 8 + 2 * 5 that are shared: the longer answer gives way."""
     packer, out = packed(documents([(9, 3, 12)]), 16, share=True)
-    assert packer.note == "pairs: of 1, 1 with a truncated completion (seq_len 16)"
+    assert packer.note == (
+        "pairs: of 1, 1 with a truncated completion (seq_len 16); "
+        "seq_len = 23, 23 and 23 would keep 95, 99 and 100 % of all"
+    )
     assert out.valid_NS.all() and packer.pairs == 16
     answer = out.extra_fields[COMPLETION][0]
     assert [int((out.labels_NS[0][answer == n] != IGNORE).sum()) for n in (0, 1)] == [3, 5]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from titanmoe.data.documents import Documents
+from titanmoe.data.lengths import describe_needed
 from titanmoe.data.pack import BestFitPacker
 
 SCANNED = 1 << 20
@@ -55,23 +56,23 @@ class ChatPacker(BestFitPacker):
         return (
             f"{self.documents.name}: {long:,} of {len(self.documents):,} chats are longer than seq_len = "
             f"{self.seq_len:,}: {', '.join(changes)} (data.long_chats), {lost:.1%} of all tokens are lost; "
-            f"the longest needs seq_len = {int(self.length_L.max()):,}"
+            f"{describe_needed(self.length_L, len(self.documents))}"
         )
 
     def refusal(self) -> str:
         """Return the error message if these chats cannot be used with data.long_chats and seq_len; "" if they can."""
-        long, total, longest = len(self.long_L), len(self.documents), int(self.length_L.max(initial=0))
+        long, total = len(self.long_L), len(self.documents)
         if long and self.long_chats == "refuse":
             return (
                 f"{long:,} of {total:,} chats are longer than training.seq_len = {self.seq_len:,}, and "
-                f'data.long_chats = "refuse": the longest needs seq_len = {longest:,}; or set long_chats = "drop" or '
+                f'data.long_chats = "refuse": {describe_needed(self.length_L, total)}; or set long_chats = "drop" or '
                 '"cut"'
             )
         if total and not self.pairs:
             which = "not one has an answer that fits" if self.long_chats == "cut" else "none fits"
             return (
-                f"of {total:,} chats {which} training.seq_len = {self.seq_len:,}, so there is nothing to learn: the "
-                f"longest needs seq_len = {longest:,}"
+                f"of {total:,} chats {which} training.seq_len = {self.seq_len:,}, so there is nothing to learn: "
+                f"{describe_needed(self.length_L, total)}"
                 + ('; data.long_chats = "cut" would keep their first turns' if self.long_chats != "cut" else "")
             )
         return ""

@@ -16,6 +16,7 @@ import numpy as np
 
 from titanmoe.data.batch import COMPLETION, PAIRS
 from titanmoe.data.documents import Documents
+from titanmoe.data.lengths import describe_needed
 from titanmoe.data.pack import BUFFER, BatchArrays, BestFitPacker, PackedBuffer, Segments, pack_best_fit
 from titanmoe.data.shuffle import permute
 from titanmoe.mask import branches
@@ -37,7 +38,9 @@ class PreferencePacker(BestFitPacker):
         self.shared_P = np.array(
             [self._shared_length(n) if share_prefixes else 0 for n in range(self.prompts)], np.int64
         )
-        long_P = self.length_P2.sum(1) - self.shared_P > seq_len
+        self.needed_P = self._positions(slice(None))
+        """Positions that each pair would fill if it were not truncated."""
+        long_P = self.needed_P > seq_len
         for prompt in np.flatnonzero(long_P).tolist():
             self._truncate(prompt)
         self.num_left_out, self.num_truncated = int((self.length_P2.sum(1) == 0).sum()), int(long_P.sum())
@@ -52,7 +55,8 @@ class PreferencePacker(BestFitPacker):
         )
         changes += [f"{self.num_truncated:,} with a truncated completion"] * (self.num_truncated > 0)
         return (
-            f"{self.documents.name}: of {self.prompts:,}, {', '.join(changes)} (seq_len {self.seq_len})"
+            f"{self.documents.name}: of {self.prompts:,}, {', '.join(changes)} (seq_len {self.seq_len}); "
+            f"{describe_needed(self.needed_P[self.needed_P > self.seq_len], self.prompts)}"
             if changes
             else ""
         )
