@@ -52,6 +52,9 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
         if language == "console":
             for command in text.splitlines():
                 user.types(command.removeprefix("$ "))
+        elif language == "text":
+            pattern = ".*".join(map(re.escape, text.split("...\n")))
+            assert re.search(pattern, user.said["titanmoe data"][-1], re.DOTALL), user.said["titanmoe data"][-1]
         elif file:
             (tmp_path / file).write_text(text, encoding="utf-8")
         elif language == "toml":

@@ -37,6 +37,7 @@ from titanmoe.fold.rank_groups import View, groups
 from titanmoe.generate.generate_command import add_generate
 from titanmoe.launcher.finetune_command import add_finetune
 from titanmoe.launcher.score_command import add_score
+from titanmoe.launcher.show_command import add_show
 from titanmoe.launcher.slurm import add_slurm
 from titanmoe.launcher.train_command import add_train
 from titanmoe.models.stages import split_layers
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     add_convert(commands)
     add_tokenizer(commands)
     add_tokenize(commands)
-    add_data(commands)
+    add_show(add_data(commands))
     add_score(commands)
     add_generate(commands)
     add_report(commands)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,20 @@ class ChatEncoder:
             return None
         tail = text[text.rfind(PROBE) + len(PROBE) :].lstrip() if PROBE in text else ""
         return self.tokenizer.leading_special_token(tail)
+
+    def describe_additions(self) -> dict[str, str]:
+        """Return what the template writes for a message of each role, with "..." for its content.
+
+        A role that the template refuses is left out.
+        """
+        additions, messages, before = {}, [], ""
+        for role in ("system", "user", "assistant"):
+            with suppress(ChatError):
+                text = self._render_without_marks([*messages, {"role": role, "content": PROBE}])
+                messages.append({"role": role, "content": PROBE})
+                additions[role] = text.removeprefix(before).replace(PROBE, "...")
+                before = text
+        return additions
 
     def _render_without_marks(self, messages: list[Any], prompt: bool = False) -> str:
         return self._render(messages, prompt).replace(OPEN, "").replace(CLOSE, "")

@@ -8,10 +8,20 @@ Shapes: D documents, or pairs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+
+from titanmoe.data.documents import is_masked
 
 MANY = 0.05
 """Fraction of documents that do not fit, above which a run's header gives the seq_len that would keep most of them."""
+MEASURED = 100_000
+"""Number of documents or pairs of a source that `titanmoe data show` measures."""
+CHUNK = 1 << 22
+"""Number of tokens whose label mask is read at a time."""
+BAR = 40
+"""Characters of the histogram's longest bar."""
 
 
 def format_seq_lens(length_D: np.ndarray, total: int) -> str:
@@ -37,3 +47,40 @@ def describe_needed(long_D: np.ndarray, total: int) -> str:
     if len(long_D) > MANY * total:
         return format_seq_lens(long_D, total)
     return f"the longest needs seq_len = {int(long_D.max(initial=0)):,}"
+
+
+def describe_lengths(packer: Any) -> list[str]:
+    """Return lines on the lengths of a source's first documents or pairs, how many fit, and how much is learned.
+
+    Args:
+        packer: the packer of the source, which has documents.
+    """
+    documents, per_prompt = packer.documents, packer.documents.completions_per_prompt
+    total = len(documents) // per_prompt
+    count = min(total, MEASURED)
+    what = "pairs" if per_prompt > 1 else "chats" if is_masked(documents) else "documents"
+    length_D, end = packer.needed_lengths(count), int(documents.starts[count * per_prompt])
+    long = int((length_D > packer.seq_len).sum())
+    learned = end
+    if is_masked(documents):
+        masks = (documents.label_mask(start, min(start + CHUNK, end)) for start in range(0, end, CHUNK))
+        learned = sum(int(mask.sum()) for mask in masks)
+    return [
+        f"lengths of {f'the first {count:,} of' if count < total else 'all'} {total:,} {what}, in positions:",
+        *_draw_histogram(length_D),
+        f"{count - long:,} fit seq_len = {packer.seq_len:,}, and {long:,} ({long / count:.1%}) do not"
+        + f": {packer.describe_long(count)}" * (long > 0),
+        format_seq_lens(length_D, count),
+        f"{learned:,} of {end:,} tokens ({learned / end:.1%}) are learned",
+    ]
+
+
+def _draw_histogram(length_D: np.ndarray) -> list[str]:
+    """Return a line for each range between powers of two: the range, the number of documents in it, and a bar."""
+    bin_D = np.ceil(np.log2(np.maximum(length_D, 1))).astype(np.int64)
+    lines = []
+    for b, count in enumerate(np.bincount(bin_D).tolist()):
+        if b >= bin_D.min():
+            bar = "#" * -(-count * BAR // int(np.bincount(bin_D).max()))
+            lines.append(f"    {2**b // 2 + 1 if b else 0:>9,} to {2**b:>9,}  {count:>9,}  {bar}".rstrip())
+    return lines

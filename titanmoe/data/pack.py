@@ -112,6 +112,11 @@ def _fill_labels(documents: Documents, start: int, stop: int, out: BatchArrays, 
         out.extra_fields[TEACHER_LOG_P][n, places] = np.where(np.isnan(teacher["log_p"]), -np.inf, teacher["log_p"])
 
 
+def _document_lengths(documents: Documents, count: int) -> np.ndarray:
+    """Return the positions of each of the first `count` documents: one fewer than its tokens."""
+    return np.diff(np.asarray(documents.starts[: count + 1]).astype(np.int64)) - 1
+
+
 def extra_field_specs(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
     """Return the extra fields of these documents by name: (dtype, number of dims), as for `empty_arrays`."""
     stored = stored_documents(documents)
@@ -154,6 +159,14 @@ class StreamPacker:
             f"{self.documents.name}: truncated wherever a sample of {self.seq_len:,} tokens ends, so an answer may be "
             'without its question; data.packing = "best_fit" keeps chats intact'
         )
+
+    def needed_lengths(self, count: int) -> np.ndarray:
+        """Return the positions of each of the first `count` documents."""
+        return _document_lengths(self.documents, count)
+
+    def describe_long(self, count: int) -> str:
+        """Return text on what becomes of documents that are longer than a sequence, among the first `count`."""
+        return "documents are split wherever a sample ends"
 
     def count(self, epochs: int) -> list[int]:
         """Return the number of sequences in each of the first `epochs` epochs."""
@@ -281,6 +294,14 @@ class BestFitPacker:
         """Number of epochs read so far, with the fraction of the current one."""
         fraction = self.sequences_taken / len(self._packed) if self._packed else 0.0
         return self.epoch + (self.buffer + fraction) / self.buffers
+
+    def needed_lengths(self, count: int) -> np.ndarray:
+        """Return the positions that each of the first `count` documents, or pairs, would fill in one sequence."""
+        return _document_lengths(self.documents, count)
+
+    def describe_long(self, count: int) -> str:
+        """Return text on what becomes of documents that are longer than a sequence, among the first `count`."""
+        return "longer ones are split into full samples and a rest"
 
     def count(self, epochs: int, known: Sequence[int] = ()) -> list[int]:
         """Return the number of sequences in each of the first `epochs` epochs. Packs, but reads only lengths.

@@ -59,6 +59,13 @@ class ChatPacker(BestFitPacker):
             f"{describe_needed(self.length_L, len(self.documents))}"
         )
 
+    def describe_long(self, count: int) -> str:
+        keep_L = self.keep_L[self.long_L < count]
+        out = int((keep_L == 0).sum())
+        return (
+            f'{out:,} left out, {len(keep_L) - out:,} truncated after an answer (data.long_chats = "{self.long_chats}")'
+        )
+
     def refusal(self) -> str:
         """Return the error message if these chats cannot be used with data.long_chats and seq_len; "" if they can."""
         long, total = len(self.long_L), len(self.documents)

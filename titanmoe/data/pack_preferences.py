@@ -61,6 +61,14 @@ class PreferencePacker(BestFitPacker):
             else ""
         )
 
+    def needed_lengths(self, count: int) -> np.ndarray:
+        return self.needed_P[:count]
+
+    def describe_long(self, count: int) -> str:
+        long_P = self.needed_P[:count] > self.seq_len
+        out = int((self.length_P2[:count].sum(1)[long_P] == 0).sum())
+        return f"{out:,} left out, {int(long_P.sum()) - out:,} with a truncated completion"
+
     def _positions(self, prompt: np.ndarray | slice) -> np.ndarray:
         """Return the positions that each of these pairs fills, by the pairs' numbers or a slice."""
         return self.length_P2[prompt].sum(1) - self.shared_P[prompt]

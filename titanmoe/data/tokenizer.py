@@ -67,6 +67,12 @@ class ByteTokenizer:
         """Return the text of tokens. Special tokens are left out; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
+    def token_text(self, token: int) -> str:
+        """Return the text of one token for people, special ones included. Bytes beyond ASCII are in hexadecimal."""
+        return {self.bos: "<bos>", self.eos: "<eos>", self.pad: "<pad>"}.get(
+            token, chr(token) if token < 128 else f"\\x{token:02x}"
+        )
+
     def document(self, data: bytes) -> Tensor:
         """Return the tokens of a text file's bytes with BOS and EOS, as an int16 tensor.
 
@@ -152,6 +158,12 @@ class JsonTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._plain.decode(list(tokens))
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token for people, special ones included; U+FFFD for a part of a character."""
+        stored = self._plain.id_to_token(token) or ""
+        # Decoders of SentencePiece leave out a space at the beginning, which these tokens write as U+2581.
+        return stored if stored.startswith("\u2581") else self._plain.decode([token], skip_special_tokens=False)
 
     def _surrounding_tokens(self) -> tuple[int | None, int | None]:
         """Return the ids of the tokens that the tokenizer by itself puts (before, after) a text; None for none."""

@@ -1,4 +1,4 @@
-"""The command `titanmoe data verify`: whether token shards are as they were written."""
+"""The command `titanmoe data`, and its part `verify`: whether token shards are as they were written."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ EVERY_S = 10
 """Seconds between two lines of progress."""
 
 
-def add_data(commands: argparse._SubParsersAction) -> None:
-    """Add the subcommand `data`."""
-    data = commands.add_parser("data", help="verify token shards")
-    verify = data.add_subparsers(required=True, metavar="COMMAND").add_parser(
+def add_data(commands: argparse._SubParsersAction) -> argparse._SubParsersAction:
+    """Add the subcommand `data` with its own subcommand `verify`; return its subparsers, for further ones."""
+    data = commands.add_parser("data", help="show a recipe's samples, or verify token shards")
+    data_commands = data.add_subparsers(required=True, metavar="COMMAND")
+    verify = data_commands.add_parser(
         "verify",
         help="read every byte of token shards and compare checksums",
         description="Reads every byte of folders of token shards: compares checksums with those of when it was made, "
@@ -24,6 +25,7 @@ def add_data(commands: argparse._SubParsersAction) -> None:
     )
     verify.add_argument("folders", metavar="FOLDER", nargs="+", type=Path)
     verify.set_defaults(run=run_verify)
+    return data_commands
 
 
 def run_verify(args: argparse.Namespace) -> int:

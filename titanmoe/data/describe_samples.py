@@ -1,0 +1,171 @@
+"""Samples as the loader trains on them, as text: tokens with ids, what is learned, documents, positions, padding.
+
+`titanmoe data show` prints them.
+
+Shapes: T tokens of a sample without padding, S positions, G segments of a planned sample.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from titanmoe.config import ConfigError
+from titanmoe.data.batch import COMPLETION, Batch
+from titanmoe.data.documents import find_documents
+from titanmoe.data.source_mix import Sample, SourceMix
+from titanmoe.data.token_shards import StoredTokenizer
+from titanmoe.data.tokenizer import FILE, ByteTokenizer, JsonTokenizer, Tokenizer
+from titanmoe.tokens import IGNORE
+
+BRACKETS, GREEN = ("[", "]"), ("\x1b[32m", "\x1b[0m")
+"""Text before and after learned tokens: in a file, and on a terminal."""
+WIDTH = 100
+"""Characters of tokens in a line."""
+
+
+class Place(NamedTuple):
+    """The place of a document of the source in a sample."""
+
+    position: int
+    """First position in the sample."""
+    number: int
+    """Number of the document in the source, from 0."""
+    offset: int
+    """Tokens of the document before that position, which are not in the sample."""
+
+
+def explain_marks(marks: tuple[str, str]) -> str:
+    """Return a line on how to read samples whose learned tokens stand between these marks."""
+    return f"{marks[0]}learned{marks[1]} tokens are labels; each token has its id; -> is only a label, and no input"
+
+
+def open_stored_tokenizer(stored: StoredTokenizer | None) -> Tokenizer | None:
+    """Return the tokenizer of token shards; None if it is unknown or cannot be opened here."""
+    if stored is not None and stored.identity == ByteTokenizer.identity:
+        return ByteTokenizer()
+    with suppress(ConfigError, ImportError, KeyError):
+        return JsonTokenizer(stored.files()[FILE]) if stored is not None else None
+    return None
+
+
+def describe_sample(
+    batch: Batch,
+    n: int,
+    tokenizer: Tokenizer | None,
+    marks: tuple[str, str] = BRACKETS,
+    places: list[Place] | None = None,
+) -> list[str]:
+    """Return lines on a sample: its numbers, and for each document the positions and all tokens.
+
+    Args:
+        batch: samples that the loader has read.
+        n: index of the sample in the batch.
+        tokenizer: the tokenizer, for the text of tokens; None for ids alone.
+        marks: text before and after learned tokens.
+        places: the documents of the sample; None if the source's numbers of them are not known.
+    """
+    token_S, label_S, valid_S = (x[n].numpy() for x in (batch.tokens_BS, batch.labels_BS, batch.valid_BS))
+    size, labels = int(valid_S.sum()), int((label_S != IGNORE).sum())
+    padding = f", then {len(valid_S) - size:,} of padding" if size < len(valid_S) else ""
+    lines = [f"{size:,} positions with {labels:,} labels{padding}"]
+    place_of = {place.position: place for place in places or ()}
+    if batch.document_BS is None:
+        position_T, separate = np.arange(size), {0}
+        begins = sorted({0, *place_of})
+    else:
+        position_T = batch.position_BS[n, :size].numpy()
+        begins = [0, *(np.flatnonzero(np.diff(batch.document_BS[n, :size].numpy())) + 1).tolist()]
+        separate = {*begins}
+    learned_T = np.append(False, label_S[: size - 1] != IGNORE)
+    learned_T[sorted(separate)] = False  # what came before such a document does not predict its first token
+    for number, (begin, end) in enumerate(zip(begins, [*begins[1:], size], strict=True)):
+        title = _title(batch, n, begin, end, number, place_of.get(begin))
+        lines.append(f"{title}: positions {position_T[begin]:,} to {position_T[end - 1]:,}")
+        words = [_describe_token(token, tokenizer) for token in token_S[begin:end].tolist()]
+        learned = learned_T[begin:end].tolist()
+        if (end == size or end in separate) and label_S[end - 1] != IGNORE:
+            words.append(f"-> {_describe_token(int(label_S[end - 1]), tokenizer)}")
+            learned.append(True)
+        lines += _wrap(words, learned, int(position_T[begin]), marks)
+    return lines
+
+
+def _title(batch: Batch, n: int, begin: int, end: int, number: int, place: Place | None) -> str:
+    """Return what positions [begin, end) of a sample are, such as "document 2" or "pair 1, chosen".
+
+    Args:
+        batch: samples that the loader has read.
+        n: index of the sample in the batch.
+        begin: first position.
+        end: one past the last position.
+        number: number of this part within the sample.
+        place: the document in its source; None if it is not known.
+    """
+    if COMPLETION not in batch.extra_fields:
+        if place is None:
+            return f"document {number + 1} of the sample"
+        return f"document {place.number + 1:,}" + f", from its token {place.offset + 1:,} on" * (place.offset > 0)
+    pair, rejected = divmod(int(batch.extra_fields[COMPLETION][n, begin]), 2)
+    # Only a prompt that both completions share is attended to beyond its own end.
+    is_shared = batch.until_BS is not None and int(batch.until_BS[n, begin]) > end
+    which = "prompt of both" if is_shared else "rejected" if rejected else "chosen"
+    return f"pair {pair + 1} of the sample, {which}" if place is None else f"pair {place.number // 2 + 1:,}, {which}"
+
+
+def _describe_token(token: int, tokenizer: Tokenizer | None) -> str:
+    """Return a token's text and id. Spaces are U+2581, and other characters that do not print are escaped."""
+    if tokenizer is None:
+        return str(token)
+    return f"{escape(tokenizer.token_text(token))}({token})"
+
+
+def escape(text: str) -> str:
+    """Return a text in one line: spaces are U+2581, and characters that do not print are escaped as in Python."""
+    text = text.replace(" ", "\u2581")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _wrap(words: list[str], learned: list[bool], position: int, marks: tuple[str, str]) -> list[str]:
+    """Return words as lines that begin with the position of their first one, with marks around learned ones.
+
+    Args:
+        words: a word for each position.
+        learned: whether each is learned.
+        position: position of the first word.
+        marks: text before and after learned words that follow each other in a line.
+    """
+    lines: list[str] = []
+    begin = 0
+    while begin < len(words):
+        end, width = begin, 0
+        while end < len(words) and (end == begin or width + len(words[end]) <= WIDTH):
+            width += len(words[end]) + 1
+            end += 1
+        line = [
+            marks[0] * (learned[i] and (i == begin or not learned[i - 1]))
+            + words[i]
+            + marks[1] * (learned[i] and (i == end - 1 or not learned[i + 1]))
+            for i in range(begin, end)
+        ]
+        lines.append(f"  {position + begin:>6}  {' '.join(line)}")
+        begin = end
+    return lines
+
+
+def find_places(mix: SourceMix, sample: Sample) -> list[Place]:
+    """Return the documents of a planned sample in their source; [] for random tokens, which have none."""
+    packer, (start_G, pairs_G) = mix.sources[sample.source].packer, sample.segments
+    if not hasattr(packer, "documents"):
+        return []
+    places = []
+    for start, pairs, position in zip(start_G.tolist(), pairs_G.tolist(), np.cumsum(pairs_G) - pairs_G, strict=True):
+        if not pairs:  # completions that share no prompt
+            continue
+        first, last = find_documents(packer.documents, np.array([start, start + pairs - 1])).tolist()
+        for number in range(first, last + 1):
+            begin = int(packer.documents.starts[number])
+            places.append(Place(int(position) + max(0, begin - start), number, max(0, start - begin)))
+    return places
