@@ -67,6 +67,12 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
     assert re.search(r"^begins from +weights of models/small *$", trained, re.MULTILINE)
     assert re.search(r"^epochs +30 of every source: [\d,]+ sequences in (\d+) steps", trained, re.MULTILINE)
     assert re.search(r"^packing +best_fit *$", trained, re.MULTILINE)
+    for header, name in ((trained, "capitals"), (preferred, "dpo_debug")):
+        (file,) = re.findall(r"^first sample +(\S+) *$", header, re.MULTILINE)
+        assert file == f"runs/{name}/first_sample.txt" and (tmp_path / file).is_file()
+    sample = (tmp_path / "runs/capitals/first_sample.txt").read_text(encoding="utf-8")
+    row = re.compile(r"^ {2,}\d+  [<\[].*$", re.MULTILINE)
+    assert row.findall(sample) == row.findall(said["titanmoe data"][0]) and len(row.findall(sample)) == 9
     assert re.search(r"^experts +ep 2 *$", trained, re.MULTILINE)
     assert said["titanmoe generate"] == [f"{ANSWER}\n"] and said["python ask.py"] == [f"{ANSWER}\n"]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import world
 from tests.data.shard_folders import make
-from tests.data.test_long_chats import SEQ_LEN, SOME, chats, trained
+from tests.data.test_long_chats import SEQ_LEN, SOME, chats, recipe, run, trained
 from tests.parity import read
 from tests.support.byte_pairs import CHATML, write_tokenizer
 from titanmoe.cli import main
@@ -184,6 +185,22 @@ def test_marks_are_the_labels_of_the_batch(changes: dict[str, object], tmp_path:
             rows = describe_sample(batch, n, None, ("{", "}"), places)
             marked = re.findall(r"\d+", " ".join(span for row in rows for span in re.findall("{(.*?)}", row)))
             assert [*map(int, marked)] == batch.labels_BS[n][batch.labels_BS[n] != IGNORE].tolist()
+
+
+def test_a_run_on_chats_writes_its_first_sample_once(tmp_path: Path) -> None:
+    config, file = recipe(tmp_path, [3, 90], training__steps=1, job__name="some"), tmp_path / "some/first_sample.txt"
+    assert world.run(1, run, config, Loader) == [""]
+    loader = Loader(config, 0, 1)
+    text, (labels,) = file.read_text(encoding="utf-8"), loader.peek()[0].labels_BS
+    assert text.startswith(LEGEND) and f"with {(labels != IGNORE).sum()} labels" in text
+    assert " [y(121) y(121) y(121)" in text and "\\n(10)" in text
+    file.unlink()
+    more = recipe(tmp_path, [3, 90], training__steps=2, job__name="some")
+    assert world.run(1, run, more, Loader) == [""] and not file.exists()  # the run goes on
+    paths = [write(tmp_path / "text.jsonl", [{"text": "abc"}] * 99)]
+    plain = {"data__format": "auto", "data__chat_template": "", "data__paths": paths, "job__name": "text"}
+    assert world.run(1, run, recipe(tmp_path, [3], training__steps=1, **plain), Loader) == [""]
+    assert (tmp_path / "text/config.toml").exists() and not (tmp_path / "text/first_sample.txt").exists()
 
 
 @pytest.mark.parametrize("policy", ["drop", "cut"])

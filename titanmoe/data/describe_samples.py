@@ -1,6 +1,6 @@
 """Samples as the loader trains on them, as text: tokens with ids, what is learned, documents, positions, padding.
 
-`titanmoe data show` prints them.
+`titanmoe data show` prints them, and a fine-tuning run writes its first sample into its folder.
 
 Shapes: T tokens of a sample without padding, S positions, G segments of a planned sample.
 """
@@ -14,7 +14,8 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.data.batch import COMPLETION, Batch
-from titanmoe.data.documents import find_documents
+from titanmoe.data.documents import find_documents, is_masked
+from titanmoe.data.loader import Loader
 from titanmoe.data.source_mix import Sample, SourceMix
 from titanmoe.data.token_shards import StoredTokenizer
 from titanmoe.data.tokenizer import FILE, ByteTokenizer, JsonTokenizer, Tokenizer
@@ -49,6 +50,19 @@ def open_stored_tokenizer(stored: StoredTokenizer | None) -> Tokenizer | None:
     with suppress(ConfigError, ImportError, KeyError):
         return JsonTokenizer(stored.files()[FILE]) if stored is not None else None
     return None
+
+
+def describe_first_sample(loader: Loader) -> str:
+    """Return text of the sample that the loader gives next, for fine-tuning; "" if every token of the data is a label.
+
+    Args:
+        loader: the loader of data rank 0, whose state does not change.
+    """
+    corpora = [getattr(source.packer, "documents", None) for source in loader.mix.sources]
+    if not any(corpus is not None and is_masked(corpus) for corpus in corpora):
+        return ""
+    lines = describe_sample(loader.peek()[0], 0, open_stored_tokenizer(loader.mix.tokenizer))
+    return "\n".join([explain_marks(BRACKETS), "", *lines, ""])
 
 
 def describe_sample(

@@ -32,7 +32,7 @@ from titanmoe.train.alarms import DivergenceAlarm, ExpectedLoss, LoadAlarm, Spik
 from titanmoe.train.header import Header
 from titanmoe.train.launch_messages import show_status
 from titanmoe.train.report_targets import LineFile, Report, ReportTarget, RetriedWriter, TensorBoardWriter, WandbWriter
-from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, QUIZ, RANKS, typed_command
+from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, QUIZ, RANKS, SAMPLE, typed_command
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.timing import Clock
 
@@ -110,13 +110,14 @@ class Metrics(Observer):
     def __post_init__(self) -> None:
         self.steps, self.writes = self.shown.steps, self.runtime.rank == 0
 
-    def begin(self, folder: Path, step: int = 0, notes: dict[str, str] | None = None) -> None:
+    def begin(self, folder: Path, step: int = 0, notes: dict[str, str] | None = None, sample: str = "") -> None:
         """Print the header, open the files of the run's folder, and start to measure the time of steps.
 
         Args:
             folder: the run's folder.
             step: number of steps that the run has made already.
             notes: lines to add to the header, by label.
+            sample: text of the run's first sample, for a file of its own; "" to write none.
         """
         if not self.writes:
             return
@@ -144,10 +145,12 @@ class Metrics(Observer):
             self._track_loss(line, loss, line - before)
             before = line
         self._open_targets(notes or {})
-        try:
-            safe_files.write(folder, CONFIG, self.recipe.encode())
-        except OSError as error:
-            self._warn(f"{folder / CONFIG}: {error.strerror}")
+        for name, text in ((CONFIG, self.recipe), (SAMPLE, sample)):
+            try:
+                if text:
+                    safe_files.write(folder, name, text.encode())
+            except OSError as error:
+                self._warn(f"{folder / name}: {error.strerror}")
         self._describe_machine(step)
         self._since = time.monotonic()
 

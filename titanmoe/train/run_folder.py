@@ -24,7 +24,7 @@ from titanmoe.config.schema import Checkpoint, Config, Job
 
 METRICS, LOCK = "metrics.jsonl", "lock"
 EXPERTS, RANKS, QUIZ = "experts.jsonl", "ranks.jsonl", "quiz.jsonl"
-EVENTS, CONFIG = "events.jsonl", "config.toml"
+EVENTS, CONFIG, SAMPLE = "events.jsonl", "config.toml", "first_sample.txt"
 OLD_QUIZ = "answers.jsonl"
 """Name of quiz.jsonl in the folders of earlier versions."""
 FILES = METRICS, EXPERTS, RANKS, QUIZ, OLD_QUIZ, EVENTS

@@ -10,13 +10,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from titanmoe import observe
+from titanmoe.data.describe_samples import describe_first_sample
 from titanmoe.data.source_mix import TRUNCATION_ROWS
 from titanmoe.moe.balance import update_expert_bias
 from titanmoe.parallel.batch_slice import check_alike
 from titanmoe.parallel.grad_norm import clip
 from titanmoe.train.checks import NumericalFault
 from titanmoe.train.gradients import StepSums, StepWork
-from titanmoe.train.run_folder import rewind, typed_command
+from titanmoe.train.run_folder import SAMPLE, rewind, typed_command
 from titanmoe.train.runtime import print_rank_0
 from titanmoe.train.timing import Profiler
 from titanmoe.train.training import Training
@@ -90,9 +91,12 @@ class Trainer:
             notes = (
                 checkpoints.begin() | training.loader.header_rows() | training.setup_rows | training.prepare(training)
             )
+            sample = ""
             if training.metrics.writes:
                 rewind(run, self.step)
-            training.metrics.begin(run, self.step, notes)
+                sample = "" if self.step else describe_first_sample(training.loader)
+                notes |= {"first sample": str(run / SAMPLE)} if sample else {}
+            training.metrics.begin(run, self.step, notes, sample)
             if training.metrics.writes:
                 for line in (line for row, line in notes.items() if row.endswith((*TRUNCATION_ROWS, "context"))):
                     training.metrics.event(self.step, "data", line)
