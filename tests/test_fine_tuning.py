@@ -65,7 +65,7 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
     said = user.said
     (trained,), (preferred,) = said["titanmoe finetune"], said["titanmoe train"]
     assert re.search(r"^begins from +weights of models/small *$", trained, re.MULTILINE)
-    assert re.search(r"^epochs +30 of every source: [\d,]+ sequences in (\d+) steps", trained, re.MULTILINE)
+    assert re.search(r"^epochs +15 of every source: [\d,]+ sequences in (\d+) steps", trained, re.MULTILINE)
     assert re.search(r"^packing +best_fit *$", trained, re.MULTILINE)
     for header, name in ((trained, "capitals"), (preferred, "dpo_debug")):
         (file,) = re.findall(r"^first sample +(\S+) *$", header, re.MULTILINE)
