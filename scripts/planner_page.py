@@ -77,7 +77,7 @@ CALIBRATION = (
 START = Factors(matrix=1.0, attention=1.0, memory=0.8, link=0.7, network=0.7, rows=0.85, block=6e-4)
 """First guesses of the factors, to which the fit is drawn, because seven rows cannot tell seven factors apart."""
 DRAWN = {"matrix": 0.1, "attention": 0.15, "memory": 0.2, "link": 0.25, "network": 0.25, "rows": 0.25, "block": 0.7}
-"""How loosely the fit is drawn towards START: standard deviation of each factor's logarithm. Of a row's it is NOISE."""
+"""Standard deviation of each factor's logarithm around START in the fit; that of a row around its plan is NOISE."""
 NOISE = 0.05
 
 

@@ -63,7 +63,7 @@ class Kernel:
     begin: float
     """When it began, on the trace's clock."""
     time: float
-    """How long it ran."""
+    """Duration."""
     operation: str = ""
     """Name of the torch operation that launched it; "" if unknown."""
     floor: float = 0.0
@@ -72,7 +72,7 @@ class Kernel:
 
 @dataclass
 class Summary:
-    """Where the time of a traced step went. Times are in microseconds."""
+    """The time of a traced step by what the GPU did. Times are in microseconds."""
 
     step: float
     """Duration of the step."""
@@ -81,7 +81,7 @@ class Summary:
     idle_after_waits: float
     """Time in which the GPU had no work because the host had waited for it."""
     waits: int
-    """How often the host waited for the GPU."""
+    """Number of times that the host waited for the GPU."""
     kernels: list[Kernel]
     layers: int
     groups: dict[str, list[Kernel]] = field(default_factory=dict)

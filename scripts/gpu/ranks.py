@@ -49,7 +49,7 @@ class Unsupported(Exception):
 
 @dataclass
 class Rank:
-    """One rank of a check, as the check gets it.
+    """A rank's device, group and report, which every check takes as its argument.
 
     Args:
         device: The device of the rank's tensors.

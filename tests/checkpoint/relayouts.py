@@ -28,7 +28,7 @@ from titanmoe.parallel.materialize import fill_normal
 
 CPU = torch.device("cpu")
 BATCH = {"training.global_batch_size": 16}
-"""As many samples as the data ranks and pipelines of all mappings need."""
+"""A batch size that the data ranks and pipelines of all mappings divide."""
 
 
 def build(config: Config) -> list[Transformer]:
@@ -101,7 +101,7 @@ def as_bits(x: Tensor) -> Tensor:
 
 
 def needed_bytes(source: Targets, destination: Targets) -> int:
-    """What this rank needs of the destination and does not hold, element by element, in the narrower dtype."""
+    """Return the bytes of the destination that this rank lacks, counted element by element, in the narrower dtype."""
     total = 0
     for name in {stored for stored, _ in destination.values()}:
         theirs = [shard for stored, shard in destination.values() if stored == name]
@@ -116,10 +116,10 @@ def needed_bytes(source: Targets, destination: Targets) -> int:
 
 @dataclass
 class Moved:
-    """What this rank saw of a move, the second of its plan."""
+    """Observations of a rank during a move, the second that a plan makes."""
 
     wrong: list[str]
-    """What it got that a checkpoint would not have given."""
+    """Names of the tensors that differ from those that a checkpoint gives."""
     needed: int
     """Bytes that it had to get."""
     messages: list[tuple[int, int]]
@@ -155,7 +155,7 @@ def move(folder: str, before: dict[str, Any], after: dict[str, Any], round_bytes
 
 
 def refused(before: dict[str, Any], after: dict[str, Any], leave_out: tuple[str, ...] = ()) -> str:
-    """Why this rank refuses to move one model's shards to another's."""
+    """Return the message of the error that planning a move raises on this rank; "" if it raises none."""
     (_, source), (_, destination) = shards(before), shards(after)
     try:
         Relayout(source, destination, leave_out=leave_out)

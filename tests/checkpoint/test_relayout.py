@@ -168,7 +168,7 @@ def group(rank: int, size: int) -> Group:
 
 
 def test_holders_share_what_is_sent() -> None:
-    """Of 64 ranks four hold each quarter of every tensor; 40 others need all of it."""
+    """64 ranks: each quarter of every tensor is on four of them, and 40 others need all of it."""
     held, wanted = {}, {}
     for name, rows in (("large", 400), ("small", 40), ("bias", 4)):
         boxes = [((quarter * rows // 4, 0), (rows // 4, 8)) for quarter in range(4)]

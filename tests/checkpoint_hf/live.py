@@ -72,7 +72,7 @@ def merge(folder: str, changes: dict[str, Any], **options: Any) -> list[tuple[st
 
 
 def refused(changes: dict[str, Any]) -> str:
-    """Why a selection bias that transformers has no place for is not exported."""
+    """Return the message of the error that an export raises; "" if it raises none."""
     config, _, targets = shards(changes)
     try:
         list(LiveExport(targets, config.model).tensors(targets))

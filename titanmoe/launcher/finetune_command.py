@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,10 @@ from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.command_line import split_words
 from titanmoe.config.fields import flatten, toml_value
-from titanmoe.config.load import format_problems, read_draft
+from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
 from titanmoe.launcher.fit_ranks import this_machine
-from titanmoe.launcher.train_command import Request, parse_words, prepare, start
+from titanmoe.launcher.train_command import Request, exit_code_of, parse_words, prepare, start
 from titanmoe.train.launch_messages import show_status
 
 USAGE = """\
@@ -86,38 +85,43 @@ def run_finetune(words: Sequence[str]) -> int:
     names, rest = _leading_names(words)
     flags = {word for word in rest if word in ("--lora", "--full", "--dpo")}
     request = parse_words([word for word in rest if word not in flags])
-    try:
-        if request.get("help") or not words:
-            print(USAGE, end="", flush=True)
-            return 0 if words else 2
-        name = _take_name(request)
-        problems = _usage_problems(names, flags)
-        if problems:
-            raise ConfigError(problems)
-        model, *paths = names
-        file = Path(f"{name or default_name(model, paths[0])}.toml")
-        text = write_recipe(model, paths, request, "--lora" in flags, "--dpo" in flags)
-        show_status("")
-        if file.exists() and file.read_text(encoding="utf-8") != text:
-            raise ConfigError(
-                [f"{file} exists and is another recipe: run it with `titanmoe train {file}`, or give --name NAME"]
-            )
-        file.write_text(text, encoding="utf-8")
-        print(f"{file}:\n\n{text}", flush=True)
-        prepared = prepare(replace(request, recipe=str(file)))
-        code = start(prepared)
-        if not code:
-            run = Path(prepared.config.job.dump_folder, prepared.config.job.name)
-            flag = "--adapter" if "--lora" in flags else "--checkpoint"
-            print(f"ask it:    titanmoe generate {flag} {run} --chat\nexport it: titanmoe convert --to-hf {run} FOLDER")
-        return code
-    except KeyboardInterrupt:
-        show_status("")
-        return 130
-    except ConfigError as error:
-        show_status("")
-        print(format_problems(error.problems, error.source), file=sys.stderr, flush=True)
-        return 2
+    if request.get("help") or not words:
+        print(USAGE, end="", flush=True)
+        return 0 if words else 2
+    return exit_code_of(lambda: _finetune(names, flags, request))
+
+
+def _finetune(names: list[str], flags: set[str], request: Request) -> int:
+    """Write the recipe and train it; return the exit code.
+
+    Args:
+        names: the model and the data.
+        flags: those of --lora, --full and --dpo that are given.
+        request: the rest of the command line.
+
+    Raises:
+        ConfigError: with every problem.
+    """
+    name = _take_name(request)
+    if problems := _usage_problems(names, flags):
+        raise ConfigError(problems)
+    model, *paths = names
+    file = Path(f"{name or default_name(model, paths[0])}.toml")
+    text = write_recipe(model, paths, request, "--lora" in flags, "--dpo" in flags)
+    show_status("")
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        raise ConfigError(
+            [f"{file} exists and is another recipe: run it with `titanmoe train {file}`, or give --name NAME"]
+        )
+    file.write_text(text, encoding="utf-8")
+    print(f"{file}:\n\n{text}", flush=True)
+    prepared = prepare(replace(request, recipe=str(file)))
+    code = start(prepared)
+    if not code:
+        run = Path(prepared.config.job.dump_folder, prepared.config.job.name)
+        flag = "--adapter" if "--lora" in flags else "--checkpoint"
+        print(f"ask it:    titanmoe generate {flag} {run} --chat\nexport it: titanmoe convert --to-hf {run} FOLDER")
+    return code
 
 
 def _leading_names(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from titanmoe.config import ConfigError
-from titanmoe.config.load import format_problems
-from titanmoe.launcher.train_command import parse_words, prepare, start
-from titanmoe.train.launch_messages import show_status
+from titanmoe.launcher.train_command import exit_code_of, parse_words, prepare, start
 
 USAGE = """\
 usage: titanmoe score RECIPE.toml [--data PATH ...] [--top K] [--temperature T] [options] [--TABLE.FIELD VALUE ...]
@@ -55,15 +51,7 @@ def run_score(words: Sequence[str]) -> int:
     what = "top-k" if "top" in options else "labels"
     if what == "labels" and options:
         request.problems.append("command line: --temperature scales the distributions of --top K: give --top K too")
-    try:
-        return start(prepare(replace(request, scores=what)))
-    except KeyboardInterrupt:
-        show_status("")
-        return 130
-    except ConfigError as error:
-        show_status("")
-        print(format_problems(error.problems, error.source), file=sys.stderr, flush=True)
-        return 2
+    return exit_code_of(lambda: start(prepare(replace(request, scores=what))))
 
 
 def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:

@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,8 +116,17 @@ def run_train(words: Sequence[str]) -> int:
     if request.get("help"):
         print(usage(), end="", flush=True)
         load([*request.words, "--help"], COMPONENTS, lambda config: [])  # prints every field, and exits
+    return exit_code_of(lambda: start(prepare(request)))
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """Return what `run` returns; 2 after printing the message of a ConfigError, 130 if it is interrupted.
+
+    Args:
+        run: prepares and starts ranks, and returns their exit code.
+    """
     try:
-        return start(prepare(request))
+        return run()
     except KeyboardInterrupt:  # before there are ranks
         show_status("")
         return 130
