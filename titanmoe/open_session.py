@@ -26,7 +26,7 @@ from titanmoe.train.runtime import Runtime, read_environment, start, world_size
 
 
 class NoLoader:
-    """What a run without a loader knows of data: the number of microbatches of a step."""
+    """Stand-in for the loader of a run that has none: it knows the number of microbatches of a step."""
 
     mix = SimpleNamespace(tokenizer=None, sources=())
 

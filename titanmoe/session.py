@@ -90,7 +90,7 @@ class PassResult:
 
 
 class _CallResult(NamedTuple):
-    """What a call leaves on this rank; tensors are in the order of the call's samples, None unless asked for."""
+    """Result of a call on this rank; tensors are in the order of the call's samples, None unless asked for."""
 
     sums: PassSums
     log_probs: Tensor | None

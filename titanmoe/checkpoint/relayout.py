@@ -36,7 +36,7 @@ ROUND_BYTES = 256 << 20
 WORD = 8
 """Bytes of an element of a message; a multiple of every dtype's itemsize."""
 PROBLEMS_SHOWN = 8
-"""How many tensors that do not fit an error names."""
+"""Most tensors that an error names."""
 
 Box = tuple[Sizes, Sizes]
 """Offset and sizes of a block of a tensor."""
@@ -257,7 +257,7 @@ def pair_views(view: Tensor, first: int, elements: Tensor) -> Iterator[tuple[Ten
 
 
 class MessagePlan:
-    """What this rank copies, sends and receives to fill a destination."""
+    """Plan of the copies and messages by which this rank fills a destination."""
 
     def __init__(
         self,
@@ -310,9 +310,9 @@ class MessagePlan:
                 problems.append(f"the shards of {name} {tensor.shape} in the source overlap, or are not all of it")
         _refuse(problems)
         self.sends = {rank: Stream(blocks) for rank, blocks in sends.items()}
-        """What this rank sends, by receiver."""
+        """Blocks that this rank sends, by receiver."""
         self.receives = {rank: Stream(blocks) for rank, blocks in receives.items()}
-        """What this rank receives, by sender."""
+        """Blocks that this rank receives, by sender."""
         self.rounds = -(-max(self.sent + self.received) // round_bytes)
 
     @torch.no_grad()

@@ -205,7 +205,7 @@ def _is_abstract(member: Any) -> bool:
 
 
 class Components(NamedTuple):
-    """What the packages above `config` contribute to reading a recipe: kinds of components, laws, a reader of models.
+    """Contributions of the packages above `config` to reading a recipe: kinds of components, laws, a reader of models.
 
     Empty in a Config that was not read from a recipe.
     """

@@ -19,7 +19,7 @@ SAMPLES: dict[type, list] = {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"], di
 
 
 class WrongType(NamedTuple):
-    """What a conversion returns in place of a value that the field's type does not allow."""
+    """Returned by a conversion in place of a value that the field's type does not allow."""
 
     correction: str
     """The end of the error message, such as ": write 3"."""

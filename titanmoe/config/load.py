@@ -222,7 +222,7 @@ class Settings:
     on_command_line: set[str] = field(default_factory=set)
     """Paths of the fields that the command line sets."""
     own: dict[str, Any] = field(default_factory=dict)
-    """What is given for [model.own]: values of the recipe, or words of the command line, by path.
+    """Settings of [model.own]: values of the recipe, or words of the command line, by path.
 
     Converted once the family is known, which has the fields of this table.
     """

@@ -37,7 +37,7 @@ class Row(NamedTuple):
     view: View
     axis: str
     label: str
-    """What precedes a rank's coordinate in the picture, such as "dp" in "dp3"."""
+    """Prefix of a rank's coordinate in the picture, such as "dp" in "dp3"."""
     meaning: str
     """What ranks with the same coordinate on the axis have in common."""
     traffic: str

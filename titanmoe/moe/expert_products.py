@@ -36,7 +36,7 @@ from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
 ProductMethod = Literal["grouped", "even", "loop"]
-"""How the tokens of a rank's experts are multiplied by their experts' weights.
+"""Kind of product of a rank's tokens with the weights of their experts.
 
 "grouped" is torch's grouped product (`torch._grouped_mm`); "even" a batched product, if all experts have equally many
 tokens; "loop" one product per expert, for which the host has to know how many tokens each expert has.

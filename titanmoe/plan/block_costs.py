@@ -55,11 +55,11 @@ class BackwardFactors(NamedTuple):
     """FLOPs of backward relative to those of forward, for the parts of one block; below 2 where weights are frozen."""
 
     products: float = BACKWARD
-    """Of attention's projections."""
+    """Factor of attention's projections."""
     scores: float = BACKWARD
-    """Of attention's scores and of their product with the values."""
+    """Factor of attention's scores and of their product with the values."""
     ffn: float = BACKWARD
-    """Of the dense network or the experts."""
+    """Factor of the dense network or the experts."""
 
 
 def _backward(config: Config) -> list[BackwardFactors]:

@@ -81,7 +81,7 @@ class Device:
     curve: tuple[tuple[float, float], ...]
     """Fraction of the peak that a matrix product reaches, by the harmonic mean of its three sizes."""
     sources: dict[str, str]
-    """Where each figure comes from, by name of the figure."""
+    """Source of each figure, by name of the figure."""
 
     def peak(self, dtype: str) -> float:
         return {"bfloat16": self.peak_bfloat16, "fp8": self.peak_fp8}.get(dtype, self.peak_float32)

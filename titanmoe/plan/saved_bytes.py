@@ -61,7 +61,7 @@ class Widths:
 
 
 class Flow(NamedTuple):
-    """Which gradients backward computes in a block: of an input only if something before it is trained."""
+    """The gradients that backward computes in a block: of an input only if something before it is trained."""
 
     into_attention: bool = True
     """Whether the output of attention's norm has a gradient."""

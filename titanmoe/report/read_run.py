@@ -79,7 +79,7 @@ class Run:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What the last start of the run recorded in events.jsonl, such as ranks, device and command; {} if nothing."""
+        """Record of the last start of the run in events.jsonl, such as ranks, device and command; {} if nothing."""
         return next((event["environment"] for event in reversed(self.events) if "environment" in event), {})
 
     @property

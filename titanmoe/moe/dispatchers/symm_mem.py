@@ -89,7 +89,7 @@ def exchange_steps(barrier: Callable[[], None], put: Callable[[], None], take: C
 
 
 class Places(NamedTuple):
-    """Where each routed token goes to and comes from in the buffers of a dispatch group, as one rank sees it.
+    """Source and destination of each routed token in the buffers of a dispatch group, as one rank sees them.
 
     A place is rank * limit + slot of that rank's buffer; -1 is nowhere.
     """
