@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_MODEL = ("sft_debug", "dpo_debug")
 """Their model is made where it is needed."""
 RECIPES = sorted(p for p in (ROOT / "train_configs").glob("*.toml") if p.stem not in WITHOUT_MODEL)
-FIRST = ("qwen3_30b_a3b",)
+FIRST = ("qwen3_30b_a3b", "lora_qwen3_30b_a3b")
 FLOAT64 = ("--training.dtype", "float64", "--training.mixed_precision_param", "float64")
 
 

@@ -154,8 +154,8 @@ class AdaptedExperts(Experts):
     def adapter_pair(self, name: str, products: ExpertProducts) -> tuple[Tensor, Tensor]:
         """Return this rank's shards of the adapter's A and B of a matrix, such as "w1".
 
-        For torch's grouped product they are padded with zeros to a rank that is a multiple of 16 bytes.
+        They are padded with zeros to a rank that the products can multiply.
         """
         a, b = (to_local(getattr(self, adapter)) for adapter in adapter_names(name))
-        missing = -a.shape[1] % (16 // a.element_size()) if products.grouped else 0
+        missing = -a.shape[1] % products.width_multiple(a.dtype)
         return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

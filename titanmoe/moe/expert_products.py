@@ -45,6 +45,11 @@ PRODUCTS = {"grouped": grouped_product, "even": even_product, "loop": loop_produ
 GRADIENTS = {"grouped": grouped_gradient, "even": even_gradient, "loop": loop_gradient}
 
 
+def width_multiple(method: ProductMethod, dtype: torch.dtype) -> int:
+    """Return the number that each width of a product has to be a multiple of, if its factors are of this dtype."""
+    return 16 // dtype.itemsize if method == "grouped" else 1  # rows of torch's grouped product begin at 16 bytes
+
+
 @dataclass(eq=False, kw_only=True)
 class ExpertProducts:
     """The matrix products of one call of a layer's experts: of routed tokens, sorted by expert, and weights."""
@@ -59,6 +64,10 @@ class ExpertProducts:
     def grouped(self) -> bool:
         """Whether torch's grouped product (`torch._grouped_mm`) multiplies."""
         return self.method == "grouped"
+
+    def width_multiple(self, dtype: torch.dtype) -> int:
+        """Return the number that each width of a product of this dtype has to be a multiple of."""
+        return width_multiple(self.method, dtype)
 
     # ---- differentiable
 

@@ -132,6 +132,9 @@ class EightBitProducts(ExpertProducts):
     emulated: bool = False
     """Whether `plain_scaled_grouped_mm` multiplies instead of the hardware's product; `method` is "loop" then."""
 
+    def width_multiple(self, dtype: torch.dtype) -> int:
+        return super().width_multiple(torch.float8_e4m3fn)
+
     def token_factor(self, x_RD: Tensor) -> Quantised:
         return quantise(x_RD, self.kernels)
 

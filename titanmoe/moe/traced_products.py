@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titanmoe.moe.expert_products import ExpertProducts, ProductMethod, activate, down_backward, multiply, up_backward
+from titanmoe.moe.expert_products import (
+    ExpertProducts,
+    ProductMethod,
+    activate,
+    down_backward,
+    multiply,
+    up_backward,
+    width_multiple,
+)
 from titanmoe.moe.grouped_mm import Groups
 
 
@@ -46,6 +54,10 @@ class TracedProducts:
     @property
     def grouped(self) -> bool:
         return self.method == "grouped"
+
+    def width_multiple(self, dtype: torch.dtype) -> int:
+        """Return the number that each width of a product of this dtype has to be a multiple of."""
+        return width_multiple(self.method, dtype)
 
     def up(self, x_RD: Tensor, *weights: Tensor, sums: Sequence[None] = ()) -> tuple[Tensor, ...]:
         """Return the product of the tokens with each of the weights (e, F, D), one tensor (R, F) each. Differentiable.
