@@ -57,7 +57,13 @@ def plain_logits(config: Config, weights: dict[str, Tensor], bias: dict[str, Ten
     return reference.forward(config, reference.with_whole_norms(config.model, weights), tokens, bias)[0][0]
 
 
-def generator(path: Path | None, degrees: dict[str, int], eos: int | None = None, adapter: Path | None = None) -> Any:
+def generator(
+    path: Path | None,
+    degrees: dict[str, int],
+    eos: int | None = None,
+    adapter: Path | None = None,
+    records: bool = False,
+) -> Any:
     """On a rank. A Hugging Face folder computes in float64 here."""
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.meshes import build_meshes
@@ -70,7 +76,8 @@ def generator(path: Path | None, degrees: dict[str, int], eos: int | None = None
         trained, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, dtype, "cpu"
     )
     meshes = build_meshes(derive(dist.get_world_size(), config.parallelism), "cpu", trains=False)
-    return Generator(build(config, meshes, trained, device), meshes, device, config.model.vocab_size, [eos])
+    model = build(config, meshes, trained, device)
+    return Generator(model, meshes, device, config.model.vocab_size, [eos], records)
 
 
 def forced(
@@ -88,13 +95,13 @@ def forced(
     steps_of_rows = {len(row) - prompt for row, prompt in zip(rows, prompts, strict=True)}
     (steps,) = steps_of_rows
     with torch.no_grad():
-        text_generator.rows.begin([prompts[i] for i in own_rows], steps)
-        logits = [text_generator.forward([token for i in own_rows for token in rows[i][: prompts[i]]])]
+        text_generator.rows.begin_prompts([prompts[i] for i in own_rows], [1] * len(own_rows))
+        logits = [text_generator.forward([token for i in own_rows for token in rows[i][: prompts[i]]])[0]]
         for step in range(steps - 1):
             count = 1 if step < steps - 2 else 2
-            text_generator.rows.advance(count)
+            text_generator.rows.begin_tokens(count)
             new_ids = [rows[i][prompts[i] + step :][:count] for i in own_rows]
-            logits.append(text_generator.forward([token for row in new_ids for token in row]))
+            logits.append(text_generator.forward([token for row in new_ids for token in row])[0])
     return {i: torch.stack([logits_BV[b] for logits_BV in logits]) for b, i in enumerate(own_rows)}
 
 
@@ -108,11 +115,21 @@ def tokens(
     sampling: dict[str, Any],
 ) -> list[tuple[int, list[int], str]]:
     """On a rank: number, tokens and end of every prompt."""
-    from titanmoe.generate.loop import Prompt, Sampling
+    from titanmoe.generate.loop import Prompt, Stop
+    from titanmoe.generate.sampling import Sampling
 
     numbered_prompts = [Prompt(number, ids) for number, ids in enumerate(prompts)]
-    batches = generator(path, degrees, eos).batches(numbered_prompts, size, most, Sampling(**sampling))
-    return [(generated.number, generated.tokens, generated.end) for batch in batches for generated in batch]
+    batches = generator(path, degrees, eos).batches(numbered_prompts, size, Stop(most), Sampling(**sampling))
+    return [(generated.number, generated.content, generated.end) for batch in batches for generated in batch]
+
+
+def answer(generator: Any, ids: list[int], most: int, number: int = 0, **sampling: Any) -> Any:
+    """On a rank: the text that is generated for one prompt."""
+    from titanmoe.generate.loop import Prompt, Stop
+    from titanmoe.generate.sampling import Sampling
+
+    ((generated,),) = generator.batches([Prompt(number, ids)], 1, Stop(most), Sampling(**sampling))
+    return generated
 
 
 def turns(
@@ -120,14 +137,11 @@ def turns(
 ) -> list[tuple[list[int], list[int]]]:
     """On a rank: of each prompt, one after the other, the most probable tokens after it, and how many tokens each
     forward read. A prompt begins with as many tokens of what is cached then as its first number says."""
-    from titanmoe.generate.loop import Prompt, Sampling
-
     text_generator, out = generator(path, degrees), []
     forward = text_generator.forward
     for number, (same, *more) in enumerate(prompts):
         counts: list[int] = []
         text_generator.forward = lambda ids, counts=counts: counts.append(len(ids)) or forward(ids)
-        prompt = Prompt(number, text_generator.cached_ids[:same] + more)
-        (generated,) = text_generator.batch([prompt], most, Sampling(temperature=0.0))
-        out.append((prompt.ids + generated.tokens, counts))
+        ids = text_generator.cached_ids[:same] + more
+        out.append((ids + answer(text_generator, ids, most, number, temperature=0.0).tokens, counts))
     return out

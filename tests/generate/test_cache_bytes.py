@@ -13,36 +13,38 @@ from tests.generate import saved
 from tests.generate.saved import MODELS
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
-from titanmoe.generate.cache import cache_bytes, cache_cost
+from titanmoe.generate.cache import PerToken, cache_bytes, cache_cost
 from titanmoe.generate.model import TrainedModel, config_to_run
 from titanmoe.models.families import mixtral, names, preset
 from titanmoe.models.families.family import Family
 from titanmoe.models.mixers.grouped_query import GroupedQuery
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/generate.md"
-PROMPTS, MOST = [9, 4, 14], 5
+PROMPTS = [9, 4, 14]
 
 
 def taken(path: Path, tp: int) -> tuple[tuple[int, int], int, int]:
-    """On a rank: what is said, bytes of the tensors after the prompts and a token, and positions they have room for."""
+    """On a rank: what is said, bytes of the tensors after the prompts and a token, and slots that they have."""
     generator = saved.generator(path, {"tp": tp})
     rows = generator.rows
     with torch.no_grad():
-        rows.begin(PROMPTS, MOST)
+        rows.begin_prompts(PROMPTS, [1] * len(PROMPTS))
         generator.forward(list(range(sum(PROMPTS))))
-        rows.advance()
+        rows.begin_tokens()
         generator.forward([1] * len(PROMPTS))
     kept = [each.x for cache in generator.caches for each in cache.stored]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
-    return cache_bytes(generator.model.shape, tp, 8), sum(storages.values()), rows.capacity
+    slots = {each.x.shape[1] for cache in generator.caches for each in cache.stored if isinstance(each, PerToken)}
+    return cache_bytes(generator.model.shape, tp, 8), sum(storages.values()), *slots
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("model", ["gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_it_is_what_the_tensors_take(tmp_path: Path, model: str, tp: int) -> None:
     saved.write(tmp_path / "saved", MODELS[model])
-    for (token, text), nbytes, capacity in world.run(tp, taken, tmp_path / "saved", tp):
-        assert nbytes == len(PROMPTS) * (token * capacity + text)
+    for (token, text), nbytes, slots in world.run(tp, taken, tmp_path / "saved", tp):
+        assert nbytes == token * slots + len(PROMPTS) * text
+        assert slots == 3 * 16 * 3 // 2, "a page for each prompt, and by half more room than was needed"
 
 
 def table() -> str:

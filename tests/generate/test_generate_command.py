@@ -106,6 +106,19 @@ def test_draws_depend_on_the_seed(run: Path, tmp_path: Path) -> None:
     assert sampled == most_probable
 
 
+def test_answers_and_stop_words(run: Path) -> None:
+    words = "--checkpoint", run, "--prompt", "x", "--temperature", 2, "--max-tokens", 9, "--batch-size", 2
+    first, *others = lines(*words, "--answers", 3)
+    assert [first["answer"], *(line["answer"] for line in others)] == [0, 1, 2]
+    assert len({line["text"] for line in others} | {first["text"]}) == 3
+    (alone,) = lines(*words)
+    assert alone == {name: value for name, value in first.items() if name != "answer"}
+    word = alone["text"][1]
+    (stopped,) = lines(*words, "--stop", word, "--stop", "not in the text")
+    assert stopped["end"] == "stop" and stopped["text"] == alone["text"][: alone["text"].index(word) + 1]
+    assert ask(*words, "--answers", 2)[1].count("--- 1, ") == 2
+
+
 def test_plain_and_streamed_output(run: Path) -> None:
     words = "--checkpoint", run, "--prompt", "ab", "--max-tokens", 16, "--seed", 5, "--temperature", 1
     (line,) = lines(*words)
@@ -136,6 +149,9 @@ def test_mistakes_are_reported_at_once(run: Path, tmp_path: Path) -> None:
     code, out, err = ask(*words, "--temperature", 0, "--top-k", 3, "--max-tokens", 0, "--top-p", 2, "--stream")
     assert (code, out) == (2, "") and err.startswith("error: 4 problems")
     for part in ("--max-tokens = 0", "--top-p = 2.0", "--top-k, --top-p would have no effect", "there are 2: give one"):
+        assert part in err
+    err = ask(*words[:4], "--temperature", 0, "--answers", 2, "--stop", "", "--stream")[2]
+    for part in ("--answers 2 with --temperature 0", "--answers 2 is for prompts without --stream", '--stop ""'):
         assert part in err
     code, _, err = ask(*words, "--parallelism.cp", 2, "--parallelism.pp", 2, "--tp", 3, "--ep", 16)
     assert code == 2

@@ -11,6 +11,8 @@ import torch
 from tests import world
 from tests.generate import saved
 from tests.generate.saved import MODELS
+from titanmoe.generate.loop import Prompt, Stop
+from titanmoe.generate.sampling import Sampling, choose_tokens
 from titanmoe.ops import counter_rng
 
 MOST = 6
@@ -75,11 +77,60 @@ def test_batches_and_mappings_change_no_token(checkpoint, sampling: dict[str, An
         assert ask(4, path, FOLDS[fold], 2, eos, **sampling) == want
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
-def test_rows_that_go_on_keep_what_is_theirs(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_prompts_that_enter_and_rows_that_go_on_keep_what_is_theirs(tmp_path: Path, name: str) -> None:
     saved.write(tmp_path / "saved", MODELS[name])
     eos, want = with_an_end(ask(1, tmp_path / "saved", {}, 1, None, temperature=0.0))
-    assert ask(1, tmp_path / "saved", {}, 16, eos, temperature=0.0) == want
+    for size in (2, 3, 16):
+        assert ask(1, tmp_path / "saved", {}, size, eos, temperature=0.0) == want
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_answers_of_a_prompt_are_draws_from_the_plain_model(tmp_path: Path, name: str) -> None:
+    """Prompts that fill a page, a part of one and more than two; their answers share what is cached of them."""
+    model = saved.write(tmp_path / "saved", MODELS[name])
+    sampling = {"temperature": 0.7, "top_p": 0.9, "seed": 3, "step": 2}
+    long_prompts = [[(3 * i + 1) % 48 for i in range(length)] for length in (16, 5, 37)]
+    texts, counts, is_empty = world.run(1, answers, tmp_path / "saved", long_prompts, 4, sampling)[0]
+    assert [(number, answer) for number, answer, *_ in texts] == [(i, j) for i in range(3) for j in range(4)]
+    assert counts[0] == 16 + 5 and counts[1] <= 8 and 37 in counts and is_empty
+    for number, answer, tokens, log_probs, routes, end in texts:
+        assert len(tokens) == len(log_probs) and len(routes) == len(long_prompts[number]) + len(tokens) - 1
+        assert (end == "eos") == (tokens[-1] == 7) and 7 not in tokens[:-1], "the end mark is part of the text"
+        first = len(long_prompts[number])
+        logits_SV = saved.plain_logits(*model, long_prompts[number] + tokens)[first - 1 : -1]
+        places = list(range(first, first + len(tokens)))
+        assert choose_tokens(logits_SV, Sampling(**sampling), [(number, answer)] * len(tokens), places) == tokens
+        want = (logits_SV / 0.7).log_softmax(-1)[range(len(tokens)), tokens]
+        torch.testing.assert_close(torch.tensor(log_probs, dtype=torch.float64), want, rtol=0, atol=1e-12)
+    assert len({tuple(text[2]) for text in texts}) > 6
+
+
+def answers(path: Path, prompts: list[list[int]], count: int, sampling: dict[str, Any]) -> tuple[list, list[int], bool]:
+    """Texts of a generator with room for those of two prompts, tokens of each forward, and whether no page is used."""
+    generator, counts = saved.generator(path, {}, eos=7, records=True), []
+    forward = generator.forward
+    generator.forward = lambda ids: counts.append(len(ids)) or forward(ids)
+    todo = [Prompt(number, ids, count) for number, ids in enumerate(prompts)]
+    texts = [text for batch in generator.batches(todo, 2 * count, Stop(9), Sampling(**sampling)) for text in batch]
+    out = [(t.number, t.answer, t.tokens, t.log_probs, torch.cat(t.routes), t.end) for t in texts]
+    return out, counts, sorted(generator.rows.free) == list(range(len(generator.rows.num_users)))
+
+
+def test_a_stop_word_ends_a_text() -> None:
+    stop = Stop(5, ("lo", "x y"), lambda tokens: "".join("hel o xy"[token] for token in tokens))
+    ends = {"0 1": "", "2 4": "stop", "2 3 0": "", "6": "eos", "0 6 5 7": "stop", "0 1 0 1 0": "length"}
+    assert {tokens: stop.end([int(x) for x in tokens.split()], {6}) for tokens in ends} == ends
+
+
+def test_more_answers_than_room_are_refused(checkpoint) -> None:
+    path, _ = checkpoint
+    with pytest.raises(Exception, match="a prompt has 4 answers, and 3 texts are generated at a time: let it be 4"):
+        world.run(1, refused, path)
+
+
+def refused(path: Path) -> None:
+    list(saved.generator(path, {}).batches([Prompt(0, [1], 4)], 3, Stop(2), Sampling()))
 
 
 def test_a_prompt_that_has_its_first_tokens_already_goes_on_with_the_same(checkpoint) -> None:
@@ -90,11 +141,9 @@ def test_a_prompt_that_has_its_first_tokens_already_goes_on_with_the_same(checkp
 
 
 def in_two(path: Path) -> tuple[list[int], list[int]]:
-    from titanmoe.generate.loop import Prompt, Sampling
-
-    generator, sampling = saved.generator(path, {}), Sampling(seed=5)
-    (whole,) = generator.batch([Prompt(0, [1, 2, 3])], MOST, sampling)
-    (rest,) = generator.batch([Prompt(0, [1, 2, 3, *whole.tokens[:2]])], MOST - 2, sampling)
+    generator = saved.generator(path, {})
+    whole = saved.answer(generator, [1, 2, 3], MOST, seed=5)
+    rest = saved.answer(generator, [1, 2, 3, *whole.tokens[:2]], MOST - 2, seed=5)
     return whole.tokens, rest.tokens
 
 
@@ -105,8 +154,6 @@ def test_tokens_beyond_the_tokenizers_are_never_chosen(checkpoint) -> None:
 
 
 def narrow(path: Path) -> set[int]:
-    from titanmoe.generate.loop import Prompt, Sampling
-
     generator = saved.generator(path, {})
     generator.vocab_size = 5
-    return {token for generated in generator.batch([Prompt(0, [1])], 40, Sampling()) for token in generated.tokens}
+    return set(saved.answer(generator, [1], 40).tokens)

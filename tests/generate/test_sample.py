@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanmoe.generate.loop import Sampling, choose_tokens, distribution
+from titanmoe.generate.sampling import Sampling, choose_tokens, distribution
 
 LOGITS = [2.0, -1.0, 0.5, 2.0, 1.3, -3.0, 0.0, 1.1, -0.5, 0.4]
 CASES: dict[str, dict[str, Any]] = {
@@ -57,31 +57,33 @@ def test_a_share_that_reaches_top_p_exactly_is_the_last() -> None:
 @pytest.mark.parametrize("case", ["all", "both"])
 def test_tokens_are_as_frequent_as_their_shares(case: str) -> None:
     logits_BV = torch.tensor([LOGITS]).expand(DRAWS, -1)
-    tokens = choose_tokens(logits_BV, Sampling(**CASES[case], seed=3), [5] * DRAWS, list(range(DRAWS)))
+    tokens = choose_tokens(logits_BV, Sampling(**CASES[case], seed=3), [(5, 0)] * DRAWS, list(range(DRAWS)))
     count = torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)).double()
     share = torch.tensor(plain(LOGITS, **CASES[case]), dtype=torch.float64)
     deviation = (DRAWS * share * (1 - share)).sqrt()
     assert ((count - DRAWS * share).abs() <= 4 * deviation).all()
 
 
-def test_draws_are_functions_of_seed_prompt_and_position() -> None:
+def test_draws_are_functions_of_seed_step_text_and_position() -> None:
     logits_BV = torch.zeros(64, 1000)
-    numbers, positions = [0] * 32 + [1] * 32, [*range(32), *range(32)]
+    texts, positions = [(0, 0)] * 21 + [(1, 0)] * 21 + [(1, 1)] * 22, [*range(21), *range(21), *range(22)]
 
-    def draw(seed: int, of: slice = slice(None)) -> list[int]:
-        return choose_tokens(logits_BV[of], Sampling(seed=seed), numbers[of], positions[of])
+    def draw(seed: int, of: slice = slice(None), step: int = 0) -> list[int]:
+        return choose_tokens(logits_BV[of], Sampling(seed=seed, step=step), texts[of], positions[of])
 
     first = draw(0)
-    assert draw(0) == first and draw(1) != first
-    assert first[:32] != first[32:]
+    assert draw(0) == first and draw(1) != first != draw(0, step=1)
+    assert first[:21] != first[21:42] != first[42:63] != first[:21]
     assert draw(0, slice(20, 40)) == first[20:40]  # whatever the others are
 
 
 def test_temperature_zero_takes_the_most_probable() -> None:
-    assert choose_tokens(torch.tensor([LOGITS[1:], [*LOGITS[4:], 9.0, 0, 0]]), Sampling(0), [0, 1], [3, 4]) == [2, 6]
+    assert choose_tokens(
+        torch.tensor([LOGITS[1:], [*LOGITS[4:], 9.0, 0, 0]]), Sampling(0), [(0, 0), (1, 0)], [3, 4]
+    ) == [2, 6]
 
 
 def test_excluded_tokens_are_never_chosen() -> None:
     logits_BV = torch.full((2000, 5), -math.inf)
     logits_BV[:, 3] = 0
-    assert set(choose_tokens(logits_BV, Sampling(), [0] * 2000, list(range(2000)))) == {3}
+    assert set(choose_tokens(logits_BV, Sampling(), [(0, 0)] * 2000, list(range(2000)))) == {3}

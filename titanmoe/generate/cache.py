@@ -1,10 +1,10 @@
 """Caches of earlier tokens for decoding: base classes, their sizes, and how a model gets them.
 
 `add_caches` replaces the token mixing of every block by a Cache, and the head by one that computes the last token of
-each prompt only. The caches of attention and of linear attention are in `cached_attention` and `cached_state`.
+each prompt or row only. The caches of attention and of linear attention are in `cached_attention` and `cached_state`.
 
-Shapes: T tokens of a forward, B rows (prompts) of this rank, n new tokens of each, L positions, G key heads of this
-rank, h the width of one, D model, V vocabulary.
+Shapes: T tokens of a forward, P new prompts, B rows of this rank, n new tokens of each, W writes to slots, L positions,
+G key heads of this rank, h the width of one, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,57 +29,101 @@ from titanmoe.models.vocabulary import Head
 
 
 class PerToken:
-    """A cache of one vector for each head and position of each prompt; with a window, of the last positions only."""
+    """A cache of one vector for each head and position of each row."""
 
-    def __init__(self, rows: Rows, x_1TGh: Tensor, window: int = 0):
-        """Allocate the cache and store the vectors of the prompts.
+    def __init__(self, rows: Rows):
+        self.rows = rows
+        self.x: Tensor | None = None
+        """The vectors by slot, (G, slots, h); None before the first prompt."""
 
-        Args:
-            rows: the prompts' numbers of tokens.
-            x_1TGh: the vectors of all prompts, concatenated.
-            window: number of last positions that a token attends to; 0 for all.
-        """
-        self.rows, self.window = rows, window
-        length = min(max(rows.num_new, default=0), window - 1) if window else rows.capacity
-        self.x = x_1TGh.new_zeros(len(rows.num_new), x_1TGh.shape[2], length, x_1TGh.shape[3])
-        for row, (first, end) in enumerate(rows.spans):
-            count = min(end - first, length)
-            place = length - count if window else 0
-            self.x[row, :, place : place + count] = x_1TGh[0, end - count : end].transpose(0, 1)
+    def read_prompts(self, x_1TGh: Tensor) -> None:
+        """Store the vectors of new prompts."""
+        self._store(x_1TGh[0, self.rows.source_W])
 
     def add(self, x_BnGh: Tensor) -> Tensor:
-        """Store the vectors of new tokens; return (B, G, L, h), all cached vectors that these tokens may attend to."""
-        length, new_BGnh = self.x.shape[2], x_BnGh.transpose(1, 2)
-        if self.window:
-            x_BGLh = torch.cat((self.x, new_BGnh), 2)
-            self.x = x_BGLh[:, :, max(0, x_BGLh.shape[2] - self.window + 1) :]
-            return x_BGLh
-        if self.rows.capacity > length:
-            self.x = F.pad(self.x, (0, 0, 0, self.rows.capacity - length))
-        self.x[self.rows.row_B1, :, self.rows.place_Bn] = x_BnGh
-        return self.x[:, :, : max(self.rows.ends)]
+        """Store the vectors of new tokens; return (G, B, L, h), all cached vectors of each row.
+
+        Slots after a row's last position have numbers of no meaning.
+        """
+        self._store(x_BnGh.flatten(0, 1))
+        return self.x[:, self.rows.slot_BL]
+
+    def _store(self, x_WGh: Tensor) -> None:
+        if self.x is None:
+            self.x = x_WGh.new_zeros(x_WGh.shape[1], 0, x_WGh.shape[2])
+        if self.x.shape[1] < self.rows.num_slots:
+            # By half more than needed, so that all copies together are a few times the cache.
+            self.x = F.pad(self.x, (0, 0, 0, self.rows.num_slots * 3 // 2 - self.x.shape[1]))
+        self.x[:, self.rows.slot_W] = x_WGh.transpose(0, 1)
 
     def select_rows(self, row_B: Tensor) -> None:
-        """Keep the cache of the prompts with these indices in the batch only."""
-        self.x = self.x[row_B]
+        """Do nothing: `Rows` has released the pages of other rows."""
 
     def drop_last(self, count: int) -> bool:
-        """Remove the last `count` positions of the only prompt; return False if its window then lacks some."""
-        if self.window and count:
-            length = self.x.shape[2]
-            self.x = self.x[:, :, : max(0, length - count)]
-            return length < self.window - 1  # then it has all positions so far
+        """Return True: the last positions of the only row can be overwritten."""
         return True
 
 
-class PerText:
-    """A cache of one recurrent state for each prompt, after all of its positions."""
+class PerWindow:
+    """A cache of one vector for each head and each of the last positions of a row, which are at the right."""
 
-    def __init__(self, x_B: Tensor):
-        self.x = x_B
+    def __init__(self, rows: Rows, window: int):
+        """Create an empty cache.
+
+        Args:
+            rows: the rows.
+            window: number of last positions that a token attends to.
+        """
+        self.rows, self.window = rows, window
+        self.x: Tensor | None = None
+        """The vectors, (G, B, L, h), zeros before a row's first position; None before the first prompt."""
+
+    def read_prompts(self, x_1TGh: Tensor) -> None:
+        """Store the last vectors of new prompts."""
+        x_TGh, stored = x_1TGh[0], 0 if self.x is None else self.x.shape[2]
+        length = max(stored, min(self.window - 1, max(self.rows.num_new, default=0)))
+        x_GPLh = x_TGh.new_zeros(x_TGh.shape[1], len(self.rows.num_new), length, x_TGh.shape[2])
+        for prompt, (first, end) in enumerate(self.rows.spans):
+            count = min(end - first, length)
+            x_GPLh[:, prompt, length - count :] = x_TGh[end - count : end].transpose(0, 1)
+        x_GBLh = x_GPLh[:, self.rows.prompt_B]
+        if self.x is not None:
+            x_GBLh = torch.cat((F.pad(self.x, (0, 0, length - stored, 0)), x_GBLh), 1)
+        self.x = x_GBLh
+
+    def add(self, x_BnGh: Tensor) -> Tensor:
+        """Store the vectors of new tokens; return (G, B, L, h), all vectors that these tokens may attend to."""
+        x_GBLh = torch.cat((self.x, x_BnGh.permute(2, 0, 1, 3)), 2)
+        self.x = x_GBLh[:, :, max(0, x_GBLh.shape[2] - self.window + 1) :]
+        return x_GBLh
 
     def select_rows(self, row_B: Tensor) -> None:
-        """Keep the cache of the prompts with these indices in the batch only."""
+        """Keep the cache of the rows with these indices only."""
+        self.x = self.x[:, row_B]
+
+    def drop_last(self, count: int) -> bool:
+        """Remove the last `count` positions of the only row; return False if its window then lacks some."""
+        length = self.x.shape[2]
+        if count:
+            self.x = self.x[:, :, : max(0, length - count)]
+        return not count or self.rows.num_cached[0] <= length
+
+
+class PerText:
+    """A cache of one recurrent state for each row, after all of its positions."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+        self.x: Tensor | None = None
+        """The states, (B, ...); None before the first prompt."""
+
+    def read_prompts(self, x_P: Tensor) -> None:
+        """Store the states after new prompts."""
+        x_B = x_P[self.rows.prompt_B]
+        self.x = x_B if self.x is None else torch.cat((self.x, x_B))
+
+    def select_rows(self, row_B: Tensor) -> None:
+        """Keep the cache of the rows with these indices only."""
         self.x = self.x[row_B]
 
     def drop_last(self, count: int) -> bool:
@@ -101,7 +145,8 @@ class CacheSize(NamedTuple):
 class Cache(ABC):
     """Base class of a block's cache, which replaces the token mixing of its module (`model.cache_path`)."""
 
-    stored: Sequence[PerToken | PerText] = ()
+    stored: Sequence[PerToken | PerWindow | PerText] = ()
+    """Its tensors, empty before the first prompt."""
 
     @abstractmethod
     def __init__(self, mixer: Any, rows: Rows):
@@ -113,12 +158,12 @@ class Cache(ABC):
         """Return the size of a layer's cache on a rank of a tp group of `tp` ranks."""
 
     def select_rows(self, row_B: Tensor) -> None:
-        """Keep the cache of the prompts with these indices in the batch only, when others have ended."""
+        """Keep the cache of the rows with these indices only, when others have ended."""
         for each in self.stored:
             each.select_rows(row_B)
 
     def drop_last(self, count: int) -> bool:
-        """Remove the last `count` positions of the only prompt; return False if it must be computed from its start."""
+        """Remove the last `count` positions of the only row; return False if it must be computed from its start."""
         return all(each.drop_last(count) for each in self.stored)
 
 

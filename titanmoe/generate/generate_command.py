@@ -75,7 +75,11 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
         "--max-tokens", type=int, default=128, metavar="N", help="tokens after each prompt (default 128)"
     )
     generate.add_argument(
-        "--batch-size", type=int, default=16, metavar="N", help="prompts at a time on a data rank (default 16)"
+        "--stop", action="append", default=[], metavar="TEXT", help="end a text after TEXT; may be given several times"
+    )
+    generate.add_argument("--answers", type=int, default=1, metavar="N", help="texts for each prompt (default 1)")
+    generate.add_argument(
+        "--batch-size", type=int, default=16, metavar="N", help="texts at a time on a data rank (default 16)"
     )
     choice = generate.add_argument_group("choice of the next token")
     choice.add_argument(
@@ -167,7 +171,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         problems.append("--system is a message of a chat: give --chat too, or leave it out")
     if args.special_tokens and args.chat:
         problems.append("--special-tokens has no effect with --chat, where they are always taken as such: leave it out")
-    for name in ("max_tokens", "batch_size", "top_k"):
+    for name in ("max_tokens", "answers", "batch_size", "top_k"):
         value = getattr(args, name)
         if value is not None and value < 1:
             problems.append(f"--{name.replace('_', '-')} = {value} is below 1: use 1 or more, or leave it out")
@@ -183,6 +187,12 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.temperature == 0 and unused:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         problems.append(f"--temperature 0 samples nothing, and {options} would have no effect: leave one of them out")
+    if args.answers > 1 and args.temperature == 0:
+        problems.append(f"--answers {args.answers} with --temperature 0 would be equal: leave one of them out")
+    if args.answers > 1 and (args.stream or not texts):
+        problems.append(f"--answers {args.answers} is for prompts without --stream: leave it out")
+    if "" in args.stop:
+        problems.append('--stop "" would end every text at once: leave it out')
     if args.stream and len(texts) > 1:
         problems.append(f"--stream shows one prompt as its text is made, and there are {len(texts)}: give one")
     if problems:
@@ -222,7 +232,8 @@ def _encode(
         ids = [tokenizer.encode_with_offsets(text).tokens_T.tolist() for text in texts]
     else:
         ids = [row.tolist() for row in tokenizer.encode_all(list(texts))]
-    prompts = [Prompt(i, row if row[: len(begin)] == begin else begin + row) for i, row in enumerate(ids)]
+    ids = [row if row[: len(begin)] == begin else begin + row for row in ids]
+    prompts = [Prompt(i, row, args.answers) for i, row in enumerate(ids)]
     if empty := [prompt.number + 1 for prompt in prompts if not prompt.ids]:
         raise ConfigError([f"prompt {empty[0]} is empty, and the tokenizer has no begin mark: give it some text"])
     return prompts
@@ -242,8 +253,9 @@ class _Speaker:
     ):
         from titanmoe.fold.degrees import derive
         from titanmoe.fold.meshes import build_meshes
-        from titanmoe.generate.loop import Generator, Sampling
+        from titanmoe.generate.loop import Generator, Stop
         from titanmoe.generate.model import build
+        from titanmoe.generate.sampling import Sampling
 
         self.args, self.tokenizer, self.trained, self.config = args, tokenizer, trained, config
         self.runtime, self.first = runtime, runtime.rank == 0
@@ -251,6 +263,7 @@ class _Speaker:
         model = build(config, meshes, trained, runtime.device)
         ends = {tokenizer.eos, chat.end_of_turn_token()} if chat else {tokenizer.eos}
         self.generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, ends)
+        self.stop = Stop(args.max_tokens, tuple(args.stop), tokenizer.decode)
         self.sampling = Sampling(args.temperature, args.top_k or 0, args.top_p or 1.0, args.seed or 0)
         self.longest = 0
 
@@ -259,12 +272,12 @@ class _Speaker:
         stream = _Stream(texts[0], prompts[0], self.tokenizer) if self.args.stream and self.first else None
         start, count = time.monotonic(), 0
         for generated in self._generated(prompts, stream):
-            count += len(generated.tokens)
+            count += len(generated.content)
             if self.first and stream:
                 stream.finish(generated)
             elif self.first:
                 text, ids = texts[generated.number], prompts[generated.number].ids
-                print(self._line(text, len(texts) > 1, ids, generated), flush=True)
+                print(self._line(text, len(texts) * self.args.answers > 1, ids, generated), flush=True)
         self._summarise(count, f"{len(texts)} prompt{'s' * (len(texts) > 1)}", time.monotonic() - start)
 
     def converse(self, conversation: Conversation) -> None:
@@ -276,10 +289,10 @@ class _Speaker:
             stream = _Stream("", prompt, self.tokenizer) if self.first and not self.args.json else None
             start = time.monotonic()
             (generated,) = self._generated([prompt], stream)
-            seconds, count, number = seconds + time.monotonic() - start, count + len(generated.tokens), number + 1
+            seconds, count, number = seconds + time.monotonic() - start, count + len(generated.content), number + 1
             if not self.first:
                 continue
-            conversation.answer(_continuation(self.tokenizer, prompt.ids, generated.tokens))
+            conversation.answer(_continuation(self.tokenizer, prompt.ids, generated.content))
             if stream:
                 stream.finish(generated)
             else:
@@ -287,8 +300,8 @@ class _Speaker:
         self._summarise(count, f"{number} question{'s' * (number != 1)}", seconds)
 
     def _generated(self, prompts: list[Prompt], stream: _Stream | None) -> Iterator[Generated]:
-        args, on_token = self.args, stream and stream.update
-        for batch in self.generator.batches(prompts, args.batch_size, args.max_tokens, self.sampling, on_token):
+        size, on_token = max(self.args.batch_size, self.args.answers), stream and stream.update
+        for batch in self.generator.batches(prompts, size, self.stop, self.sampling, on_token):
             yield from batch
 
     def _share(self, value: Any) -> Any:
@@ -310,11 +323,12 @@ class _Speaker:
         self.longest = max(self.longest, longest)
 
     def _line(self, prompt: str, with_title: bool, ids: list[int], generated: Generated) -> str:
-        number, text = generated.number, _continuation(self.tokenizer, ids, generated.tokens)
+        number, text = generated.number, _continuation(self.tokenizer, ids, generated.content)
         if self.args.json:
-            answer = {"number": number, "prompt": prompt, "text": text, "end": generated.end}
-            return json.dumps(answer | {"prompt_tokens": ids, "tokens": generated.tokens})
-        title = f"--- {number + 1}, {len(generated.tokens)} tokens, ended by {generated.end}\n" if with_title else ""
+            answer = {"number": number} | ({"answer": generated.answer} if self.args.answers > 1 else {})
+            answer |= {"prompt": prompt, "text": text, "end": generated.end}
+            return json.dumps(answer | {"prompt_tokens": ids, "tokens": generated.content})
+        title = f"--- {number + 1}, {len(generated.content)} tokens, ended by {generated.end}\n" if with_title else ""
         return f"{title}{prompt}{text}"
 
     def _summarise(self, count: int, of_what: str, seconds: float) -> None:
@@ -355,10 +369,10 @@ class _Stream:
         print(text, end="", flush=True)
 
     def update(self, generated: Generated) -> None:
-        self._show(_continuation(self.tokenizer, self.prompt.ids, generated.tokens).rstrip("\ufffd"))
+        self._show(_continuation(self.tokenizer, self.prompt.ids, generated.content).rstrip("\ufffd"))
 
     def finish(self, generated: Generated) -> None:
-        self._show(_continuation(self.tokenizer, self.prompt.ids, generated.tokens))
+        self._show(_continuation(self.tokenizer, self.prompt.ids, generated.content))
         print(flush=True)
 
     def _show(self, text: str) -> None:

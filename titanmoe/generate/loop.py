@@ -1,13 +1,16 @@
-"""The decoding loop: one forward over all prompts of a batch, then one per new token until all texts have ended.
+"""The decoding loop: forwards over new prompts and over the next tokens of all texts that go on, until all have ended.
 
-If a batch is a single prompt that begins like the text before it, only what differs is computed: earlier turns of a
-conversation are cached. Every rank runs every forward, with or without tokens of its own, because any may have experts.
+A prompt enters as soon as texts before it have ended, and its answers share what is cached of it. If a single prompt
+begins like the text before it, only what differs is computed: earlier turns of a conversation are cached. Every rank
+runs every forward, with or without tokens of its own, because any may have experts.
 
-Shapes: T tokens of a forward, B rows (prompts) of this rank, V vocabulary.
+Shapes: T tokens of a forward, P new prompts, B rows of this rank (texts that go on), V vocabulary, N MoE layers, K
+top-k.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,13 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.comm.collectives import all_reduce
+from titanmoe.comm.collectives import all_gather, all_reduce
+from titanmoe.config import ConfigError
+from titanmoe.config.blocks import moe_layers
 from titanmoe.fold.meshes import Meshes
 from titanmoe.generate.cache import add_caches
 from titanmoe.generate.cached_rows import Rows
+from titanmoe.generate.sampling import Sampling, choose_tokens, log_probs_of
 from titanmoe.models.transformer import Transformer
-from titanmoe.ops import counter_rng
-from titanmoe.tokens import Tokens
+from titanmoe.tokens import NO_EXPERT, Tokens
 
 MOST_PAIRS = 1 << 22
 """Largest new tokens * positions for which a cache is continued, since each head computes a logit for each pair."""
@@ -34,26 +39,93 @@ class Prompt(NamedTuple):
     number: int
     """Index of the prompt, in the order given."""
     ids: list[int]
+    answers: int = 1
+    """Number of texts to generate."""
 
 
 @dataclass
 class Generated:
-    """The text that is generated for a prompt."""
+    """A text that is generated for a prompt."""
 
     number: int
+    """Index of the prompt."""
+    answer: int = 0
+    """Index of the text among those of the prompt."""
     tokens: list[int] = field(default_factory=list)
-    """The generated tokens, without the prompt and the end mark."""
+    """The generated tokens, without the prompt but with the token that ended the text."""
     end: str = ""
-    """Why it ended: "eos" (any end mark) or "length"; "" while it is unfinished."""
+    """Why it ended: "eos" (any end mark), "stop" (a stop word) or "length"; "" while it is unfinished."""
+    log_probs: list[float] = field(default_factory=list)
+    """Log-probability of each token, without top-k and top-p; empty unless the generator records."""
+    routes: list[Tensor] = field(default_factory=list)
+    """Experts of the prompt's tokens and of each generated token but the last, (tokens, N, K), to be concatenated;
+    empty unless the generator records."""
+
+    @property
+    def content(self) -> list[int]:
+        """The generated tokens without the end mark."""
+        return self.tokens[:-1] if self.end == "eos" else self.tokens
 
 
 OnToken = Callable[[Generated], None]
 
 
+@dataclass(frozen=True)
+class Stop:
+    """What ends a text."""
+
+    most: int
+    """Largest number of tokens after each prompt."""
+    words: tuple[str, ...] = ()
+    """Strings that end a text, which keeps them."""
+    decode: Callable[[list[int]], str] | None = None
+    """Returns the text of token ids; needed with `words`."""
+
+    def end(self, tokens: list[int], marks: Container[int]) -> str:
+        """Return why a text with these generated tokens ends (`Generated.end`), or ""."""
+        if tokens[-1] in marks:
+            return "eos"
+        # A token has at least a byte, so a stop word lies in as many tokens; decoding may change the first of them.
+        if any(word in self.decode(tokens[-len(word.encode()) - 4 :]) for word in self.words):
+            return "stop"
+        return "length" if len(tokens) == self.most else ""
+
+
+@dataclass
+class _Work:
+    """What is left of a call of `Generator.batches` on this rank."""
+
+    queue: deque[Prompt]
+    """Prompts that have not been read."""
+    size: int
+    """Texts at a time."""
+    stop: Stop
+    sampling: Sampling
+    on_token: OnToken | None
+    running: list[Generated] = field(default_factory=list)
+    """Texts that go on, one for each row."""
+
+    def next_prompts(self) -> list[Prompt]:
+        """Remove from the queue and return the prompts whose texts there is room for."""
+        prompts, room = [], self.size - len(self.running)
+        while self.queue and self.queue[0].answers <= room:
+            prompts.append(self.queue.popleft())
+            room -= prompts[-1].answers
+        return prompts
+
+
 class Generator:
     """The decoding loop of a model on this rank."""
 
-    def __init__(self, model: Transformer, meshes: Meshes, device: torch.device, vocab_size: int, ends: Container[int]):
+    def __init__(
+        self,
+        model: Transformer,
+        meshes: Meshes,
+        device: torch.device,
+        vocab_size: int,
+        ends: Container[int],
+        records: bool = False,
+    ):
         """Add caches to the model, in place.
 
         Args:
@@ -62,193 +134,174 @@ class Generator:
             device: the device of the model.
             vocab_size: number of the tokenizer's tokens; larger ids of the model are never chosen.
             ends: the tokens that end a text.
+            records: whether texts get the log-probability and the experts of their tokens.
         """
         self.model, self.meshes, self.device = model, meshes, device
-        self.vocab_size, self.ends = vocab_size, ends
+        self.vocab_size, self.ends, self.records = vocab_size, ends, records
+        if records:
+            for moe in model.moe_layers().values():
+                moe.router.begin_step(0)
         self.rows = Rows(device)
         self.caches = add_caches(model, self.rows)
+        self.keeps_row = False
+        """Whether the only text of a call stays cached after its end, for a prompt that goes on from it."""
         self.cached_ids: list[int] = []
-        """Token ids in the cache, if the last batch was a single prompt."""
+        """Token ids of the row that is kept; empty without one."""
 
     def batches(
-        self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, on_token: OnToken | None = None
+        self, prompts: Sequence[Prompt], size: int, stop: Stop, sampling: Sampling, on_token: OnToken | None = None
     ) -> Iterator[list[Generated]]:
-        """Generate a text for each prompt; yield the texts batch by batch, on every rank, in the prompts' order.
+        """Generate texts for each prompt; yield them in the prompts' order, on every rank, many at a time.
 
         Collective over the world.
 
         Args:
             prompts: all prompts, the same on every rank.
-            size: prompts in a batch on each data rank.
-            most: largest number of tokens after each prompt.
+            size: texts at a time on each data rank; at least as many as a prompt has answers.
+            stop: what ends a text.
             sampling: how tokens are chosen.
-            on_token: called after each token of this rank's prompts with the text that it was added to.
+            on_token: called after each token of this rank's texts with the text that it was added to.
         """
-        data = self.meshes.data
-        for first in range(0, len(prompts), size * data.size):
-            own_prompts = prompts[first : first + size * data.size][data.rank :: data.size]
-            generated = self.batch(own_prompts, most, sampling, on_token)
-            of_ranks = [generated]
-            if self.meshes.world.size > 1:
-                of_ranks = [[] for _ in range(self.meshes.world.size)]
-                dist.all_gather_object(of_ranks, generated)
+        if (answers := max((prompt.answers for prompt in prompts), default=1)) > size:
+            raise ConfigError(
+                [f"a prompt has {answers} answers, and {size} texts are generated at a time: let it be {answers}"]
+            )
+        data, world = self.meshes.data, self.meshes.world
+        order = [(prompt.number, answer) for prompt in prompts for answer in range(prompt.answers)]
+        work = _Work(deque(prompts[data.rank :: data.size]), size, stop, sampling, on_token)
+        self.keeps_row = len(work.queue) == 1 and work.queue[0].answers == 1
+        ended: list[Generated] = []
+        by_text: dict[tuple[int, int], Generated] = {}
+        while order:
+            ended += self._advance(work)
+            num_rest, num_ended = self._sum_over_ranks(len(work.queue) + len(work.running), len(ended))
+            if num_rest and num_ended < size * world.size:
+                continue
+            of_ranks = [ended]
+            if world.size > 1:
+                of_ranks = [[] for _ in range(world.size)]
+                dist.all_gather_object(of_ranks, ended)
             # The ranks of a tp group have generated the same tokens.
-            by_number = {sequence.number: sequence for of_rank in of_ranks for sequence in of_rank}
-            yield [by_number[number] for number in sorted(by_number)]
+            by_text |= {(text.number, text.answer): text for of_rank in of_ranks for text in of_rank}
+            ended = []
+            count = next((i for i, text in enumerate(order) if text not in by_text), len(order))
+            if count:
+                yield [by_text.pop(text) for text in order[:count]]
+            del order[:count]
 
     @torch.no_grad()
-    def batch(
-        self, prompts: Sequence[Prompt], most: int, sampling: Sampling, on_token: OnToken | None = None
-    ) -> list[Generated]:
-        """Generate a text for each of this rank's prompts in one batch. Collective over the world.
+    def _advance(self, work: _Work) -> list[Generated]:
+        """Run a forward and add a token to each text that it read; return texts that end. Collective over the world."""
+        running = work.running
+        if prompts := work.next_prompts():
+            texts = [Generated(prompt.number, answer) for prompt in prompts for answer in range(prompt.answers)]
+            running += texts
+            ids = self._begin(prompts)
+        elif running:
+            texts = running
+            self.rows.begin_tokens()
+            ids = [text.tokens[-1] for text in texts]
+        else:
+            texts, ids = [], []
+            self.rows.begin_prompts([], [])
+        logits_BV, routes = self.forward(ids)
+        if not texts:
+            return []
+        if self.rows.reads_prompts:
+            logits_BV = logits_BV[self.rows.prompt_B]
+            routes = routes and [routes[prompt] for prompt in self.rows.prompt_B.tolist()]
+        self._add_tokens(texts, logits_BV, routes, work)
+        if work.on_token is not None:
+            for text in texts:
+                work.on_token(text)
+        ended = [text for text in running if text.end]
+        if ended and self.keeps_row:
+            self.cached_ids += ended[0].tokens[:-1]
+        elif ended:
+            self._select_rows([row for row, text in enumerate(running) if not text.end])
+        work.running = [text for text in running if not text.end]
+        return ended
 
-        Args:
-            prompts: this rank's prompts, which differ between data ranks; may be empty.
-            most: largest number of tokens after each prompt.
-            sampling: how tokens are chosen.
-            on_token: called after each token with the text that it was added to.
+    def _add_tokens(self, texts: Sequence[Generated], logits_BV: Tensor, routes: Sequence[Tensor], work: _Work) -> None:
+        """Choose the next token of each of these texts, which have the last rows."""
+        logits_BV[:, self.vocab_size :] = -torch.inf
+        positions = self.rows.num_cached[-len(texts) :]
+        tokens = choose_tokens(logits_BV, work.sampling, [(text.number, text.answer) for text in texts], positions)
+        for text, token in zip(texts, tokens, strict=True):
+            text.tokens.append(token)
+            text.end = work.stop.end(text.tokens, self.ends)
+        if not self.records:
+            return
+        log_probs = log_probs_of(logits_BV, tokens, work.sampling.temperature)
+        for text, log_prob, routes_nNK in zip(texts, log_probs, routes, strict=True):
+            text.log_probs.append(log_prob)
+            text.routes.append(routes_nNK)
 
-        Returns:
-            The texts, in the order of the prompts.
+    def _begin(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Prepare the caches for new prompts; return the token ids of their forward.
+
+        If a single prompt begins like the text that is kept, what they share stays cached and is not among the ids.
         """
-        generated = [Generated(prompt.number) for prompt in prompts]
-        unfinished = list(generated)
-        ids = self._begin(prompts, most)
-        while True:
-            logits_BV = self.forward(ids)
-            ids = self._choose_next(logits_BV, sampling, unfinished) if unfinished else []
-            for sequence, token in zip(unfinished, ids, strict=True):
-                if token in self.ends:
-                    sequence.end = "eos"
-                    continue
-                sequence.tokens.append(token)
-                if len(sequence.tokens) == most:
-                    sequence.end = "length"
-                if on_token is not None:
-                    on_token(sequence)
-            remaining = [i for i, sequence in enumerate(unfinished) if not sequence.end]
-            if not self._any_rank(bool(remaining)):
-                if len(prompts) == 1 and (ends := self.rows.ends):
-                    self.cached_ids = (prompts[0].ids + generated[0].tokens)[: ends[0]]
-                return generated
-            if len(remaining) < len(unfinished):
-                unfinished, ids = [unfinished[i] for i in remaining], [ids[i] for i in remaining]
-                self._select_rows(remaining)
-            self.rows.advance()
-
-    def _begin(self, prompts: Sequence[Prompt], most: int) -> list[int]:
-        """Prepare the caches for a batch of prompts; return the token ids of its first forward.
-
-        If a single prompt begins like the text of the last batch, what they share stays cached and is not among the
-        ids.
-        """
-        cached_ids, self.cached_ids = self.cached_ids, []
-        ids = [token for prompt in prompts for token in prompt.ids]
-        if len(prompts) == 1:
-            same, most_same = 0, min(len(ids) - 1, len(cached_ids))
+        cached_ids, self.cached_ids = self.cached_ids, list(prompts[0].ids) if self.keeps_row else []
+        if cached_ids:
+            ids = prompts[0].ids
+            same, most_same = 0, min(len(ids) - 1, len(cached_ids)) if self.keeps_row else 0
             while same < most_same and ids[same] == cached_ids[same]:
                 same += 1
-            count = len(ids) - same
-            if same and count * len(ids) <= MOST_PAIRS and self._drop_last(len(cached_ids) - same):
-                self.rows.continue_row(same, count, most)
+            count, num_dropped = len(ids) - same, len(cached_ids) - same
+            if same and count * len(ids) <= MOST_PAIRS and all(cache.drop_last(num_dropped) for cache in self.caches):
+                self.rows.drop_last(num_dropped)
+                self.rows.begin_tokens(count)
                 return ids[same:]
-        self.rows.begin([len(prompt.ids) for prompt in prompts], most)
-        return ids
+            self._select_rows([])
+        self.rows.begin_prompts([len(prompt.ids) for prompt in prompts], [prompt.answers for prompt in prompts])
+        return [token for prompt in prompts for token in prompt.ids]
 
-    def _drop_last(self, count: int) -> bool:
-        return all(cache.drop_last(count) for cache in self.caches)
-
-    def forward(self, ids: list[int]) -> Tensor:
-        """Return the logits (B, V) of the last token of each prompt. Collective over the world.
+    def forward(self, ids: list[int]) -> tuple[Tensor, list[Tensor]]:
+        """Compute the tokens that `rows` is prepared for. Collective over the world.
 
         Args:
-            ids: the new token ids of all prompts, concatenated.
+            ids: the token ids of all new prompts, or of all rows, concatenated.
+
+        Returns:
+            The logits (P or B, V) of the last token of each prompt or row, and if the generator records the experts of
+            the tokens of each, (tokens, N, K), else nothing.
         """
         rows, tp = self.rows, self.meshes.tp
+        starts = [0] * len(rows.num_new) if rows.reads_prompts else rows.num_cached
         position = [
-            place
-            for num_cached, num_new in zip(rows.num_cached, rows.num_new, strict=True)
-            for place in range(num_cached, num_cached + num_new)
+            place for start, count in zip(starts, rows.num_new, strict=True) for place in range(start, start + count)
         ]
         pad = -len(ids) % tp.size or (0 if ids else tp.size)
         ids_1T = rows.to_int64([ids + [0] * pad])
         valid_T = torch.arange(len(ids) + pad, device=self.device) < len(ids)
         owned_T = valid_T.chunk(tp.size)[tp.rank]
+        model, routes_TNK = self.model.shape, None
+        if self.records:
+            shape = len(owned_T), moe_layers(model), model.top_k
+            routes_TNK = torch.full(shape, NO_EXPERT, dtype=torch.int16, device=self.device)
         tokens = Tokens(
             position_BS=rows.to_int64([position + [0] * pad]),
             index_T=torch.zeros_like(owned_T, dtype=torch.int64),  # for what training adds to routing
             sample_T=torch.zeros_like(owned_T, dtype=torch.int64),
             valid_T=owned_T,
             microbatch=rows.to_int64(0),
+            routes_TNK=routes_TNK,
         )
-        return self.model(ids_1T, tokens)[0]
+        logits_BV = self.model(ids_1T, tokens)[0]
+        routes: list[Tensor] = []
+        if routes_TNK is not None:
+            routes_TNK = all_gather(routes_TNK, 0, tp).cpu()
+            routes = [routes_TNK[first:end] for first, end in rows.spans]
+        rows.end_forward()
+        return logits_BV, routes
 
-    def _choose_next(self, logits_BV: Tensor, sampling: Sampling, unfinished: list[Generated]) -> list[int]:
-        logits_BV[:, self.vocab_size :] = -torch.inf
-        return choose_tokens(logits_BV, sampling, [sequence.number for sequence in unfinished], self.rows.ends)
-
-    def _any_rank(self, own: bool) -> bool:
+    def _sum_over_ranks(self, *numbers: int) -> list[int]:
         world = self.meshes.world
-        return bool(all_reduce(torch.tensor([int(own)], device=self.device), world, "max")) if world.size > 1 else own
+        return all_reduce(self.rows.to_int64(numbers), world, "sum").tolist() if world.size > 1 else list(numbers)
 
     def _select_rows(self, remaining: list[int]) -> None:
         self.rows.select(remaining)
         row_B = self.rows.to_int64(remaining)
         for cache in self.caches:
             cache.select_rows(row_B)
-
-
-# ---- the next token from logits: the most probable, or drawn from what temperature, top-k and top-p leave of them
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen."""
-
-    temperature: float = 1.0
-    """Logits are divided by it; 0: always the most probable token."""
-    top_k: int = 0
-    """Only this many of the most probable; 0: all."""
-    top_p: float = 1.0
-    """Only the most probable that together have this share, including the one that reaches it."""
-    seed: int = 0
-
-
-def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the distribution from which each prompt's next token is drawn, after temperature, top-k and top-p.
-
-    Returns:
-        Probabilities (B, V) in descending order, and the token id of each; of equal logits the lower id is first.
-    """
-    logits_BV, token_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-    if sampling.top_k:
-        logits_BV[:, sampling.top_k :] = -torch.inf
-    share_BV = (logits_BV / sampling.temperature).softmax(-1)
-    if sampling.top_p < 1:
-        before_BV = share_BV.cumsum(-1) - share_BV
-        share_BV = share_BV.masked_fill(before_BV >= sampling.top_p, 0)
-        share_BV /= share_BV.sum(-1, keepdim=True)
-    return share_BV, token_BV
-
-
-def choose_tokens(logits_BV: Tensor, sampling: Sampling, numbers: list[int], positions: list[int]) -> list[int]:
-    """Return the next token id of each prompt.
-
-    A draw is a function of (seed, number of the prompt, position), so it does not depend on the batch or the rank.
-
-    Args:
-        logits_BV: logits of each prompt.
-        sampling: how to choose.
-        numbers: each prompt's index among all prompts.
-        positions: position of each prompt's next token.
-    """
-    if sampling.temperature == 0:
-        return logits_BV.argmax(-1).tolist()
-    share_BV, token_BV = distribution(logits_BV, sampling)
-    keys = [counter_rng.key("generate", sampling.seed, number) for number in numbers]
-    key_B, position_B = (torch.tensor(x, dtype=torch.int64, device=logits_BV.device) for x in (keys, positions))
-    drawn_B1 = counter_rng.uniform(key_B, position_B, torch.float64).unsqueeze(1)
-    place_B1 = (share_BV.cumsum(-1) <= drawn_B1).sum(-1, keepdim=True)
-    # Rounding may leave the total a little below 1, and a draw above it.
-    last_B1 = (share_BV > 0).sum(-1, keepdim=True) - 1
-    return token_BV.gather(1, place_B1.minimum(last_B1)).squeeze(1).tolist()
