@@ -70,7 +70,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def combine_fingerprints(fingerprints: list[Tensor]) -> Tensor:
-    """Return one fingerprint (int64 scalar) of several fingerprints and their order."""
+    """Hash several fingerprints (int64 scalars), in their order, to one."""
     return (torch.stack(fingerprints) * torch.arange(1, 2 * len(fingerprints), 2, device=fingerprints[0].device)).sum()
 
 
@@ -93,13 +93,13 @@ class ReplicaDifference(NamedTuple):
 
 
 class ReplicaCheck:
-    """Check that replicated weights, moments, buffers and counters are equal to the bit on all ranks that hold them."""
+    """The check that replicas of weights, moments, buffers and counters are bitwise equal on all ranks."""
 
     def __init__(self, training: RankModel, options: Options, seed: int):
         self.training, self.fold, self.seed = training, training.fold, seed
         self.with_moments = not options.offload
-        self.kinds = [*self._of_view("experts"), *self._of_view("attention")]  # the last one is the whole stage
-        self.kind_of = {name: self._kind(p) for name, p in training.parameters.items()}
+        self.kinds = [*self._view_groups("experts"), *self._view_groups("attention")]  # the last one is the whole stage
+        self.kind_of = {name: self._replica_group(p) for name, p in training.parameters.items()}
         self.kind_of |= dict.fromkeys(training.buffers, self.kinds[-1] if self.fold.stage > 1 else None)
         self.world = ReplicaGroup("attention", ("pp", *chain.from_iterable(AXES["attention"].values())))
         if self.fold.world > 1:
@@ -107,14 +107,18 @@ class ReplicaCheck:
         self.agreed = -1
         """The last step after which all ranks agreed; -1 if none."""
 
-    def _of_view(self, view: View) -> Iterator[ReplicaGroup]:
-        """Yield each combination of the view's axes that have more than one rank."""
+    def _view_groups(self, view: View) -> Iterator[ReplicaGroup]:
+        """Yield a ReplicaGroup for each non-empty set of a view's mesh axes, of the axes that have more than one rank.
+
+        Args:
+            view: "attention" or "experts".
+        """
         axes = {name: names for name, names in AXES[view].items() if len(group_of(self.fold, view, names, 0)) > 1}
         for count in range(1, len(axes) + 1):
             for combination in combinations(axes.values(), count):
                 yield ReplicaGroup(view, tuple(chain.from_iterable(combination)))
 
-    def _kind(self, parameter: nn.Parameter) -> ReplicaGroup | None:
+    def _replica_group(self, parameter: nn.Parameter) -> ReplicaGroup | None:
         """Return the axes along which a parameter is replicated; None if no other rank holds the same shard."""
         if not isinstance(parameter, DTensor):
             return None
@@ -144,7 +148,10 @@ class ReplicaCheck:
                 yield from ((f"{moment} of {name}", x, kind) for moment, x in moments.get(name, {}).items())
 
     def fingerprints(self) -> Tensor:
-        """Return this rank's fingerprint of all tensors of each replica group, one int64 for each entry of `kinds`."""
+        """Return one int64 for each ReplicaGroup of `self.kinds`: a hash of this rank's tensors replicated along it.
+
+        Not collective. It is 0 if this rank has no such tensor.
+        """
         prints: dict[ReplicaGroup, list[Tensor]] = {kind: [] for kind in self.kinds}
         for _, tensor, kind in self.replicated_state():
             prints[kind].append(fingerprint(tensor))

@@ -53,7 +53,10 @@ class CheckedTensor(NamedTuple):
 
 
 class FirstNonFinite(NamedTuple):
-    """The first tensor of a rank that is not finite. The fields are in the order in which ranks are compared."""
+    """The first tensor of a rank that is not finite.
+
+    Ranks are compared by the first four fields, the smallest first.
+    """
 
     backward: bool
     microbatch: int
@@ -69,7 +72,10 @@ class FirstNonFinite(NamedTuple):
 
 
 class NonFiniteTrace(Observer):
-    """Repeats a step with hooks on all modules that count NaNs and infinities in outputs and gradients."""
+    """Observer that repeats a step with hooks on all modules.
+
+    They count NaNs and infinities in outputs and gradients.
+    """
 
     def __init__(self, gradients: Gradients, loader: Loader, compilation: Compile, model: Model, data: Data):
         self.passes, self.loader, self.data = gradients, loader, data
@@ -104,7 +110,7 @@ class NonFiniteTrace(Observer):
                     hook.remove()
 
     def products(self, experts: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Check the experts' outputs before they are sent back to their tokens. An observer's method."""
+        """Check the outputs of a layer's experts before they are sent back to their tokens. Called as an observer."""
         self._check_module(self.names[experts], experts, inputs, output)
 
     def _set_microbatch(self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -36,7 +36,10 @@ class Collective(NamedTuple):
 
     @property
     def kind(self) -> CollectiveKind:
-        """The fields that are equal in every step. The size of an all-to-all depends on the data, and counts as 0."""
+        """(Group, operation, dtype, number of elements): what steps are compared by, collective by collective.
+
+        The number of elements of an all-to-all depends on the data, and counts as 0.
+        """
         return self.group, self.op, self.dtype, 0 if self.op == "all_to_all" else self.elements
 
 

@@ -99,7 +99,10 @@ def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups]
 
 
 def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
-    """Return (rank -> reason) of ranks that failed; else of gone or unknown, else of stopped or silent ones."""
+    """Return (rank -> reason) of failed ranks; if there are none, of ranks that are gone; if none, of stopped ranks.
+
+    "Gone" includes ranks whose machine does not answer, "stopped" ranks none of whose Python threads runs.
+    """
     words = {
         "failed": "failed",
         "stopped": "stopped by a signal",
@@ -114,7 +117,10 @@ def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
 
 
 def _finished(statuses: Sequence[RankStatus]) -> dict[int, str]:
-    """Return (rank -> reason) of ranks that finished while others wait; if none waits, of unfinished ranks."""
+    """Return (rank -> reason) of ranks that have ended while others are in a step; else of ranks that have not ended.
+
+    {} if no rank has ended.
+    """
     ended = [status.rank for status in statuses if status.state == "ended"]
     running = [status for status in statuses if status.state != "ended"]
     if not ended:
@@ -148,7 +154,7 @@ def _cut_off(statuses: Sequence[RankStatus]) -> dict[int, str]:
 
 
 def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
-    """Return (rank -> reason) of the ranks in the step that the fewest ranks are in, if two steps wait for each other.
+    """Return (rank -> reason) of ranks in another step than most, if ranks of both steps wait for each other; else {}.
 
     That is so if a rank waits for a collective that a rank in a later step has not issued: one of the two has called
     the collective too often, or not often enough.
@@ -174,7 +180,7 @@ def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups])
 
 
 def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
-    """Return (rank -> reason) of ranks whose n-th collective in a group is another operation than most's."""
+    """Return (rank -> reason) of ranks whose n-th collective in a process group is another operation than most have."""
     issued: dict[tuple[int, int, tuple[int, ...]], dict[int, str]] = {}
     for status in statuses:
         for collective in status.recorded.last:
@@ -194,9 +200,9 @@ def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups
 
 
 def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
-    """Return (rank -> reason) of ranks that issued another collective than most of their stage at some index of a step.
+    """Return (rank -> reason) of ranks whose n-th collective of a step differs from that of most ranks of their stage.
 
-    If a stage is split evenly, the other stages decide.
+    If a pipeline stage is split evenly, the ranks of other stages decide.
     """
     issued: dict[tuple[int, int], dict[int, CollectiveKind]] = {}  # by step and index in it, then by rank
     for status in statuses:
@@ -222,9 +228,9 @@ def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroup
 
 
 def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
-    """Return (rank -> reason) of ranks that issued another collective at some index than in their previous step.
+    """Return (rank -> reason) of ranks whose n-th collective of a step differs from the one in their previous step.
 
-    A rank counts only if another rank of its stage has repeated its previous step up to that index.
+    A rank counts only if another rank of its stage has repeated its previous step up to that collective.
     """
     late = {}
     for status in statuses:

@@ -45,9 +45,9 @@ class Machines:
 
     @staticmethod
     def meet(rank: int, world: int) -> Machines:
-        """Create this rank's heartbeat, find the ranks that share its machine, and open their heartbeats.
+        """Create this rank's heartbeat in shared memory, and open those of the other ranks on this machine.
 
-        Collective over the world.
+        Collective over the world. Afterwards the files have no names any more, so nothing is left when the ranks end.
         """
         tokens: list[Any] = [uuid.uuid4().hex]
         dist.broadcast_object_list(tokens, 0)
@@ -72,10 +72,13 @@ class Machines:
 
 
 def _create_heartbeat(parent: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
-    """Create this rank's heartbeat in the folder that the ranks of a machine share; return (folder, heartbeat).
+    """Create this rank's heartbeat file in `parent/titanmoe-TOKEN`, the folder of the ranks that share a machine.
+
+    Returns:
+        The folder, and this rank's heartbeat.
 
     Raises:
-        OSError: There is no room. Nothing is left behind.
+        OSError: `parent` has no room. Nothing is left behind.
     """
     folder = parent / f"titanmoe-{token}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -103,9 +106,9 @@ def _identity(folder: Path) -> str:
 
 
 class MachineMessages:
-    """JSON messages between the watchdogs of machines, through the process group's store; none if there is one machine.
+    """JSON messages between watchdogs on several machines, by key, through the process group's store.
 
-    All methods raise RuntimeError or OSError if the store is gone.
+    On a single machine nothing is sent. All methods raise RuntimeError or OSError if the store is gone.
     """
 
     def __init__(self, machines: Machines, store: dist.Store | None = None):

@@ -14,7 +14,7 @@ from titanmoe.fold.rank_groups import axes_of
 
 @dataclass(frozen=True)
 class AxisGroups:
-    """All process groups of one communicator kind along the same axes."""
+    """All process groups along the same mesh axes that carry the same kind of messages, such as dispatch or FSDP's."""
 
     communicator: str
     """The kind (`titanmoe.fold.meshes.CommunicatorKind`)."""
@@ -29,13 +29,14 @@ class AxisGroups:
 
 
 def name_groups(communicators: Communicators, fold: Fold) -> list[AxisGroups]:
-    """Return all process groups of the training job, by kind and axes, in the same order on every rank.
+    """Return all process groups of the training job, one AxisGroups for each kind of messages and axes.
 
-    The index in this list is the group's number in heartbeats, flight recorders and reports.
+    All ranks return the same order. The index in this list is the group's number in heartbeats, flight recorders and
+    reports.
     """
     return [AxisGroups(kind, ranks, axes_of(fold, kind, ranks[0])) for kind, ranks in communicators.groups]
 
 
 def own_groups(communicators: Communicators) -> dict[str, int]:
-    """Return the index in `name_groups` of each group that this rank is in, by torch's name for the group."""
+    """Return, by torch's name for it, the number in `name_groups` of each process group that this rank is in."""
     return {group.group_name: i for i, group in enumerate(communicators.groups.values()) if group is not None}

@@ -60,7 +60,10 @@ def distances(size: int, kind: str) -> list[int]:
 
 
 def groups_to_probe(groups: Sequence[AxisGroups]) -> list[int]:
-    """Return the indices in `groups` to probe: one for each set of ranks, preferably one whose pairs are all tried."""
+    """Return the indices of the entries to probe: one of all entries that consist of the same groups of ranks.
+
+    Among these an entry for dispatch is preferred, because in it all pairs of ranks are probed.
+    """
     chosen: dict[tuple[tuple[int, ...], ...], int] = {}
     for number, group in enumerate(groups):
         if group.ranks not in chosen or group.communicator == "dispatch":

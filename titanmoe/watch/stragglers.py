@@ -68,7 +68,7 @@ CAUSES: tuple[Cause, ...] = ("compute", "data", "link")
 
 
 class Slowest(NamedTuple):
-    """The slowest rank of a window. Seconds are medians over its steps."""
+    """The slowest rank of a window of several steps. Seconds are medians over these steps."""
 
     rank: int
     excess_s: float
@@ -119,10 +119,10 @@ def find_slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None =
 
 
 def peer_times(x_NR: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> np.ndarray:
-    """Return, for each step and rank, the seconds that the ranks of its pipeline stage take: their lower median.
+    """Return, for each step and rank, the seconds to compare the rank's own with, of shape (steps, ranks).
 
-    Where a stage has one rank, the result is that rank's own earlier seconds, scaled by how all stages compare with
-    theirs.
+    They are the lower median of the rank's pipeline stage. If stages have one rank each, they are the rank's own
+    earlier seconds, scaled by how much longer or shorter the ranks now take in the median.
 
     Args:
         x_NR: The seconds of each step and rank.
@@ -304,7 +304,10 @@ class Stragglers:
         observe.active.event(self.training.state.step, "straggler", f"{text}: {advice[straggler.cause]}", **details)
 
     def report(self) -> dict[str, float]:
-        """Return the metrics of the last window, by name; empty before the first."""
+        """Return the metrics of the last `WINDOW` steps, such as "straggler.rank", by name.
+
+        {} before the first evaluation.
+        """
         result = self.latest
         if result is None:
             return {}

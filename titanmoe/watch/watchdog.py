@@ -146,7 +146,7 @@ class Watchdog(threading.Thread):
     # ---- is anything wrong?
 
     def is_alarmed(self) -> bool:
-        """Return whether a rank of this machine, or for the machine's leader another machine, raised an alarm."""
+        """Return whether any rank of this machine raised an alarm; on the machine's leader, or any other machine."""
         if any(heart.numbers[heartbeat.ALARM] for heart in self.machines.local.values()):
             return True
         with contextlib.suppress(RuntimeError, OSError):
@@ -171,7 +171,10 @@ class Watchdog(threading.Thread):
         )
 
     def _limit(self, heart: Heartbeat) -> float:
-        """Return the seconds that the rank of `heart` may be without progress in its present phase."""
+        """Return the seconds that the rank of `heart` may be without progress in its current phase.
+
+        Infinite while it starts.
+        """
         phase, limits = heart.numbers[heartbeat.PHASE], self.limits
         if phase == heartbeat.STARTING:  # loading has no time limit
             return float("inf")
@@ -236,7 +239,7 @@ class Watchdog(threading.Thread):
             return False
 
     def _note_report(self) -> None:
-        """Write a failure note for this machine's launcher: another machine's report, or that another rank is late."""
+        """Write a failure note for the launcher: the report that another machine posted, or "another rank is late"."""
         with contextlib.suppress(RuntimeError, OSError):
             if self.machines.number and self.messages.is_posted("report"):
                 self._leave_note(self.messages.read("report"))
@@ -244,9 +247,10 @@ class Watchdog(threading.Thread):
         launch_messages.write_failure_note("another rank is late", consequence=True)
 
     def _leave_note(self, report: dict[str, Any]) -> None:
-        """Write the report as a failure note for this machine's launcher, with the ranks that watchdogs end.
+        """Write a report on late ranks as a failure note for this machine's launcher.
 
-        A late rank that is gone is the cause. A late rank that lives is ended, as are the others.
+        The note lists the ranks of this machine that watchdogs end, except late ranks that are already gone: these are
+        the cause.
         """
         late = set(map(int, report["during"]))
         local = {rank: heart for rank, heart in self.machines.local.items() if rank != self.rank}
