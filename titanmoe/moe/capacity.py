@@ -20,7 +20,10 @@ from titanmoe.tokens import Tokens
 
 
 class Capacity(nn.Module):
-    """Drops the choices of experts that exceed an expert's capacity, in one MoE layer."""
+    """Drops the choices of experts that exceed an expert's capacity, in one MoE layer.
+
+    Capacity is counted in a scope: the tokens of one rank in a microbatch, or a sample (`[moe] capacity_scope`).
+    """
 
     def __init__(self, model: Model, options: MoEOptions):
         super().__init__()
@@ -29,7 +32,7 @@ class Capacity(nn.Module):
         self.full = options.capacity_scope == "full_sequence"
 
     def limit(self, positions: int) -> int:
-        """Return the capacity: the most tokens that an expert takes from a scope.
+        """Return the most tokens that an expert takes from a scope: from a sample, or a rank's tokens of a microbatch.
 
         Args:
             positions: the number of token positions in the scope, including padding.
@@ -51,7 +54,7 @@ class Capacity(nn.Module):
     def forward(self, chosen_TK: Tensor, weights_TK: Tensor, tokens: Tokens, samples: int) -> Tensor:
         """Return chosen_TK with every choice over capacity set to E, which stands for "no expert".
 
-        Collective over cp x tp if the scope is full_sequence.
+        Collective over cp x tp if `[moe] capacity_scope` is full_sequence.
 
         Args:
             chosen_TK: each token's chosen experts.
@@ -92,7 +95,7 @@ def over_capacity(
         weights_NK: if given, choices of higher weight come first, then those of lower order_N; if None, order_N alone
             decides.
         order_N: the global positions of the tokens.
-        scope_N: the number of each token's scope.
+        scope_N: the number of the set of tokens that each token is counted in, such as its sample.
         num_experts: the number of experts.
         capacity: the number of choices that each expert takes per scope.
     """

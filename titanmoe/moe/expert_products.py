@@ -62,7 +62,7 @@ class ExpertProducts:
 
     @property
     def grouped(self) -> bool:
-        """Whether torch's grouped product (`torch._grouped_mm`) multiplies."""
+        """True if `torch._grouped_mm` multiplies, rather than a loop over experts or a batched product."""
         return self.method == "grouped"
 
     def width_multiple(self, dtype: torch.dtype) -> int:
@@ -202,10 +202,10 @@ def multiply(
 
     Args:
         products: how to multiply.
-        name: "up" or "down", a prefix of the weights' names for `ExpertProducts.weight_factor`.
+        name: "up" or "down": the projection, for the keys under which 8-bit weights are cached.
         x_RD: the tokens.
         weights: the weights, each of all local experts.
-        first: the number of the first of the weights in their names.
+        first: the number of the first of the weights in these keys.
     """
     rows = products.token_factor(x_RD)
     return [products.product(rows, products.weight_factor(f"{name} {i}", w)) for i, w in enumerate(weights, first)]
@@ -226,15 +226,16 @@ def up_backward(
     wanted: Sequence[bool],
     sums: Sequence[AddGradient | None] = (),
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Compute the gradients of `ExpertProducts.up`.
+    """Compute the gradients of y_i = x w_i^T, the products of the same tokens with several weights (gate and up).
 
     Args:
         products: how to multiply.
         grads: the gradient of the product with each weight.
         x_RD: the tokens; None if no weight's gradient is wanted.
-        weights: the weights.
+        weights: the weights of all local experts, (e, F, D) each.
         wanted: whether the gradient is wanted: of the tokens first, then of each weight.
-        sums: as of `ExpertProducts.up`.
+        sums: for each of the first weights, a function that adds its gradient to a sum over microbatches; None for a
+            weight whose gradient is returned.
 
     Returns:
         The gradient of the tokens, and a list with that of each weight; None for those not wanted or added to a sum.
@@ -255,16 +256,16 @@ def down_backward(
     wanted: Sequence[bool],
     add: AddGradient | None = None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """Compute the gradients of `ExpertProducts.down`.
+    """Compute the gradients of y_i = h w_i^T, with h = act(gate) * up * routing weight (the down projection).
 
     Args:
         products: how to multiply.
         grads: the gradient of the product with each weight.
         hidden: gate and up, (R, F) each, or one tensor with both side by side.
         weight_R1: the routing weights.
-        weights: the weights.
+        weights: the weights of all local experts, (e, D, F) each.
         wanted: whether the gradient is wanted: of `hidden` and the routing weights together first, then of each weight.
-        add: as of `ExpertProducts.down`.
+        add: a function that adds the first weight's gradient to a sum over microbatches; None to return it.
 
     Returns:
         The gradients of gate and up side by side (R, 2F) and of the routing weights (R, 1), and a list with that of
@@ -291,7 +292,7 @@ def _through(products: ExpertProducts, name: str, grads: list[Tensor], weights: 
 
     Args:
         products: how to multiply.
-        name: "up" or "down", as of `multiply`.
+        name: "up" or "down": the projection, for the keys under which 8-bit weights are cached.
         grads: the gradient of the product with each weight.
         weights: the weights.
     """

@@ -53,7 +53,7 @@ class Experts(nn.Module):
         self.set_etp_rank(0)
 
     def set_etp_rank(self, etp_rank: int) -> None:
-        """Set this rank's index among the etp ranks of its experts: it adds that part of `w2_bias`'s columns.
+        """Set this rank's index among the etp ranks of its experts, which decides to which columns it adds `w2_bias`.
 
         Called when the model is distributed over the ranks.
         """

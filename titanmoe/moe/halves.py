@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 
 def accept_exchanges(experts: Experts) -> None:
-    """Let a call of the experts take the exchanges of both halves, and return the outputs that each is sending back.
+    """Replace `experts.forward` so that it also takes the exchanges of a microbatch's two halves, instead of tensors.
 
-    It is one call, so that the hooks around it, such as FSDP's that gather weights, run once. With a microbatch that is
-    not halved, the experts still take routed tokens, weights and counts.
+    Such a call waits for the routed tokens of each exchange, computes them, and starts to send the outputs back; it
+    returns a list with what `start_combine` returned for each. It is one call, so that hooks around it, such as FSDP's
+    that gather weights, run once.
     """
     plain = experts.forward
 
@@ -47,14 +48,19 @@ def accept_exchanges(experts: Experts) -> None:
 def forward_in_halves(
     moe: MoE, norm: Callable[[Tensor], Tensor], first_hsD: Tensor, attend: Callable[[], Tensor], tokens: Tokens
 ) -> Tensor:
-    """Return a block's output (B, s, D), from what attention gave for the first half and a function for the second.
+    """Compute a MoE block for a microbatch in two halves; messages of one overlap with computation of the other.
+
+    Called after attention of the first half. The first half's routed tokens are in flight while `attend` runs.
 
     Args:
-        moe: the block's layer, without capacity.
-        norm: the block's norm before the layer.
-        first_hsD: the hidden states of the first half, after attention.
-        attend: returns those of the second half.
+        moe: the block's MoE layer, without capacity.
+        norm: the block's norm before the MoE layer.
+        first_hsD: the hidden states of the first half of the samples, after attention.
+        attend: computes attention of the second half, and returns its hidden states.
         tokens: the tokens of both halves.
+
+    Returns:
+        The block's output for both halves, (B, s, D).
     """
     first, second = tokens.halves()
     with region("MoE layer"):

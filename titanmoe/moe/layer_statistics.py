@@ -117,7 +117,11 @@ class RowLayout:
         return slice(first, first + len(names))
 
     def read(self, row: Any) -> LayerStatistics:
-        """Split a row, a tensor or a list, into named numbers."""
+        """Return the counts in a row with these columns by name.
+
+        Args:
+            row: a row of counts, a tensor or a list of numbers.
+        """
         values = dict(zip((*self.losses, *self.counts), row[self.num_experts :], strict=True))
         losses, counts = ({name: values[name] for name in names} for names in (self.losses, self.counts))
         return LayerStatistics(row[: self.num_experts], losses, counts)
@@ -176,7 +180,11 @@ class StepCounts(nn.Module):
         self.counts_MX[:, columns].index_copy_(0, microbatch.view(1), row_1X)
 
     def record_routed(self, routed: RouterOutput) -> None:
-        """Write a microbatch's loads, and the counts that STATISTICS measure in the router's output."""
+        """Write how often a microbatch's tokens chose each expert, and counts such as the sum of score entropies.
+
+        Args:
+            routed: the router's output for the microbatch.
+        """
         microbatch = routed.tokens.microbatch
         self.record_load(microbatch, routed.count_BE)
         for statistic in STATISTICS:

@@ -172,9 +172,13 @@ def can_pack(x_TD: Tensor, kernels: str) -> bool:
 
 
 def permute_packed(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor, slot_TJ: Tensor) -> Tensor:
-    """Copy tokens and their routing weights into slots, each slot with both in one row (R, P). Differentiable.
+    """Copy tokens into slots, each followed by its routing weight in the same row: (R, P). Differentiable.
 
-    titanmoe.ops.kernels.permute_rows says where the weight is in a row. Arguments as of `permute_with_weights`.
+    Args:
+        x_TD: the tokens.
+        weights_TK: the routing weights of each token's choices.
+        choice_R: the choice in each slot, numbered token * K + k; T * K for an empty slot.
+        slot_TJ: the slots of each token, which backward sums; R for none.
     """
     with save_tensors():
         return _PermutePacked.apply(x_TD, weights_TK, choice_R, slot_TJ)

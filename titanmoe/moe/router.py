@@ -63,8 +63,7 @@ class Router(nn.Module):
 
         Returns:
             Logits (T, E), scores (T, E), routing weights (T, K), chosen experts (T, K), E where a token is padding, and
-            counts
-            of choices (B, E).
+            counts of choices (B, E).
         """
         logits_TE = self._logits(x_TD, tokens.index_T)
         if (tokens.given_TNK is not None or tokens.routes_TNK is not None) and self.takes_routes:
@@ -88,12 +87,15 @@ class Router(nn.Module):
     def _plain(
         self, logits_TE: Tensor, tokens: Tokens, with_routes: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return scores, weights, chosen experts and counts by plain operations of torch: the kernel's reference.
+        """Route tokens by plain operations of torch, without the kernel, whose reference this is.
 
         Args:
             logits_TE: the router's logits.
-            tokens: what this rank knows of its tokens.
-            with_routes: whether tokens bring routes along or ask for them.
+            tokens: positions, samples and padding of this rank's tokens.
+            with_routes: whether `tokens` prescribes experts, or has a tensor to record the chosen ones in.
+
+        Returns:
+            Scores (T, E), routing weights (T, K), chosen experts (T, K), and counts of choices (B, E).
         """
         model, is_valid_T1 = self.model, tokens.valid_T.unsqueeze(1)
         scores_TE = self.score_function.scores(logits_TE)
@@ -115,7 +117,11 @@ class Router(nn.Module):
         return scores_TE, weights_TK * model.route_scale, chosen_TK, count_BE
 
     def _fused(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what `_plain` does, by one kernel."""
+        """Route tokens by one Triton kernel, which neither follows nor records routes.
+
+        Returns:
+            Scores (T, E), routing weights (T, K), chosen experts (T, K), and counts of choices (B, E).
+        """
         from titanmoe.ops.kernels.route import MODES, RouteFunction
 
         model, of = self.model, (tokens.index_T, tokens.sample_T, tokens.valid_T, len(tokens.position_BS))
@@ -138,7 +144,7 @@ class Router(nn.Module):
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_k]
 
     def _best_groups(self, scores_TE: Tensor) -> Tensor:
-        """Return the scores with -inf outside of each token's best groups."""
+        """Return scores_TE with -inf for experts outside of each token's `model.top_groups` best groups of experts."""
         model = self.model
         scores_TGe = scores_TE.unflatten(1, (model.num_groups, -1))
         best = min(self.score_function.scores_per_group, scores_TGe.shape[-1])

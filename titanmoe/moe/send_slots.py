@@ -150,8 +150,8 @@ def assign_unpadded_slots(
         kernels: the option `[moe] kernels`.
 
     Returns:
-        The choice in each slot, and the slots of each choice, both as of `assign_slots`; and the number of choices of
-        each expert (E,).
+        The choice in each slot, numbered token * K + k, and T * K in an unused one; the slots of each choice
+        (T * K, etp); and the number of choices of each expert (E,).
     """
     if fused(kernels, chosen_TK):
         from titanmoe.ops.kernels import slot_kernels

@@ -29,7 +29,7 @@ from titanmoe.moe.grouped_mm import Groups
 
 @dataclass(eq=False, kw_only=True)
 class TracedProducts:
-    """The matrix products of one call of a layer's experts where torch.compile traces it, as operations."""
+    """The matrix products of one call of a layer's experts inside torch.compile, each as one operation of torch."""
 
     groups: list[Tensor]
     """The number of each expert's tokens, and that number in the form that `method` needs.
@@ -98,13 +98,13 @@ def experts_up(
 ) -> list[Tensor]:
     """Multiply routed tokens by their experts' weights, as one operation that torch.compile does not trace into.
 
-    Differentiable. The result is that of `ExpertProducts.up`.
+    Differentiable.
 
     Args:
         x_RD: the routed tokens, sorted by expert.
         weights: weights of all local experts, (e, F, D) each.
-        groups: the number of each expert's tokens, and its form for the method, as of `TracedProducts`.
-        method: a `ProductMethod`.
+        groups: the number of each expert's tokens; a second tensor has it as the method needs it (`TracedProducts.of`).
+        method: "grouped", "loop" or "even".
         clamped: whether the activation is gpt-oss's clamped SwiGLU; of no effect here.
         kernels: the option `[moe] kernels`.
 
@@ -137,8 +137,8 @@ def experts_up_backward(
         x_RD: the tokens; None if no weight's gradient is wanted.
         weights: the weights.
         wanted: whether the gradient is wanted: of the tokens first, then of each weight.
-        groups: as of `TracedProducts`.
-        method: a `ProductMethod`.
+        groups: the number of each expert's tokens; a second tensor has it as the method needs it (`TracedProducts.of`).
+        method: "grouped", "loop" or "even".
         clamped: whether the activation is gpt-oss's clamped SwiGLU.
         kernels: the option `[moe] kernels`.
     """
@@ -165,14 +165,14 @@ def experts_down(
 ) -> list[Tensor]:
     """Multiply act(gate) * up * routing weight by the experts' weights, as one operation that is not traced into.
 
-    Differentiable. The result is that of `ExpertProducts.down`.
+    Differentiable.
 
     Args:
         hidden: gate and up, (R, F) each, or one tensor with both side by side.
         weight_R1: the routing weights.
         weights: weights of all local experts, (e, D, F) each.
-        groups: the number of each expert's tokens, and its form for the method, as of `TracedProducts`.
-        method: a `ProductMethod`.
+        groups: the number of each expert's tokens; a second tensor has it as the method needs it (`TracedProducts.of`).
+        method: "grouped", "loop" or "even".
         clamped: whether the activation is gpt-oss's clamped SwiGLU.
         kernels: the option `[moe] kernels`.
 
@@ -208,8 +208,8 @@ def experts_down_backward(
         weight_R1: the routing weights.
         weights: the weights.
         wanted: whether the gradient is wanted: of `hidden` and the routing weights together first, then of each weight.
-        groups: as of `TracedProducts`.
-        method: a `ProductMethod`.
+        groups: the number of each expert's tokens; a second tensor has it as the method needs it (`TracedProducts.of`).
+        method: "grouped", "loop" or "even".
         clamped: whether the activation is gpt-oss's clamped SwiGLU.
         kernels: the option `[moe] kernels`.
 

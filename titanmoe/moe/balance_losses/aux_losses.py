@@ -16,7 +16,10 @@ from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, RouterOutput
 
 
 class AuxLossSequence(BalanceLoss):
-    """Even loads within each sample (DeepSeek-V3, arXiv 2412.19437): the mean over samples of sum f * mean p."""
+    """Balance loss for even loads within each sample (DeepSeek-V3, arXiv 2412.19437).
+
+    It is the mean over samples of E * sum over experts of f * P, both taken over the sample's tokens.
+    """
 
     def forward(self, routed: RouterOutput) -> Tensor:
         choices_BE = routed.choice_counts()
@@ -26,7 +29,7 @@ class AuxLossSequence(BalanceLoss):
 
 
 class AuxLoss(BalanceLoss):
-    """Even loads within each microbatch of a data rank (Switch, arXiv 2101.03961)."""
+    """Balance loss for even loads within each microbatch of a data rank (Switch, arXiv 2101.03961)."""
 
     def forward(self, routed: RouterOutput) -> Tensor:
         count_E = routed.choice_counts().sum(0)
@@ -35,7 +38,7 @@ class AuxLoss(BalanceLoss):
 
 
 class AuxLossGlobal(BalanceLoss):
-    """Even loads over all data ranks and the step's microbatches so far (arXiv 2501.11873).
+    """Balance loss for even loads over all data ranks and the step's microbatches so far (arXiv 2501.11873).
 
     Shapes: P = 1 + microbatches of a pass. The first row has the counts of the step's earlier passes.
     """

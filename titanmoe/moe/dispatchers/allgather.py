@@ -30,8 +30,14 @@ class AllGather(Dispatcher):
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> SummedExchange:
         """Gather the tokens of the dispatch group, wait, and copy a routed token for each choice of a local expert.
 
-        Collective over the dispatch group. Arguments as of `Dispatcher.dispatch`: `slots_per_expert` is for each
-        sending rank, so an expert's padded buffer has G times as many; 0 means no padding.
+        Collective over the dispatch group, of G ranks.
+
+        Args:
+            x_TD: this rank's tokens.
+            weights_TK: the routing weights of each token's chosen experts.
+            chosen_TK: the numbers of each token's chosen experts; E for no expert.
+            slots_per_expert: the slots of a padded expert buffer for each sending rank, so that the buffer has G times
+                as many; 0 for buffers without padding.
         """
         slots_per_expert *= self.group.size
         chosen_NK, order, count_e, number = self.gather_and_sort_choices(chosen_TK, slots_per_expert)

@@ -39,7 +39,7 @@ class Network(Protocol):
 
 
 class ExchangeCosts(Protocol):
-    """What a dispatcher's spec asks of the planner to estimate its messages: the model, the network and the ranks."""
+    """Interface through which a dispatcher's spec asks the planner for the costs of messages in the planned mapping."""
 
     model: Model
     links: Network
@@ -158,7 +158,14 @@ class DispatcherSpec(Spec):
         yield from ()
 
     def _nodes(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        """Yield a message if dispatch groups do not line up with nodes, as a dispatcher that `works_by_node` needs."""
+        """Yield a message if a node holds neither full dispatch groups nor an equal fraction of one, with full experts.
+
+        Checked for dispatchers that work node by node (`works_by_node`).
+
+        Args:
+            config: the recipe, whose parallelism.node is the number of ranks of a node.
+            degrees: "ep", "etp", "pp" and "stage", the ranks of a pipeline stage.
+        """
         node, stage, ep, etp = config.parallelism.node, degrees["stage"], degrees["ep"], degrees["etp"]
         world, size = degrees["pp"] * stage, ep * etp
         if node < 1 or stage % size or nodes_of_a_group(world, ep, etp, node) is not None:
@@ -199,7 +206,14 @@ class DispatcherSpec(Spec):
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
     def unhidden_seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Return how many of `seconds` remain exposed even if the other messages overlap with computation."""
+        """Return how many of the seconds that `seconds` estimates no overlap with computation can hide; 0 by default.
+
+        Args:
+            costs: the planner's model and network.
+            tokens: the number of tokens that a rank owns.
+            ep: degree of expert parallelism.
+            etp: degree of expert tensor parallelism.
+        """
         return 0.0
 
 
@@ -329,7 +343,13 @@ def with_dispatcher(config: Config, name: str) -> Config:
 def with_planned_dispatcher(config: Config, fold: Fold, node: int, gpus: bool) -> Config:
     """Replace the dispatcher "auto" by the one that a run would choose on a machine whose GPUs can share memory.
 
-    Returns the config as it is if it names another dispatcher. Arguments as of `why_not_symm_mem`.
+    Returns the config unchanged if it names another dispatcher.
+
+    Args:
+        config: the recipe.
+        fold: the mapping.
+        node: the number of ranks on a node, which share NVLink.
+        gpus: whether ranks run on GPUs.
     """
     if config.moe.dispatcher != "auto":
         return config

@@ -135,13 +135,16 @@ def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, send_slots: int, re
 
 
 def _counterparts(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
-    """Return the place that each of `rows` rows maps to, where ranges of rows map to ranges of places; else -1.
+    """Map rows of a buffer to places by ranges: row begin[i] + j goes to place other[i] + j, for j < size[i].
 
     Args:
         size: the number of rows of each range; ranges ascend and do not overlap.
         begin: the first row of each range.
         other: the place that the first row of each range maps to; the others follow one by one.
         rows: the number of rows.
+
+    Returns:
+        The place of each of `rows` rows; -1 for a row in no range.
     """
     size, begin, other = (x.flatten() for x in (size, begin, other))
     row = torch.arange(rows, device=size.device)
@@ -300,7 +303,13 @@ class SymmetricBuffers(SharedBuffers):
         return exchange_steps(self.barrier, partial(self.put, rows, buffers, to_N), partial(self.take, buffers, from_M))
 
     def put(self, rows: Sequence[Tensor], buffers: Sequence[Buffers], to_N: Tensor) -> None:
-        """Write this rank's rows to the buffers of all ranks. The first step of `exchange`; waits for nobody."""
+        """Write this rank's rows to the buffers of all ranks, without waiting for any: the first step of `exchange`.
+
+        Args:
+            rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
+            buffers: the ranks' receive buffers for each of `rows`.
+            to_N: the place to which each row goes, rank * limit + slot of that rank's buffer; -1 for nowhere.
+        """
         for x_ND, (of_ranks, addresses_G) in zip(rows, buffers, strict=True):
             if fused(self.kernels, x_ND):
                 from titanmoe.ops.kernels import put
@@ -310,7 +319,12 @@ class SymmetricBuffers(SharedBuffers):
                 plain_put(x_ND, to_N, of_ranks)
 
     def take(self, buffers: Sequence[Buffers], from_M: Tensor) -> tuple[Tensor, ...]:
-        """Return a copy of this rank's buffers, with zeros in unused slots. The last step of `exchange`."""
+        """Copy what has arrived out of this rank's buffers, with zeros in unused slots: the last step of `exchange`.
+
+        Args:
+            buffers: the ranks' receive buffers, one for routed tokens and perhaps one for their weights.
+            from_M: the place from which each slot of this rank's buffer got its row; -1 for an unused slot.
+        """
         arrived = [of_ranks[self.group.rank][: len(from_M)] for of_ranks, _ in buffers]
         if fused(self.kernels, arrived[0]):
             from titanmoe.ops.kernels.put import take_rows as take
@@ -389,10 +403,16 @@ class ExchangeRows(torch.autograd.Function):
 
 
 def send(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> list[Tensor]:
-    """Exchange rows through the `SymmetricBuffers` of the name `memory`. Not differentiable; collective over the group.
+    """Write rows to their places in the ranks' buffers, and return what arrived. Not differentiable; collective.
 
     Under a torch dispatch mode, such as one that records messages, it goes through the operation `titanmoe::exchange`,
     which the mode sees.
+
+    Args:
+        rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
+        to_N: the place to which each row goes, rank * limit + slot of that rank's buffer; -1 for nowhere.
+        from_M: the place from which each slot of this rank's buffer gets its row; -1 for an unused slot.
+        memory: the name of the `SymmetricBuffers`.
     """
     return (exchange_op if is_in_torch_dispatch_mode() else _exchange)(list(rows), to_N, from_M, memory)
 
