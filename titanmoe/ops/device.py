@@ -78,7 +78,7 @@ def choose(
     """Return one of two implementations: `cpu` for CPUs, else `usual`.
 
     Args:
-        target: a tensor, a device or a device type, as of `kind`.
+        target: a tensor, a device or a device type. In a rehearsal, CPU tensors count as the hardware it imitates.
         usual: the implementation for all devices but CPUs, and for compiled code.
         cpu: the implementation for CPUs, usually from titanmoe.ops.cpu.
         compiled: whether `cpu` is taken in compiled code too. Most code for CPUs fuses operations, which compilers do

@@ -143,7 +143,15 @@ def is_miscompiled(gpu: torch.device) -> bool:
 def step_token(
     state_BHkv: Tensor, q_BRk: Tensor, k_BRk: Tensor, v_BHv: Tensor, decay: Tensor, beta_BH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Apply the recurrence to one token, for generation. Arguments as of `make_segment`, without the dim S.
+    """Apply the recurrence to one token, for generation.
+
+    Args:
+        state_BHkv: the state before the token.
+        q_BRk: queries as projected, neither repeated for each value head nor scaled.
+        k_BRk: keys as projected, neither repeated for each value head nor scaled.
+        v_BHv: values.
+        decay: logarithms of the decays, at most 0: (B, H); for GLA (B, R, k) or (B, H, k).
+        beta_BH: the strength with which the token is written; None for GLA.
 
     Returns:
         The token's output (B, H, v), and the state after it (B, H, k, v).
@@ -211,7 +219,15 @@ def _states(carry: Tensor, gain_ZNkv: Tensor, state_Zkv: Tensor) -> list[Tensor]
 def _chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, begins: Tensor | None
 ) -> tuple[Tensor, Tensor, Callable[[], tuple[Tensor, Tensor]]]:
-    """Compute the four linear maps of each chunk that the module's docstring names.
+    """Compute what each chunk of C tokens does: state_after = carry @ state + gain, and outputs = read @ state + own.
+
+    Args:
+        q: queries (B, S, R, k).
+        k: keys (B, S, R, k).
+        v: values (B, S, H, v).
+        decay: logarithms of the decays.
+        beta: the strength with which each token is written; None for GLA.
+        begins: a mask (B, S) of the first tokens of documents; None for none.
 
     Returns:
         carry (Z, N, k, k) or, for GLA, (Z, N, k, 1); gain (Z, N, k, v); and a function that computes read (Z, N, C, k)
@@ -222,12 +238,12 @@ def _chunks(
     C = min(CHUNK, 1 << (S - 1).bit_length())
 
     def chunks(x_BSHx: Tensor) -> Tensor:
-        """Return x as (B, R, G, N, C, x), padded with tokens that change nothing."""
+        """Return x as (B, R, G, N, C, x): N chunks of C tokens, padded with tokens that change nothing."""
         x = F.pad(x_BSHx.to(wide), (0, 0, 0, 0, 0, -S % C))
         return x.unflatten(1, (-1, C)).movedim(3, 1).unflatten(1, (R, -1))
 
     def heads(x: Tensor) -> Tensor:
-        """Return x as (Z, N, ...)."""
+        """Return x with the dims of samples and value heads merged to one of Z = B * H: (Z, N, ...)."""
         return x.expand(B, R, G, *x.shape[3:]).flatten(0, 2)
 
     if begins is None:
@@ -243,7 +259,7 @@ def _chunks(
 
 
 class _Decays(NamedTuple):
-    """The decays between places within each chunk. The width x is 1, or k for GLA."""
+    """The decays of the state between tokens of the same chunk. The last dim x is 1, or the width k for GLA."""
 
     since: Tensor
     """The logarithm of the decay from the chunk's begin to each token: (..., C, x)."""

@@ -47,13 +47,13 @@ def block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tenso
 
     Args:
         grad: the gradient of the outputs.
-        q: as of `block`.
-        k: as of `block`.
-        v: as of `block`.
-        bias: as of `block`.
+        q: the queries (B, heads, S, width).
+        k: the keys of the block.
+        v: the values of the block.
+        bias: what was added to the scores, such as a mask; None for nothing.
         out: the outputs; after blocks are merged, the merged ones.
         lse: the log-sum-exp of the scores; after blocks are merged, the merged one.
-        causal: as of `block`.
+        causal: whether a query saw only keys at its own position and before.
     """
     scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
     grad, *qkv, out = _padded(width, grad, q, k, v, out)

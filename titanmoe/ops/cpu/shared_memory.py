@@ -36,7 +36,10 @@ class MappedBuffers:
         self.buffers, self.group = buffers, group
 
     def get_remote_tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the buffer of a rank of the group, as it is: `shape` and `dtype` are those of its allocation."""
+        """Return the buffer of a rank of the group.
+
+        `shape` and `dtype` are those of its allocation, and are not used.
+        """
         return self.buffers[rank]
 
     def barrier(self) -> None:

@@ -139,7 +139,13 @@ def _(plain_BSHn, rotated_BSHp, cos_bS1p, sin_bS1p, sign):
 
 @kernel("titanmoe::split_ends")
 def split_ends(dk_BSHh: Tensor, dv_BSHv: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `KeysAndValues` from those of keys and values.
+    """Compute the gradients of `KeysAndValues`'s inputs from those of keys and values.
+
+    Args:
+        dk_BSHh: the gradient of the keys.
+        dv_BSHv: the gradient of the values.
+        cos_bS1p: cosines of the angles by which the shared key was rotated.
+        sin_bS1p: sines of these angles.
 
     Returns:
         The gradients of the keys' parts without positions and of values, side by side (B, S, H, n + v); and the

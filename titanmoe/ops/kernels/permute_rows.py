@@ -193,9 +193,12 @@ def split_packed(packed_RP: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, 
 
 @kernel("titanmoe::fetch_packed_rows")
 def fetch_packed_rows(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor) -> Tensor:
-    """Copy the token and the routing weight of each choice into one packed row: (R, P).
+    """Copy the token and the routing weight of each choice into one packed row: (R, P). Not differentiable.
 
-    Arguments as of `fetch_weighted_rows`.
+    Args:
+        x_TD: the tokens.
+        weights_TK: the routing weights of each token's choices.
+        choice_R: choices, numbered token * K + k; T * K gives zeros.
     """
     packed_RP = x_TD.new_empty(choice_R.numel(), x_TD.shape[1] + SPACE // x_TD.element_size())
     out = split_packed(packed_RP, weights_TK.dtype)
@@ -210,7 +213,10 @@ def _(x_TD, weights_TK, choice_R):
 
 @kernel("titanmoe::fetch_unpacked_rows")
 def fetch_unpacked_rows(packed_NP: Tensor, index_R: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Copy the packed rows index_R[r], split into routed tokens (R, D) and routing weights (R, 1)."""
+    """Copy the packed rows index_R[r], split into routed tokens (R, D) and routing weights (R, 1).
+
+    Not differentiable.
+    """
     x_ND, weight_N1 = split_packed(packed_NP.contiguous(), weight_dtype)
     out = x_ND.new_empty(index_R.numel(), x_ND.shape[1]), weight_N1.new_empty(index_R.numel(), 1)
     _launch_fetch(x_ND, index_R, weight_N1, 1, *out)
@@ -225,7 +231,17 @@ def _(packed_NP, index_R, weight_dtype):
 
 @kernel("titanmoe::sum_packed_rows")
 def sum_packed_rows(packed_RP: Tensor, slot_TJ: Tensor, K: int, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Sum packed rows by token, into sums of rows (T, D) and of weights (T, K), as `sum_weighted_rows` does."""
+    """Sum packed rows (a routed token and its weight) by token. Not differentiable.
+
+    Args:
+        packed_RP: the packed rows.
+        slot_TJ: the rows of each token; R for no row. J / K consecutive ones belong to one choice.
+        K: the number of choices of a token.
+        weight_dtype: the dtype of the packed weights.
+
+    Returns:
+        The sum of each token's rows (T, D), and of each choice's weights (T, K).
+    """
     y_RD, weight_R1 = split_packed(packed_RP.contiguous(), weight_dtype)
     return _launch_sum(y_RD, slot_TJ, weight_R1, K)
 

@@ -266,7 +266,15 @@ def route_backward(
 ) -> Tensor:
     """Compute the gradient of the logits (T, E) from the gradients of scores and of routing weights.
 
-    A gradient of None counts as zeros.
+    Args:
+        grad_scores_TE: the gradient of the scores; None counts as zeros.
+        grad_weights_TK: the gradient of the routing weights; None counts as zeros.
+        logits_TE: router logits.
+        scores_TE: router scores.
+        chosen_TK: each token's chosen experts; E for padding.
+        mode: the score function, a value of MODES.
+        norm: whether weights were scaled to sum to 1 over a token's choices.
+        scale: the factor of the weights, route_scale.
     """
     logits_TE = logits_TE.contiguous()
     T, K = chosen_TK.shape

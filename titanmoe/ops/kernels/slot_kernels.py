@@ -141,9 +141,7 @@ def _(chosen_N, ends, experts, ep, etp):
 
 @kernel("titanmoe::regroup")
 def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the permutation that sorts received routed tokens by expert, then sender; and its inverse.
-
-    As `titanmoe.moe.send_slots.order_by_expert`, by a kernel.
+    """Return, by a kernel, the permutation that sorts received routed tokens by expert, then sender; and its inverse.
 
     Args:
         count_Ge: the number of routed tokens from each sender for each local expert.
@@ -167,7 +165,15 @@ def _(count_Ge, rows):
 def assign_unpadded_slots(chosen_TK: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
     """Assign slots of a send buffer to choices without padding, by two kernels.
 
-    Arguments and results as of `titanmoe.moe.send_slots.assign_unpadded_slots`.
+    Args:
+        chosen_TK: each token's chosen experts; E for no expert.
+        experts: E.
+        ep: the number of ranks among which the experts are divided.
+        etp: the number of ranks that share each expert.
+
+    Returns:
+        The choice in each slot (T * K * etp,), T * K in an unused one; the slots of each choice (T * K, etp); and the
+        number of choices of each expert (E,).
     """
     chosen_N = chosen_TK.flatten()
     ends = count_choices(chosen_N, experts).flatten().cumsum(0, dtype=torch.int32)

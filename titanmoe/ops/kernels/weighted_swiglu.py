@@ -29,7 +29,8 @@ def _activate(gate, up, CLAMPED: tl.constexpr):
     """Compute a SwiGLU activation elementwise, clamped as gpt-oss's if CLAMPED.
 
     Returns:
-        act(gate); its derivative; the factor u of the module's docstring; and whether u passes a gradient to up.
+        a = act(gate); its derivative; u, the factor of a in a * u: up, or if CLAMPED up limited to [-7, 7], plus 1; and
+        whether u passes a gradient to up.
     """
     if CLAMPED:
         clamped_gate = tl.minimum(gate, 7.0)
