@@ -55,13 +55,13 @@ class Communicators:
         }
 
     def group(self, kind: CommunicatorKind | str, rank_lists: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """Return the process group of this rank among groups of the same kind, made on the first request.
+        """Return this rank's process group among equal groups, such as those along tp, made on the first request.
 
-        Collective over the world. None if this rank is in none of the groups. If they have one rank each,
-        `placeholder`.
+        Collective over the world. None if this rank is in none of the groups. If each group is a single rank, the
+        result is `placeholder`.
 
         Args:
-            kind: what the group is used for; only requests of one kind share a group.
+            kind: the kind of messages, such as "dispatch"; only requests of one kind share a process group.
             rank_lists: the ranks of each group; no rank is in two of them, and all have the same size.
         """
         key = kind, tuple(rank_lists)

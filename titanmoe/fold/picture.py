@@ -127,7 +127,7 @@ def _stages(fold: Fold, node: int, model: Model | None, rows: list[Row]) -> Iter
 
 
 class _Strip:
-    """A drawing of neighbouring ranks side by side: for each axis, a bar over ranks with the same coordinate."""
+    """A drawing of ranks as columns, with a row for each axis, whose bars join neighbours of equal coordinate."""
 
     def __init__(self, fold: Fold, node: int, model: Model | None, rows: list[Row]):
         self.fold, self.node, self.model, self.rows = fold, node, model, rows

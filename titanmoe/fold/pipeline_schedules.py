@@ -166,9 +166,10 @@ def alternate(forward: list[Cell], backward: list[Cell], warmup: int) -> list[Ce
 
 
 def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
-    """Simulate a schedule with the times of COST, and return the fraction of all ranks' time that is idle.
+    """Simulate a schedule; return the fraction of all ranks' time that is idle.
 
-    Two overlapping actions start when both can run and send their results when both are done, as in torch.
+    The forward and backward of a stage take the times in COST. Two overlapping actions start when both can run and send
+    their results when both are done, as in torch.
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them.

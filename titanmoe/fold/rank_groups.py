@@ -46,7 +46,12 @@ def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[in
 def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator[tuple[int, ...]]:
     """Yield the groups of ranks along some axes one by one, sorted by their first ranks.
 
-    For callers that need only the first few groups of a large world. Arguments as of `groups`.
+    For callers that need only the first few groups of a large world.
+
+    Args:
+        fold: the mapping.
+        view: "attention" or "experts".
+        axes: names of axes of the view, such as "tp" or ("cp", "tp"); ranks of a group differ in these alone.
     """
     names = _axis_names(fold, view, axes)
     spans = _sizes_and_strides(fold, view)
@@ -58,7 +63,13 @@ def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator
 def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
     """Return the ranks of the group along some axes that contains `rank`, in ascending order.
 
-    Takes time in proportion to the group's size, not the world's. Other arguments as of `groups`.
+    Takes time in proportion to the group's size, not the world's.
+
+    Args:
+        fold: the mapping.
+        view: "attention" or "experts".
+        axes: names of axes of the view, such as "tp" or ("cp", "tp"); ranks of a group differ in these alone.
+        rank: the rank.
     """
     names = _axis_names(fold, view, axes)
     place = coordinates(fold, view, rank)
