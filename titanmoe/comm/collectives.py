@@ -412,10 +412,11 @@ class _Arrive(torch.autograd.Function):
 
 
 class _TracedStart(torch.autograd.Function):
-    """`_Start` for traced code: the tensors in flight are outputs and gradients that the compiler sees.
+    """The autograd function that starts an all-to-all in code that torch.compile traces.
 
-    In backward the gradient of the mark is the tensor in flight, so the mark has the shape of x. Nothing reads the
-    mark, so compiled code does not allocate it.
+    The tensors in flight are outputs and gradients that the compiler sees. In backward the gradient of the first
+    output, the transfer's mark, is the tensor in flight, so the mark has the shape of x. Nothing reads the mark, so
+    compiled code does not allocate it.
     """
 
     @staticmethod

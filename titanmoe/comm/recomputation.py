@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 
 class _Pass(AbstractContextManager[None]):
-    """The context of one call of a checkpointed region: its forward, or its recomputation."""
+    """The context of one call of a checkpointed region: a forward, which fills a cache, or its recomputation."""
 
     def __init__(self, cache: list[Any], recomputes: bool):
         self.cache, self.recomputes = cache, recomputes
