@@ -111,7 +111,11 @@ class _SeveralObservers(Observer):
 
 
 def _call_all(hear: list[Callable[..., None]]) -> Callable[..., None]:
-    """Return a function that calls the same method of several observers, one after the other."""
+    """Return a function that calls the same method of several observers, one after the other, with its own arguments.
+
+    Args:
+        hear: the bound methods.
+    """
 
     def announce(*args: Any, **more: Any) -> None:
         for one in hear:
@@ -178,7 +182,12 @@ def _listening() -> tuple[Observer, ...]:
 def products(experts: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Tell all active observers that a layer's experts have computed the routed tokens on this rank.
 
-    Does nothing in code that torch.compile traces. Arguments as of `Observer.products`.
+    Does nothing in code that torch.compile traces.
+
+    Args:
+        experts: the module.
+        inputs: the routed tokens that the rank received, and their routing weights.
+        output: the experts' output, before it is sent back.
     """
     if not is_compiling():
         active.products(experts, inputs, output)
