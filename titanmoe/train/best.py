@@ -20,7 +20,7 @@ DEFAULT = "val_loss"
 
 @dataclass(eq=False)
 class BestStep:
-    """The best step so far. Evaluations that do not report the metric change nothing."""
+    """The step with the best value of a metric so far, for checkpoint.keep_best and training.stop_after."""
 
     metric: str
     """Name of the metric, as in metrics.jsonl."""
@@ -37,12 +37,14 @@ class BestStep:
 
     @classmethod
     def of(cls, config: Config) -> BestStep | None:
-        """Return the tracker that a recipe asks for; None if it asks for none."""
+        """Return a tracker of the recipe's metric; None if checkpoint.keep_best and training.stop_after are not set."""
         keep_best, stop_after = config.checkpoint.keep_best, config.training.stop_after
         return cls(keep_best or DEFAULT, bool(keep_best), stop_after) if keep_best or stop_after else None
 
     def after_step(self, step: int, report: Mapping[str, Any]) -> None:
-        """Compare a step's metric with the best so far. NaN is never better.
+        """Compare a step's metric with the best so far; a step that does not report it changes nothing.
+
+        NaN is never better.
 
         Args:
             step: number of the step.
@@ -64,15 +66,15 @@ class BestStep:
 
     @property
     def stops(self) -> bool:
-        """Whether the run ends because nothing has improved."""
+        """True if the run ends because the metric has not improved in training.stop_after evaluations in a row."""
         return 0 < self.stop_after <= self.without_gain
 
     def describe(self) -> str:
-        """Return the best value and its step, for people."""
+        """Return the best value and its step as text, such as "val_loss 2.1034 at step 1,200"."""
         return f"{self.metric} {self.value:.4f} at step {self.step:,}"
 
     def why_stopped(self) -> str:
-        """Return why the run ends, for people."""
+        """Return a text for the user on why the run ends: how many evaluations have not improved on which value."""
         if self.step < 0:
             return f"{self.metric} was NaN in {self.without_gain} evaluations (training.stop_after)"
         return (
@@ -81,7 +83,7 @@ class BestStep:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint's record stores."""
+        """Return the tracker's state as a dict of JSON values, to store in a checkpoint's manifest."""
         return {
             "metric": self.metric,
             "value": None if math.isnan(self.value) else self.value,
@@ -90,7 +92,7 @@ class BestStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a record; from scratch if the record's metric was another."""
+        """Restore the state that a checkpoint's manifest stores; forget the best step if it is of another metric."""
         self.value, self.step, self.without_gain = math.nan, -1, 0
         if state.get("metric") == self.metric:
             self.without_gain = state["without_gain"]

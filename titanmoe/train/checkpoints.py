@@ -149,9 +149,9 @@ class Checkpoints:
         return context_note(folder, self.model, self.run_record["config"]["training"]["seq_len"])
 
     def _copy_files(self, find: Callable[[], Mapping[str, Path]]) -> None:
-        """Copy files to the run's folder, from which every checkpoint gets a copy. Collective over the world.
+        """Copy config and tokenizer files to the run's folder, from which each checkpoint gets a copy.
 
-        Without checkpoints only `find_carried` is set.
+        Collective over the world. A run that saves no checkpoints only stores `find`, for exports.
 
         Args:
             find: called on rank 0; returns the path of each file by the name of the copy.
@@ -327,14 +327,14 @@ class Checkpoints:
 
     @property
     def is_due(self) -> bool:
-        """Whether checkpoint.interval or keep_best asks for a save after the step just made."""
+        """True if checkpoint.interval or keep_best asks for a save after the step just made."""
         is_best = self.best is not None and self.best.keeps and self.best.step == self.state.step
         at_interval = self.options.interval and self.state.step % self.options.interval == 0
         return bool(self.saver and (is_best or at_interval))
 
     @property
     def has_saved(self) -> bool:
-        """Whether a checkpoint is on disk from which the run can continue after a NumericalFault."""
+        """True if a checkpoint is on disk from which the run can continue after a NumericalFault."""
         return bool(self.saver and self.saver.saved_step >= 0)
 
     def after_step(self) -> dict[str, float]:

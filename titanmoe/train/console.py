@@ -34,7 +34,7 @@ UNPRINTED_EVENTS = ("start", "restart", "data", "save", "stop")
 
 
 class ConsoleSettings(NamedTuple):
-    """Settings of the recipe that the console shows beside its reports."""
+    """Settings of the recipe that the console shows beside a step's metrics."""
 
     steps: int
     compiles: bool

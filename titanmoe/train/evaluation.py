@@ -65,7 +65,7 @@ class Evaluation:
 
     @property
     def is_due(self) -> bool:
-        """Whether an evaluation follows the step just made."""
+        """True if the evaluation runs after the step just made."""
         return self.state.step % self.interval == 0 or self.state.step == self.last
 
 

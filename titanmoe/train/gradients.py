@@ -86,7 +86,7 @@ class StepScalars:
 
 @dataclass
 class PassSums:
-    """Loss, metrics and votes of a forward and backward: one rank's, or their sum over all ranks."""
+    """Loss, metrics and requests to stop or repeat, of a forward and backward: one rank's, or summed over ranks."""
 
     loss: Tensor
     mtp_loss: Tensor

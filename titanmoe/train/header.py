@@ -27,7 +27,7 @@ TESTED_VERSIONS = ("2.11", "2.13", "2.14", "2.15")
 
 @dataclass(frozen=True)
 class Header:
-    """Lines of the header, by label, that depend on the recipe, the mapping and the device alone."""
+    """Lines of the table that a run prints at its start, by label, which depend on recipe, mapping and device alone."""
 
     mapping: dict[str, str]
     batches: dict[str, str | Text]

@@ -129,7 +129,7 @@ def _write(file: Path, text: str) -> bool:
 
 
 def note_paths(file: Path) -> list[Path]:
-    """Return the paths at which a failure note may be: in the folder of the logs, and in memory if the disk is full."""
+    """Return the paths at which a rank's failure note may be: `file`, or one in memory for when the disk is full."""
     spare = os.environ.get(NOTES_FOLDER)
     return [file, Path(spare, file.name)] if spare else [file]
 

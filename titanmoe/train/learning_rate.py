@@ -44,7 +44,7 @@ def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
-    """Learning rate as a function of the number of the step, which begins at 1."""
+    """The learning rate's schedule: called with the number of a step, from 1, it returns the rate."""
 
     peak: float
     steps: int

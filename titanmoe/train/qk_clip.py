@@ -30,7 +30,7 @@ class Target(NamedTuple):
 
 
 class QKClip:
-    """QK-Clip of a run: called after a step, it scales this rank's query and key weights in place."""
+    """QK-Clip of a run (optimizer.qk_clip): called after a step, it scales this rank's query and key weights."""
 
     def __init__(self, limit: float, model: Model, parameters: dict[str, nn.Parameter]):
         self.limit = limit

@@ -277,7 +277,7 @@ class ScoringStep(NamedTuple):
 
 
 class ScoringSteps:
-    """Batches to compute log-probabilities of: one epoch of the training data, and then the validation data."""
+    """Iterable of the batches whose log-probabilities are stored: an epoch of training data, then validation data."""
 
     def __init__(self, config: Config, training: Training):
         meshes, validation = training.meshes, config.validation

@@ -71,7 +71,7 @@ class Clock(Observer):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Stop to measure this thread's region in this context, in which another thread works."""
+        """Stop the clock of this thread's region (such as "dispatch") in this context, while another thread works."""
         me = get_ident()
         begun = self._begun.pop(me, None)
         if begun is None:

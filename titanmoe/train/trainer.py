@@ -70,7 +70,7 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether training ends with the step just made: the last one, or one after which it has to stop."""
+        """True if training ends with the step just made: the last one, or one after which it has to stop."""
         best = self.training.best
         return self.step >= self.training.steps or self.stopping or (best is not None and best.stops)
 

@@ -33,7 +33,7 @@ from titanmoe.train.timing import Clock
 
 @dataclass(eq=False, kw_only=True)
 class StepReport:
-    """Names of a step's metrics in metrics.jsonl, TensorBoard and W&B: called with a step, it returns them by name."""
+    """Function object that returns the metrics of a step by name, as metrics.jsonl, TensorBoard and W&B get them."""
 
     with_mtp: bool
     """Whether the model predicts further tokens (model.mtp_depth > 0)."""

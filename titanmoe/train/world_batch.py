@@ -126,7 +126,7 @@ def _nested(values: Any) -> bool:
 
 @dataclass(frozen=True)
 class DataRankBatch:
-    """One data rank's microbatches of a batch that was given by content, and the order of the given samples."""
+    """One data rank's microbatches of a batch that the user gave as ids, and which given sample is in which row."""
 
     microbatches: list[Batch]
     sample_of_row: Tensor

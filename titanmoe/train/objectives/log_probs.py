@@ -25,7 +25,7 @@ no label, and of its Batch on the same device. It returns the sum of the loss ov
 
 
 class OfLogProbs(Objective):
-    """Objective that calls a user's function of log-probabilities with full samples, gathered over the cp ranks."""
+    """Objective that calls a user's function with the labels' log-probabilities of full samples, gathered over cp."""
 
     def __init__(self, meshes: Meshes, placement: Placement, device: torch.device, function: SampleLoss):
         super().__init__(meshes)
@@ -46,7 +46,7 @@ class OfLogProbs(Objective):
 
 
 class WithLogProbs(Objective):
-    """Objective that computes another objective, and also records what the head returns for each label."""
+    """Objective that has the loss of another objective, and also records each label's log-probability and entropy."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner.meshes)

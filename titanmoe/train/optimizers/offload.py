@@ -82,7 +82,7 @@ class CudaCopies(Copies):
 
 @dataclass
 class Bucket:
-    """Moments of a few parameters that are copied together."""
+    """The moments of a few parameters in one buffer of host memory, copied to the device and back together."""
 
     like: dict[str, Tensor]
     """Meta tensors with the shape and dtype of each parameter's moments."""

@@ -201,7 +201,10 @@ class OptimizerSpec(Spec):
     """Numbers of optimizer state per element of the weights named by `matrices`, in place of numbers_per_weight."""
 
     def matrices(self, config: Config) -> tuple[str, ...]:
-        """Return patterns of the names of weights with `numbers_per_matrix_weight` numbers of state per element."""
+        """Return patterns of the names of weights that the optimizer treats as matrices, as Muon does; () for none.
+
+        Their state has `numbers_per_matrix_weight` numbers per element, that of other weights `numbers_per_weight`.
+        """
         return ()
 
     def state_numbers(self, config: Config) -> int:
