@@ -151,7 +151,7 @@ class StoredTensors:
         """Fill local shards in place from the files, converting dtypes. Not collective.
 
         Args:
-            targets: pairs of a stored tensor's name and the shard of it to fill, under any keys, which are not used.
+            targets: (name of a stored tensor, shard of it to fill) for each shard; the keys of the dict are not used.
         """
         blocks_by_file: dict[str, dict[StoredBlock, list[tuple[str, TensorShard]]]] = {}
         for name, shard in targets.values():

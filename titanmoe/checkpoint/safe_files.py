@@ -232,9 +232,9 @@ def write_error(file: Path, error: OSError, missing: int) -> str:
 
 
 class SaveProgress:
-    """What this rank is doing in a save; the training thread reads it if the save does not end.
+    """Name of what this rank is doing in a save, which the training thread reports if the save does not end.
 
-    Calling it runs `work` and shows `what` meanwhile.
+    Called with a text and a function, it calls the function and has the text as `what` meanwhile.
     """
 
     WAITING = "waiting for the other ranks"

@@ -124,7 +124,7 @@ class Saver:
 
     @property
     def failed_or_late(self) -> bool:
-        """Whether on this rank the current save has failed or exceeded checkpoint.timeout_s. Not collective."""
+        """True if on this rank the current save has failed or exceeded checkpoint.timeout_s. Not collective."""
         late = self._thread is not None and self._thread.is_alive() and time.monotonic() > self._deadline
         return bool(self._failure) or late
 

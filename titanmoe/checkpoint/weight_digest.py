@@ -36,11 +36,13 @@ def _is_first_copy(parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def digest_shard(name: str, parameter: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Return the addend of this rank's local shard in the digest of a model's weights, not yet reduced modulo 2^64.
+    """Return this rank's summand of a parameter in the digest of a model's weights, not yet reduced modulo 2^64.
+
+    The digest is the sum over all parameters and their shards, each counted on one rank (`combine_digests`).
 
     Args:
         name: the parameter's name in checkpoints.
-        parameter: a plain tensor or a DTensor.
+        parameter: a plain tensor or a DTensor, of which this rank's local shard is read.
         dtype: dtype to cast the elements to first; None digests them as stored.
     """
     part, offset = local_shard(parameter.detach())
@@ -48,7 +50,7 @@ def digest_shard(name: str, parameter: Tensor, dtype: torch.dtype | None = None)
 
 
 def digest_in_blocks(name: str, shape: Sizes, read: ReadBlock, dtype: torch.dtype) -> int:
-    """Return the addend of a full tensor in the digest of a model's weights, reading the tensor block by block.
+    """Return a tensor's summand in the digest of a model's weights, reading the full tensor block by block.
 
     Args:
         name: the tensor's name in checkpoints.

@@ -288,7 +288,9 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
 
 
 def _oversized(values: dict[str, Any], source: str) -> list[str]:
-    """Return an error line for each number that is above every model's; checked before lists of that length are made.
+    """Return an error line for each number beyond the limit of its field of [model], or for too many experts in all.
+
+    Checked before lists of that length are made.
 
     Args:
         values: values by field of [model].

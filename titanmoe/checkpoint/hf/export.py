@@ -62,7 +62,7 @@ class Export:
             raise ConfigError(problems, str(self.path))
 
     def check_biases(self) -> None:
-        """Raise a ConfigError if a bias that the format has no place for has an effect."""
+        """Raise a ConfigError if a router's selection bias is not zero and the model's Hugging Face format has none."""
         problems = [
             f"{name} is not zero, and {self.map.hf.model_type} models have no such bias"
             for name, places in self.map.places.items()
@@ -73,7 +73,7 @@ class Export:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Shape and dtype of each Hugging Face tensor by name; those of one tensor of ours stand together."""
+        """Shape and dtype of each Hugging Face tensor by name; those made from one tensor of ours follow each other."""
         return {name: (shape, self._dtype(name)) for name, shape in self.map.hf_shapes.items()}
 
     def _dtype(self, name: str) -> torch.dtype:

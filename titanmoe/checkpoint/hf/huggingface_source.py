@@ -211,7 +211,7 @@ class HuggingFaceSource:
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the files have multi-token prediction."""
+        """True if the files have the weights of multi-token prediction."""
         return any(self._is_mtp(name) for name in self.weights.tensors)
 
     def _is_mtp(self, name: str) -> bool:

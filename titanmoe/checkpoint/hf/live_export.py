@@ -53,7 +53,7 @@ class GatheredWeights:
         self.blocks: dict[str, list[TensorShard]] = {}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block that lies within a gathered one."""
+        """Return a block of a tensor, by our name; KeyError if it is not within one that is gathered on this rank."""
         for shard in self.blocks[name]:
             ends = zip(offset, shape, shard.offset, shard.sizes, strict=True)
             if all(begin <= first and first + n <= begin + size for first, n, begin, size in ends):
@@ -62,7 +62,7 @@ class GatheredWeights:
 
 
 class HFBlock(NamedTuple):
-    """Hugging Face tensors that are made from what is gathered at once."""
+    """Hugging Face tensors that are made together, and the blocks of our tensors to gather for them first."""
 
     names: list[str]
     boxes: Boxes
@@ -153,7 +153,7 @@ class LiveExport:
         self.gathered.blocks = {}
 
     def _split(self) -> Iterator[HFBlock]:
-        """Yield the blocks, in the order of the tensors."""
+        """Split the export into blocks of Hugging Face tensors whose sources take at most `block_bytes`; yield them."""
         names: list[str] = []
         boxes: Boxes = {}
         room = self.block_bytes
@@ -169,7 +169,11 @@ class LiveExport:
         yield self._plan(names, boxes, self.ranks)
 
     def _boxes(self, place: HfPlace) -> Boxes:
-        """Return the blocks of our tensors from which a Hugging Face tensor, or a slice of it, is made."""
+        """Return which blocks of our tensors a Hugging Face tensor, or a slice of it, is made from.
+
+        Returns:
+            The dtype to gather each block in, by (our name, (offset, shape)). Adapters that are merged are included.
+        """
         if place.our_name not in self.matrices:
             return {(place.our_name, self._box(place.our_name, place.expert)): self.export.sizes[place.hf_name][1]}
         # Adapters are merged into what is stored, and the sum is rounded.
@@ -190,7 +194,15 @@ class LiveExport:
         return HFBlock(names, boxes, MessagePlan(self.held, wanted, self.group, self.block_bytes))
 
     def _gather(self, source: LocalTensors, block: HFBlock, receives: bool) -> None:
-        """Gather a block in place of the one before. Collective over the group."""
+        """Gather the sources of one block on the ranks that receive tensors, and free those of the block before.
+
+        Collective over the group.
+
+        Args:
+            source: this rank's shards of the model.
+            block: the block.
+            receives: whether this rank gets the tensors.
+        """
         self.gathered.blocks = {}
         for (name, (offset, sizes)), dtype in block.boxes.items() if receives else ():
             shard = TensorShard(empty(sizes, dtype, source.device), offset, self.held[MODEL + name].shape)

@@ -186,7 +186,11 @@ class _Reader:
         return keys
 
     def _add_fused(self, names: list[str]) -> None:
-        """Add the adapters of our weights with these names, which transformers fuses in one matrix, to `tensors`."""
+        """Split the adapter of a matrix that transformers fuses into adapters of our weights; add these to `tensors`.
+
+        Args:
+            names: our names of the weights in the fused matrix.
+        """
         place = self.map.places[names[0]][0]
         if not (keys := self._tensor_keys(names[0], self.map.hf_shapes[place.hf_name][0])):
             return
@@ -336,11 +340,12 @@ class _Reader:
                 yield f"{CONFIG} has {key} = {alpha!r:.80}, which is not a number above 0"
 
     def _alpha(self, path: str, ranks: float = 1) -> float:
-        """Return the alpha that gives an adapter its scale in the folder.
+        """Return the alpha (numerator of the scale alpha / rank) of an adapter as this run's adapters have it.
 
         Args:
-            path: of its module, for the first matching key of alpha_pattern; without one it is lora_alpha.
-            ranks: the adapter's rank here over its rank in the folder.
+            path: path of the adapter's module, for the first matching key of alpha_pattern; without one it is
+                lora_alpha.
+            ranks: the adapter's rank here over its rank in the PEFT folder.
         """
         patterns: dict[str, Any] = self.settings.get("alpha_pattern") or {}
         found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", path))
@@ -349,9 +354,10 @@ class _Reader:
         return float(f"{alpha * math.sqrt(ranks):.12g}") if self.settings.get("use_rslora") else alpha * ranks
 
     def _level_alphas(self) -> None:
-        """Give experts the same alpha as other weights, and scale their B instead, if the factor is a power of two.
+        """Give all adapters of experts the smallest alpha of other weights, and multiply their B instead.
 
-        That is exact in every dtype. PEFT doubles the alpha of gate and up with their rank.
+        Done only where the factor is a power of two, so that it is exact in every dtype. PEFT doubles the alpha of gate
+        and up with their rank.
         """
         others = {alpha for name, alpha in self.alphas.items() if ".experts." not in name}
         experts = {name: alpha for name, alpha in self.alphas.items() if ".experts." in name}

@@ -162,7 +162,10 @@ def _problems(map_: TensorMap, matrices: list[str]) -> list[str]:
 
 
 class _Paths:
-    """The names of PEFT's modules and parameters for our weights, without the layer if all layers have the adapter."""
+    """The entries of PEFT's target_modules and target_parameters for weights of ours that have adapters.
+
+    An entry names no layer if all layers have that adapter.
+    """
 
     def __init__(self, map_: TensorMap, matrices: list[str]):
         self.map, alike = map_, defaultdict(list)

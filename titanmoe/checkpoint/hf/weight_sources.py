@@ -169,7 +169,7 @@ def open_base_weights(adapters: Adapters, base_name: str) -> HuggingFaceSource |
 
 
 class ExportSource(NamedTuple):
-    """What a Hugging Face folder is exported from."""
+    """The weights and files from which a Hugging Face folder is made."""
 
     weights: Weights
     carried: dict[str, Path]
