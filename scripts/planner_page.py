@@ -102,7 +102,7 @@ class Row:
 
     @property
     def fitted(self) -> bool:
-        """Whether a factor or a figure of a stack was fitted to this run."""
+        """True if a factor or a figure of a stack was fitted to this run."""
         return self.row["id"] in CALIBRATION or "split" in self.row
 
 
@@ -241,7 +241,8 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     """Plan the peak memory of a shipped recipe under its own mapping.
 
     Returns:
-        The config, the degrees, and planned bytes by pipeline rank, of the first, the last and the fullest rank.
+        The config, the degrees, and the planned bytes of the first, the last and the fullest pipeline rank, by number
+        of the rank.
     """
     from titanmoe.rehearse.rehearsal import recipe_to_rehearse  # only here, because it takes torch seconds to start
 

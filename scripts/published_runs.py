@@ -79,7 +79,7 @@ class Run:
 
 
 def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
-    """Return the published runs of a JSONL file as dicts, corrected by READ_AGAIN."""
+    """Return the published runs of a JSONL file as dicts, with what READ_AGAIN adds from their sources."""
     rows = [json.loads(line) for line in path.read_text().splitlines() if line]
     for start, more in READ_AGAIN.items():
         rows = [row | more if row["id"].startswith(start) else row for row in rows]

@@ -159,7 +159,7 @@ class Row(NamedTuple):
 
 
 def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Iterator[Row]:
-    """Yield the rows of a mask and length: for each kind of context parallelism our blocks and flex_attention's.
+    """Yield two rows for each kind of context parallelism: of the blocks that our attention and flex_attention compute.
 
     Args:
         name: name of the mask, in MASKS.

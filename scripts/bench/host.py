@@ -60,7 +60,7 @@ class Hopper:
 
 @contextmanager
 def small_kernels() -> Iterator[None]:
-    """Replace kernels by operations on few numbers within this context, so that time is that of the host.
+    """Replace kernels within this context by stand-ins that compute next to nothing, to time the host's work alone.
 
     Integers that Triton's kernels would write are zeros, and loads are even, so that all shapes are legal.
     """
@@ -224,7 +224,7 @@ def device_seconds(config: Any, world: int) -> float:
 
 
 class Side:
-    """A process that imports a checkout of titanmoe and measures when asked to."""
+    """A process that imports one of the checkouts of titanmoe that are compared, and measures when asked to."""
 
     def __init__(self, root: Path, words: list[str]):
         command = [sys.executable, HERE, *words, "--root", root]

@@ -463,7 +463,7 @@ def with_limited_memory(step: Callable[[], Any], device: Any, steps: int, times:
 
 
 def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
-    """Free the trainer's memory, then time the modules of a layer and print the figures (`tell`)."""
+    """Free the trainer's memory, then time each module of a layer, and print a line of JSON for each."""
     import torch
 
     gc.collect()
@@ -614,10 +614,10 @@ def gib(value: float | None) -> str:
 
 
 def show(row: dict[str, Any], new: dict[str, Any]) -> None:
-    """Print the new figures of a row, in columns.
+    """Print the new figures of one row of results, in columns.
 
     Args:
-        row: all figures of a shape on a side so far.
+        row: all figures of a shape on a side (titanmoe or TorchTitan) so far.
         new: those that have just come.
     """
     head = f"{row['shape']:<9} {row['side']:<16}"

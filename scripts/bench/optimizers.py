@@ -35,12 +35,19 @@ COMMON += " --parallelism.experts.ep 1 --checkpoint.enable false --validation.in
 
 
 def read() -> list[dict]:
-    """Return the rows of all runs that have been made so far, from the file of rows."""
+    """Return a dict with "optimizer", "lr", "seed" and "loss" (of each step) for each run that has been made so far."""
     return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
 
 
 def losses(optimizer: str, rate: float, seed: int, *options: str) -> list[float]:
-    """Train in a process of its own, and return the loss of each step."""
+    """Train the debug model in a process of its own, and return the loss of each step.
+
+    Args:
+        optimizer: optimizer.name.
+        rate: optimizer.lr.
+        seed: training.seed.
+        options: further words of the command line.
+    """
     with tempfile.TemporaryDirectory() as folder:
         own = f"--optimizer.name {optimizer} --optimizer.lr {rate} --training.seed {seed} --job.dump_folder {folder}"
         command = [
@@ -58,7 +65,7 @@ def losses(optimizer: str, rate: float, seed: int, *options: str) -> list[float]
 
 
 def run() -> None:
-    """Train all pairs of rate and seed that the file of rows lacks, and append a row for each."""
+    """Train each optimizer at each rate and seed unless ROWS has the result; append each result to ROWS."""
     done = {(row["optimizer"], row["lr"], row["seed"]) for row in read()}
     for seed, rate, optimizer in product(SEEDS, RATES, OPTIMIZERS):
         if (optimizer, rate, seed) not in done:

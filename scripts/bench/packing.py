@@ -26,7 +26,10 @@ LAYOUTS = ((4, 8, 4), (4, 8, 1), (1, 32, 1), (8, 64, 1), (16, 1, 2))  # microbat
 
 
 def imbalances(work_MRB: np.ndarray) -> np.ndarray:
-    """Return how uneven the work of a step is: the ratios "rank" and "microbatch" of this module's docstring.
+    """Return two ratios of how uneven the work of a step is, over data ranks and over microbatches; 1 is even.
+
+    The first is the work of the busiest data rank of each microbatch, summed over the step, over the same sum of means.
+    The second is the work of the heaviest microbatch over the mean.
 
     Args:
         work_MRB: The work by microbatch, data rank and sample.

@@ -83,7 +83,17 @@ def shards(config: Config, runtime: Runtime) -> Targets:
 
 
 def measure(configs: list[Config], runtime: Runtime, folder: Path, rounds: int) -> list[str]:
-    """Return a line for each kind of work. Collective."""
+    """Time planning and making a move between two mappings, beside a save, a load and an export. Collective.
+
+    Args:
+        configs: the config of the source and that of the destination.
+        runtime: this process.
+        folder: folder for the checkpoint.
+        rounds: number of rounds, of which the median counts.
+
+    Returns:
+        Lines of text: bytes sent, then seconds of each kind of work.
+    """
     source, destination = (shards(config, runtime) for config in configs)
     plan, export = Relayout(source, destination), LiveExport(source, configs[0].model)
     gb = sum(prod(place.shape) * place.dtype.itemsize for place in export.held.values()) / 1e9

@@ -324,7 +324,7 @@ def belongs_in_archive(file: Path) -> bool:
 
 
 def groups(parts: list[Part]) -> Iterator[list[Part]]:
-    """Yield the parts that run side by side, as lists, in order."""
+    """Yield, in order, lists of the parts that run side by side: consecutive ones of the same group."""
     for _, together in groupby(enumerate(parts), lambda pair: pair[1].group or pair[0]):
         yield [part for _, part in together]
 

@@ -160,14 +160,17 @@ def bf16(
 
 
 def by_fla(side: Side) -> Result:
-    """Compare a step of linear attention by fla-core's kernels, whose chunks round states more often than ours."""
+    """Compare a step of a model with linear attention, which fla-core's kernels compute, with the CPU's in float64.
+
+    More error is allowed than for our own code: the kernels' chunks round states more often.
+    """
     if not gated_delta_rule.uses_fla("auto", torch.empty(1, dtype=torch.bfloat16, device=side.device)):
         return Result(0.0, 0.0, note="fla-core is not used here: not installed, a wrong Triton, or no GPU")
     return bf16("qwen3_next", side, times=6.0)
 
 
 def init(side: Side) -> Result:
-    """Compare random numbers and initial weights; all but float64 weights must be equal bit by bit."""
+    """Compare random numbers and initial weights with the CPU's; all but float64 weights must be equal bit by bit."""
     index, key = torch.arange(-(1 << 40), 1 << 40, 12345678901), counter_rng.key("law")
     pairs = {
         f"counter_rng.{make.__name__}": [make(key, index.to(where.device)).cpu() for where in (CPU, side)]

@@ -24,7 +24,7 @@ class Row:
 
 
 def read_rows(log: str, results: str) -> list[Row]:
-    """Return the rows that the part wrote itself, by `rows.Rows`."""
+    """Return the rows in `results`, the JSON list that a part wrote by `rows.Rows`; `log` is not used."""
     return [
         Row(row["name"], row["ok"], f"{words(row['figures'])} {row['note']}".strip())
         for row in json.loads(results or "[]")
@@ -32,7 +32,7 @@ def read_rows(log: str, results: str) -> list[Row]:
 
 
 def read_pytest(log: str, results: str) -> list[Row]:
-    """Return a failed row for each failed test, and one row with pytest's last line."""
+    """Return a failed row for each failed test in pytest's log, and a row with its last line."""
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", log, re.MULTILINE)
     last = re.findall(r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*? in .*?s)", log, re.MULTILINE)
     rows = [Row(name.rpartition("/")[2], False, why[:200]) for name, why in failed]
@@ -40,7 +40,7 @@ def read_pytest(log: str, results: str) -> list[Row]:
 
 
 def read_layers(log: str, results: str) -> list[Row]:
-    """Return a row for each model and side that layers.py measured, and one with the times of a layer's modules."""
+    """Return a row for each model and side in the results of layers.py, and one with the times of a layer's modules."""
     rows = []
     for row in json.loads(results or "{}").get("rows", []):
         name = f"{row['shape']} {row['side']}"
@@ -72,7 +72,7 @@ def figure(routing: str, of: dict[str, float]) -> str:
 
 
 def read_lines(log: str, results: str) -> list[Row]:
-    """Return the lines that trace_step.py printed as rows, from its headline on."""
+    """Return as rows the lines that trace_step.py printed to the log, from its headline on."""
     lines = [line.strip() for line in log[max(0, log.find("qwen3, ")) :].splitlines() if line.strip()]
     return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:45], 1)]
 

@@ -36,7 +36,7 @@ EVENTS = ("os.scandir", "os.listdir", "os.mkdir", "os.rename", "os.remove", "os.
 
 
 def strikes(once):
-    """Create the file `once` and return True; return False if an earlier process of the rank has created it."""
+    """Return True if this is the rank's first process that gets here: no file `once` exists, which this creates."""
     try:
         os.close(os.open(once, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -218,7 +218,12 @@ WITH_TORCH = {"flip": flip, "nan": Nan}
 
 
 def later(do, **fault):
-    """Wait until torch is imported, then set up a fault in numbers; runs in a thread of its own."""
+    """Wait until torch is imported, then set up a fault in weights, gradients or outputs; runs in a thread of its own.
+
+    Args:
+        do: kind of the fault, a key of WITH_TORCH.
+        fault: its settings.
+    """
     while not hasattr(sys.modules.get("torch"), "compile"):  # among the last things that importing it defines
         time.sleep(0.01)
     WITH_TORCH[do](**fault)
