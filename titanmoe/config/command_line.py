@@ -105,7 +105,7 @@ def split_words(argv: Sequence[str]) -> CommandLine:
 
 
 def _value(texts: list[str]) -> Any:
-    """Parse the words after an unknown option as a recipe would; return True if there are none."""
+    """Return the value of an unknown option from the words after it, typed as in TOML. True if there are none."""
     try:
         return parse_toml(f"value = {texts[0]}")["value"] if len(texts) == 1 else texts or True
     except ValueError:  # a string without quotes

@@ -279,7 +279,12 @@ def _read_table(data: dict[str, Any], prefix: str, settings: Settings) -> None:
 
 
 def _read_own_table(settings: Settings, own: dict[str, Field]) -> None:
-    """Set the fields of [model.own] from recipe and command line, if the family has them (`own`, by path)."""
+    """Set the fields of [model.own] from recipe and command line; add a problem for each that the family does not have.
+
+    Args:
+        settings: the values of the table as they were read, and the settings to change.
+        own: the fields that the family has, by path.
+    """
     family_known = settings.refused.isdisjoint(("model.family", "model.size"))
     for path, value in settings.own.items():
         if path in own and path in settings.on_command_line:
