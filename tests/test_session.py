@@ -17,8 +17,10 @@ from tests.support import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
+from titanmoe.data.loader import Loader
 from titanmoe.models import vocabulary
 from titanmoe.open_session import NoLoader
+from titanmoe.parallel.grad_norm import local_grad
 from titanmoe.session import Session
 from titanmoe.train.launch import scoring_config
 from titanmoe.train.world_batch import make_batch
@@ -182,22 +184,59 @@ def test_a_function_and_an_objective_in_one_step(name: str) -> None:
     compare(got, expected)
 
 
-def sgd_of(changes: dict[str, Any]) -> torch.Tensor:
-    """The gradient of the embedding by plain descent: a factor of dp in a loss would show here."""
+def sgd_of(changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights after a step of plain descent, of which AdamW would hide a factor of the ranks in the loss."""
     session = open_session(changes)
-    before = parity.whole(session.training.parameters, session.training.runtime.rank, session.training.fold)
-    session.forward_backward(samples(session, 0, 4), lambda log_p, batch: -log_p.sum())
-    scalars = session.training.gradients
-    scalars.finish_gradients()
-    grads = {name: p.grad for name, p in session.training.gradients.trained.items()}
-    return before, parity.whole(grads, session.training.runtime.rank, session.training.fold)
+    training = session.training
+
+    @torch.no_grad()
+    def descend(rate: float, norm: torch.Tensor) -> None:
+        for name, shard in training.optimizer.local_shards.items():
+            shard.add_(local_grad(training.gradients.trained[name]), alpha=-rate)
+
+    with mock.patch.object(training.optimizer, "step", descend):
+        session.forward_backward(samples(session, 0, 4), lambda log_p, batch: -log_p.sum())
+        session.optim_step(rate=0.1)
+    return parity.whole(training.parameters, training.runtime.rank, training.fold)
 
 
 def test_gradients_of_a_function_have_no_factor_of_the_ranks() -> None:
-    ((_, expected), *_) = world.run(1, sgd_of, {})
-    ((_, got), *_) = world.run(2, sgd_of, {})
+    without_clipping = {"optimizer.max_grad_norm": 0.0}
+    (expected, *_) = world.run(1, sgd_of, without_clipping)
+    (got, *_) = world.run(2, sgd_of, without_clipping)
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12)
+
+
+def spikes(changes: dict[str, Any]) -> list[int]:
+    """Number of skipped steps after each of a row, whose functions have a spike of the loss, then of the gradients."""
+    session, skipped = open_session(changes), []
+    for factor, shift in [(1, 0)] * 4 + [(1, 1e6), (1e4, 0), (1, 0)]:
+        session.forward_backward(samples(session, 0, 4), lambda log_p, batch: shift - factor * log_p.sum())  # noqa: B023
+        skipped.append(session.optim_step()["skipped_steps"])
+    return skipped
+
+
+def test_a_spike_of_a_function_is_one_of_the_gradient_norm() -> None:
+    """Rewards move its loss. The skipped samples have no numbers to report."""
+    (skipped, *_) = world.run(2, spikes, {"optimizer.skip_spikes": 6.0, "optimizer.skip_window": 8})
+    assert skipped == [0, 0, 0, 0, 0, 1, 1]
+
+
+def with_the_recipes_data(changes: dict[str, Any]) -> list[Any]:
+    """The losses of two steps by the page's function, and by the training loop on the same data."""
+    names: dict[str, Any] = {}
+    exec(next(block for block in blocks() if "def step_of_the_recipe" in block), names)
+    session, trainer = open_session(changes), parity.make_trainer(changes)
+    loader = Loader(session.config, session.meshes.data.rank, session.meshes.data.size)
+    rows = [[names["step_of_the_recipe"](session, loader), trainer.train_step()] for _ in range(2)]
+    return [[report["loss"] for report in row] for row in rows]
+
+
+def test_a_recipes_data_is_read_where_the_caller_opens_it() -> None:
+    changes = MAPPINGS["pp 2, dp 2, ep 2"][1] | {"data.source": "synthetic"}
+    for mine, theirs in world.run(4, with_the_recipes_data, changes)[0]:
+        assert mine == pytest.approx(theirs, rel=1e-12)
 
 
 def misuse(changes: dict[str, Any]) -> list[str]:
@@ -215,6 +254,7 @@ def misuse(changes: dict[str, Any]) -> list[str]:
     refused(lambda: session.forward_backward(batch, "distillation"))
     refused(lambda: session.forward_backward(batch, weighted, counts=session.count(batch)))
     refused(lambda: session.log_probs(batch, temperature=0.0))
+    refused(lambda: session.count(batch, divisor=0))
     assert session.step == 0
     session.forward_backward(batch)
     refused(lambda: session.forward_backward(batch))
@@ -233,6 +273,7 @@ def test_misuse_is_refused_with_what_to_do() -> None:
         'set training.objective = "distillation"',
         "counts has no objective",
         "temperature = 0.0",
+        "divisor = 0 divides the loss",
         "total = run.count(a) + run.count(b)",
         "a step is open: call optim_step before save",
     ]
@@ -257,6 +298,8 @@ def test_a_batch_is_padded_and_its_mistakes_are_named() -> None:
         ([[1, 10]], {}, "id 10 is not below model.vocab_size = 10"),
         ([[1, 2]], {"labels": [[1]]}, "labels has 1 values for 2 ids of sample 0"),
         ([[1, 2]], {"columns": {"weight": [[1.0, 1.0], [1.0, 1.0]]}}, "weight has 2 samples and ids 1"),
+        ([[1, 2]], {"columns": {"weight": [[1.0, 1.0, 1.0]]}}, "weight has 3 values for 2 ids of sample 0"),
+        ([[1, 2]], {"columns": {"routes": [torch.zeros(3, 2, 2)]}}, "routes has 3 values for 2 ids of sample 0"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             make_batch(ids, **more, **shape)

@@ -57,6 +57,40 @@ def test_weights_go_to_another_mapping_and_to_a_hugging_face_folder(tmp_path: Pa
     assert stored.keys() == weights.keys() and all(torch.equal(x, stored[name]) for name, x in weights.items())
 
 
+ELSEWHERE = """
+[job]
+ranks = 1
+[model]
+family = "mixtral"
+size = "debug"
+[training]
+epochs = 2
+seq_len = 16
+device = "cpu"
+[data]
+source = "files"
+format = "chat"
+paths = ["nowhere/chats.jsonl"]
+tokenizer = "nowhere"
+chat_template = "nowhere/template.jinja"
+[validation]
+interval = 5
+paths = ["nowhere/more.jsonl"]
+"""
+
+
+def opened_without_data(recipe: str, folder: str) -> float:
+    run = titanmoe.open(recipe, {"job.dump_folder": folder})
+    run.forward_backward(run.batch([[1, 2, 3]]))
+    return run.optim_step()["loss"]
+
+
+def test_a_run_opens_without_its_data(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(ELSEWHERE, encoding="utf-8")
+    (loss,) = world.run(1, opened_without_data, str(tmp_path / "recipe.toml"), str(tmp_path / "runs"))
+    assert 0 < loss < 20
+
+
 def not_exported(changes: dict[str, Any], folder: str) -> list[str]:
     """Messages of exports to where no folder can be, or where another kind of folder is; the run goes on."""
     session, messages = open_session(changes), []

@@ -165,6 +165,8 @@ class Session:
             divisor: count of the objective over the batch; None: its own, which is the number of labels for a function.
             per_data_rank: as in `forward_backward`.
         """
+        if divisor is not None and not 0 < divisor < math.inf:
+            raise ConfigError([f"divisor = {divisor} divides the loss: give more than 0, or leave the step out"])
         return self._count(self._local(batch, per_data_rank), objective, divisor)
 
     def _count(self, local: DataRankBatch, name: ObjectiveName, divisor: float | None = None) -> Counts:
@@ -371,6 +373,8 @@ class Session:
         total = reduce(_add, (replace(sums, metrics=metrics) for _, sums in self._results))
         constant = sum({id(objective): objective.constant for objective, _ in self._results}.values())
         totals = self._totals(counts)
+        # Rewards move the loss of a function.
+        training.state.skips.judges_loss = not any(isinstance(one, OfLogProbs) for one, _ in self._results)
         step = training.gradients.reduce(replace(total, metrics=metrics), totals, [*by_name], constant)
         self._counts, self._samples, self._results = None, 0, []
         rate = training.rate(training.state.step) if rate is None else rate

@@ -109,7 +109,9 @@ class Guard:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.loader.digest_samples(batches))
         samples = sorted({number: digest for theirs in everyone for number, digest in theirs.items()}.items())
-        text = f"no update, because of {why}; samples {samples[0][0]} to {samples[-1][0]} of the run"
+        text = f"no update, because of {why}"
+        if samples:  # a Session's have no numbers
+            text += f"; samples {samples[0][0]} to {samples[-1][0]} of the run"
         observe.active.event(self.state.step, "skip", text, samples=[list(sample) for sample in samples])
         self.state.skips.check_limit(self.state.step, why)
 

@@ -33,6 +33,8 @@ class SkipRule:
         """Number of steps of the run without an update, for any reason, such as data.skip_steps."""
         self.in_a_row = 0
         """Number of consecutive steps up to now that this rule has skipped."""
+        self.judges_loss = True
+        """Whether a step is judged by its loss too, not by its gradient norm alone. A loss must be finite anyway."""
 
     def find_outlier(self, loss: float, norm: float, sigmas: float) -> str:
         """Return a text on what is unusual about a step's loss or gradient norm; "" if nothing is.
@@ -45,7 +47,7 @@ class SkipRule:
         for (name, before), value in zip(self.before.items(), (loss, norm), strict=True):
             if not math.isfinite(value):
                 return f"{name} {value}"
-            if len(before) >= self.options.skip_window // 2:
+            if len(before) >= self.options.skip_window // 2 and (self.judges_loss or name != "loss"):
                 mean = fmean(before)
                 deviation = max(math.sqrt(fmean((x - mean) ** 2 for x in before)), MIN_DEVIATION * abs(mean))
                 if value > mean + sigmas * deviation:
