@@ -11,9 +11,9 @@ import torch
 from tests import parity, world
 from tests.test_session import MAPPINGS, SAMPLES, open_session, samples
 from titanmoe.config import ConfigError
-from titanmoe.data.batch import Batch
+from titanmoe.data.batch import ROUTES, Batch
 from titanmoe.policy import PolicyLoss, group_advantages, token_weights
-from titanmoe.tokens import IGNORE
+from titanmoe.tokens import IGNORE, NOT_RECORDED
 
 LOSSES = {
     "grpo": PolicyLoss(),
@@ -78,8 +78,30 @@ def test_values_and_gradients_are_the_papers(name: str, documents: bool) -> None
     assert value.item() == pytest.approx(expected.item(), rel=1e-12)
     (got,), (want,) = torch.autograd.grad(value, log_p), torch.autograd.grad(expected, log_p)
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
-    watched = LOSSES[name].metrics(log_p.detach(), batch)
+    routes = torch.zeros(3, 16, 2, 2, dtype=torch.int16)
+    routes[0, :12] = NOT_RECORDED
+    more = {"age": torch.tensor([0, 9, 3]), ROUTES: routes}  # sample 1 has no label
+    watched = LOSSES[name].metrics(log_p.detach(), batch._replace(extra_fields=batch.extra_fields | more))
+    assert watched["policy.age"] == 1.5 and watched["policy.age_max"] == 3
+    assert watched["policy.routes_not_recorded"] == 0.25
     assert 0 < watched["policy.clipped"] < 1 and watched["policy.ratio_p1"] < watched["policy.ratio_p99"]
+
+
+def test_what_the_gradients_of_the_divergences_are() -> None:
+    """Expected over the model's own samples: both estimate KL(model | reference), and neither has its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    logits, reference = torch.randn(2, 6, dtype=torch.float64, generator=generator).log_softmax(-1)
+    log_p = logits.requires_grad_().log_softmax(-1)
+    batch = Batch(torch.arange(6).view(1, 6), torch.arange(6).view(1, 6), torch.ones(1, 6, dtype=torch.bool))
+    batch = batch._replace(extra_fields={"reference": reference.view(1, 6)})
+    p = log_p.detach().exp()
+    forward_kl = (reference.exp() * (reference - log_p)).sum()
+    (of_forward_kl,) = torch.autograd.grad(forward_kl, logits, retain_graph=True)
+    for estimator, gradient in (("k1", torch.zeros(6, dtype=torch.float64)), ("k3", of_forward_kl)):
+        value = (PolicyLoss(estimator=estimator).divergence(log_p.view(1, 6), batch) * p).sum()
+        assert value.item() == pytest.approx((p * (log_p.detach() - reference)).sum().item(), rel=1e-12)
+        (got,) = torch.autograd.grad(value, logits, retain_graph=True)
+        torch.testing.assert_close(got, gradient, rtol=1e-12, atol=1e-14)
 
 
 def policy_step(changes: dict[str, Any], spans: list[tuple[int, int]]) -> dict[str, Any]:

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import Batch
-from titanmoe.tokens import IGNORE
+from titanmoe.data.batch import ROUTES, Batch
+from titanmoe.tokens import IGNORE, NOT_RECORDED
 
 Normalisation = Literal["sample", "token", "constant"]
 
@@ -196,8 +196,10 @@ class PolicyLoss:
         """Return metrics of the given samples by name, for reports; {} if every label's weight is 0. No communication.
 
         They are the fraction of clipped labels and quantiles of the ratio to the old policy; with `entropy_NL` the mean
-        entropy; with the column "reference" the mean divergence from that model; and with the column "generator" the
-        mean and largest difference of log-probabilities between generator and old policy.
+        entropy; with the column "reference" the mean divergence from that model; with the column "generator" the mean
+        and largest difference of log-probabilities between generator and old policy; with the column "age" (N,), steps
+        made since a sample's generator got its weights, its mean and largest value; and with "routes" the fraction of
+        tokens whose routes were not recorded, which routers choose themselves.
 
         Args:
             log_probs_NL: log-probability of each label, as `forward_backward` returned them.
@@ -221,6 +223,12 @@ class PolicyLoss:
         if "generator" in column:
             mismatch = (column["old"] - column["generator"])[is_label_NL].abs().double()
             out |= {"policy.mismatch": float(mismatch.mean()), "policy.mismatch_max": float(mismatch.max())}
+        if "age" in column:
+            age = column["age"][is_label_NL.any(1)].double()
+            out |= {"policy.age": float(age.mean()), "policy.age_max": float(age.max())}
+        if ROUTES in column:
+            is_fresh = column[ROUTES][batch.valid_BS.to(log_probs_NL.device)] == NOT_RECORDED
+            out["policy.routes_not_recorded"] = float(is_fresh.double().mean())
         return out
 
 
