@@ -40,6 +40,11 @@ COVER: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"parallelism.experts.ep": 2, "model.num_layers": 3, "model.num_dense_layers": 1, "model.dense_hidden": 16},
     ),
+    "virtual stages, packed": (
+        4,
+        OF_PP | {"pipeline.schedule": "Interleaved1F1B", "model.num_layers": 4, "data.packing": "documents"},
+    ),
+    "cp, packed": (2, {"parallelism.cp": 2, "data.packing": "documents"}),
 }
 
 
@@ -60,7 +65,8 @@ def replayed(changes: dict[str, Any], own: bool = False) -> dict[str, Any]:
     if changes.get("compile.enable"):
         torch._dynamo.reset()
     session = open_session(changes)
-    batch = samples(session, 0, SAMPLES)
+    documents = session.config.data.packing == "documents"
+    batch = parity.batch(session.config, list(range(SAMPLES)), documents=documents)
     log_probs, recorded = session.log_probs_and_routes(batch)
     routes = recorded.experts_NSLK if own else random_routes(session, SAMPLES)
     given = batch._replace(extra_fields={ROUTES: routes})
@@ -79,9 +85,8 @@ def replayed(changes: dict[str, Any], own: bool = False) -> dict[str, Any]:
 
 
 @functools.cache
-def on_one_rank(own: bool, dense: bool = False) -> dict[str, Any]:
-    model = {"model.num_layers": 3, "model.num_dense_layers": 1, "model.dense_hidden": 16} if dense else {}
-    return world.run(1, replayed, model, own)[0]
+def on_one_rank(changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return world.run(1, replayed, dict(changes))[0]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,7 @@ def on_one_rank(own: bool, dense: bool = False) -> dict[str, Any]:
 def test_given_experts_give_one_ranks_numbers(name: str) -> None:
     size, mapping = COVER[name]
     (got, *_) = world.run(size, replayed, mapping)
-    expected = on_one_rank(False, dense="dense" in name)
+    expected = on_one_rank(tuple(x for x in mapping.items() if x[0].startswith(("model.", "data."))))
     assert torch.equal(got["recorded"], expected["recorded"]) and torch.equal(got["fresh"], expected["fresh"])
     assert got["mismatch"] == expected["mismatch"] > 0.3
     assert not torch.allclose(got["before"], got["log_probs"])
@@ -137,6 +142,60 @@ def with_frozen_choice(changes: dict[str, Any]) -> tuple[float, float]:
 def test_a_given_choice_is_that_of_a_router_which_chooses_so() -> None:
     ((given, frozen),) = world.run(1, with_frozen_choice, {"optimizer.weight_decay": 0.0})
     assert given == frozen
+
+
+def of_the_old_policy(changes: dict[str, Any]) -> None:
+    """R2: the trainer's own choices before the first of several updates."""
+    session = open_session(changes)
+    batch = samples(session, 0, 4)
+    old_log_probs, routes = session.log_probs_and_routes(batch)
+    given = batch._replace(extra_fields={ROUTES: routes.experts_NSLK})
+    flat = routes.experts_NSLK.flatten(0, 1).to(torch.int64).clamp(min=0)
+    for _ in range(3):
+        with parity.frozen({layer: flat[:, layer] for layer in range(flat.shape[1])}):
+            expected = session.log_probs(batch)
+        result = session.forward_backward(given, log_probs=True, routes=True)
+        torch.testing.assert_close(result.log_probs, expected, rtol=0, atol=1e-12)
+        session.optim_step(rate=0.1)
+    assert not torch.allclose(result.log_probs, old_log_probs)
+    assert route_mismatch(routes, result.routes) > 0, "the routers would choose others by now"
+
+
+def of_the_generator(changes: dict[str, Any]) -> None:
+    """R3: one batch with the generator's choices for old log-probabilities and training, whose ratio is then 1."""
+    session = open_session(changes)
+    batch = samples(session, 0, 4)
+    given = batch._replace(extra_fields={ROUTES: random_routes(session, 4)})
+    old_log_probs = session.log_probs(given)
+    result = session.forward_backward(given, log_probs=True)
+    session.optim_step(rate=0.1)
+    assert torch.equal(result.log_probs, old_log_probs)
+    assert not torch.allclose(session.log_probs(batch), old_log_probs)
+
+
+@pytest.mark.parametrize("replay", [of_the_old_policy, of_the_generator])
+def test_which_choices_are_replayed_is_the_callers(replay: Any) -> None:
+    world.run(2, replay, {"parallelism.experts.ep": 2})
+
+
+def first_layer(changes: dict[str, Any], gives: bool) -> list[torch.Tensor]:
+    """The routes that the first layer records, and its selection biases after a step."""
+    session = open_session(changes)
+    batch = samples(session, 0, 4)
+    fields = {ROUTES: random_routes(session, 4)} if gives else {}
+    result = session.forward_backward(batch._replace(extra_fields=fields), routes=True)
+    session.optim_step()
+    bias = next(bias for name, bias in session.training.buffers.items() if "layers.0." in name)
+    return [result.routes.experts_NSLK[:, :, 0], bias]
+
+
+def test_biases_follow_the_routers_own_choice_and_routes_are_recorded_before_capacity() -> None:
+    changes = {"parallelism.experts.ep": 2, "moe.bias_update_rate": 0.1}
+    (routes, bias), *_ = world.run(2, first_layer, changes, False)
+    assert bias.any()
+    for more, gives in ((changes, True), (changes | {"moe.capacity_factor": 0.5}, False)):
+        (own, moved), *_ = world.run(2, first_layer, more, gives)
+        assert torch.equal(own, routes) and torch.equal(moved, bias)
 
 
 def test_a_column_shifted_by_one_token_is_noticed() -> None:
