@@ -176,7 +176,7 @@ class Data:
     source: Literal["stdlib", "files", "synthetic"] = "stdlib"
     """Where the training text comes from. stdlib: the source code of this machine's Python standard library. files: the entries of `paths`. synthetic: random tokens, for benchmarks."""
     paths: list[str] = field(default_factory=list)
-    """Files, folders, globs, or folders of token shards (made by `titanmoe tokenize`, recommended for large runs), for source = "files". Each entry is one source of the mix."""
+    """Files, folders, globs, folders of token shards (made by `titanmoe tokenize`, recommended for large runs), or data sets on the hub ("hf:OWNER/NAME:SPLIT"), for source = "files". Each entry is one source of the mix."""
     weights: Annotated[list[float], NOT_NEGATIVE] = field(default_factory=list)
     """Relative number of samples drawn from each entry of `paths`. Empty: in proportion to their tokens, so that all sources finish an epoch together."""
     format: str = "auto"

@@ -12,6 +12,7 @@ from typing import Any
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.formats import FORMATS
+from titanmoe.data.hub_datasets import is_hub_dataset, parse_name
 from titanmoe.data.remote import is_url
 from titanmoe.data.token_scores import TopK, open_teacher_scores
 from titanmoe.data.token_shards import MANIFEST, ShardDocuments, is_shards, read_manifest
@@ -28,14 +29,14 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
 
     Args:
         config: the recipe.
-        entry: a file, folder, glob or URL.
+        entry: a file, folder, glob, URL or data set on the hub.
         field: field of the records that holds the document; "" for data.field.
 
     Raises:
         ConfigError: the entry cannot be read, or does not fit the recipe's vocabulary or tokenizer.
     """
     path = _find_path(config, entry)
-    name = path.name or entry
+    name = parse_name(entry).label if is_hub_dataset(entry) else path.name or entry
     if _is_tokenized(config, path):
         documents = ShardDocuments(path, name)
     else:
@@ -63,7 +64,7 @@ def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan |
 
     Args:
         config: the recipe.
-        entry: a file, folder, glob or URL.
+        entry: a file, folder, glob, URL or data set on the hub.
         field: field of the records that holds the document; "" for data.field.
 
     Raises:
@@ -78,9 +79,10 @@ def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan |
 def _find_path(config: Config, entry: str) -> Path:
     """Return the path of an entry of data.paths, or raise a ConfigError if it does not exist."""
     path = Path(entry).expanduser()
-    if is_url(entry) and FORMATS.look_up(config.data.format).tokenized:
+    is_remote = is_url(entry) or is_hub_dataset(entry)
+    if is_remote and FORMATS.look_up(config.data.format).tokenized:
         raise ConfigError([f"{entry!r}: token shards are read from a disk: copy their folder to one"])
-    if not is_url(entry) and not path.exists() and not glob.has_magic(entry):
+    if not is_remote and not path.exists() and not glob.has_magic(entry):
         raise ConfigError(
             [
                 f"{entry!r} does not exist (looked for {path.absolute()}): make it with `titanmoe tokenize`, for which "

@@ -1,4 +1,4 @@
-"""From paths that a user gives to records: files, folders, globs and URLs, read by the format of each file."""
+"""From paths that a user gives to records: files, folders, globs, URLs, data sets on the hub, read by their formats."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from titanmoe.config import ConfigError
 from titanmoe.data.decompress import COMPRESSED
 from titanmoe.data.formats import FORMATS
+from titanmoe.data.hub_datasets import fetch_files, is_hub_dataset
 from titanmoe.data.record_reader import BadRecord, InputFile, Record, RecordReader, Span, file_errors
 from titanmoe.data.remote import find_remote_files, is_url
 
@@ -20,7 +21,7 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
     """Return all input files that the paths name, in the order of the paths; those of a folder sorted by name.
 
     Args:
-        paths: files, folders, globs and URLs.
+        paths: files, folders, globs, URLs, and data sets on the hub.
         format: name of the data format, such as "auto".
 
     Raises:
@@ -32,6 +33,9 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
     for name in paths:
         if is_url(name):
             inputs += _find_remote_inputs(name, format, problems)
+            continue
+        if is_hub_dataset(name):
+            inputs += _find_hub_inputs(name, format, problems)
             continue
         path = Path(name).expanduser()
         if path.is_file():
@@ -73,6 +77,23 @@ def _find_remote_inputs(url: str, format: str, problems: list[str]) -> list[Inpu
     if not taken:
         problems.append(f"{url!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
     return [InputFile(f.url, spec.file_format(extension) or format, f.bytes, f.version) for f, extension in taken]
+
+
+def _find_hub_inputs(name: str, format: str, problems: list[str]) -> list[InputFile]:
+    """Return the files of a data set on the hub, fetched if need be; append error messages to `problems`."""
+    spec = FORMATS.look_up(format)
+    try:
+        by_extension = [(file, _uncompressed_extension(file.path)) for file in fetch_files(name)]
+    except ConfigError as error:
+        problems += error.problems
+        return []
+    taken = [(file, extension) for file, extension in by_extension if spec.accepts(extension)]
+    if not taken:
+        problems.append(f"{name!r} contains no files of format {format}")
+    return [
+        InputFile(str(f.path), spec.file_format(extension) or format, f.path.stat().st_size, 0, f.identity)
+        for f, extension in taken
+    ]
 
 
 def _walk(root: Path) -> list[Path]:

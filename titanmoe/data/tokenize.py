@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import titanmoe
 from titanmoe.config import ConfigError
 from titanmoe.data.chat_layouts import layout_of
 from titanmoe.data.formats import FORMATS
+from titanmoe.data.hub_datasets import pin_name
 from titanmoe.data.read_files import find_files, read_records, split_spans
 from titanmoe.data.record_reader import InputFile, Record, Span
 from titanmoe.data.remote import is_url
@@ -101,6 +102,7 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
     chat = collect_problems(open_job_chat, job, tokenizer) if tokenizer else None
     if problems:
         raise ConfigError(problems)
+    job = replace(job, paths=[pin_name(path) for path in job.paths])
     settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
     if not job.label_weights:  # older shards have no such setting, and keep their identity
         del settings["label_weights"]
@@ -110,7 +112,8 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
             optional_fields  # older shards were made without the records' tools, and keep their identity
         )
     settings |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
-    inputs = [(s.file if is_url(s.file) else str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
+    places = [s.identity or (s.file if is_url(s.file) else str(Path(s.file).resolve())) for s in sources]
+    inputs = [(place, s.kind, s.bytes, s.mtime_ns) for place, s in zip(places, sources, strict=True)]
     identity = hashlib.blake2b(json.dumps([settings, inputs]).encode(), digest_size=16).hexdigest()
     layout = layout_of(firsts[0]) if firsts and job.conversations and job.field == "text" else ""
     return ShardPlan(job, tokenizer, sources, identity, layout)

@@ -29,7 +29,9 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
         epilog=EPILOG,
     )
     parser.set_defaults(run=run_tokenize)
-    parser.add_argument("paths", metavar="IN", nargs="*", help="files, folders, globs; .gz and .zst too")
+    parser.add_argument(
+        "paths", metavar="IN", nargs="*", help="files (.gz, .zst too), folders, globs, hf:OWNER/NAME:SPLIT"
+    )
     parser.add_argument("--out", metavar="DIR", help="the folder to make")
     parser.add_argument(
         "--tokenizer", metavar="T", default="bytes", help='tokenizer.json or its folder (default "bytes")'

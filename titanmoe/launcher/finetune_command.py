@@ -34,7 +34,8 @@ Writes NAME.toml, a recipe that fine-tunes the model on the data with what this 
 same command again, or titanmoe train NAME.toml, goes on.
 
   MODEL       a Mixture-of-Experts model in Hugging Face's format: a folder, or its name on the hub
-  DATA ...    chats, or with --dpo preference pairs: JSONL, Parquet or token shards (docs/data.md)
+  DATA ...    chats, or with --dpo preference pairs: JSONL, Parquet, token shards, or hf:OWNER/NAME:SPLIT on the hub
+              (docs/data.md)
   --full      train all weights (the default)
   --lora      train adapters of rank 16 beside attention and experts
   --dpo       prefer the chosen completions of pairs to the rejected ones; without it, learn the answers of chats

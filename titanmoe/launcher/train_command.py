@@ -267,6 +267,8 @@ def final_config(
         MappingMisfit: the mapping does not fit the number of ranks.
         ConfigError: something else cannot run; all problems at once.
     """
+    from titanmoe.checkpoint.choose_checkpoint import record_to_resume
+    from titanmoe.data.hub_datasets import pin_datasets
     from titanmoe.train.launch import fit_to_world, resolve, scoring_config
     from titanmoe.train.refusals import check_inputs_and_resolve, refusals
     from titanmoe.train.run_folder import refuse_live_folder
@@ -288,6 +290,7 @@ def final_config(
 
     def finish(config: Config) -> Config:
         nonlocal checked
+        config = pin_datasets(config, record_to_resume)
         checked = CheckedConfig(config, world, draft.source, request.scores)
         if request.nodes == 1:  # with several, a node may join a run that is going
             refuse_live_folder(config)

@@ -21,6 +21,7 @@ from titanmoe.config.component_kinds import Components
 from titanmoe.config.load import Draft, read_draft
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
+from titanmoe.data.hub_datasets import pin_datasets
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.legal_mappings import refit
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
@@ -146,7 +147,7 @@ def read_config(argv: list[str], world: int, components: Components, check_input
 
     def finish(config: Config) -> Config:
         nonlocal change
-        config, change = fit_to_world(config, node, world)
+        config, change = fit_to_world(pin_datasets(config, record_to_resume), node, world)
         if check_inputs and not draft.command_line.print_config:
             return check_inputs_and_resolve(config, lambda config: resolve(config, world))
         return resolve(config, world)

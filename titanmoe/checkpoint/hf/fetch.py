@@ -6,12 +6,10 @@ process of each machine; the others wait for it.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from titanmoe.checkpoint.choose_checkpoint import has_begun
 from titanmoe.checkpoint.hf.config_json import CONFIG, read_json
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config
+from titanmoe.data.hub import MAIN, HubRepo, one_at_a_time
 from titanmoe.data.remote import file_system, is_url, url_errors
 from titanmoe.data.tokenizer import FILE, OTHER_FILES
 
@@ -66,11 +65,7 @@ def local_folder(name: str) -> Path | None:
         folder = _url_cache() / _url_key(name)
         return folder if _has_weights(folder) else None
     if hub := _hub_name(name):
-        try:
-            from huggingface_hub.constants import HF_HUB_CACHE
-        except ImportError:
-            return None
-        folder = _cached(_repo_cache(Path(HF_HUB_CACHE), hub[0]), hub[1])
+        folder = hub.cached_folder()
         return folder if folder and _has_weights(folder) else None
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else None
@@ -104,7 +99,7 @@ def pin_revision(name: str, folder: Path) -> str:
         folder: the folder where it is on this machine.
     """
     hub = _hub_name(name)
-    return f"{hub[0]}@{folder.name}" if hub else name
+    return f"{hub.name}@{folder.name}" if hub else name
 
 
 def fingerprint(name: str, folder: Path) -> str:
@@ -140,10 +135,10 @@ def is_remote(name: str) -> bool:
     return is_url(name) or _hub_name(name) is not None
 
 
-def _hub_name(name: str) -> tuple[str, str] | None:
-    """Return "OWNER/MODEL" and the revision of a name on the hub; None for paths, and for what exists here."""
+def _hub_name(name: str) -> HubRepo | None:
+    """Return the repository and revision of a name on the hub; None for paths, and for what exists here."""
     match = HUB_NAME.fullmatch(name)
-    return (match[1], match[2] or "main") if match and not Path(name).exists() else None
+    return HubRepo(match[1], match[2] or MAIN) if match and not Path(name).exists() else None
 
 
 def _has_weights(folder: Path) -> bool:
@@ -157,92 +152,31 @@ def _folder(name: str, patterns: tuple[str, ...], complete: Callable[[Path], boo
     if is_url(name):
         return _from_url(name, patterns, complete)
     if hub := _hub_name(name):
-        return _from_hub(*hub, patterns, complete)
+        return _from_hub(hub, patterns, complete)
     return Path(name).expanduser()
-
-
-@contextmanager
-def _one_at_a_time(folder: Path, key: str) -> Iterator[None]:
-    """Hold a file lock in a cache folder, so that one process fetches and others then find what it fetched.
-
-    Args:
-        folder: the cache.
-        key: name of what is fetched.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        stream = (folder / f".titanmoe-{key}.lock").open("w")
-    except OSError as error:
-        raise ConfigError([f"cannot write to the cache {folder}: {error.strerror}"]) from None
-    with stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 # ---- the hub
 
 
-def _from_hub(repo: str, revision: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
+def _from_hub(repo: HubRepo, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
     """Return the folder of a model in the hub's cache, downloading it if it is not complete there.
 
-    The hub is not asked for anything newer than the cache has: ranks that start one after the other agree, and a run
-    goes on with what it began with.
-
     Args:
-        repo: OWNER/MODEL.
-        revision: a branch, tag or commit.
+        repo: the model's repository.
         patterns: patterns of the files to download.
         complete: returns whether a folder has all that is needed.
     """
-    if repo == SMALL_MODEL:
+    if repo.name == SMALL_MODEL:
         make = f"make it and its data with {MAKE_SMALL_MODEL}, in titanmoe's folder"
-        raise ConfigError([f"{repo} is no folder here (looked for {Path(repo).absolute()}): {make}"])
-    try:
+        raise ConfigError([f"{repo.name} is no folder here (looked for {Path(repo.name).absolute()}): {make}"])
+
+    def download(revision: str) -> str:
         import huggingface_hub
-        from huggingface_hub.constants import HF_HUB_CACHE
-    except ImportError:
-        needs = 'fetching it needs the package huggingface_hub: pip install "titanmoe[hub]"'
-        raise ConfigError([f"{repo} is no folder here, and {needs}"]) from None
-    cache = Path(HF_HUB_CACHE)
-    repo_cache = _repo_cache(cache, repo)
-    if (folder := _cached(repo_cache, revision)) and complete(folder):
-        return folder
-    with _one_at_a_time(cache, repo_cache.name):
-        if (folder := _cached(repo_cache, revision)) and complete(folder):
-            return folder
-        # The revision that is there in part already, or the newest.
-        exact = folder.name if folder else revision
-        try:
-            return Path(huggingface_hub.snapshot_download(repo, revision=exact, allow_patterns=list(patterns)))
-        except Exception as error:  # the package raises its own, its HTTP client's, and the system's
-            raise ConfigError([_not_fetched(repo, revision, cache, error)]) from None
 
+        return huggingface_hub.snapshot_download(repo.name, revision=revision, allow_patterns=list(patterns))
 
-def _repo_cache(cache: Path, repo: str) -> Path:
-    return cache / f"models--{repo.replace('/', '--')}"
-
-
-def _cached(repo_cache: Path, revision: str) -> Path | None:
-    """Return the folder of a model's revision in the hub's cache, complete or not; None if there is none.
-
-    Args:
-        repo_cache: the model's folder in the cache.
-        revision: a branch, tag or commit.
-    """
-    reference = repo_cache / "refs" / revision
-    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
-    folder = repo_cache / "snapshots" / commit
-    return folder if folder.is_dir() else None
-
-
-def _not_fetched(repo: str, revision: str, cache: Path, error: Exception) -> str:
-    first_line = str(error).strip().partition("\n")[0].rstrip(".")
-    why = f"{type(error).__name__}: {first_line}"
-    return (
-        f"{repo} is no folder here, the cache {cache} does not have the Hugging Face model of that name (revision "
-        f"{revision}), or not all of it, and it cannot be fetched: {why}: check the name, the network and HF_TOKEN, or "
-        f"fetch it elsewhere (hf download {repo}) and name the folder"
-    )
+    return repo.fetch(complete, download)
 
 
 # ---- URLs
@@ -261,7 +195,7 @@ def _from_url(url: str, patterns: tuple[str, ...], complete: Callable[[Path], bo
     folder = cache / key
     if complete(folder):
         return folder
-    with _one_at_a_time(cache, key):
+    with one_at_a_time(cache, key):
         if not complete(folder):
             system, root = file_system(url.rstrip("/"))
             with url_errors(url):
