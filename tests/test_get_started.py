@@ -41,7 +41,7 @@ class Newcomer:
 
     def starts(self, words: list[str], said: str = "") -> processes.Started:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        return processes.Started(words, environment, cwd=self.folder, forks="train" in words, stdin=said)
+        return processes.Started(words, environment, cwd=self.folder, forks=True, stdin=said)
 
     def has(self, words: list[str], code: int = 0, said: str = "") -> str:
         return self.sees(self.starts(words, said), code)
