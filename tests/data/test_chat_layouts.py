@@ -48,10 +48,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def template(tmp_path: Path) -> str:
-    (tmp_path / "t.jinja").write_text(TEMPLATE)
-    return str(tmp_path / "t.jinja")
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("template") / "t.jinja"
+    file.write_text(TEMPLATE)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def expected(template: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], list[bool]]:
+    """Tokens and labels of MESSAGES."""
+    folder = tmp_path_factory.mktemp("expected")
+    return shards(write(folder / "m.jsonl", [{"messages": MESSAGES}]), template, folder / "out")[:2]
 
 
 def write(file: Path, records: list[dict[str, Any]]) -> str:
@@ -62,9 +70,12 @@ def write(file: Path, records: list[dict[str, Any]]) -> str:
     return str(file)
 
 
-def shards(file: str, template: str, out: Path, **options: Any) -> tuple[list[int], list[bool], list[str]]:
-    """Tokens, labels, and what the command prints."""
-    job = TokenizeJob([file], str(out), format="chat", chat_template=template, **options)
+def shards(
+    file: str | list[str], template: str, out: Path, **options: Any
+) -> tuple[list[int], list[bool], list[str]]:
+    """Return tokens, labels, and what the command prints."""
+    files = [file] if isinstance(file, str) else file
+    job = TokenizeJob(files, str(out), format="chat", chat_template=template, **options)
     plan = plan_shards(job)
     check_first_records(plan)
     manifest = tokenize(plan, 1, log=lambda line: None)
@@ -74,15 +85,14 @@ def shards(file: str, template: str, out: Path, **options: Any) -> tuple[list[in
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("extension", ["jsonl", "parquet"])
 def test_equal_content_is_learned_equally_in_every_layout(
-    name: str, extension: str, template: str, tmp_path: Path
+    name: str, expected: tuple[list[int], list[bool]], template: str, tmp_path: Path
 ) -> None:
-    expected = shards(write(tmp_path / "m.jsonl", [{"messages": MESSAGES}] * 2), template, tmp_path / "expected")
-    got = shards(write(tmp_path / f"x.{extension}", [LAYOUTS[name]] * 2), template, tmp_path / "got")
-    assert got[:2] == expected[:2] and sum(got[1]) == 2 * len("The fox.")
-    said = [line for line in got[2] if "chats from the fields" in line]
-    assert len(said) == (not name.startswith("messages"))
+    """Lines of JSON and rows of Parquet."""
+    files = [write(tmp_path / f"x.{extension}", [LAYOUTS[name]] * 2) for extension in ("jsonl", "parquet")]
+    tokens, labels, said = shards(files, template, tmp_path / "got")
+    assert (tokens, labels) == (expected[0] * 4, expected[1] * 4) and sum(labels) == 4 * len("The fox.")
+    assert len([line for line in said if "chats from the fields" in line]) == (not name.startswith("messages"))
 
 
 def test_the_user_may_name_the_layout(template: str, tmp_path: Path) -> None:
