@@ -131,15 +131,10 @@ def test_tools_and_calls_reach_the_template(template: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "a"}, "has no field 'messages' or others that the format reads, it has 'text': name the one"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "is a preference pair: read it with --format preference"),
         ({"instruction": "a", "output": " "}, "'output' is missing or empty"),
         ({"prompt": [{"role": "user", "content": "a"}], "completion": []}, "'completion' is missing or empty"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, "message 2 is empty"),
-        (
-            {"instruction": "a"},
-            "has no 'messages', or null; of the fields that chats are read from it has 'instruction'",
-        ),
+        ({"messages": None}, "has no 'messages', or null; of the fields that chats are read from it has none"),
         ({"prompt": "a", "completion": ""}, "'completion' is missing or empty"),
         ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "two texts, or two lists of messages"),
         ({"prompt": 7, "completion": "b"}, "'prompt' is a number, not text"),
@@ -156,6 +151,36 @@ def test_what_is_no_chat_is_named_before_any_work(
     with pytest.raises(ConfigError) as error:
         check_first_records(plan_shards(TokenizeJob([file], "", format="chat", chat_template=template)))
     assert message in str(error.value) and "x.jsonl:1" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "advice"),
+    [
+        ({"text": "a", "id": 1}, 'set format = "auto" in [data] (--format auto) to learn all of its text'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, 'set format = "preference" in [data] (--format preference)'),
+        ({"id": 1, "dialog": SHAREGPT}, 'set field = "dialog" in [data] (--field dialog)'),
+        ({"instruction": "a", "response": "b", "category": "c"}, "rename its fields to those of a layout"),
+    ],
+)
+@pytest.mark.parametrize("extension", ["jsonl", "parquet"])
+def test_a_file_without_chats_gets_its_fields_the_layouts_and_the_line_to_add(
+    record: dict[str, Any], advice: str, extension: str, template: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path / f"x.{extension}", [record])
+    with pytest.raises(ConfigError) as error:
+        check_first_records(plan_shards(TokenizeJob([file], "", format="chat", chat_template=template)))
+    fields = ", ".join(map(repr, record))
+    wanted = "messages; conversations; instruction and output; prompt and completion"
+    place = f"{file}:1" if extension == "jsonl" else file
+    expected = f"{place}: has no field 'messages', it has {fields}, and chats have {wanted}: {advice}"
+    assert error.value.problems[0].removesuffix(' (correct it, or skip such records: bad_lines = "skip")') == expected
+
+
+def test_a_field_with_messages_as_json_is_told(template: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "x.jsonl", [{"dialog": json.dumps(MESSAGES), "text": "a"}])
+    with pytest.raises(ConfigError, match=r'set field = "dialog" in \[data\]'):
+        check_first_records(plan_shards(TokenizeJob([file], "", format="chat", chat_template=template)))
+    shards(file, template, tmp_path / "out", field="dialog")
 
 
 def test_chats_given_as_text_are_told_their_format(tmp_path: Path) -> None:

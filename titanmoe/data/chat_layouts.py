@@ -40,8 +40,6 @@ def read_chat(record: Record, field: str = "") -> tuple[Any, Any]:
     """
     record = {name: value for name, value in record.items() if value is not None}
     if (name := field or layout_of(record)) not in record:
-        if "chosen" in record and "rejected" in record:
-            raise ChatError("is a preference pair: read it with --format preference (data.format)")
         has = ", ".join(repr(part) for part in record if part != TOOLS) or "none"
         raise ChatError(f"has no {name or 'messages'!r}, or null; of the fields that chats are read from it has {has}")
     return LAYOUTS.get(name, _from_messages)(record, name), record.get(TOOLS)
@@ -167,5 +165,5 @@ LAYOUTS: dict[str, Callable[[Record, str], Any]] = {
 """Function that converts a record, by the field that tells its layout."""
 NEEDED = {"instruction": ("output",), "prompt": ("completion",)}
 """Fields that a layout has to have beside that."""
-CHAT_FIELDS = (*LAYOUTS, "input", "output", "completion", SYSTEM, "chosen", "rejected")
-"""All fields that layouts read, and those that tell a preference pair."""
+CHAT_FIELDS = (*LAYOUTS, "input", "output", "completion", SYSTEM)
+"""All fields that layouts read."""

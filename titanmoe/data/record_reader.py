@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from titanmoe.config import ConfigError
@@ -19,10 +19,9 @@ from titanmoe.data.decompress import COMPRESSED, open_decompressed
 from titanmoe.data.remote import is_url, open_url, url_errors
 
 MIB = 1 << 20
-OTHER_FORMATS = {
-    "preference": (("chosen", "rejected"),),
-    "chat": (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion")),
-}
+CHAT_LAYOUTS = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"))
+"""Fields that a record of each layout of chats has to have."""
+OTHER_FORMATS = {"preference": (("chosen", "rejected"),), "chat": CHAT_LAYOUTS}
 """Fields of records that other formats read, by format."""
 
 
@@ -89,6 +88,8 @@ class RecordReader:
         any_of_fields: fields that are read where there are any; `field` may then be missing, and a record's value is a
             dict.
         optional_fields: fields that are read beside `field` where there are any; a record's value is then a dict.
+        layouts: sets of fields of which a record has to have one in full, or `field`; () if any of `any_of_fields` will
+            do.
     """
 
     def __init__(
@@ -98,10 +99,37 @@ class RecordReader:
         max_mb: int = 128,
         any_of_fields: tuple[str, ...] = (),
         optional_fields: tuple[str, ...] = (),
+        layouts: tuple[tuple[str, ...], ...] = (),
     ):
         self.span, self.field, self.at, self.empty = span, field, 0, False
-        self.any_of_fields, self.optional_fields = any_of_fields, optional_fields
+        self.any_of_fields, self.optional_fields, self.layouts = any_of_fields, optional_fields, layouts
         self.max_mb, self.max_bytes = max_mb, max_mb * MIB
+
+    def describe_mismatch(self, place: Callable[[], str], record: Mapping[str, Any]) -> str:
+        """Return an error message about a record that lacks the field of the document and what may stand in its place.
+
+        Args:
+            place: returns file and line of the record, or the file.
+            record: fields of the record by name; of a file's columns, examples of their values.
+
+        Returns:
+            The message; "" if the record has what is needed.
+        """
+        names = [*record]
+        if any(record.keys() >= set(layout) for layout in [[self.field], *(self.layouts or zip(self.any_of_fields))]):
+            return ""
+        if not self.layouts:
+            return describe_missing_field(place(), self.field, names, bool(self.any_of_fields))
+        wanted = "; ".join(map(" and ".join, self.layouts))
+        if format := _other_format(names):
+            advice = f'set format = "{format}" in [data] (--format {format})'
+        elif name := next((name for name in names if _holds_messages(record[name])), ""):
+            advice = f'set field = "{name}" in [data] (--field {name})'
+        elif "text" in names:
+            advice = 'set format = "auto" in [data] (--format auto) to learn all of its text'
+        else:
+            advice = "rename its fields to those of a layout"
+        return f"{place()}: has no field {self.field!r}, {_list_fields(names)}, and chats have {wanted}: {advice}"
 
     def read_all(self) -> bytes:
         """Return all bytes of the span's file, decompressed. Raises a ConfigError above the limit of a document."""
@@ -177,13 +205,29 @@ def describe_missing_field(place: str, field: str, names: list[str], alternative
         names: fields of the record.
         alternatives: whether the format reads other fields too, none of which it has.
     """
-    hint = f"it has {', '.join(map(repr, names[:12])) or 'none'}"
-    missing = f"{place}: has no field {field!r}{' or others that the format reads' * alternatives}, {hint}"
-    for format, layouts in OTHER_FORMATS.items():
-        if any(set(layout) <= set(names) for layout in layouts):
-            return f"{missing}: read it with --format {format} (data.format)"
+    others = " or others that the format reads" * alternatives
+    missing = f"{place}: has no field {field!r}{others}, {_list_fields(names)}"
+    if format := _other_format(names):
+        return f"{missing}: read it with --format {format} (data.format)"
     what = "text" if field == "text" else "messages" if field == "messages" else "it"
     return f"{missing}: name the one that holds {what} with --field (data.field, or data.fields for each path)"
+
+
+def _other_format(names: Iterable[str]) -> str:
+    """Return the name of the first format of OTHER_FORMATS that reads records with these fields; "" if none does."""
+    fits = (format for format, layouts in OTHER_FORMATS.items() if any(set(layout) <= {*names} for layout in layouts))
+    return next(fits, "")
+
+
+def _list_fields(names: Iterable[str]) -> str:
+    return f"it has {', '.join(map(repr, islice(names, 12))) or 'none'}"
+
+
+def _holds_messages(value: Any) -> bool:
+    """Return whether a field's value is a list of messages, or such a list as JSON text."""
+    if isinstance(value, str):
+        return value.lstrip().startswith("[") and any(f'"{key}"' in value for key in ("role", "from"))
+    return isinstance(value, list) and any(isinstance(item, dict) and item.keys() & {"role", "from"} for item in value)
 
 
 def json_type_name(value: Any) -> str:

@@ -62,7 +62,7 @@ class TokenizeJob:
     def reader(self, span: Span) -> RecordReader:
         """Return a reader of the records of a span."""
         format = FORMATS.look_up(self.format)
-        fields = format.alternative_fields, format.optional_fields
+        fields = format.alternative_fields, format.optional_fields, format.layouts
         return RecordReader(span, self.record_field, self.max_document_mb, *fields)
 
     @property

@@ -3,6 +3,7 @@
 from titanmoe.data.chat_layouts import CHAT_FIELDS
 from titanmoe.data.formats import jsonl, parquet
 from titanmoe.data.formats.format import FormatSpec
+from titanmoe.data.record_reader import CHAT_LAYOUTS
 
 
 class Conversations(FormatSpec):
@@ -13,6 +14,7 @@ class Conversations(FormatSpec):
     conversations = True
     optional_fields = ("tools",)
     alternative_fields = CHAT_FIELDS
+    layouts = CHAT_LAYOUTS
 
     def accepts(self, extension: str) -> bool:
         return extension in (*jsonl.FORMAT.extensions, *parquet.FORMAT.extensions)
@@ -28,6 +30,7 @@ class Preferences(Conversations):
     field = "chosen"
     conversations = False
     optional_fields = ()
+    layouts = ()
     alternative_fields = ("prompt", "chosen", "rejected", "tools")
     completions_per_prompt = 2
 

@@ -32,6 +32,9 @@ class FormatSpec(Spec):
     """Fields of a record that are read beside `field` where there are any. A record's value is then a dict of all."""
     alternative_fields: tuple[str, ...] = ()
     """Fields of a record of which any may take the place of `field`. A record's value is then a dict."""
+    layouts: tuple[tuple[str, ...], ...] = ()
+    """Sets of fields of which a record has to have one in full, or `field`; () if any of `alternative_fields` will
+    do."""
     completions_per_prompt = 1
     """2 if a record is a preference pair (titanmoe.data.preferences); its value is then the whole record."""
     tokenized = False

@@ -13,7 +13,6 @@ from titanmoe.data.record_reader import (
     Record,
     RecordReader,
     decode_line,
-    describe_missing_field,
     json_type_name,
 )
 
@@ -29,15 +28,14 @@ class Jsonl(Format):
     def read(self, reader: RecordReader) -> Iterator[Record | BadRecord]:
         for where, line in reader.lines():
             if not line.isspace():
-                yield _parse_record(line, where, reader.field, reader.any_of_fields, reader.optional_fields)
+                yield _parse_record(line, where, reader)
 
 
 FORMAT = Jsonl()
 
 
-def _parse_record(
-    line: bytes, where: Callable[[], str], field: str, any_of_fields: tuple[str, ...], optional_fields: tuple[str, ...]
-) -> Record | BadRecord:
+def _parse_record(line: bytes, where: Callable[[], str], reader: RecordReader) -> Record | BadRecord:
+    field, any_of_fields, optional_fields = reader.field, reader.any_of_fields, reader.optional_fields
     text = decode_line(line, where)
     if isinstance(text, BadRecord):
         return text
@@ -52,8 +50,8 @@ def _parse_record(
         return BadRecord(_depth_message(where()))
     if not isinstance(record, dict):
         return BadRecord(f"{where()}: is {json_type_name(record)}, not an object: JSONL has one object per line")
-    if record.keys().isdisjoint((field, *any_of_fields)):
-        return BadRecord(describe_missing_field(where(), field, list(record), bool(any_of_fields)))
+    if mismatch := reader.describe_mismatch(where, record):
+        return BadRecord(mismatch)
     names = (field, *any_of_fields, *optional_fields) if any_of_fields or optional_fields else ()
     value = {name: record[name] for name in names if name in record} if names else record[field]
     try:

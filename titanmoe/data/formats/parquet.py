@@ -8,7 +8,7 @@ from typing import Any
 
 from titanmoe.config import ConfigError
 from titanmoe.data.formats.format import Format
-from titanmoe.data.record_reader import BadRecord, InputFile, Record, RecordReader, Span, describe_missing_field
+from titanmoe.data.record_reader import BadRecord, InputFile, Record, RecordReader, Span
 from titanmoe.data.remote import is_url, open_url
 
 MAX_ROWS = 256
@@ -38,8 +38,8 @@ class Parquet(Format):
         span, field = reader.span, reader.field
         file = _open_parquet(span.file)
         names = file.schema_arrow.names
-        if {field, *reader.any_of_fields}.isdisjoint(names):
-            raise ConfigError([describe_missing_field(span.file, field, names, bool(reader.any_of_fields))])
+        if mismatch := reader.describe_mismatch(lambda: span.file, _examples(file.schema_arrow)):
+            raise ConfigError([mismatch])
         columns = [name for name in names if name in (field, *reader.any_of_fields, *reader.optional_fields)]
         rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
         row_number, rows_in_span, rows_done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
@@ -65,6 +65,17 @@ def _open_parquet(file: str) -> Any:
     except ImportError:
         raise ConfigError([f"{file}: reading Parquet needs the package pyarrow: pip install pyarrow"]) from None
     return pyarrow.parquet.ParquetFile(open_url(file) if is_url(file) else file)
+
+
+def _examples(schema: Any) -> dict[str, Any]:
+    """Return columns by name: of lists of structs, a list of one dict with their fields; None for others."""
+    from pyarrow import types
+
+    def example(kind: Any) -> Any:
+        inner = getattr(kind, "value_type", None)
+        return [dict.fromkeys(field.name for field in inner)] if inner and types.is_struct(inner) else None
+
+    return {field.name: example(field.type) for field in schema}
 
 
 def _rows_at_once(reader: RecordReader, file: Any, group: int, columns: list[str]) -> int:
