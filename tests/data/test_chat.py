@@ -200,7 +200,11 @@ def test_contents_that_a_template_cannot_take_are_named():
         ([{"role": "user", "content": "a"}], "the assistant says nothing"),
         (
             [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}],
-            "its roles are 'human', 'gpt', and one has to be 'assistant': write \"human\" as \"user\" and \"gpt\" as",
+            "message 1 has the role 'human', which the chat template does not name: use \"user\"",
+        ),
+        (
+            [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
+            "its roles are 'user', 'system', and one has to be 'assistant'",
         ),
         ([{"role": "assistant", "content": "a\ufdd0"}], "not characters"),
         ([{"role": "assistant"}], "the chat template t refuses it: no content"),
@@ -211,6 +215,16 @@ def test_conversations_that_cannot_be_used(messages, says):
     with pytest.raises(ChatError) as error:
         ChatEncoder(template, "t", ByteTokenizer()).encode(messages)
     assert says in str(error.value)
+
+
+def test_roles_that_the_template_names_are_its_own():
+    messages = [{"role": "critic", "content": "a"}, {"role": "assistant", "content": "b"}]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    with pytest.raises(ChatError, match="message 1 has the role 'critic'"):
+        ChatEncoder(template, "t", ByteTokenizer()).encode(messages)
+    named = template.replace("{{ m.content", "{{ '!' if m.role == 'critic' }}{{ m.content")
+    tokens, _ = ChatEncoder(named, "t", ByteTokenizer()).encode(messages)
+    assert bytes(tokens.tolist()) == b"<critic>!a<assistant>b"
 
 
 def test_what_published_templates_use():

@@ -122,9 +122,21 @@ def test_tools_and_calls_reach_the_template(template: str, tmp_path: Path) -> No
     expected = shards(
         write(tmp_path / "m.jsonl", [{"messages": usual, "tools": tools}]), template, tmp_path / "expected"
     )
-    for number, more in enumerate((tools, json.dumps(tools))):
-        file = write(tmp_path / f"{number}.jsonl", [{"conversations": sharegpt, "tools": more}])
-        assert shards(file, template, tmp_path / f"{number}")[:2] == expected[:2]
+    as_text = [message | {"tool_calls": json.dumps(message.get("tool_calls", []))} for message in usual]
+    as_text[2]["tool_calls"] = ""
+    for number, record in enumerate(
+        (
+            {"conversations": sharegpt, "tools": tools},
+            {"conversations": sharegpt, "tools": json.dumps(tools)},
+            {"messages": as_text, "tools": tools},
+            {"messages": json.dumps(as_text), "tools": json.dumps(tools)},
+            {"prompt": as_text[:3], "completion": as_text[3:], "tools": tools},
+        )
+    ):
+        file = write(tmp_path / f"{number}.jsonl", [record])
+        tokens, labels, _ = shards(file, template, tmp_path / f"{number}")
+        assert tokens == expected[0]
+        assert labels == expected[1] or "prompt" in record, "the call is not learned as part of the prompt"
     assert b'add({"a": 1})' in bytes(token for token in expected[0] if token < 256)
 
 
@@ -140,6 +152,20 @@ def test_tools_and_calls_reach_the_template(template: str, tmp_path: Path) -> No
         ({"prompt": 7, "completion": "b"}, "'prompt' is a number, not text"),
         ({"conversations": [{"from": "narrator", "value": "a"}]}, "message 1 is from 'narrator': it has to be one of"),
         ({"conversations": [{"from": "function_call", "value": "add 1"}]}, "message 1 calls a tool, and is not JSON"),
+        (
+            {"messages": [{"role": "bot", "content": "a"}]},
+            "message 1 has the role 'bot', which the chat template does not name: use one of user, assistant, tool, "
+            "system, developer",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": "add 1"}]},
+            "message 1's tool_calls are a text that is not a list of calls in JSON",
+        ),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": "[]"}]}, "message 1 is empty"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": ""}]},
+            "message 2 is empty, so there is nothing to learn from",
+        ),
         ({"conversations": [{"from": "human", "value": "a"}]}, "the assistant says nothing in it"),
         ({"messages": "hello"}, "'messages' is a text that is not a list of messages in JSON"),
     ],

@@ -127,6 +127,27 @@ def test_token_shards_are_opened_as_by_a_rank(capsys: pytest.CaptureFixture[str]
     assert "shards/00000-000.tokens" in refused(capsys, *files("shards"))
 
 
+@pytest.mark.parametrize(
+    ("format", "record", "says"),
+    [
+        ("chat", {"prompt": "a" * 20, "completion": "b"}, "of 40 chats none fits training.seq_len = 8, so there is"),
+        (
+            "preference",
+            {"prompt": "a" * 20, "chosen": "b", "rejected": "c"},
+            "has no pair that fits training.seq_len = 8",
+        ),
+    ],
+)
+def test_prompts_longer_than_seq_len_are_refused(
+    capsys: pytest.CaptureFixture[str], format: str, record: dict[str, str], says: str
+) -> None:
+    words = ["--tokenizer=bytes", f"--format={format}", f"--chat-template={template()}", "--out=shards"]
+    assert main(["tokenize", jsonl("a.jsonl", [record] * 40), *words]) == 0
+    more = ["--validation.held_out=0", "--validation.interval=0"]
+    more += ["--training.objective=dpo"] if format == "preference" else []
+    assert says in refused(capsys, *files("shards"), *more)
+
+
 # ---- checkpoints, models, adapters
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.recipe import SHIPPED
-from titanmoe.data.chat_layouts import TOOLS, ChatError
+from titanmoe.data.chat_layouts import ROLES, TOOLS, ChatError, parse_tool_calls
 from titanmoe.data.chat_template import ChatTemplate, NotText, OverBudget
 from titanmoe.data.record_reader import json_type_name
 from titanmoe.data.tokenizer import CHAT_TEMPLATE, SETTINGS, Tokenizer
@@ -91,7 +91,9 @@ class ChatEncoder:
             ChatError: the conversation cannot be rendered or learned from.
             ConfigError: the template is unusable.
         """
-        _check_messages(messages)
+        if isinstance(messages, list):
+            messages = [parse_tool_calls(number, message) for number, message in enumerate(messages, 1)]
+        _check_messages(messages, self.template)
         self._tools = self._read_tools(tools)
         try:
             return self._encode_checked(messages)
@@ -412,13 +414,22 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
-def _check_messages(messages: Any) -> None:
-    """Raise a ChatError if a conversation's messages are malformed, or the assistant says nothing to learn from."""
+def _check_messages(messages: Any, template: str) -> None:
+    """Raise a ChatError if a conversation's messages are malformed, or the assistant says nothing to learn from.
+
+    Args:
+        messages: the conversation, unchecked.
+        template: text of the chat template, which may name further roles.
+    """
     if not isinstance(messages, list) or not messages:
         raise ChatError("'messages' is not a list of messages, or is empty")
     for n, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}')
+        role, known = message["role"], dict.fromkeys(ROLES.values())
+        if role not in known and not re.search(rf"""["']{re.escape(role)}["']""", template):
+            usual = f'"{ROLES[role]}"' if role in ROLES else f"one of {', '.join(known)}"
+            raise ChatError(f"message {n} has the role {role!r}, which the chat template does not name: use {usual}")
         if message["role"] == "assistant" and message.get(WEIGHT, 1) and not _says_something(message):
             raise ChatError(f"message {n} is empty, so there is nothing to learn from: leave it out")
         weight = message.get(WEIGHT, 1)
@@ -436,8 +447,6 @@ def _check_messages(messages: Any) -> None:
     if not answers:
         roles = dict.fromkeys(message["role"] for message in messages)
         why = f": its roles are {', '.join(map(repr, roles))}, and one has to be 'assistant'"
-        if not roles.keys().isdisjoint(("human", "gpt")):
-            why += ': write "human" as "user" and "gpt" as "assistant"'
         raise ChatError(f"the assistant says nothing in it, so there is nothing to learn from{why}")
 
 

@@ -15,9 +15,11 @@ from titanmoe.data.record_reader import json_type_name
 Record = Mapping[str, Any]
 TOOLS = "tools"
 """Field of a record, beside its messages, with the tools that the assistant may call: a list of JSON schemas."""
+TOOL_CALLS = "tool_calls"
+"""Key of an assistant message with the calls of tools that it makes."""
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
 ROLES |= {role: role for role in ("system", "user", "assistant", "tool", "developer")}
-"""Role of a message by its "from" in ShareGPT's layout."""
+"""Role of a message by its "from" in ShareGPT's layout. The values are all roles."""
 CALL = "function_call"
 """ "from" of ShareGPT's messages in which the assistant calls a tool, as JSON with a name and arguments."""
 SYSTEM = "system"
@@ -81,7 +83,7 @@ def _from_sharegpt(number: int, message: Any) -> Any:
     speaker, text = message["from"], message.get("value")
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
     if speaker == CALL:
-        return {"role": "assistant", "content": "", "tool_calls": _calls(number, text)} | rest
+        return {"role": "assistant", "content": "", TOOL_CALLS: _calls(number, text)} | rest
     if speaker not in ROLES:
         raise ChatError(f"message {number} is from {speaker!r}: it has to be one of {', '.join([*ROLES, CALL])}")
     return {"role": ROLES[speaker], "content": text} | rest
@@ -96,6 +98,21 @@ def _calls(number: int, text: Any) -> list[dict[str, Any]]:
     if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise ChatError(f'message {number} calls a tool, and is not JSON such as {{"name": "...", "arguments": {{}}}}')
     return [{"type": "function", "function": call} for call in calls]
+
+
+def parse_tool_calls(number: int, message: Any) -> Any:
+    """Return a message whose "tool_calls" are JSON text with the list in their place; any other message as it is.
+
+    Args:
+        number: number of the message, for errors.
+        message: the message, unchecked.
+    """
+    if not isinstance(message, dict) or not isinstance(text := message.get(TOOL_CALLS), str):
+        return message
+    calls = _parsed(text) if text.strip() else []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ChatError(f"message {number}'s {TOOL_CALLS} are a text that is not a list of calls in JSON")
+    return message | {TOOL_CALLS: calls}
 
 
 def _from_alpaca(record: Record, name: str) -> list[dict[str, Any]]:
