@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -253,17 +253,40 @@ def initial_adapters(
     return out
 
 
-def with_adapters(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """W + alpha / r B A, in the place of W."""
+class Dropping(NamedTuple):
+    """In the place of W: x @ W.T is x W^T + alpha / r dropout(x) A^T B^T. Rows of x are the step's tokens in order."""
+
+    w: Tensor
+    a: Tensor
+    scaled_b: Tensor
+    key: int
+    rate: float
+
+    @property
+    def T(self) -> Dropping:
+        return self
+
+    def of_expert(self, e: int) -> Dropping:
+        return self._replace(w=self.w[e], a=self.a[e], scaled_b=self.scaled_b[e])
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any, kwargs: Any = None) -> Tensor:
+        x, self = args
+        token, feature = torch.arange(x[..., 0].numel()).view(*x.shape[:-1], 1), torch.arange(x.shape[-1])
+        bits = counter_rng.bits(self.key, token * math.ceil(x.shape[-1] / 4) + feature // 4)
+        u = ((bits >> 16 * (feature % 4)) + 2**15) % 2**16 / 2**16  # of signed numbers
+        rate = round(self.rate * 2**16) / 2**16
+        return x @ self.w.T + (x * (u >= rate) / (1 - rate)) @ self.a.T @ self.scaled_b.T
+
+
+def with_adapters(config: Config, weights: dict[str, Tensor], step_number: int) -> dict[str, Any]:
+    """W + alpha / r B A, in the place of W; with dropout what computes that product."""
     merged = {name: weight for name, weight in weights.items() if "lora_" not in name}
     for name, (stem, rank) in adapted(config).items():
-        merged[name] = (
-            merged[name]
-            + config.lora.alpha
-            / (rank**0.5 if config.lora.rslora else rank)
-            * weights[stem + "B"]
-            @ weights[stem + "A"]
-        )
+        a, b = weights[stem + "A"], weights[stem + "B"]
+        scaled_b, rate = config.lora.alpha / (rank**0.5 if config.lora.rslora else rank) * b, config.lora.dropout
+        key = counter_rng.key("dropout", config.training.seed, step_number, name)
+        merged[name] = Dropping(merged[name], a, scaled_b, key, rate) if rate else merged[name] + scaled_b @ a
     return merged
 
 
@@ -441,7 +464,8 @@ def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
 
 def expert(model: Model, weights: dict[str, Tensor], name: str, e: int, x: Tensor) -> Tensor:
     def project(w: str, x: Tensor) -> Tensor:
-        out = x @ weights[f"{name}.{w}"][e].T
+        matrix = weights[f"{name}.{w}"]
+        out = x @ (matrix.of_expert(e) if isinstance(matrix, Dropping) else matrix[e]).T
         return out + weights[f"{name}.{w}_bias"][e] if model.expert_linear_bias else out
 
     gate, up = project("w1", x), project("w3", x)
@@ -722,7 +746,10 @@ def moe_layer(
     out_TD = torch.zeros_like(x_TD)
     for e in range(model.num_experts):
         token, slot = ((routing.chosen_TK == e) & kept_TK).nonzero(as_tuple=True)
-        y = expert(model, weights, f"{name}.experts", e, x_TD[token])
+        if config.lora.dropout:  # which counts tokens
+            y = expert(model, weights, f"{name}.experts", e, x_TD)[token]
+        else:
+            y = expert(model, weights, f"{name}.experts", e, x_TD[token])
         out_TD = out_TD.index_add(0, token, y * weights_TK[token, slot, None])
     if model.shared_hidden:
         shared_TD = named_swiglu(weights, f"{name}.shared", x_TD)
@@ -889,7 +916,7 @@ def step(
     Neither weights nor bias are changed. Under torch.no_grad there are no gradients.
     """
     weights = {name: value.detach().requires_grad_(trains(config, name)) for name, value in weights.items()}
-    merged = with_whole_norms(config.model, with_adapters(config, weights))
+    merged = with_whole_norms(config.model, with_adapters(config, weights, step_number))
     tokens = Tokens.of(step_batches)
     bias = bias or initial_bias(config.model)
     logits_GSV, further_GSV, layers = forward(config, merged, tokens, bias, step_number, slices)

@@ -44,6 +44,8 @@ class Tokens(NamedTuple):
     layers, in order, without multi-token prediction's. None: routers choose."""
     routes_TNK: Tensor | None = None
     """Tensor in which routers write their own choice, like given_TNK; None: nowhere."""
+    index_BS: Tensor | None = None
+    """Global index, like index_T, of each token of the attention slice, for dropout of adapters; None without it."""
 
     def halves(self) -> tuple[Tokens, Tokens]:
         """Return the metadata of the first and the second half of the samples, with None for next_BS and later_BS."""
@@ -59,6 +61,9 @@ class Tokens(NamedTuple):
                 self.position_BS.tensor_split(2), *owned, self.mask.halves(), strict=True
             )
         )
+        if self.index_BS is not None:
+            indices = zip((first, second), self.index_BS.tensor_split(2), strict=True)
+            first, second = (half._replace(index_BS=index_BS) for half, index_BS in indices)
         for name in ("given_TNK", "routes_TNK"):
             if (routes := getattr(self, name)) is not None:  # views, in which the routers of both halves write
                 border = len(first.index_T)

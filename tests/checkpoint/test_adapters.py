@@ -17,6 +17,7 @@ from titanmoe.generate.model import find_model
 
 FROZEN = {"training.freeze": ["embed.*", "layers.*.attention.*"]}
 LORA = {"lora.rank": 4, "lora.experts_rank": 2}
+DROPOUT = {"lora.dropout": 0.2}
 MAPPINGS = {
     "etp to tp": ((2, {"parallelism.experts.etp": 2}), (2, {"parallelism.tp": 2, "parallelism.experts.ep": 2})),
     "pp to dp": ((2, {"parallelism.pp": 2}), (2, {"parallelism.experts.ep": 2})),
@@ -43,7 +44,7 @@ def test_frozen_weights_are_saved_and_another_list_is_refused(tmp_path: Path) ->
     assert "trains other parameters than the checkpoint has moments of" in refusal(1, tmp_path, {})
 
 
-@pytest.mark.parametrize("tuning", [FROZEN, LORA], ids=["frozen", "adapters"])
+@pytest.mark.parametrize("tuning", [FROZEN, LORA, LORA | DROPOUT], ids=["frozen", "adapters", "dropout"])
 @pytest.mark.parametrize("case", MAPPINGS)
 def test_runs_resume_under_another_mapping(case: str, tuning: dict[str, Any], tmp_path: Path) -> None:
     (size, first), (other, second) = MAPPINGS[case]

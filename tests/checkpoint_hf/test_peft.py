@@ -86,6 +86,17 @@ def test_the_scale_of_rslora_goes_out_and_comes_back(tmp_path, name):
     assert dataclasses.replace(back.lora, targets=[]) == lora
 
 
+@pytest.mark.parametrize(("targets", "written"), [(["*.attention.*"], 0.1), ([], 0.0)], ids=["attention", "all"])
+def test_dropout_is_written_where_peft_takes_it(tmp_path, targets, written):
+    """PEFT refuses to load it together with target_parameters, which experts' adapters need."""
+    model = models.make("qwen3_moe")
+    folder = models.save(model, tmp_path / "in")
+    adapted.write(tmp_path / "ours", folder, dataclasses.replace(adapted.LORA, dropout=0.1, targets=targets))
+    assert convert("--to-peft", tmp_path / "ours", tmp_path / "peft") == 0
+    assert json.loads((tmp_path / "peft/adapter_config.json").read_text())["lora_dropout"] == written
+    close(by_peft(model, tmp_path / "peft"), merged(model, tmp_path / "ours"), models.enlarged("qwen3_moe"))
+
+
 PARTS = {
     "some layers": ["layers.1.*"],
     "experts' down in some, attention in others": ["layers.1.*.w2", "layers.0.attention.w[qo].*"],
@@ -424,9 +435,10 @@ def begin(exported: tuple[Path, Path], **changes: Any) -> dict[str, Any]:
 
 
 def test_a_run_begins_from_them_and_gives_back_the_same_bits(tmp_path, exported):
-    words = begin(exported, **{"optimizer.lr": 1e-300, "parallelism.experts.etp": 2})
+    words = begin(exported, **{"optimizer.lr": 1e-300, "parallelism.experts.etp": 2, "lora.dropout": 0.1})
     (went, _) = world.run(2, runs.go, str(tmp_path), words, 1)
-    origin = f"adapters of {exported[1]}\n{exported[0]} is the base that adapter_config.json names"
+    origin = f"adapters of {exported[1]}, trained there with lora_dropout = 0, and here 0.1\n{exported[0]} is the base"
+    origin += " that adapter_config.json names"
     assert went.notes["begins from"].endswith(origin)
     path = tmp_path / "run/checkpoints/step-00000001"
     assert convert("--to-peft", path, tmp_path / "peft") == 0

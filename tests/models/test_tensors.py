@@ -121,7 +121,12 @@ def test_adapters_of_qwen3_30b_have_the_published_sizes():
 
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("dropout", "no dropout"), ("use_dora", "DoRA is not"), ("load_in_4bit", "quantised base"), ("r", "--lora.rank")],
+    [
+        ("lora_dropout", "--lora.dropout"),
+        ("use_dora", "DoRA is not"),
+        ("load_in_4bit", "quantised base"),
+        ("r", "--lora.rank"),
+    ],
 )
 def test_what_adapters_do_not_have_is_refused_by_name(option, says):
     from titanmoe.train.launch import read_config

@@ -97,7 +97,11 @@ def test_a_mapping_that_counts_them_has_ln_2_to_the_bit_too(run: dict[str, Any],
     assert (folded < 0).any() and np.isnan(folded).sum() == 14  # the first token of each answer's document
 
 
-@pytest.mark.parametrize("adapters", [{}, {"lora.rank": 2}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "adapters",
+    [{}, {"lora.rank": 2}, {"lora.rank": 2, "lora.dropout": 0.2}],
+    ids=["all weights", "adapters", "adapters with dropout"],
+)
 def test_a_resumed_run_keeps_its_reference(run: dict[str, Any], adapters: dict[str, Any]) -> None:
     run |= adapters
     ((first, losses),) = world.run(1, first_steps, run, 3)

@@ -42,7 +42,7 @@ class Adapters:
     config: Config | None = None
     """Config of the run that trained them; None for a PEFT folder."""
     dropout: float = 0.0
-    """Dropout with which PEFT trained them; training here has none."""
+    """Dropout with which they were trained."""
 
     @cached_property
     def matrices(self) -> list[str]:
@@ -76,7 +76,8 @@ def read_checkpoint_adapters(path: Path) -> Adapters:
     }
     checkpoint = config.checkpoint
     base = checkpoint.initial_hf or (checkpoint.load if checkpoint.model_only else "")
-    return Adapters(path, config.model, config.lora, tensors, base, saved.record["base"], config)
+    digest, dropout = saved.record["base"], config.lora.dropout
+    return Adapters(path, config.model, config.lora, tensors, base, digest, config, dropout)
 
 
 def lora_mismatches(adapters: Adapters, config: Config) -> list[str]:

@@ -5,6 +5,8 @@ Used by the model, the planner and the laws. Imports no torch.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from titanmoe.config.schema import Config, Model
 
 
@@ -22,6 +24,14 @@ def has_experts(model: Model, layer: int) -> bool:
 def moe_blocks(model: Model) -> list[int]:
     """Return the indices of all blocks with experts, including the block of multi-token prediction."""
     return [layer for layer in range(model.num_layers + model.mtp_depth) if has_experts(model, layer)]
+
+
+def has_expert_adapters(config: Config) -> bool:
+    """Return whether the recipe trains adapters of routed experts."""
+    model, patterns = config.model, config.lora.targets or ["*"]
+    blocks = (f"layers.{i}" if i < model.num_layers else "mtp.0.block" for i in moe_blocks(model))
+    matrices = [f"{block}.moe.experts.{matrix}" for block in blocks for matrix in ("w1", "w2", "w3")]
+    return config.lora.rank > 0 and any(fnmatchcase(name, pattern) for name in matrices for pattern in patterns)
 
 
 def moe_layers(model: Model) -> int:

@@ -131,6 +131,7 @@ FINE_TUNING = {
     "chat-template": "data.chat_template",
     **dict.fromkeys(("lora.r", "lora-r"), "lora.rank"),
     **dict.fromkeys(("lora.lora_alpha", "lora-alpha"), "lora.alpha"),
+    **dict.fromkeys(("lora.lora_dropout", "lora-dropout"), "lora.dropout"),
     **dict.fromkeys(("lora.use_rslora", "use-rslora"), "lora.rslora"),
     **dict.fromkeys(("lora.target_modules", "lora-target-modules", "target-modules"), "lora.targets"),
 }
@@ -224,8 +225,6 @@ _ADVICE = {
     "checkpoint.initial_load_in_hf": "--model.hf FOLDER",
     "checkpoint.last_save_in_hf": "titanmoe convert --to-hf does that afterwards",
     "metrics.enable_wandb": "--metrics.wandb PROJECT",
-    "lora.dropout": "adapters have no dropout here: leave it out",
-    "lora.lora_dropout": "adapters have no dropout here: leave it out",
     "lora.use_dora": "DoRA is not implemented, only plain LoRA: leave it out",
     "lora.dora": "DoRA is not implemented, only plain LoRA: leave it out",
     "lora.load_in_4bit": "a quantised base is not implemented: weights are in training.mixed_precision_param",

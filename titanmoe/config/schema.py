@@ -330,6 +330,8 @@ class LoRA:
     """Whether that factor is alpha / sqrt(rank) instead, which keeps gradients from shrinking as the rank grows (rsLoRA, arXiv 2312.03732)."""
     targets: list[str] = field(default_factory=list)
     """Name patterns of the matrices that have adapters, such as ["*.attention.*", "*.experts.*"], among attention's projections, dense and shared feed-forward networks and routed experts. Empty: all of these."""
+    dropout: Annotated[float, BELOW_ONE] = 0.0
+    """Probability with which an element of an adapter's input is dropped in training; the others are divided by 1 - dropout. The mask is a function of seed, step, matrix, token and element, so every mapping drops the same. 0.05 to 0.1 for small data sets."""
 
 
 @dataclass

@@ -20,6 +20,7 @@ class DeepEPSpec(DispatcherSpec):
     cannot_overlap = "sends a token once for all its experts on a rank"
     asks_machine = True
     own_buffers = True
+    model_width_only = True
     cannot_pad = 'and moe.dispatcher = "deepep" has none: use dispatcher = "alltoall", or pad_to_capacity = false'
 
     # deep_ep/buffer.py and csrc/kernels of DeepEP 1.2: sizes that it has options for, lanes of a warp, a token's

@@ -8,10 +8,9 @@ the experts. What a machine lacks is checked elsewhere (`titanmoe.train.refusals
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from math import prod
 
-from titanmoe.config.blocks import moe_layers
+from titanmoe.config.blocks import has_expert_adapters, moe_layers
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.ranges import Replicable, choices_text, divides, divisors
 from titanmoe.config.schema import Config, Model
@@ -118,11 +117,9 @@ def _adapters(config: Config, ep: int, etp: int, edp: int) -> Iterator[str]:
     An adapter matrix is sharded by expert, else along the width that is not the adapter's rank: of B of w1 and w3, and
     of A of w2, that is the hidden width.
     """
-    model, lora = config.model, config.lora
-    matrices = [f"layers.{i}.moe.experts.{w}" for i in range(model.num_layers) for w in ("w1", "w2", "w3")]
-    chosen = any(fnmatchcase(name, pattern) for pattern in lora.targets or ["*"] for name in matrices)
+    model = config.model
     local_experts, hidden = model.num_experts // ep, model.expert_hidden // etp
-    if lora.rank and chosen and local_experts % edp and hidden % edp:
+    if has_expert_adapters(config) and local_experts % edp and hidden % edp:
         yield (
             f"{DEGREE_PATHS['edp']} = {edp} ranks cannot shard the adapters of {local_experts} experts evenly, neither "
             f"by expert ({local_experts} % {edp} = {local_experts % edp}) nor along model.expert_hidden / etp = "

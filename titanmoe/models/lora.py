@@ -20,6 +20,7 @@ from titanmoe.comm.collectives import to_local
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.models.layers import Linear, local_rows, zeros
+from titanmoe.models.lora_dropout import CurrentTokens, InputDropout, send_indices, take_indices, tell_tokens
 from titanmoe.models.lora_spec import adapter_names, adapter_splits, divisor
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
@@ -28,13 +29,19 @@ from titanmoe.moe.experts import Experts
 from titanmoe.ops import counter_rng
 
 
-def add_adapters(model: Transformer, config: Config) -> None:
+def add_adapters(model: Transformer, config: Config, tp_rank: int = 0) -> None:
     """Add the adapters that the recipe asks for to a model, in place, while it is on meta and not sharded yet.
+
+    Args:
+        model: a pipeline stage.
+        config: the recipe.
+        tp_rank: this rank's index among those of tensor parallel.
 
     Raises:
         ConfigError: if lora.targets chooses the matrix of a module that cannot have adapters.
     """
-    tuning = Tuning.of(config)
+    tuning, rate = Tuning.of(config), config.lora.dropout
+    tokens = tell_tokens(model) if rate else None
     for name, parameter in list(model.named_parameters()):
         if not (rank := tuning.rank_of(name)):
             continue
@@ -47,6 +54,14 @@ def add_adapters(model: Transformer, config: Config) -> None:
             module.initial = getattr(module, "initial", {}) | {last: values}
         module.__class__ = _adapted_kind(name, module)
         module.adapters_scale = config.lora.alpha / divisor(config.lora, rank)
+        dropout = InputDropout(name, parameter.shape[-1], rate, config.training.seed) if rate else None
+        if isinstance(module, AdaptedExperts):
+            setattr(module, f"{name.rpartition('.')[2]}_dropout", dropout)
+        else:
+            module.dropout, module.tokens, module.tp_rank = dropout, tokens, tp_rank
+    for moe in model.moe_layers().values() if rate else ():
+        if isinstance(moe.experts, AdaptedExperts):
+            send_indices(moe)
 
 
 def _adapted_kind(name: str, module: nn.Module) -> type[nn.Module]:
@@ -92,6 +107,11 @@ class AdaptedLinear(Linear):
 
     adapters_scale: float
     """alpha / r, or rsLoRA's alpha / sqrt(r): the factor of the adapters' product."""
+    dropout: InputDropout | None
+    """The dropout of the adapters' input; None without it."""
+    tokens: CurrentTokens | None
+    """The tokens whose input this is; None without dropout."""
+    tp_rank: int
 
     def forward(self, x: Tensor, pass_on: bool = False, rows: slice | None = None) -> Any:
         """Return W x + alpha / r * B A x, plus bias, from this rank's shards.
@@ -115,7 +135,9 @@ class AdaptedLinear(Linear):
         return super().effective_weight() + self.adapters_scale * to_local(self.lora_B) @ to_local(self.lora_A)
 
     def adapted(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
-        """Return y + alpha / r * B A x, with only some rows of B if `rows` is given."""
+        """Return y + alpha / r * B A x, with only some rows of B if `rows` is given, and x after dropout."""
+        if self.dropout is not None and self.tokens.indices:
+            x = self.dropout(x, self.tokens.index_of(x), self.tp_rank)
         return y + F.linear(self.adapters_scale * F.linear(x, to_local(self.lora_A)), local_rows(self.lora_B, rows))
 
 
@@ -129,8 +151,11 @@ class AdaptedExperts(Experts):
         """Return gate and up projections of the routed tokens x, adapters included."""
         weights = self.hidden_weights()
         pairs = {name: self.adapter_pair(name, products) for name in weights if hasattr(self, f"{name}_lora_A")}
-        outputs = products.up(x_RD, *weights.values(), *(a for a, _ in pairs.values()))
+        x_RD, products.index_R = take_indices(x_RD, self.w1.shape[-1])
+        outputs = products.up(x_RD, *weights.values(), *(a for a, _ in pairs.values() if products.index_R is None))
         hidden, narrow = outputs[: len(weights)], list(outputs[len(weights) :])
+        if products.index_R is not None:
+            narrow = [self.up_after_dropout(name, products, x_RD, a) for name, (a, _) in pairs.items()]
         for name, y_RF in zip(weights, hidden, strict=True):
             if name in pairs:  # in place, so that no more of them exist than without adapters
                 y_RF.add_(products.up(self.adapters_scale * narrow.pop(0), pairs[name][1])[0])
@@ -147,9 +172,17 @@ class AdaptedExperts(Experts):
         if not hasattr(self, "w2_lora_A"):
             return super().down(products, hidden, weight_R1)
         a, b = self.adapter_pair("w2", products)
-        y_RD, narrow_Rr = products.down(hidden, weight_R1, to_local(self.w2), a)
+        if products.index_R is None:
+            y_RD, narrow_Rr = products.down(hidden, weight_R1, to_local(self.w2), a)
+        else:
+            (y_RD,) = products.down(hidden, weight_R1, to_local(self.w2))
+            narrow_Rr = self.up_after_dropout("w2", products, products.down_input(hidden, weight_R1), a)
         y_RD += products.up(self.adapters_scale * narrow_Rr, b)[0]
         return y_RD
+
+    def up_after_dropout(self, name: str, products: ExpertProducts, x: Tensor, a: Tensor) -> Tensor:
+        """Return the product of routed tokens, after dropout, with A (e, r, inputs) of a matrix such as "w1"."""
+        return products.up(getattr(self, f"{name}_dropout")(x, products.index_R, self.etp_rank), a)[0]
 
     def adapter_pair(self, name: str, products: ExpertProducts) -> tuple[Tensor, Tensor]:
         """Return this rank's shards of the adapter's A and B of a matrix, such as "w1".

@@ -86,7 +86,7 @@ def divisor(lora: LoRA, rank: float) -> float:
 
 def without_rank(config: Config) -> Iterator[Violation]:
     """Yield a Violation for each option of adapters that a recipe with lora.rank = 0 sets."""
-    for name in ("targets", "experts_rank", "alpha", "rslora"):
+    for name in ("targets", "experts_rank", "alpha", "rslora", "dropout"):
         if (value := getattr(config.lora, name)) != getattr(LoRA(), name):
             yield Violation(
                 (f"lora.{name}", "lora.rank"),

@@ -18,7 +18,6 @@ from titanmoe import observe
 from titanmoe.config.blocks import has_experts, rotary_width
 from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.mask import Mask
 from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, Linear, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.mixers.mixer_spec import MixerSpec
@@ -60,17 +59,17 @@ class Block(nn.Module):
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
         """Return the residual stream after the block, for the tokens that this rank owns."""
         if not self.in_halves or len(x_BsD) < 2:
-            return self.feed(self.attend(x_BsD, rope, tokens.mask), tokens)
+            return self.feed(self.attend(x_BsD, rope, tokens), tokens)
         halves = zip(*(x.split(-(-len(x) // 2)) for x in (x_BsD, *rope)), tokens.halves(), strict=True)
-        first, second = (partial(self.attend, x_BsD, rope, half.mask) for x_BsD, *rope, half in halves)
+        first, second = (partial(self.attend, x_BsD, rope, half) for x_BsD, *rope, half in halves)
         return self.feed(first(), tokens, second)
 
     # Both are methods so that recomputation can wrap either of them.
-    def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+    def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
         """Return the residual stream after the norm and the mixer. Collective over tp and cp."""
         y_BsD = self.attention_norm(x_BsD)
         with region("attention"):
-            y_BsD = self.attention(y_BsD, rope, mask)
+            y_BsD = self.attention(y_BsD, rope, tokens.mask)
         return x_BsD + y_BsD
 
     def feed(self, x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor] | None = None) -> Tensor:

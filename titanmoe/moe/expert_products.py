@@ -59,6 +59,8 @@ class ExpertProducts:
     clamped: bool = False
     """Whether the activation is gpt-oss's clamped SwiGLU."""
     kernels: str = "auto"
+    index_R: Tensor | None = None
+    """Global index of each routed token, for dropout of the experts' adapters; None without it."""
 
     @property
     def grouped(self) -> bool:
@@ -97,6 +99,17 @@ class ExpertProducts:
                 autograd gets none for it.
         """
         return _Down.apply(self, add, recomputing(), len(hidden), *hidden, weight_R1, *map(as_non_leaf, weights))
+
+    def down_input(self, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
+        """Return the down projection's input, act(gate) * up * routing weight: (R, F). Differentiable.
+
+        Backward recomputes it, so that only its own inputs are saved.
+
+        Args:
+            hidden: gate and up, (R, F) each, or one tensor with both side by side.
+            weight_R1: the routing weights.
+        """
+        return _Activate.apply(self, *gate_and_up(hidden), weight_R1)
 
     # ---- not differentiable: the factors of a product, the product, and the gradient of a weight
 
@@ -190,6 +203,23 @@ class _Down(torch.autograd.Function):
         )
         grad_hidden = [None] * parts if grad_both is None else grad_both.chunk(parts, 1)
         return None, None, None, None, *grad_hidden, grad_R1, *grad_weights
+
+
+class _Activate(torch.autograd.Function):
+    """The activation, which saves only its inputs, as `_Down` does; backward recomputes it."""
+
+    @staticmethod
+    def forward(ctx, products, *inputs):
+        ctx.save_for_backward(*inputs)
+        ctx.products = products
+        return activate(products, inputs[:2], inputs[2])
+
+    @staticmethod
+    def backward(ctx, grad_RF):
+        inputs, products = ctx.saved_tensors, ctx.products
+        _, differentiate = activation(inputs[0], products.clamped, products.kernels)
+        _, grad_both, grad_R1 = differentiate(grad_RF.contiguous(), *inputs)
+        return None, *grad_both.chunk(2, 1), grad_R1
 
 
 # ---- the formulas, not differentiable

@@ -66,16 +66,16 @@ def forward_in_halves(
     with region("MoE layer"):
         x_hsD = norm(first_hsD)
         logits_tE, scores_tE, weights_tK, chosen_tK, count_hE = moe.router(x_hsD.flatten(0, 1), first)
-        exchanges = [moe.dispatcher.dispatch(x_hsD.flatten(0, 1), weights_tK, chosen_tK, 0)]
+        exchanges = [moe.dispatch(x_hsD.flatten(0, 1), first, weights_tK, chosen_tK, 0)]
 
         second_hsD = attend()
         z_hsD = norm(second_hsD)
         *seen, weights_tK, chosen_tK, count = moe.router(z_hsD.flatten(0, 1), second)
         both = zip((logits_tE, scores_tE, count_hE), (*seen, count), strict=True)
         weights_tK = moe.balance(weights_tK, *map(torch.cat, both), tokens)  # the losses of both halves
-        exchanges.append(moe.dispatcher.dispatch(z_hsD.flatten(0, 1), weights_tK, chosen_tK, 0))
+        exchanges.append(moe.dispatch(z_hsD.flatten(0, 1), second, weights_tK, chosen_tK, 0))
 
-        shared = [moe.run_shared(x) for x in (x_hsD, z_hsD)]
+        shared = [moe.run_shared(x, half) for x, half in ((x_hsD, first), (z_hsD, second))]
         in_flight = moe.experts(*[exchange.relay() for exchange in exchanges])
         out = [exchange.finish_combine(sent) for exchange, sent in zip(exchanges, in_flight, strict=True)]
     halves = zip((first_hsD, second_hsD), out, shared, strict=True)

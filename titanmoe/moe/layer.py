@@ -16,6 +16,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.capacity import Capacity
+from titanmoe.moe.dispatchers.dispatcher import Exchange
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.halves import accept_exchanges
@@ -66,8 +67,8 @@ class MoE(nn.Module):
         """Return the weighted sum of each token's experts, plus the shared expert's output: (B, s, D)."""
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, slots_per_expert = self.route(x_TD, tokens)
-        exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
-        shared_BsD = self.run_shared(x_BsD)  # while routed tokens are in flight
+        exchange = self.dispatch(x_TD, tokens, weights_TK, chosen_TK, slots_per_expert)
+        shared_BsD = self.run_shared(x_BsD, tokens)  # while routed tokens are in flight
         y_RD = self.experts(*exchange.receive_routed())  # of (R, D), weights (R, 1) and counts (e,)
         y_BsD = exchange.combine(y_RD).view_as(x_BsD)
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
@@ -88,8 +89,15 @@ class MoE(nn.Module):
         self.balance.record_dropped((within_TK != chosen_TK).sum(), tokens.microbatch)
         return weights_TK, within_TK, self.capacity.slots_per_expert(samples, x_TD.shape[0]) if self.pad else 0
 
-    def run_shared(self, x_BsD: Tensor) -> Tensor | None:
-        """Return the shared expert's output; None if the layer has no shared expert."""
+    # Both are methods so that dropout of adapters can wrap them, which reads the tokens.
+    def dispatch(
+        self, x_TD: Tensor, tokens: Tokens, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int
+    ) -> Exchange:
+        """Start to send these tokens to their experts: `Dispatcher.dispatch`. Collective over the dispatch group."""
+        return self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
+
+    def run_shared(self, x_BsD: Tensor, tokens: Tokens) -> Tensor | None:
+        """Return the shared expert's output for these tokens; None if the layer has no shared expert."""
         if self.shared is None:
             return None
         with region("shared expert"):

@@ -20,7 +20,9 @@ from titanmoe.moe.expert_products import (
     ProductMethod,
     activate,
     down_backward,
+    gate_and_up,
     multiply,
+    plain_swiglu,
     up_backward,
     width_multiple,
 )
@@ -40,6 +42,8 @@ class TracedProducts:
     method: ProductMethod
     clamped: bool
     kernels: str
+    index_R: Tensor | None = None
+    """Global index of each routed token, for dropout of the experts' adapters; None without it."""
 
     @staticmethod
     def of(count_e: Tensor, method: ProductMethod, clamped: bool, kernels: str) -> TracedProducts:
@@ -76,6 +80,10 @@ class TracedProducts:
         """
         constants = self.groups, self.method, self.clamped, self.kernels
         return tuple(experts_down(hidden, weight_R1, weights, *constants))
+
+    def down_input(self, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
+        """Return the down projection's input, act(gate) * up * routing weight: (R, F). Differentiable."""
+        return plain_swiglu(*gate_and_up(hidden), weight_R1, self.clamped)
 
 
 def _products(groups: Sequence[Tensor], method: ProductMethod, clamped: bool, kernels: str) -> ExpertProducts:

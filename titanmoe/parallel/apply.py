@@ -93,7 +93,7 @@ def build(
         with torch.device("meta"):
             first, last = number == 0, number == len(ranks) - 1
             model = Transformer(config, microbatches, stored, layers[number], first, last, output)
-            add_adapters(model, config)
+            add_adapters(model, config, meshes.tp.rank)
         freeze(model, config)
         parallelize(model, make_plan(config, layers[number], first, last), meshes)
         apply_context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)

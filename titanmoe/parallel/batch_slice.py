@@ -70,7 +70,13 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def take_slice(
-    batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool = False
+    batch: Batch,
+    microbatch: int,
+    meshes: Meshes,
+    placement: Placement,
+    device: torch.device,
+    with_mtp: bool = False,
+    with_index: bool = False,
 ) -> BatchSlice:
     """Return this rank's slice of a microbatch, on its device. No communication.
 
@@ -81,6 +87,7 @@ def take_slice(
         placement: which chunks of the sequence each rank of cp has.
         device: the device that this rank computes on.
         with_mtp: whether to include the ids and labels that multi-token prediction reads.
+        with_index: whether to include the indices of the attention slice's tokens, which dropout of adapters reads.
     """
     mask, parts = mask_of(batch), (batch.tokens_BS, batch.labels_BS, batch.valid_BS, batch.position_BS, batch.number_B)
     ids, labels, valid, position, number, following, later = (
@@ -111,6 +118,7 @@ def take_slice(
         next_BS=over_cp(following) if with_mtp else None,
         later_BS=over_cp(later) if with_mtp else None,
         given_TNK=None if routes is None else owned(routes),
+        index_BS=over_cp(index) if with_index else None,
     )
     extra_fields = {name: over_cp(x) if x.dim() > 1 else x for name, x in extra_fields.items()}
     return BatchSlice(over_cp(ids), tokens, over_cp(labels), extra_fields)

@@ -50,13 +50,26 @@ from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.layer import MoE
 from titanmoe.tokens import Tokens
 
+Remember = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a function that computes what the given one would compute now, when it is called later."""
+
+
+def _remember_nothing(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
 # Randomness is counted, so there is no generator state to restore.
 _checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def _checkpoint_method(owner: nn.Module, name: str) -> None:
+def _checkpoint_method(owner: nn.Module, name: str, remember: Remember = _remember_nothing) -> None:
     """Make a method of this module a checkpointed region, in place: backward calls it a second time, messages too."""
-    setattr(owner, name, partial(_checkpointed, getattr(owner, name)))
+    plain = getattr(owner, name)
+
+    def run(*args: Any) -> Any:
+        return _checkpointed(plain if torch.compiler.is_compiling() else remember(plain), *args)
+
+    setattr(owner, name, run)
 
 
 def _checkpoint_feed(block: Block) -> None:
@@ -162,12 +175,12 @@ class _UnsavedTensors:
         return view
 
 
-def _use_unsaved(compute: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
+def _use_unsaved(remember: Remember, compute: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
     """Return `use(*compute())`, where backward recomputes the tensors of `compute` instead of saving them."""
     tensors = compute()
     if torch.compiler.is_compiling():  # the compiler chooses what to save
         return use(*tensors)
-    unsaved = _UnsavedTensors(compute, tensors)
+    unsaved = _UnsavedTensors(remember(compute), tensors)
     with torch.autograd.graph.saved_tensors_hooks(unsaved.pack, unsaved.unpack):
         return use(*tensors)
 
@@ -175,13 +188,15 @@ def _use_unsaved(compute: Callable[[], tuple[Tensor, ...]], use: Callable[..., T
 def _recompute_selected(block: Block) -> None:
     """Let backward recompute what a block's modules name for selective recomputation, in place.
 
-    They name methods by `recomputable_methods`, or call `use_recomputable`.
+    They name methods by `recomputable_methods`, or call `use_recomputable`. A block whose modules read more than their
+    arguments (titanmoe.models.lora_dropout) has a `remember`.
     """
+    remember = getattr(block, "remember", _remember_nothing)
     for module in block.modules():
         for name in getattr(module, "recomputable_methods", ()):
-            _checkpoint_method(module, name)
+            _checkpoint_method(module, name, remember)
         if hasattr(module, "use_recomputable"):
-            module.use_recomputable = _use_unsaved
+            module.use_recomputable = partial(_use_unsaved, remember)
 
 
 def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_one_graph: bool = False) -> None:

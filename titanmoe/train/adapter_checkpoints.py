@@ -114,8 +114,8 @@ class AdapterCheckpoints(Checkpoints):
         for name, (_, shard) in self._targets(with_moments=False).items():
             fill_in_blocks(shard.tensor, shard.offset, adapters.tensors[name.removeprefix("model.")].read)
         origin = f"adapters of {folder}"
-        if adapters.dropout:
-            origin += f", trained there with lora_dropout = {adapters.dropout:g}; there is no dropout here"
+        if adapters.dropout != self.lora.dropout:
+            origin += f", trained there with lora_dropout = {adapters.dropout:g}, and here {self.lora.dropout:g}"
         origin = f"{origin}\n{compared}"
         return notes | {"begins from": f"{notes['begins from']}\n{origin}" if "begins from" in notes else origin}
 

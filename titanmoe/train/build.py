@@ -118,6 +118,7 @@ def build_training(
         with_mtp=config.model.mtp_depth > 0,
         objective=objective,
         work=training_work(config.model, Tuning.of(config)),
+        with_index=config.lora.dropout > 0,
     )
     rows = {"dispatcher": chosen} if chosen else {}
     rows |= setup_rows(config, fold.pp, batches.microbatches, model.gradients.engine, device)

@@ -22,6 +22,7 @@ from titanmoe.config.schema import Model
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.count import NO_WORK, TrainingWork
+from titanmoe.models.lora_dropout import InputDropout
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.layer import MoE
 from titanmoe.moe.layer_statistics import LayerStatistics, RowLayout, sum_statistics
@@ -170,6 +171,7 @@ class Slicer:
     with_mtp: bool
     objective: Objective
     work: TrainingWork = NO_WORK
+    with_index: bool = False
 
     def count(self, batches: list[Batch], objective: Objective | None = None) -> Totals:
         """Count labels, tokens, samples and FLOPs of a step's batch over all data ranks. Collective over these ranks.
@@ -200,7 +202,7 @@ class Slicer:
     def slices(self, batches: list[Batch]) -> list[BatchSlice]:
         """Return this rank's slice of each microbatch, on its device. Not collective."""
         where = (self.meshes, self.placement, self.device)
-        return [take_slice(batch, m, *where, self.with_mtp) for m, batch in enumerate(batches)]
+        return [take_slice(batch, m, *where, self.with_mtp, self.with_index) for m, batch in enumerate(batches)]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -226,6 +228,7 @@ class Gradients:
         """Parameters that get a gradient; the recipe may freeze others."""
         self.moe_layers: dict[int, MoE] = {i: moe for stage in self.stages for i, moe in stage.moe_layers().items()}
         self.blocks = moe_blocks(self.model)
+        self.dropouts = [m for stage in self.stages for m in stage.modules() if isinstance(m, InputDropout)]
 
     def sums(self, work: StepWork, wants_to_stop: Callable[[], bool] = lambda: False) -> StepSums:
         """Run a step's forward and backward, leave gradients summed over ranks in `.grad`, return the step's sums.
@@ -313,6 +316,8 @@ class Gradients:
             self.logits.begin_step(self.state.step)
         for moe in self.moe_layers.values():
             moe.begin_step(self.state.step, totals.tokens, totals.samples)
+        for dropout in self.dropouts:
+            dropout.begin_step(self.state.step)
 
     def begin_pass(self) -> None:
         """Prepare the layers for another `add` call of the same step, whose microbatches add to those before."""

@@ -18,7 +18,7 @@ from titanmoe.checkpoint.manifest import flatten_record
 CARD = "README.md"
 FIELDS = ("model.family", "training.objective", "training.seq_len", "training.global_batch_size", "training.epochs",
           "training.mixed_precision_param", "optimizer.name", "optimizer.lr", "optimizer.weight_decay", "lora.rank",
-          "lora.experts_rank", "lora.alpha", "lora.rslora", "lora.targets", "data.format")  # fmt: skip
+          "lora.experts_rank", "lora.alpha", "lora.rslora", "lora.dropout", "lora.targets", "data.format")  # fmt: skip
 """Fields of the recipe that the card names, those of [lora] with adapters alone."""
 
 

@@ -127,16 +127,17 @@ def plan_peft_folder(
             tensors |= (_stacked_tensors if is_stacked(map_, name) else _unfused_tensors)(
                 adapters, map_, name, read_full
             )
+    targets = _targets(map_, matrices)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "bias": "none",
         "inference_mode": True,
-        "lora_dropout": 0.0,
+        "lora_dropout": 0.0 if targets["target_parameters"] else adapters.dropout,  # PEFT 0.21 refuses both together
     }
     model, _, revision = base.partition("@")
     config |= {"base_model_name_or_path": model or None, "revision": revision or None}
-    config |= _targets(map_, matrices) | _ranks(adapters, map_, matrices)
+    config |= targets | _ranks(adapters, map_, matrices)
     return PeftFolder(config, tensors, dtype)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from titanmoe.config.blocks import moe_layers
+from titanmoe.config.blocks import has_expert_adapters, moe_layers
 from titanmoe.config.component_kinds import ComponentKind, Spec
 from titanmoe.config.ranges import Violation, choices_text
 from titanmoe.config.schema import Config, Model
@@ -114,6 +114,8 @@ class DispatcherSpec(Spec):
 
     It is the end of the message "moe.pad_to_capacity = true makes every size static, ...".
     """
+    model_width_only = False
+    """Whether the tokens that it sends must be as wide as the model, so that none can have its index behind it."""
     own_buffers = False
     """Whether the dispatcher has buffers that the planner does not count."""
     search_tries = False
@@ -128,6 +130,13 @@ class DispatcherSpec(Spec):
             yield Violation(
                 ("moe.pad_to_capacity", "moe.dispatcher"),
                 f"moe.pad_to_capacity = true makes every size static, {self.cannot_pad}",
+            )
+        if self.model_width_only and config.lora.dropout and has_expert_adapters(config):
+            yield Violation(
+                ("moe.dispatcher", "lora.dropout"),
+                f"lora.dropout = {config.lora.dropout:g} sends each token's index to its experts, and moe.dispatcher = "
+                f'"{moe.dispatcher}" sends tokens alone: use dispatcher = "alltoall", or leave experts out of '
+                'lora.targets, such as targets = ["*.attention.*"]',
             )
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
@@ -278,6 +287,7 @@ class SymmetricMemorySpec(DispatcherSpec):
     cannot_overlap = "leaves its counts on the device"
     has_unused_slots = True
     asks_machine = True
+    model_width_only = True
     cannot_pad = (
         'so that moe.dispatcher = "symm_mem" saves the host nothing: use dispatcher = "alltoall", which then does not '
         "wait either, or pad_to_capacity = false"
