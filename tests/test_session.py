@@ -11,9 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import parity, world
 from tests.support import processes
+from titanmoe.comm.collectives import to_local
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
@@ -21,6 +23,7 @@ from titanmoe.data.loader import Loader
 from titanmoe.models import vocabulary
 from titanmoe.open_session import NoLoader
 from titanmoe.parallel.grad_norm import local_grad
+from titanmoe.plan.memory import rank_memories
 from titanmoe.session import Session
 from titanmoe.train.launch import scoring_config
 from titanmoe.train.world_batch import make_batch
@@ -40,6 +43,9 @@ MAPPINGS: dict[str, tuple[int, dict[str, Any]]] = {
 def open_session(changes: dict[str, Any]) -> Any:
     trainer = parity.make_trainer(changes, loader=NoLoader)
     return Session(parity.read(changes, trainer.training.runtime.world), trainer.training)
+
+
+MIXED = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
 
 
 def samples(session: Any, first: int, end: int) -> Batch:
@@ -393,6 +399,27 @@ def a_reference_beside(changes: dict[str, Any]) -> None:
 
 def test_a_reference_model_runs_beside_or_under_the_adapters() -> None:
     world.run(2, a_reference_beside, {"parallelism.experts.ep": 2})
+
+
+def bytes_of_a_reference(changes: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of a reference model on this rank, and those planned for it."""
+    config = parity.read(changes, dist.get_world_size())
+    seams = {"loader": NoLoader, "garbage": parity.no_collection}
+    training = parity.build_trainer(scoring_config(config), parity.runtime_here(), **seams).training
+    assert not training.optimizer.moments()
+    planned = rank_memories(config, training.fold, reference=True)[training.meshes.pp.rank]
+    return sum(nbytes(to_local(p)) for p in training.parameters.values()), planned.components["reference"]
+
+
+def nbytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+@pytest.mark.parametrize("name", ["tp 2, ep 4", "pp 2, dp 2, ep 2"])
+def test_the_memory_of_a_reference_model_is_planned(name: str) -> None:
+    size, mapping = MAPPINGS[name]
+    for held, planned in world.run(size, bytes_of_a_reference, MIXED | mapping):
+        assert held == planned > 0
 
 
 # ---- temperature and entropy

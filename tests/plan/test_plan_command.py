@@ -51,6 +51,21 @@ def test_frozen_weights_count_with_their_own_width(capsys: pytest.CaptureFixture
     assert "mappings on 1 h100 that may fit" in capsys.readouterr().out
 
 
+def test_a_reference_model_counts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """With its weights in the compute dtype, in the explanation and in the search."""
+    peaks, small = [], [*SMALL, "--training.mixed_precision_param", "bfloat16"]
+    for words in ([], ["--reference"]):
+        data = tmp_path / "plan.json"
+        assert plan("--ranks", "4", "--explain", "--json", str(data), *words, *small) == 0
+        peaks.append(json.loads(data.read_text())["plan"]["memory"][0])
+        assert ("reference " in capsys.readouterr().out) == bool(words)
+    before, after = (peak["components"] for peak in peaks)
+    weights = after.pop("reference")
+    assert after == before and before["weights"] / 2 <= weights < 0.6 * before["weights"]
+    assert plan("--ranks", "4", "--top", "1", "--json", str(data), "--reference", *small) == 0
+    assert "reference" in json.loads(data.read_text())["best"][0]["memory"][0]["components"]
+
+
 def test_explanation_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = tmp_path / "plan.json"
     assert plan("--ranks", "4", "--explain", "--json", str(data), "--compile.enable", *SMALL) == 0
@@ -87,6 +102,10 @@ def test_explaining_what_does_not_fit_exits_1(capsys: pytest.CaptureFixture) -> 
         (["--ranks", "4", "--imbalance", "1e30", *SMALL], "the busiest rank has 4 times the mean: use at most that"),
         (["--ranks", "4", "--imbalance", "5", "--explain", *SMALL], "takes the same 2 of 8 experts"),
         (["--ranks", "4", "--explain", "--write", "x"], "leave out --write"),
+        (
+            ["--ranks", "4", "--reference", "--lora.rank", "4", *SMALL],
+            "the weights under the adapters are the reference",
+        ),
         (["--ranks", "11", "--training.global_batch_size", "8"], "no mapping of 11 ranks is legal"),
         (["--ranks", "4", "--explain", "--parallelism.tp", "3"], "parallelism.tp = 3"),
     ],

@@ -9,7 +9,7 @@ compute dtype, W at least 4.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -51,22 +51,30 @@ class RankMemory:
         return sum(self.components.values())
 
 
-def rank_memories(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[RankMemory]:
+def rank_memories(
+    config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False, reference: bool = False
+) -> list[RankMemory]:
     """Return the memory of each pipeline rank, in their order.
 
     Args:
         imbalance: routed tokens of the busiest rank over the mean.
         only_ends: only the first rank, which has most microbatches in flight, and the last, which has the head.
+        reference: whether a frozen copy of the model lies beside it. It computes between steps, in less than a step's
+            memory, so its weights alone count.
     """
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
     layers = stages_of(config, len(owners), tuple(config.pipeline.layers_per_stage))
     ranks = sorted({0, fold.pp - 1}) if only_ends else range(fold.pp)
     teachers = _teacher_bytes(s, only_ends)
+    copies = [0] * len(ranks)
+    if reference:
+        frozen = replace(config, training=replace(config.training, freeze=["*"]))
+        copies = [memory.weights for memory in rank_memories(frozen, fold, only_ends=only_ends)]
     memories = []
-    for rank, teacher in zip(ranks, teachers or [0] * len(ranks), strict=True):
+    for rank, copy, teacher in zip(ranks, copies, teachers or [0] * len(ranks), strict=True):
         own_stages = [stage for stage, owner in enumerate(owners) if owner == rank]
-        memories.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in own_stages], teacher))
+        memories.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in own_stages], teacher, copy))
     return memories
 
 
@@ -95,13 +103,14 @@ def stages_of(config: Config, stages: int, explicit: tuple[int, ...]) -> list[ra
     return _stages(ModelKey.of(config.model), config.training.seq_len, stages, explicit)
 
 
-def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher: int) -> RankMemory:
+def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher: int, reference: int) -> RankMemory:
     """Return the memory of one pipeline rank: the largest of all moments of a step that can be the peak.
 
     Args:
         s: sizes of the recipe under the mapping.
         stages: layers of each stage of the rank, whether it is the first of all stages, and whether it is the last.
         teacher: bytes of the teacher.
+        reference: bytes of the reference model.
     """
     config, fold, model, sizes = s.config, s.fold, s.model, s.sizes
     weight_width, w = WIDTHS[config.training.dtype], s.w
@@ -143,7 +152,8 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     resharded = reshards_after_forward(config.parallelism)
     sharded = not experts_are_unsharded(config.parallelism, config.training, fold.edp)
     accumulated_bytes = trained if s.microbatches > 1 and not pipelined else 0
-    base = {"weights": weights, "moments": moments, "teacher": teacher, "symmetric buffers": s.receive_buffers}
+    base = {"weights": weights, "moments": moments, "teacher": teacher, "reference": reference}
+    base["symmetric buffers"] = s.receive_buffers
     gathered_dense = 0 if resharded else sum(unit.whole for unit in units)
     gathered_experts = 0 if resharded else sum(unit.whole for unit, _ in expert_parts)
     if not sharded:  # the step's copies

@@ -47,6 +47,11 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         metavar="X",
         help="routed tokens of the busiest rank over the mean (default: 1, balanced; other stacks: what they showed)",
     )
+    plan.add_argument(
+        "--reference",
+        action="store_true",
+        help="count the weights of a frozen copy beside the model, as policy objectives have it (docs/training_api.md)",
+    )
     plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of that many tokens, such as 1e12")
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
@@ -85,7 +90,7 @@ def _plan(args: argparse.Namespace, device: Any) -> Plan:
         notes = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(notes or [""])]
     if args.explain:
         _check_imbalance(config, args.imbalance)
-        mapping = evaluate(config, args.ranks, device, Factors(), args.imbalance, args.stack)
+        mapping = evaluate(config, args.ranks, device, Factors(), args.imbalance, args.stack, args.reference)
         lines = [*notes, *explanation(mapping, device)]
         budget_lines = budget(mapping, args.tokens, device) if args.tokens else []
         too_large = mapping.peak > usable_bytes(mapping.config, mapping.fold, device)
@@ -121,7 +126,7 @@ def _search(config: Config, args: argparse.Namespace, device: Any) -> Any:
     from titanmoe.plan.search import search
 
     _check_imbalance(config, args.imbalance)
-    result = search(config, args.ranks, device, Factors(), args.top, args.imbalance, args.stack)
+    result = search(config, args.ranks, device, Factors(), args.top, args.imbalance, args.stack, args.reference)
     if result.best:
         return result
     if result.nearest is None:
@@ -160,7 +165,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     }
 
     def smallest(changed: Config, world: int) -> Any:
-        result = search(changed, world, device, Factors(), 1, args.imbalance)
+        result = search(changed, world, device, Factors(), 1, args.imbalance, reference=args.reference)
         return result.best[0] if result.best else result.nearest
 
     def available(mapping: Any) -> float:
@@ -215,6 +220,13 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         return [*violations(config, args.ranks), *teacher_problems(config, args.ranks)] if args.explain else []
 
     config = load(args.overrides, COMPONENTS, check)
+    if args.reference and config.lora.rank:
+        raise ConfigError(
+            [
+                f"lora.rank = {config.lora.rank}: the weights under the adapters are the reference model "
+                "(log_probs(batch, adapters=False)), which takes no memory: leave --reference out"
+            ]
+        )
     notes, training, moe = [], config.training, config.moe
     if training.global_batch_size == -1:
         ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import nsmallest
 from math import inf
 from operator import attrgetter, itemgetter
@@ -74,6 +75,7 @@ def evaluate(
     factors: Factors,
     imbalance: float = 1.0,
     stack: Stack = TITANMOE,
+    reference: bool = False,
 ) -> PricedMapping:
     """Return time and memory of the recipe's own mapping; "auto" overlap and dispatcher are resolved first.
 
@@ -81,13 +83,14 @@ def evaluate(
         world: number of ranks.
         imbalance: routed tokens of the busiest rank over the mean.
         stack: software that is priced.
+        reference: whether a frozen copy of the model lies beside it.
     """
     fold = derive(world, config.parallelism)
     config, _ = planned_overlap(config, world, device)
     node = config.parallelism.node if config.parallelism.node != -1 else min(device.node, device.domain)
     config = with_planned_dispatcher(config, fold, node, device.name != "cpu")
     price = Pricer(config, device, factors, imbalance, stack).price(config, fold)
-    return PricedMapping(config, fold, price, rank_memories(config, fold, imbalance))
+    return PricedMapping(config, fold, price, rank_memories(config, fold, imbalance, reference=reference))
 
 
 @dataclass
@@ -119,6 +122,7 @@ def search(
     count: int = 10,
     imbalance: float = 1.0,
     stack: Stack = TITANMOE,
+    reference: bool = False,
 ) -> Search:
     """Return the fastest mappings among those that divide everything evenly and fit into a device's memory.
 
@@ -129,7 +133,9 @@ def search(
         count: largest number of mappings to return.
         imbalance: routed tokens of the busiest rank over the mean.
         stack: software that is priced.
+        reference: whether a frozen copy of the model lies beside it.
     """
+    memories = partial(rank_memories, imbalance=imbalance, reference=reference)
     pricer, one_mesh = (kind(config, device, factors, imbalance, stack) for kind in (Pricer, OneMesh))
     candidates = list(candidates_of(config, world, pricer, device.memory - device.reserved))
     best: dict[MappingKey, PricedMapping] = {}
@@ -153,10 +159,10 @@ def search(
             if not (improves or improves_unfolded) or _illegal(mapping.config, world):
                 continue
             usable = usable_bytes(mapping.config, mapping.fold, device)
-            ends = rank_memories(mapping.config, mapping.fold, imbalance, only_ends=True)
+            ends = memories(mapping.config, mapping.fold, only_ends=True)
             if max(rank.peak for rank in ends) > usable:
                 continue
-            mapping.memory = rank_memories(mapping.config, mapping.fold, imbalance)
+            mapping.memory = memories(mapping.config, mapping.fold)
             if mapping.peak > usable:
                 continue
             if improves_unfolded:
@@ -172,7 +178,7 @@ def search(
         mappings = [mapping for candidate in smallest for mapping in _priced_mappings(config, candidate, pricer)]
         mappings = [mapping for mapping in mappings if not _illegal(mapping.config, world)]
         for mapping in mappings:
-            mapping.memory = rank_memories(mapping.config, mapping.fold, imbalance)
+            mapping.memory = memories(mapping.config, mapping.fold)
         nearest = min(
             mappings,
             key=lambda mapping: mapping.peak - usable_bytes(mapping.config, mapping.fold, device),
