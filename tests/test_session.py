@@ -81,6 +81,30 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> None:
     torch.testing.assert_close(one["log_probs"], other["log_probs"], rtol=1e-10, atol=1e-12)
 
 
+def after_updates(changes: dict[str, Any], asks_before: bool) -> list[torch.Tensor]:
+    """Log-probabilities after each of two updates, before which others may be asked for in the open step."""
+    session, out = open_session(changes), []
+    for _ in range(2):
+        session.forward_backward(samples(session, 0, 4))
+        if asks_before:
+            session.log_probs(samples(session, 0, 4))
+        session.optim_step(rate=0.1)
+        out.append(session.log_probs(samples(session, 0, 4)))
+    return out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, MIXED | {"parallelism.reshard_after_forward": "never"}, MAPPINGS["pp 2, dp 2, ep 2"][1]],
+    ids=["freed", "kept gathered", "pipeline"],
+)
+def test_an_update_renews_what_log_probs_have_gathered(changes: dict[str, Any]) -> None:
+    expected, *_ = world.run(4, after_updates, changes, False)
+    got, *_ = world.run(4, after_updates, changes, True)
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert not torch.allclose(*got)
+
+
 BY_SAMPLE = {"moe.aux_loss_sequence": 0.01, "moe.z_loss": 0.001, "moe.jitter": 0.1}
 """The balance losses that do not depend on which samples form a microbatch."""
 

@@ -416,7 +416,10 @@ class Session:
             if self._counts is None:
                 self.training.gradients.begin_step(self._totals(self._count(local, "")))
             divisor = torch.ones((), dtype=torch.float64, device=self.device)
-            return self._run(local, objective, divisor, True, routes, backward=False)
+            result = self._run(local, objective, divisor, True, routes, backward=False)
+        for stage in self.training.stages:
+            free_gathered(stage)  # what a forward without backward leaves gathered, an update would not renew
+        return result
 
     @contextmanager
     def _counts_set_aside(self) -> Iterator[None]:
