@@ -240,6 +240,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
     for left_out, text in (
         (config.compile.enable, "compilation: memory and memory-bound work are those of the uncompiled model"),
         (bool(config.distillation.teacher), "the teacher's forward: its memory is counted, its time is not"),
+        (args.reference, "the reference model's forward: its memory is counted, its time is not"),
         (config.data.packing != "stream", "documents that are kept apart: attention is priced as over whole samples"),
         (moe.capacity_factor > 0, "a capacity: rows are those before anything is dropped or padded"),
         (
