@@ -325,7 +325,8 @@ def test_a_batch_is_padded_and_its_mistakes_are_named() -> None:
     assert make_batch([], **shape).tokens_BS.shape == (0, 6)
     for ids, more, message in (
         ([[1] * 7], {}, "sample 0 has 7 ids, and training.seq_len is 6"),
-        ([[1, 10]], {}, "id 10 is not below model.vocab_size = 10"),
+        ([[1, 10]], {}, "id 10 is none of the vocabulary's 10 ids"),
+        ([[1, 2]], {"labels": [[-100, 10]]}, "label 10 is none of the vocabulary's 10 ids"),
         ([[1, 2]], {"labels": [[1]]}, "labels has 1 values for 2 ids of sample 0"),
         ([[1, 2]], {"columns": {"weight": [[1.0, 1.0], [1.0, 1.0]]}}, "weight has 2 samples and ids 1"),
         ([[1, 2]], {"columns": {"weight": [[1.0, 1.0, 1.0]]}}, "weight has 3 values for 2 ids of sample 0"),

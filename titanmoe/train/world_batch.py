@@ -100,9 +100,10 @@ def make_batch(
         extra_fields[name] = torch.as_tensor(values) if per_sample else pad(name, values, 0)
     labels_NS = None if labels is None else pad("labels", labels, IGNORE, torch.int64)
     if not problems and N:
-        outside = (tokens_NS < 0) | (tokens_NS >= model.vocab_size)
-        if outside.any():
-            problems.append(f"id {int(tokens_NS[outside][0])} is not below model.vocab_size = {model.vocab_size}")
+        given_labels = tokens_NS[:0] if labels_NS is None else labels_NS[labels_NS != IGNORE]
+        for name, values in (("id", tokens_NS), ("label", given_labels)):
+            if len(outside := values[(values < 0) | (values >= model.vocab_size)]):
+                problems.append(f"{name} {int(outside[0])} is none of the vocabulary's {model.vocab_size} ids")
     if ROUTES in extra_fields and not problems:
         given = columns[ROUTES]
         digest_N = given.digest_N if isinstance(given, Routes) else None
