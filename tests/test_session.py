@@ -25,6 +25,7 @@ from titanmoe.open_session import NoLoader
 from titanmoe.parallel.grad_norm import local_grad
 from titanmoe.plan.memory import rank_memories
 from titanmoe.session import Session
+from titanmoe.tokens import IGNORE
 from titanmoe.train.launch import scoring_config
 from titanmoe.train.world_batch import make_batch
 
@@ -279,6 +280,7 @@ def misuse(changes: dict[str, Any]) -> list[str]:
         messages.append(str(error.value))
 
     refused(session.optim_step)
+    refused(lambda: Session(session.config, session.training, ids=49))
     refused(lambda: session.forward_backward(None))
     refused(lambda: session.forward_backward(batch, "dpo2"))
     refused(lambda: session.forward_backward(batch, "distillation"))
@@ -298,6 +300,7 @@ def test_misuse_is_refused_with_what_to_do() -> None:
     (messages,) = world.run(1, misuse, {})
     wanted = [
         "there are no gradients: call forward_backward before optim_step",
+        "ids = 49 do not fit model.vocab_size = 48",
         "no rank has a batch",
         "dpo2",
         'set training.objective = "distillation"',
@@ -491,4 +494,61 @@ def test_temperature_and_entropy_are_the_same_under_any_mapping(name: str, chunk
     for key in ("log_probs", "entropy"):
         torch.testing.assert_close(got[key], at_a_temperature_alone()[key], rtol=1e-10, atol=1e-12)
     for key, value in at_a_temperature_alone()["weights"].items():
+        torch.testing.assert_close(got["weights"][key], value, rtol=1e-10, atol=1e-12, msg=key)
+
+
+# ---- a padded vocabulary
+
+IDS = 45
+"""Ids that exist, of a vocabulary of 48: on tp 2 the second rank has all of the padding."""
+
+
+def with_padding(changes: dict[str, Any]) -> dict[str, Any]:
+    """A step of samples whose ids all exist, with the others left out; log-probabilities, entropies and weights."""
+    trainer = parity.make_trainer(changes, loader=NoLoader)
+    session = Session(parity.read(changes, trainer.training.runtime.world), trainer.training, ids=IDS)
+    batch = samples(session, 0, SAMPLES)
+    labels_NS = batch.labels_BS.where(batch.labels_BS < IDS, IGNORE)
+    batch = session.batch(batch.tokens_BS.clamp(max=IDS - 1), labels_NS)
+    with mock.patch.object(vocabulary, "cross_entropy", wraps=vocabulary.cross_entropy) as computed:
+        session.log_probs(batch)
+    logits = [call.args[0] for call in computed.call_args_list]
+    before = parity.whole(session.training.parameters, session.rank, session.training.fold)
+    result = session.forward_backward(batch, squares, log_probs=True, entropy=True)
+    session.optim_step(rate=0.1)
+    weights = parity.whole(session.training.parameters, session.rank, session.training.fold)
+    head = "head.weight"
+    return {
+        "log_probs": result.log_probs,
+        "entropy": result.entropy,
+        "weights": weights,
+        "logits": logits,
+        "padding moves": head in weights and not torch.equal(weights[head][IDS:], before[head][IDS:]),
+    }
+
+
+@functools.cache
+def with_padding_alone() -> dict[str, Any]:
+    return world.run(1, with_padding, {"optimizer.weight_decay": 0.0})[0]
+
+
+def test_ids_that_do_not_exist_have_no_probability() -> None:
+    got = with_padding_alone()
+    logits_TV = torch.cat(got["logits"])[: got["log_probs"].numel()]
+    assert logits_TV.shape[1] == IDS and not got["padding moves"]
+    log_p = logits_TV.log_softmax(1)
+    entropy = -(log_p.exp() * log_p).sum(1).view_as(got["entropy"])
+    assert (got["entropy"] != 0).sum() > 50
+    torch.testing.assert_close(got["entropy"], entropy.where(got["entropy"] != 0, 0), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("tp 2, ep 4", 3), ("tp 2, ep 4", 0), ("pp 2, dp 2, ep 2", 3)])
+def test_padding_is_the_same_under_any_mapping(name: str, chunks: int) -> None:
+    size, changes = MAPPINGS[name]
+    more = {"training.loss_chunks": chunks, "optimizer.weight_decay": 0.0}
+    got, *_ = world.run(size, with_padding, changes | more)
+    expected = with_padding_alone()
+    for key in ("log_probs", "entropy"):
+        torch.testing.assert_close(got[key], expected[key], rtol=1e-10, atol=1e-12)
+    for key, value in expected["weights"].items():
         torch.testing.assert_close(got["weights"][key], value, rtol=1e-10, atol=1e-12, msg=key)

@@ -15,8 +15,8 @@ if sys.version_info < (3, 10):  # noqa: UP036
 __version__ = "0.1.0"
 
 
-def open(recipe, changes=None, trains=True):
+def open(recipe, changes=None, trains=True, ids=0):
     """Build the run of a recipe, to be trained from your code (`titanmoe.open_session.open_session`)."""
     from titanmoe.open_session import open_session  # imports torch
 
-    return open_session(recipe, changes, trains)
+    return open_session(recipe, changes, trains, ids)

@@ -46,7 +46,9 @@ class NoLoader:
         return {}
 
 
-def open_session(recipe: str | Path, changes: Mapping[str, Any] | None = None, trains: bool = True) -> Session:
+def open_session(
+    recipe: str | Path, changes: Mapping[str, Any] | None = None, trains: bool = True, ids: int = 0
+) -> Session:
     """Build the run of a recipe on this rank, without its data, and load its weights. Collective over the world.
 
     Args:
@@ -55,6 +57,8 @@ def open_session(recipe: str | Path, changes: Mapping[str, Any] | None = None, t
             checkpoint to go on from, checkpoint.initial_hf a Hugging Face model.
         trains: False for a run that only computes log-probabilities, such as a reference model: no gradients, no
             optimizer state.
+        ids: number of ids that the sampler knows, if model.vocab_size is padded beyond them: the others get no
+            probability. 0 for all.
 
     Raises:
         ConfigError: with every problem, before any message between ranks.
@@ -79,7 +83,7 @@ def open_session(recipe: str | Path, changes: Mapping[str, Any] | None = None, t
     training = build_training(config, runtime, loader=NoLoader, garbage=lambda every: None)
     with training.checkpoints.in_folder(Path(config.job.dump_folder)) as checkpoints:
         checkpoints.begin()
-    return Session(config, training, owns_process_group=not joined)
+    return Session(config, training, owns_process_group=not joined, ids=ids)
 
 
 def _joined_runtime(config: Config) -> Runtime:

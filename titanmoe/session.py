@@ -101,8 +101,20 @@ class _CallResult(NamedTuple):
 class Session:
     """A run on all ranks, without a loader and a loop. `open_session` makes it."""
 
-    def __init__(self, config: Config, training: Training, owns_process_group: bool = False):
+    def __init__(self, config: Config, training: Training, owns_process_group: bool = False, ids: int = 0):
+        size, tp = config.model.vocab_size, config.parallelism.tp
+        if ids and not size - size // tp < ids <= size:
+            raise ConfigError(
+                [
+                    f"ids = {ids} do not fit model.vocab_size = {size}, of which each rank of tp = {tp} needs one that "
+                    f"exists: give more than {size - size // tp} and at most {size}, or 0 for all"
+                ]
+            )
         self.config, self.training, self.owns_process_group = config, training, owns_process_group
+        self.ids = ids or size
+        """Number of ids that exist, by which batches are checked."""
+        for head in (stage.head for stage in training.stages if stage.head is not None):
+            head.ids = ids
         self.meshes, self.device = training.meshes, training.device
         self.group = dist.new_group(backend="gloo") if training.runtime.world > 1 else None
         """Process group for messages of CPU tensors."""
@@ -145,8 +157,9 @@ class Session:
     ) -> Batch:
         """Return a batch of any number of samples (see titanmoe.train.world_batch.make_batch). Not collective."""
         config = self.config
+        model = replace(config.model, vocab_size=self.ids)
         return make_batch(
-            ids, labels, documents=documents, columns=columns, seq_len=config.training.seq_len, model=config.model
+            ids, labels, documents=documents, columns=columns, seq_len=config.training.seq_len, model=model
         )
 
     def count(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group
 from titanmoe.models.layers import promote
+from titanmoe.tokens import IGNORE
 
 
 def vocabulary_rows(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
@@ -27,6 +28,23 @@ def vocabulary_rows(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
     row = ids - tp.rank * size
     is_own = (row >= 0) & (row < size)
     return row.where(is_own, 0), is_own
+
+
+def existing_rows(weight_VD: Tensor, label_T: Tensor, ids: int, tp: Group) -> tuple[Tensor, Tensor]:
+    """Return the head's weight without its padding, and the labels by which `vocabulary_rows` finds their rows in it.
+
+    Args:
+        weight_VD: this rank's shard of the head's weight.
+        label_T: ids of the labels, below `ids`, or IGNORE.
+        ids: number of ids that exist; the vocabulary's rows after them are padding. Every rank has some that exist.
+        tp: the ranks that shard the vocabulary.
+    """
+    size = weight_VD.shape[0]
+    existing = min(ids - tp.rank * size, size)
+    row_T, is_own_T = vocabulary_rows(label_T, size, tp)
+    elsewhere = tp.size * size  # past the rows of every rank
+    own_T = (row_T + tp.rank * existing).where(is_own_T, elsewhere)
+    return weight_VD[:existing], own_T.where(label_T != IGNORE, IGNORE)
 
 
 def slices(weight_VD: Tensor, chunks: int) -> tuple[Tensor, ...]:

@@ -25,7 +25,14 @@ from titanmoe.comm.collectives import (
 )
 from titanmoe.models.candidate_classes import candidate_log_probs, top_k_log_probs
 from titanmoe.models.layers import RMSNorm, promote
-from titanmoe.models.logit_slices import accumulate_slice, shift_weighted_sum, slice_backward, slices, vocabulary_rows
+from titanmoe.models.logit_slices import (
+    accumulate_slice,
+    existing_rows,
+    shift_weighted_sum,
+    slice_backward,
+    slices,
+    vocabulary_rows,
+)
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
@@ -297,6 +304,8 @@ class Head(nn.Module):
         self.top_k, self.temperature = output.top_k, output.temperature
         self.loss_temperature = 1.0
         """Divisor of the logits that the loss is computed from, other than that of multi-token prediction."""
+        self.ids = 0
+        """Number of ids that exist, if the vocabulary is padded: the others get no probability. 0: all."""
         self.tp = NO_GROUP
 
     @property
@@ -364,6 +373,8 @@ class Head(nn.Module):
         """Return each label's cross-entropy (1, B, S), or cross-entropy and entropy (2, B, S). Collective over tp."""
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         label_T = labels_BS.flatten()
+        if self.ids:
+            weight_VD, label_T = existing_rows(weight_VD, label_T, self.ids, self.tp)
         if chunks > 1:
             inputs = x_TD, weight_VD, label_T
             scores = chunked_cross_entropy(*inputs, self.tp, chunks, self.kernels, with_entropy, temperature)
