@@ -91,6 +91,17 @@ def test_a_run_opens_without_its_data(tmp_path: Path) -> None:
     assert 0 < loss < 20
 
 
+def opened_with(dispatcher: str, folder: str) -> None:
+    changes = {"job.dump_folder": folder, "parallelism.tp": 1, "parallelism.experts.ep": 2}
+    run = titanmoe.open("debug", changes | {"moe.dispatcher": dispatcher})
+    assert run.config.moe.dispatcher == "alltoall" and run.training.gradients.first_pass is None
+
+
+@pytest.mark.parametrize("dispatcher", ["symm_mem", "auto"])
+def test_no_buffers_are_reserved_that_a_step_cannot_use(dispatcher: str, tmp_path: Path) -> None:
+    world.run(2, opened_with, dispatcher, str(tmp_path))
+
+
 def not_exported(changes: dict[str, Any], folder: str) -> list[str]:
     """Messages of exports to where no folder can be, or where another kind of folder is; the run goes on."""
     session, messages = open_session(changes), []

@@ -18,6 +18,7 @@ from titanmoe.components import COMPONENTS
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import BatchLayout
+from titanmoe.moe.dispatchers.dispatcher_spec import with_dispatcher
 from titanmoe.ops.device import kind_of_setting
 from titanmoe.session import Session
 from titanmoe.train.build import build_training
@@ -68,6 +69,8 @@ def open_session(
     config = read_config(words, world_size(), COMPONENTS)
     if not trains:
         config = scoring_config(config)
+    if config.moe.dispatcher in ("symm_mem", "auto"):  # a step of several calls cannot be rerun with larger buffers
+        config = with_dispatcher(config, "alltoall")
     quiz = replace(config.validation.quiz, interval=0)
     config = replace(
         config,
