@@ -45,7 +45,7 @@ EP2 = {"parallelism.experts.ep": 2}
 CP2, TP2 = EP2 | {"parallelism.cp": 2}, EP2 | {"parallelism.tp": 2}
 CASES: dict[str, dict[str, Any]] = {
     "the same again": {},
-    "4 samples a microbatch": {"training.local_batch_size": 4},
+    "8 samples a microbatch": {"training.local_batch_size": 8, "training.global_batch_size": 16},
     "4 samples packed into one": {"training.seq_len": 4 * LENGTH, "training.global_batch_size": 2},
     "ep 2": EP2,
     "cp 2": CP2,
