@@ -251,6 +251,8 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        # torch caches shards' layouts by mesh, and equal meshes of two ranks differ in the rank's coordinates.
+        _clear_sharding_prop_cache()
 
 
 def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
@@ -318,8 +320,6 @@ def rehearse(
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(imitate(hardware))
-        # torch caches shards' layouts by mesh, and equal meshes of two ranks differ in the rank's coordinates.
-        stack.callback(_clear_sharding_prop_cache)
         stack.enter_context(fake_world(rank, world))
         stack.callback(gc.enable)
         runtime = Runtime(rank, rank % node, world, torch.device("cpu"))

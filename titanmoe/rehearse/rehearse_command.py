@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.text_report import Report, print_report
 
@@ -51,6 +52,12 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
         "results are estimates",
     )
     rehearse.add_argument("--routing-step", type=int, metavar="N", help="the step of that file (default: the last)")
+    rehearse.add_argument(
+        "--relayout",
+        metavar="WORDS",
+        help="instead of a step rehearse a move of the weights to another mapping, on every rank: of a model that "
+        'generates ("tp=2 ep=4 dtype=bfloat16") or of one that trains ("parallelism.tp=2")',
+    )
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="also write the whole report to this file")
     rehearse.set_defaults(run=run_rehearse, overrides=[])
 
@@ -74,6 +81,8 @@ def _report(args: argparse.Namespace) -> Report:
     if not 0 <= args.rank < world:
         raise ConfigError([f"--rank = {args.rank} is not in a world of {world} ranks: use 0 to {world - 1}"])
     config = recipe_to_rehearse(args.overrides, world, args.hardware, args.node)
+    if args.relayout is not None:
+        return _report_relayout(args, config, world)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not (args.all_roles or args.all_ranks):
         rehearsals = [rehearse(config, world, args.rank, args.hardware, routing, args.node, args.steps)]
@@ -86,6 +95,22 @@ def _report(args: argparse.Namespace) -> Report:
         order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.details}}
     data = {"ranks": [as_json(rehearsal) for rehearsal in rehearsals]} | order
     return lines, {args.json: json.dumps(data, indent=1) + "\n"}, code
+
+
+def _report_relayout(args: argparse.Namespace, config: Config, world: int) -> Report:
+    """Rehearse a move of the weights from a config's mapping to that of --relayout."""
+    from titanmoe.rehearse.rehearsed_relayout import (
+        format_relayout,
+        read_destination,
+        rehearse_relayout,
+        relayout_as_json,
+    )
+
+    destination = read_destination(args.relayout, args.overrides, config, world, args.hardware, args.node)
+    moves, verdict = rehearse_relayout(config, destination, world, args.hardware)
+    lines = format_relayout(config, destination, moves, verdict, args.hardware)
+    data = relayout_as_json(moves, verdict)
+    return lines, {args.json: json.dumps(data, indent=1) + "\n"}, 0 if verdict.safe else 1
 
 
 def _problems(args: argparse.Namespace, hardware: list[str]) -> list[str]:

@@ -1,0 +1,246 @@
+"""Rehearse a move of a model's weights to another mapping (titanmoe.checkpoint.relayout) on every rank of a world.
+
+What a rank sends depends on the shards of all ranks. So both models are built on the meta device once as each rank, to
+see its shards; then each rank makes the move with these. `titanmoe rehearse --relayout` prints the bytes and the
+memory of each rank, and whether all messages can complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanmoe.checkpoint.relayout import (
+    ROUND_BYTES,
+    LocalTensors,
+    MessagePlan,
+    TensorPlaces,
+    merge_layouts,
+    overlaps,
+    pack,
+    refuse_other_model,
+)
+from titanmoe.checkpoint.state import Targets, persistent_buffers, shards_to_load
+from titanmoe.comm.collectives import Group
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import derive
+from titanmoe.fold.meshes import build_meshes
+from titanmoe.generate.model import TrainedModel, build_empty, config_to_run
+from titanmoe.ops.device import HARDWARE, imitate
+from titanmoe.parallel.apply import build, make_meshes
+from titanmoe.rehearse.code_site import CodeSite
+from titanmoe.rehearse.memory_over_step import WEIGHTS, Ledger
+from titanmoe.rehearse.message_order import Communicator, Program, Verdict, check_order
+from titanmoe.rehearse.message_recorder import Recorder
+from titanmoe.rehearse.rehearsal import fake_world, recipe_to_rehearse
+from titanmoe.text_report import columns, format_bytes
+
+LEFT_OUT = ("model.mtp.",)
+"""Prefixes of the weights that the destination may lack, as in Session.copy_weights."""
+DEGREES = ("pp", "cp", "tp", "ep", "etp")
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The model that the weights move to."""
+
+    config: Config
+    generates: bool
+    """Whether it only generates: its weights are not sharded over data ranks (titanmoe.generate.model)."""
+
+
+@dataclass(frozen=True)
+class RankMove:
+    """What one rank does in a move, in bytes."""
+
+    needed: int
+    """Bytes of the rank's shards in the destination that it does not hold in the source."""
+    received: int
+    sent: int
+    rounds: int
+    messages: int
+    """Most memory that messages take at once."""
+    weights: int
+    """Memory of both models' shards."""
+
+
+def read_destination(words: str, argv: list[str], config: Config, world: int, hardware: str, node: int) -> Destination:
+    """Return the destination that the words of --relayout describe.
+
+    Args:
+        words: "tp=2 ep=4 dtype=bfloat16" for a model that generates, or options of the recipe such as
+            "parallelism.tp=2" for one that trains.
+        argv: the recipe and its overrides, as on the command line.
+        config: the resolved config of the source.
+        world: the number of ranks.
+        hardware: the name of the hardware whose code runs.
+        node: the ranks per node.
+
+    Raises:
+        ConfigError: with every problem, such as a mapping that cannot generate.
+    """
+    options = {name: value for name, _, value in (word.partition("=") for word in words.split())}
+    if options and all("." in name for name in options):
+        argv = [*argv, *(f"--{name}={value}" for name, value in options.items())]
+        return Destination(recipe_to_rehearse(argv, world, hardware, node), generates=False)
+    problems = [
+        f'--relayout "{words}" has {name}={value}: give {", ".join(DEGREES)} (numbers) and dtype for a model that '
+        "generates, or options of the recipe such as parallelism.tp=2 for one that trains"
+        for name, value in options.items()
+        if name != "dtype" and not (name in DEGREES and value.isdecimal())
+    ]
+    if not options:
+        problems = [f'--relayout "{words}" names no mapping: give one, such as "tp=2 ep=4" or "parallelism.tp=2"']
+    if problems:
+        raise ConfigError(problems)
+    degrees = {name: int(options.get(name, 1)) for name in DEGREES}
+    trained = TrainedModel(Path(), config, None)
+    return Destination(config_to_run(trained, world, degrees, options.get("dtype"), "cpu"), generates=True)
+
+
+def rehearse_relayout(
+    source: Config, destination: Destination, world: int, hardware: str, round_bytes: int = ROUND_BYTES
+) -> tuple[list[RankMove], Verdict]:
+    """Rehearse the move on every rank; return what each does, and whether all messages can complete.
+
+    Args:
+        source: the resolved config of the mapping to move from.
+        destination: the model to move to.
+        world: the number of ranks.
+        hardware: the name of the hardware whose code runs.
+        round_bytes: most bytes that a rank sends in a round, and most that it receives.
+
+    Raises:
+        ConfigError: the destination is another model, with names and shapes.
+    """
+    ends = Destination(source, generates=False), destination
+    with imitate(HARDWARE[hardware]):
+        shards = [[_shards(end, world, rank) for end in ends] for rank in range(world)]
+    held, wanted = (
+        merge_layouts([pack(LocalTensors(end.values()).layout) for end in of_ranks])
+        for of_ranks in zip(*shards, strict=True)
+    )
+    refuse_other_model(held, wanted, LEFT_OUT)
+    moves, programs = [], []
+    for rank in range(world):
+        move, program = _move(rank, *shards[rank], held, wanted, world, round_bytes)
+        moves.append(move)
+        programs.append(program)
+    return moves, check_order(programs)
+
+
+def _shards(end: Destination, world: int, rank: int) -> Targets:
+    """Return a rank's shards of a model, on the meta device."""
+    config, fold = end.config, derive(world, end.config.parallelism)
+    with fake_world(rank, world):
+        if end.generates:
+            return build_empty(config, build_meshes(fold, "cpu", trains=False), META)[1]
+        meshes = make_meshes(
+            fold,
+            parallelism=config.parallelism,
+            moe=config.moe,
+            training=config.training,
+            device=torch.device("cpu"),
+            adapters=config.lora.rank > 0,
+        )
+        stages = build(config, meshes, 1, META, materialize=lambda model, seed, device: None)
+        parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
+        buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}
+        return shards_to_load(parameters, buffers, None, config.model.tie_embeddings)
+
+
+class MetaRecorder(Recorder):
+    """A recorder of messages of meta tensors, and of their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger(CodeSite)
+
+    def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        out = super().compute(func, args, kwargs)
+        if not func.is_view:
+            self.ledger.note(out, CodeSite())
+        return out
+
+    def run_message(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # torch's meta implementation of the wait would allocate a copy.
+        return args[0] if func._overloadpacket.__name__ == "wait_tensor" else super().run_message(func, args, kwargs)
+
+    def after_message(self, func: Any, args: tuple, out: Any) -> None:
+        self.ledger.note(out, CodeSite())
+
+
+def _move(
+    rank: int,
+    source: Targets,
+    destination: Targets,
+    held: Mapping[str, TensorPlaces],
+    wanted: Mapping[str, TensorPlaces],
+    world: int,
+    round_bytes: int,
+) -> tuple[RankMove, Program]:
+    """Make the move as one rank, on meta tensors."""
+    recorder = MetaRecorder()
+    with fake_world(rank, world):
+        ends = [LocalTensors(end.values()) for end in (source, destination)]
+        group = Group.of(dist.group.WORLD)
+        plan = MessagePlan(held, wanted, group, round_bytes)
+        recorder.ledger.assign((x for end in ends for some in end.by_box.values() for x in some), WEIGHTS)
+        recorder.ledger.begin_step()
+        with recorder.recording():
+            plan.move(*ends, META)
+    everyone = tuple(range(world))
+    program = Program(rank, recorder.log, {group.name: Communicator("world", everyone, everyone)})
+    return _measure(recorder, rank, held, wanted), program
+
+
+def _measure(
+    recorder: MetaRecorder, rank: int, held: Mapping[str, TensorPlaces], wanted: Mapping[str, TensorPlaces]
+) -> RankMove:
+    needed = 0
+    for name, tensor in wanted.items():
+        boxes, own = ([box for box, ranks in x.ranks.items() if rank in ranks] for x in (tensor, held[name]))
+        elements = sum(prod(sizes) for _, sizes in boxes) - sum(prod(sizes) for *_, (_, sizes) in overlaps(boxes, own))
+        needed += elements * min(tensor.dtype.itemsize, held[name].dtype.itemsize)
+    log, memory = recorder.log, recorder.ledger.memory()
+    return RankMove(
+        needed=needed,
+        received=sum(message.received_bytes for message in log.messages),
+        sent=sum(message.sent_bytes for message in log.messages),
+        rounds=len(log.messages),
+        messages=memory.peak - memory.at_start,
+        weights=memory.at_start,
+    )
+
+
+def format_relayout(
+    source: Config, destination: Destination, moves: list[RankMove], verdict: Verdict, hardware: str
+) -> list[str]:
+    """Return the report of a rehearsed move as lines to print."""
+    lines = [f"move of the weights on {len(moves)} ranks, as on {hardware}"]
+    for title, config in (("from", source), ("to", destination.config)):
+        fold = derive(len(moves), config.parallelism)
+        for view, axes in (("attention", fold.attention_axes), ("experts", fold.expert_axes)):
+            lines.append(f"    {title:<4}  {view:<9}  " + " x ".join(f"{name} {n}" for name, n in axes.items()))
+    body = [("rank", "needs", "receives", "sends", "messages", "memory of messages", "of both models")]
+    for rank, move in enumerate(moves):
+        sizes = map(format_bytes, (move.needed, move.received, move.sent))
+        body.append((str(rank), *sizes, str(move.rounds), format_bytes(move.messages), format_bytes(move.weights)))
+    sent, needed = (sum(getattr(move, name) for move in moves) for name in ("sent", "needed"))
+    ratio = f", {sent / needed:.3f} times what ranks need and do not hold" if needed else ""
+    lines += ["", *columns(body, right=tuple(range(7))), "", f"{format_bytes(sent)} sent{ratio}"]
+    return [*lines, "", f"Order of messages: {verdict.text}", *(f"    {text}" for text in verdict.details)]
+
+
+def relayout_as_json(moves: list[RankMove], verdict: Verdict) -> dict[str, Any]:
+    """Return a rehearsed move as a JSON object, for `--json`."""
+    order = {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.details}
+    return {"ranks": [{"rank": rank} | asdict(move) for rank, move in enumerate(moves)], "order": order}
