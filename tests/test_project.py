@@ -192,6 +192,30 @@ def test_the_map_says_of_every_room_what_it_is() -> None:
     assert {room(to) for name, to in imports() if to.startswith("titanmoe.") and room(name) in core} & rooms == core
 
 
+def test_the_map_leads_to_functions_that_exist() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    lines = [line for line in page.partition("| question |")[2].partition("\n\n")[0].splitlines() if "`" in line]
+    named = [re.findall(r"`([\w/]+\.py)`: (`[\w.]+`(?:, `[\w.]+`)*)", line) for line in lines]
+    assert len(lines) > 10 and all(named)
+    for file, names in [pair for found in named for pair in found]:
+        for name in re.findall(r"[\w.]+", names):
+            assert name in defined(ast.parse((ROOT / "titanmoe" / file).read_text())), f"{file}: {name}"
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """The functions, classes, methods and constants of a module."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
 def test_only_the_meshes_of_fold_know_torch() -> None:
     torch_ones = {name for name, to in imports() if room(name) in ("fold", "config") and to.split(".")[0] == "torch"}
     assert torch_ones == {"titanmoe.fold.meshes"}
