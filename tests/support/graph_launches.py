@@ -2,7 +2,7 @@
 
     python -m tests.support.graph_launches qwen3_30b_a3b mixtral_8x7b deepseek_671b gpt_oss_20b
 
-prints the table in docs/benchmarks.md, on any machine: eager layers from a rehearsal of the recipe's step, graphs from
+prints a table, on any machine: eager layers from a rehearsal of the recipe's step, graphs from
 the code that inductor writes for them (tests.parallel.test_compiled_on_gpus). The experts' products and activations are
 left out, because both run the same ones. A step has one sample of the recipe's length, ep ranks, and no other axis.
 """
