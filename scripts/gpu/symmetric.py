@@ -164,7 +164,7 @@ def dispatch_and_combine(dispatcher: Dispatcher, experts: Any) -> Callable[[Tens
 
 
 def as_graph(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return `dispatch_and_combine` compiled as one graph, as `compile.enable` does."""
+    """Return a function that dispatches tokens, computes experts and combines, compiled as one graph."""
     backend = "inductor" if torch.cuda.is_available() else "aot_eager"
     return torch.compile(dispatch_and_combine(dispatcher, experts), backend=backend, fullgraph=True, dynamic=False)
 

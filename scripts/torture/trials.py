@@ -350,7 +350,7 @@ def long_run(run: Run) -> None:
 
 
 class Group(NamedTuple):
-    """Kinds of trials whose runs are judged by the same checks."""
+    """Kinds of trials whose runs are judged by the same checks, such as all in which a rank is killed."""
 
     kinds: dict[str, Callable[[Run], None]]
     """The fault function of each kind."""

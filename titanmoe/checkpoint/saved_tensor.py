@@ -82,7 +82,7 @@ def read_saved_tensor(file: BinaryIO) -> SavedTensor:
 
 
 def _contents_range(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
-    """Return the positions in `file` of the first byte of a zip entry's contents, and after the last byte."""
+    """Return the positions in `file` of the first byte of a zip entry's contents, and of the byte after their last."""
     file.seek(entry.header_offset)
     mark, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     if mark != b"PK\3\4":

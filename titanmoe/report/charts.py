@@ -69,7 +69,13 @@ def percent(value: float) -> str:
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Return round numbers between low and high at equal distances, for the ticks of an axis; about `about` of them."""
+    """Return round numbers at equal distances from low to high, for the ticks of an axis.
+
+    Args:
+        low: the least value of the axis.
+        high: the largest value.
+        about: how many ticks to aim at.
+    """
     if high <= low:
         return [low]
     rough = (high - low) / about

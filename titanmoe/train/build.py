@@ -279,7 +279,7 @@ def prepare_reference(config: Config, training: Training) -> dict[str, str]:
 
 
 def no_notes(training: Training) -> dict[str, str]:
-    """Return no lines for the header, in place of `prepare_reference` if the objective reads no reference model."""
+    """Return {}, no lines for the header: in place of `prepare_reference` if the objective reads no reference model."""
     return {}
 
 

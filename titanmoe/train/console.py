@@ -176,7 +176,10 @@ class LineConsole:
 
 
 class LivePanel:
-    """ReportTarget that draws a panel in place; other output appears above it, and it remains when the run ends."""
+    """ReportTarget that redraws a panel in place on the terminal.
+
+    Other output appears above it, and it remains at the end.
+    """
 
     def __init__(self, run: ConsoleSettings, name: str, console: Console):
         self.run, self.name, self.console = run, name, console

@@ -320,7 +320,10 @@ class Gradients:
             dropout.begin_step(self.state.step)
 
     def begin_pass(self) -> None:
-        """Prepare the layers for another `add` call of the same step, whose microbatches add to those before."""
+        """Prepare the layers' counts for another `add` call of the same step.
+
+        Its microbatches are numbered from 0 again.
+        """
         for moe in self.moe_layers.values():
             moe.balance.begin_pass()
 

@@ -32,7 +32,7 @@ out."""
 
 
 class Position(NamedTuple):
-    """The place that a rank has reached in a step's forward and backward."""
+    """The pipeline stage, microbatch, layer and direction (forward or backward) that a rank computes at the moment."""
 
     stage: int = 0
     """The pipeline stage."""

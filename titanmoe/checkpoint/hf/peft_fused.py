@@ -15,13 +15,13 @@ from titanmoe.checkpoint.hf.tensor_map import TensorMap
 
 
 def fused_matrices(map_: TensorMap, name: str) -> list[str]:
-    """Return our names of all weights in the same Hugging Face tensor as the weight `name`, itself included."""
+    """Return our names of all weights that are stored in the same Hugging Face tensor as `name`, itself included."""
     place = map_.places[name][0]
     return [name] if place.hf_tensor.fused is None else [part.our_name for part in map_.parts[place.hf_name]]
 
 
 def rows_in_fused(map_: TensorMap, name: str) -> Tensor:
-    """Return the row numbers, in its fused Hugging Face tensor, of all rows of our weight `name` in their order."""
+    """Return, for each row of our weight `name`, its row number in the Hugging Face tensor that fuses weights."""
     return map_.rows(map_.places[name][0].hf_tensor, 0, map_.our_shapes[name][0])
 
 

@@ -29,7 +29,7 @@ OTHER_METRICS |= {"max_logit", "tokens_min", "tokens_mean", "tokens_max", "load"
 
 
 class BalanceSpec(Spec):
-    """The facts about a balance loss that are known without torch. The values here are the defaults."""
+    """The spec of a balance loss: help, metric and what it does, without torch. The values here are the defaults."""
 
     evens_loads = True
     """Whether the loss keeps experts evenly busy. A run in which nothing does is told so in its header."""
@@ -143,7 +143,7 @@ def active_losses(moe: MoE) -> list[Term]:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield a violation for each balance loss whose name in reports is that of another metric."""
+    """Yield a violation for each balance loss in the recipe that would be reported under the name of another metric."""
     names: dict[str, list[str]] = {}
     for term in active_losses(config.moe):
         names.setdefault(term.metric, []).append(term.name)

@@ -89,7 +89,7 @@ def symm_mem_sizes(model: Model, factor: float, tokens: int, ep: int, etp: int) 
 
 
 class DispatcherSpec(Spec):
-    """The facts about a dispatcher that are known without torch. The values here are the defaults."""
+    """The spec of a dispatcher: help, constraints and costs, without torch. The values here are the defaults."""
 
     host_syncs = 1
     """The number of times that the host waits in a layer's forward, to learn sizes.

@@ -196,10 +196,10 @@ class Queries(torch.autograd.Function):
 
 
 class KeysAndValues(torch.autograd.Function):
-    """Makes the keys and values of latent attention. Differentiable.
+    """Autograd function that makes the keys and values of latent attention.
 
-    From each head's key without positions and its value, side by side, and from the key that all heads share, which is
-    rotated by its position (RoPE) and appended to each head's key.
+    Its inputs are each head's key without positions and its value, side by side, and the key that all heads share,
+    which is rotated by its position (RoPE) and appended to each head's key.
     """
 
     @staticmethod
