@@ -106,11 +106,11 @@ TINY_ONLY = {
 
 
 def recipe(name: str, side: str, layers: int, batch: int, tiny: bool, overrides: list[str]) -> list[str]:
-    """Return the command line's options that train a shape on a side.
+    """Return the command line's options that train one of the models to measure, with one implementation.
 
     Args:
-        name: the shape, a key of SHAPES.
-        side: a key of SIDES.
+        name: the model, a key of SHAPES.
+        side: the implementation, such as "compiled" or "torchtitan", a key of SIDES.
         layers: number of layers.
         batch: number of samples in a microbatch.
         tiny: whether to shrink the model.
@@ -409,11 +409,11 @@ def measure_one(args: argparse.Namespace) -> None:
 def steps(
     name: str, side: str, config: Any, runtime: Any, device: Any, args: argparse.Namespace, at_peak: float | None
 ) -> None:
-    """Time full steps of each routing and print the figures (`tell`).
+    """Time full steps with balanced, then with learned routing, and print the figures as lines of JSON.
 
     Args:
-        name: The shape, a key of SHAPES.
-        side: A key of SIDES.
+        name: The model, a key of SHAPES.
+        side: The implementation, such as "compiled" or "torchtitan", a key of SIDES.
         config: The config.
         runtime: The rank's runtime; None for TorchTitan.
         device: The device.

@@ -154,10 +154,10 @@ def model_flops(one: Operation) -> float:
 
 
 def fraction_of_peak(one: Operation, device: Device) -> float:
-    """Return the fraction of the device's peak that a matmul or attention of this size reaches.
+    """Return the fraction of the device's peak FLOP/s that a matmul or attention of this size reaches.
 
-    The FLOPs of a matmul over its bytes, in bf16, are a third of the harmonic mean of its three sizes, by which the
-    device's curve is given; for a grouped matmul, that of one group.
+    A matmul is looked up in the device's curve by one size: 3 * FLOPs / bytes, in bf16 the harmonic mean of its three
+    sizes; of a grouped matmul, those of one group.
     """
     if "attention" in one.name:
         return device.attention

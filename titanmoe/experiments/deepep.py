@@ -102,9 +102,9 @@ class DeepEP(Dispatcher):
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
 
     def expand_over_etp(self, chosen_TK: Tensor) -> Tensor:
-        """Repeat each choice for every etp rank of its expert: (T, J).
+        """Return the choices of tokens with an entry for each etp rank of a chosen expert, (T, J), for DeepEP.
 
-        The result has numbers as if each rank's shard of an expert were an expert of its own; -1 for no expert.
+        Each rank's shard of an expert is numbered as an expert of its own; -1 stands for no expert.
         """
         rank_TK1, place_TK1 = (
             x.unsqueeze(2) for x in (chosen_TK // self.local_experts, chosen_TK % self.local_experts)

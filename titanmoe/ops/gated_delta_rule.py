@@ -44,9 +44,9 @@ FLA = find_spec("fla") is not None
 
 
 class ChunkedSegment(NamedTuple):
-    """A segment of consecutive tokens, with the inputs of the gated delta rule for them.
+    """A segment of consecutive tokens, with the inputs that the gated delta rule needs of them.
 
-    Without beta, those of gated linear attention.
+    If beta is None they are the inputs of gated linear attention.
     """
 
     q_BSRk: Tensor

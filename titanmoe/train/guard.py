@@ -38,7 +38,7 @@ class NonFinite(NumericalFault):
 
 
 class StepVerdict(NamedTuple):
-    """Decision of the guard on a step."""
+    """The guard's decision whether a step's gradients become an update, and the step's sums after any repetition."""
 
     update: bool
     """Whether the gradients become an update; if not, they have been freed."""

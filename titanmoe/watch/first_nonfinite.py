@@ -72,10 +72,7 @@ class FirstNonFinite(NamedTuple):
 
 
 class NonFiniteTrace(Observer):
-    """Observer that repeats a step with hooks on all modules.
-
-    They count NaNs and infinities in outputs and gradients.
-    """
+    """Observer that repeats a step with hooks on all modules, to count NaNs and infinities in outputs and gradients."""
 
     def __init__(self, gradients: Gradients, loader: Loader, compilation: Compile, model: Model, data: Data):
         self.passes, self.loader, self.data = gradients, loader, data

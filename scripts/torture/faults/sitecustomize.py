@@ -118,8 +118,9 @@ def at_signal(do, path="", seconds=0.0, **_):
     """Set what this process does at SIGUSR1.
 
     Args:
-        do: "leave", "deadlock", "skip", "barrier" or "slow", as in this module's docstring.
-        path: the function that the last three change.
+        do: "leave": end with exit code 0; "deadlock": wait for ever; "skip": make the next call of a function return
+            its argument; "barrier": make it wait for all ranks first; "slow": make all later calls take longer.
+        path: the function that the last three change, MODULE:FUNCTION.
         seconds: delay of each call of the function, for "slow".
     """
 
