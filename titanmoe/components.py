@@ -10,6 +10,7 @@ from titanmoe.config.component_kinds import Components
 from titanmoe.config.model_file import ModelFile
 from titanmoe.data import data_constraints
 from titanmoe.data.formats import FORMATS
+from titanmoe.generate import prompts
 from titanmoe.models import tensors
 from titanmoe.models.families import FAMILIES
 from titanmoe.moe.balance_losses import balance_spec
@@ -34,6 +35,7 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
 
 COMPONENTS = Components(
     (FORMATS, FAMILIES, SCORE_FUNCTIONS, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
-    (data_constraints.contradictions, balance_spec.contradictions, tensors.contradictions),
+    (data_constraints.contradictions, balance_spec.contradictions, tensors.contradictions, prompts.contradictions),
     read_model_file,
+    (prompts.check_samples,),
 )

@@ -1,18 +1,27 @@
 """Entry point of one rank: `python -m titanmoe.rank --config RECIPE.toml`.
 
-`titanmoe train` starts it and train.py calls it. It passes the tools that watch a run to `titanmoe.train.launch`.
+`titanmoe train` starts it and train.py calls it. It passes the tools that watch a run, and those that
+answer prompts during it, to `titanmoe.train.launch`.
 """
+
+from __future__ import annotations
 
 import gc
 import sys
+from typing import TYPE_CHECKING
 
 gc.disable()  # imports leave hardly any garbage, and collecting it takes a fifth of their time
 
 from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
+from titanmoe.generate.prompts import has_samples  # noqa: E402
 from titanmoe.train.launch import main  # noqa: E402
 from titanmoe.train.runtime import Runtime, exit_now  # noqa: E402
 from titanmoe.watch.number_checks import checks, watched  # noqa: E402
+
+if TYPE_CHECKING:
+    from titanmoe.train.evaluation import Evaluation
+    from titanmoe.train.training import RankModel
 
 gc.enable()
 
@@ -37,10 +46,20 @@ def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
     return planned_overlap(config, runtime.world, devices.device_like(gpu[0]))
 
 
+def answer_samples(config: Config, model: RankModel) -> Evaluation | None:
+    """Build the evaluation that answers the recipe's prompts; None if it has none. Collective over the world."""
+    if not has_samples(config):
+        return None
+    from titanmoe.generate.answer_samples import SampleAnswers
+
+    return SampleAnswers(config, model)
+
+
 def run() -> None:
     """Run this rank from the command line to the end, and exit the process with its exit code."""
+    replacements = {"checks": checks, "samples": answer_samples}
     try:
-        code = main(sys.argv[1:], COMPONENTS, watch=watched, overlap=plan_overlap, checks=checks)
+        code = main(sys.argv[1:], COMPONENTS, watch=watched, overlap=plan_overlap, **replacements)
     except SystemExit as end:
         code = end.code
     exit_now(code)

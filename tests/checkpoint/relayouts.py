@@ -48,14 +48,14 @@ def build(config: Config) -> list[Transformer]:
 
 def read(changes: dict[str, Any], size: int) -> Config:
     """The config of a training mapping, or with "generate" of a model to generate with."""
-    from titanmoe.generate.model import TrainedModel, config_to_run
+    from titanmoe.generate.model import config_to_run
 
     degrees = changes.get("generate")
     config = parity.read(BATCH | {name: value for name, value in changes.items() if name != "generate"}, size)
     if degrees is None:
         return config
     one = {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1}
-    return config_to_run(TrainedModel(Path(), config, None), size, one | degrees, "bfloat16", "cpu")
+    return config_to_run(config, size, one | degrees, "bfloat16", "cpu")
 
 
 def shards(changes: dict[str, Any]) -> tuple[Config, Targets]:

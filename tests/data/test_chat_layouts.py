@@ -70,9 +70,7 @@ def write(file: Path, records: list[dict[str, Any]]) -> str:
     return str(file)
 
 
-def shards(
-    file: str | list[str], template: str, out: Path, **options: Any
-) -> tuple[list[int], list[bool], list[str]]:
+def shards(file: str | list[str], template: str, out: Path, **options: Any) -> tuple[list[int], list[bool], list[str]]:
     """Return tokens, labels, and what the command prints."""
     files = [file] if isinstance(file, str) else file
     job = TokenizeJob(files, str(out), format="chat", chat_template=template, **options)

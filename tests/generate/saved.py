@@ -73,7 +73,7 @@ def generator(
     trained, device = find_model(path, adapter), torch.device("cpu")
     dtype = "float64" if trained.step is None else None
     config = config_to_run(
-        trained, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, dtype, "cpu"
+        trained.config, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, dtype, "cpu"
     )
     meshes = build_meshes(derive(dist.get_world_size(), config.parallelism), "cpu", trains=False)
     model = build(config, meshes, trained, device)

@@ -14,7 +14,7 @@ from tests.generate.saved import MODELS
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.generate.cache import PerToken, cache_bytes, cache_cost
-from titanmoe.generate.model import TrainedModel, config_to_run
+from titanmoe.generate.model import config_to_run
 from titanmoe.models.families import mixtral, names, preset
 from titanmoe.models.families.family import Family
 from titanmoe.models.mixers.grouped_query import GroupedQuery
@@ -82,8 +82,8 @@ SPEC = Forgetful()
 FORGETFUL = Family(mixtral.SIZES, mixer=lambda model, layer: SPEC)
 
 
-def test_a_layer_without_a_cache_is_refused(tmp_path: Path) -> None:
+def test_a_layer_without_a_cache_is_refused() -> None:
     config = parity.read({"model.family": f"{__name__}:FORGETFUL"}, 1)
     degrees = dict.fromkeys(("pp", "cp", "tp", "ep", "etp"), 1)
     with pytest.raises(ConfigError, match="has forgetful attention, which has no cache for earlier tokens"):
-        config_to_run(TrainedModel(tmp_path, config, 1), 1, degrees, None, "cpu")
+        config_to_run(config, 1, degrees, None, "cpu")

@@ -218,6 +218,8 @@ class Components(NamedTuple):
 
     Raises ConfigError if it cannot.
     """
+    input_checks: tuple[Callable[[Config], None], ...] = ()
+    """Functions that check what a run reads, from the resolved config, before ranks start. They raise ConfigError."""
 
     def kind_of(self, field: str) -> ComponentKind | None:
         """Return the kind whose components a field names, such as that of moe.dispatcher; None for other fields."""

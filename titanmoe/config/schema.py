@@ -230,6 +230,28 @@ class Quiz:
 
 
 @dataclass
+class Samples:
+    """Prompts that the model answers during training, after validations, to be read (docs/generate.md). They do not affect training."""
+
+    prompts: list[str] = field(default_factory=list)
+    """Texts to answer, such as ["What is the capital of Norway?"]."""
+    path: str = ""
+    """JSONL file with more prompts. A line is a string, {"prompt": "..."}, or a chat: {"messages": [...]}, or a list of messages as "prompt", up to the last message that is not the assistant's. Empty: none."""
+    format: Literal["auto", "text", "chat"] = "auto"
+    """How a prompt that is a string is read. text: the model continues it. chat: it is what a user says, and the chat template writes it. auto: chat if the training data are chats or preference pairs, else text."""
+    every: Annotated[int, COUNT] = 1
+    """Prompts are answered after every n-th validation, and after the last step."""
+    max_tokens: Annotated[int, Range(1, TOKENS)] = 64
+    """Largest number of tokens of an answer. The end token ends it earlier."""
+    temperature: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Temperature that logits are divided by, as in `titanmoe generate`. 0: always the most probable token."""
+    top_k: Annotated[int, NOT_NEGATIVE] = 0
+    """With a temperature: only this many of the most probable tokens are drawn. 0: all."""
+    top_p: Annotated[float, Range(0, 1, without_low=True)] = 1.0
+    """With a temperature: only the most probable tokens whose probabilities add up to this are drawn."""
+
+
+@dataclass
 class Validation:
     """Loss on held-out data, computed under the run's own mapping. It does not affect training."""
 
@@ -242,6 +264,7 @@ class Validation:
     held_out: Annotated[int, NOT_NEGATIVE] = 0
     """Every n-th document of the training data, such as every 100th, is held out of training and validated on. It is held out even while interval = 0. Of a source with fewer than n documents, such as a single text file, the last 1/n of its tokens is held out. 0: none; give `paths`."""
     quiz: Quiz = field(default_factory=Quiz)
+    samples: Samples = field(default_factory=Samples)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.config.load import ConfigError, format_problems
+from titanmoe.generate.prompts import begin_tokens, continuation, with_begin
 
 if TYPE_CHECKING:
     from titanmoe.data.chat import ChatEncoder
@@ -134,7 +135,7 @@ def _run(args: argparse.Namespace) -> int:
     if trained.identity not in (None, tokenizer.identity) and os.environ.get("RANK", "0") == "0":
         print(f"note: the model was trained on tokens of another tokenizer ({trained.identity})", file=sys.stderr)
     degrees = {name: getattr(args, name) for name in ("pp", "cp", *DEGREES)}
-    config = config_to_run(trained, world_size(), degrees, args.dtype, args.device)
+    config = config_to_run(trained.config, world_size(), degrees, args.dtype, args.device)
     _check_vocab_size(tokenizer, trained)
     chat = open_chat_encoder(chat_template_of(trained, tokenizer), tokenizer) if args.chat else None
     ids = _encode(args, texts, tokenizer, chat)
@@ -211,10 +212,6 @@ def _check_vocab_size(tokenizer: Tokenizer, trained: TrainedModel) -> None:
         )
 
 
-def _begin(tokenizer: Tokenizer) -> list[int]:
-    return [] if tokenizer.bos is None else [tokenizer.bos]
-
-
 def _encode(
     args: argparse.Namespace, texts: Sequence[str], tokenizer: Tokenizer, chat: ChatEncoder | None
 ) -> list[Prompt]:
@@ -225,15 +222,13 @@ def _encode(
     from titanmoe.generate.conversation import Conversation
     from titanmoe.generate.loop import Prompt
 
-    begin = _begin(tokenizer)
     if chat:
         ids = [Conversation(chat, args.system).ask(text) for text in texts]
     elif args.special_tokens:
         ids = [tokenizer.encode_with_offsets(text).tokens_T.tolist() for text in texts]
     else:
         ids = [row.tolist() for row in tokenizer.encode_all(list(texts))]
-    ids = [row if row[: len(begin)] == begin else begin + row for row in ids]
-    prompts = [Prompt(i, row, args.answers) for i, row in enumerate(ids)]
+    prompts = [Prompt(i, with_begin(row, tokenizer), args.answers) for i, row in enumerate(ids)]
     if empty := [prompt.number + 1 for prompt in prompts if not prompt.ids]:
         raise ConfigError([f"prompt {empty[0]} is empty, and the tokenizer has no begin mark: give it some text"])
     return prompts
@@ -284,7 +279,7 @@ class _Speaker:
         from titanmoe.generate.conversation import turns
 
         count, number, seconds = 0, 0, 0.0
-        for text, prompt in turns(conversation, _begin(self.tokenizer), self.first, self._share):
+        for text, prompt in turns(conversation, begin_tokens(self.tokenizer), self.first, self._share):
             self._note_length(len(prompt.ids))
             stream = _Stream("", prompt, self.tokenizer) if self.first and not self.args.json else None
             start = time.monotonic()
@@ -292,7 +287,7 @@ class _Speaker:
             seconds, count, number = seconds + time.monotonic() - start, count + len(generated.content), number + 1
             if not self.first:
                 continue
-            conversation.answer(_continuation(self.tokenizer, prompt.ids, generated.content))
+            conversation.answer(continuation(self.tokenizer, prompt.ids, generated.content))
             if stream:
                 stream.finish(generated)
             else:
@@ -323,7 +318,7 @@ class _Speaker:
         self.longest = max(self.longest, longest)
 
     def _line(self, prompt: str, with_title: bool, ids: list[int], generated: Generated) -> str:
-        number, text = generated.number, _continuation(self.tokenizer, ids, generated.content)
+        number, text = generated.number, continuation(self.tokenizer, ids, generated.content)
         if self.args.json:
             answer = {"number": number} | ({"answer": generated.answer} if self.args.answers > 1 else {})
             answer |= {"prompt": prompt, "text": text, "end": generated.end}
@@ -348,19 +343,6 @@ class _Speaker:
         )
 
 
-def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text that generated tokens add to that of the prompt.
-
-    They are decoded together with the prompt, because some tokenizers drop the space before a text's first word.
-
-    Args:
-        tokenizer: the tokenizer.
-        prompt: token ids of the prompt.
-        tokens: the generated token ids.
-    """
-    return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
-
-
 class _Stream:
     """Prints text while it is generated, without incomplete characters, which decode to U+FFFD."""
 
@@ -369,10 +351,10 @@ class _Stream:
         print(text, end="", flush=True)
 
     def update(self, generated: Generated) -> None:
-        self._show(_continuation(self.tokenizer, self.prompt.ids, generated.content).rstrip("\ufffd"))
+        self._show(continuation(self.tokenizer, self.prompt.ids, generated.content).rstrip("\ufffd"))
 
     def finish(self, generated: Generated) -> None:
-        self._show(_continuation(self.tokenizer, self.prompt.ids, generated.content))
+        self._show(continuation(self.tokenizer, self.prompt.ids, generated.content))
         print(flush=True)
 
     def _show(self, text: str) -> None:

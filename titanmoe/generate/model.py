@@ -17,6 +17,7 @@ from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.full_model import FullModel, fill_shards, find_full_model, require_intact
 from titanmoe.config import ConfigError
+from titanmoe.config.blocks import moe_layers
 from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.schema import Config, Experts, Parallelism
 from titanmoe.data.token_shards import is_shards, read_manifest
@@ -135,11 +136,33 @@ def chat_template_of(trained: TrainedModel, tokenizer: Tokenizer) -> str:
     return "" if carried else trained.config.data.chat_template
 
 
-def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
+def samples_config(config: Config, world: int, device: str) -> Config:
+    """Return the config that answers prompts in the middle of a run, on the same ranks.
+
+    Attention has the run's tp. Experts are divided among as many ranks as divide them, for the least memory.
+
+    Args:
+        config: the run's config.
+        world: number of ranks.
+        device: training.device.
+
+    Raises:
+        ConfigError: the model cannot generate.
+    """
+    degrees, _ = resolve_degrees(world, config.parallelism)
+    experts, etp, ep = config.model.num_experts, degrees["etp"], degrees["ep"]
+    if moe_layers(config.model):
+        ep = max(n for n in range(1, experts + 1) if experts % n == 0 and world % (n * etp) == 0)
+    return config_to_run(config, world, degrees | {"pp": 1, "cp": 1, "ep": ep}, None, device)
+
+
+def config_to_run(
+    trained_config: Config, world: int, degrees: dict[str, int], dtype: str | None, device: str
+) -> Config:
     """Return the config to generate with: mapping, dtype and device as given, without what only training needs.
 
     Args:
-        trained: the model.
+        trained_config: the config that the model was trained with.
         world: number of ranks.
         degrees: pp, cp, tp, ep and etp by name.
         dtype: dtype of weights and computation; None for that of training.
@@ -157,7 +180,6 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
         if degrees[name] != 1
     ]
     tp, ep, etp = (degrees[name] for name in ("tp", "ep", "etp"))
-    trained_config = trained.config
     training = replace(
         Config().training,
         dtype=dtype or trained_config.training.mixed_precision_param,

@@ -33,6 +33,8 @@ PAGE = "report.html"
 WIDE = (854.0, 488.0)
 """Size of the wide chart, beside which two cards are stacked."""
 SHOWN_EVENTS = 200
+SHOWN_ANSWERS = 10
+"""Number of last steps of a run whose answers are shown, after those of the first."""
 FOLD_COLOURS = {"#008000": "c1", "#808000": "c2", "#800000": "event"}
 """Roles in place of a terminal's green, yellow and red, which are invisible on a dark page."""
 
@@ -114,6 +116,7 @@ def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
         *_header(runs, title),
         *_charts(charts),
         *_quizzes(runs),
+        *_answers(runs),
         *_loads(runs),
         *_ranks(runs),
         *_events(runs),
@@ -213,6 +216,20 @@ def _quizzes(runs: list[Run]) -> Iterator[str]:
         yield "</div>"
 
 
+def _answers(runs: list[Run]) -> Iterator[str]:
+    """Yield HTML with the answers to the prompts of [validation.samples], step by step."""
+    for run in runs:
+        answers = [event for event in run.events if event["kind"] == "samples"]
+        if not answers:
+            continue
+        yield f"<h2>Answers to the prompts{f': {escape(run.name)}' if len(runs) > 1 else ''}</h2>"
+        yield '<div class="scroll"><table><tr><th>step</th><th></th></tr>'
+        for event in answers[:1] + answers[1:][-SHOWN_ANSWERS:]:
+            text = event["text"].partition("\n")[2]
+            yield f"<tr><td>{event['step']:,}</td><td><pre>{escape(text)}</pre></td></tr>"
+        yield "</table></div>"
+
+
 def figure(sheet: Sheet, kind: str = "card") -> str:
     """Return a drawing as an HTML figure element.
 
@@ -258,7 +275,7 @@ def _ranks(runs: list[Run]) -> Iterator[str]:
 
 
 def _events(runs: list[Run]) -> Iterator[str]:
-    rows = [(run, event) for run in runs for event in run.events]
+    rows = [(run, event) for run in runs for event in run.events if event["kind"] != "samples"]
     if not rows:
         return
     yield '<h2>Events</h2><div class="scroll"><table class="events"><tr>'

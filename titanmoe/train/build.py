@@ -39,7 +39,7 @@ from titanmoe.train.best import BestStep
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks
 from titanmoe.train.console import ConsoleSettings
-from titanmoe.train.evaluation import ChoiceSums, QuizEvaluation, Validation
+from titanmoe.train.evaluation import ChoiceSums, Evaluation, QuizEvaluation, Validation
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.guard import Guard
 from titanmoe.train.header import make_header, setup_rows
@@ -67,12 +67,13 @@ def build_training(
     checks: Callable[[Config, RankModel], Checks] = lambda config, model: Checks(),
     build: Callable[..., list[Transformer]] = build,
     reserve_buffers: Callable[..., SharedBuffers | None] = reserve_buffers,
+    samples: Callable[[Config, RankModel], Evaluation | None] = lambda config, model: None,
     returns_top_k: bool = False,
     notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Training:
     """Build all objects of a run on this rank: model, data, optimizer, checkpoints, metrics. Collective over the world.
 
-    The first five keyword arguments let tests and tools replace an object of the run.
+    The first six keyword arguments let tests and tools replace an object of the run.
 
     Args:
         config: the resolved config.
@@ -83,6 +84,7 @@ def build_training(
         build: makes this rank's stages; has the signature of titanmoe.parallel.apply.build.
         reserve_buffers: makes the buffers of fixed size that dispatchers use in a step's first forward and backward;
             has the signature of titanmoe.parallel.expert.reserve_buffers.
+        samples: makes the evaluation that answers the prompts of [validation.samples]; None if there are none.
         returns_top_k: whether the head returns the top-k ids and their log-probabilities, as a teacher's does. Such a
             run cannot train.
         notes: lines to add to the header that is printed at the start, by label.
@@ -130,6 +132,9 @@ def build_training(
     validation, quiz = make_evaluations(config, model, partial(slicer_for, with_mtp=False))
     if validation:
         rows |= {f"validation, {row}": line for row, line in validation.samples.mix.truncation_rows().items()}
+    answers = samples(config, model)
+    if answers:
+        rows["samples"] = answers.note
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     clock, best = Clock(device), BestStep.of(config)
     return Training(
@@ -177,6 +182,7 @@ def build_training(
         best=best,
         validation=validation,
         quiz=quiz,
+        samples=answers,
         setup_rows=rows | model.optimizer.notes | notes,
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,

@@ -58,19 +58,31 @@ class Evaluation:
 
     interval: int
     last: int
-    slicer: Slicer
-    """Slicer with the objective to measure, and without the inputs of multi-token prediction."""
-    gradients: Gradients
     state: RunState
+    note: str = ""
+    """Line of the header about the evaluation; "" for none."""
 
     @property
     def is_due(self) -> bool:
         """True if the evaluation runs after the step just made."""
         return self.state.step % self.interval == 0 or self.state.step == self.last
 
+    def after_step(self) -> dict[str, Any]:
+        """Return metrics of the step by name if the evaluation is due after it, else {}. Collective over the world."""
+        raise NotImplementedError
+
 
 @dataclass(eq=False, kw_only=True)
-class Validation(Evaluation):
+class ForwardEvaluation(Evaluation):
+    """Evaluation by forward passes through the stages of the run."""
+
+    slicer: Slicer
+    """Slicer with the objective to measure, and without the inputs of multi-token prediction."""
+    gradients: Gradients
+
+
+@dataclass(eq=False, kw_only=True)
+class Validation(ForwardEvaluation):
     """Validation loss: cross-entropy, or for preference pairs the loss of the run's objective."""
 
     samples: ValidationSet
@@ -160,7 +172,7 @@ def score_question(question: Question, log_p: np.ndarray) -> dict[str, float]:
 
 
 @dataclass(eq=False, kw_only=True)
-class QuizEvaluation(Evaluation):
+class QuizEvaluation(ForwardEvaluation):
     """Evaluation on multiple-choice questions, which are grouped in tasks. The slicer's objective is ChoiceSums."""
 
     questions: QuizSet

@@ -12,8 +12,9 @@ import math
 import platform
 import resource
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -40,6 +41,8 @@ EXPERT_LINES = 500
 """Approximate number of lines of a run's experts.jsonl, if metrics.experts_every is not set."""
 RANK_LINES = 500
 """Approximate largest number of lines of a run's ranks.jsonl."""
+PROMPT_WIDTH = 100
+"""Largest number of characters of a prompt that an event shows above its answer."""
 
 PEAK_TFLOPS = {
     "GB200": 2500.0,
@@ -213,12 +216,13 @@ class Metrics(Observer):
         Args:
             step: the number of the step just made.
             values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A
-                list under "layers.N..." has the number of tokens of each expert; "quiz" has the lines for quiz.jsonl.
+                list under "layers.N..." has the number of tokens of each expert; "quiz" has the lines for quiz.jsonl,
+                and "samples" the answers to the prompts of [validation.samples].
         """
         if not self.writes:
             return
         self._step = step
-        quiz = values.pop("quiz", ())
+        quiz, samples = values.pop("quiz", ()), values.pop("samples", ())
         loads = {int(name.split(".")[1]): value for name, value in values.items() if isinstance(value, list)}
         values = {name: value for name, value in values.items() if not isinstance(value, list)}
         if spike := self._spikes.check(values["loss"]):
@@ -232,11 +236,11 @@ class Metrics(Observer):
         self._tokens, self._flops = self._tokens + values["tokens"], self._flops + values["flops"]
         for line in quiz:
             self._quiz.put(lambda file, line=line: file.write(json.dumps(line, separators=(",", ":"))))
-        evaluation_s = sum(values.get(name, 0.0) for name in ("val_s", "quiz_s"))
+        evaluation_s = sum(values.get(name, 0.0) for name in ("val_s", "quiz_s", "samples_s"))
         if not (self._due(step, self.options.log_every) or values.keys() & {"val_loss", "quiz_s"}):
             return
         now, first = time.monotonic(), self._last_step is None
-        # The times of validation and quiz are reported as val_s and quiz_s, and are not part of the step's.
+        # The times of evaluations are reported as val_s, quiz_s and samples_s, and are not part of the step's.
         seconds, steps = max(now - self._since - evaluation_s, 1e-9), 1 if first else step - self._last_step
         if not first:
             self._steady_seconds += seconds
@@ -257,6 +261,8 @@ class Metrics(Observer):
         for writer in self._targets:
             writer.put(lambda target: target.log(report))
         self._tokens, self._flops, self._last_step, self._since = 0.0, 0.0, step, now
+        if samples:
+            self.event(step, "samples", describe_answers(samples), samples=samples)
 
     @property
     def _average(self) -> float:
@@ -332,6 +338,19 @@ class Metrics(Observer):
                 checkpoint = console.describe_last_checkpoint(self.header.checkpoint, self.folder)
                 first, last = self._first_loss, self._last_loss
                 console.print_closing_line(self._step, self.steps, first, last, seconds, checkpoint, self.folder, wrong)
+
+
+def describe_answers(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return prompts and their answers as lines of text.
+
+    Args:
+        samples: dicts with "prompt", "answer", "tokens" and "end", as `Evaluation.after_step` returns them.
+    """
+    lines = [f"{len(samples)} prompt{'s' * (len(samples) > 1)} answered"]
+    for sample in samples:
+        lines.append(textwrap.indent(textwrap.shorten(sample["prompt"], PROMPT_WIDTH) or "(empty)", "  "))
+        lines.append(textwrap.indent(sample["answer"].strip("\n") or "(nothing)", "    > ", lambda line: True))
+    return "\n".join(lines)
 
 
 def read_losses(file: Path) -> Iterator[tuple[int, float]]:

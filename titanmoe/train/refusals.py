@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,6 +156,9 @@ def check_inputs_and_resolve(
         collected.collect(lambda: _check_first_weights(checked, start, record))
     collected.raise_together()
     resolved = resolve(config)
+    for check in config.components.input_checks:
+        collected.collect(partial(check, resolved))
+    collected.raise_together()
     if checked.checkpoint.enable:
         from titanmoe.train.host_resources import disk_shortage
 

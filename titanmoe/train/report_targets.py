@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import textwrap
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -138,7 +139,7 @@ GROUPS = {
     "speed": ("tokens_per_s", "step_time_s", "mfu"),
     "memory": ("memory_gib",),
     "validation": ("val_loss", "val_perplexity", "val_best"),
-    "time": ("checkpoint_blocked_s", "data_wait_s", "val_s", "quiz_s"),
+    "time": ("checkpoint_blocked_s", "data_wait_s", "val_s", "quiz_s", "samples_s"),
     "experts": ("imbalance", "router_entropy", "dropped_fraction"),
 }
 """Metrics of each group of charts in TensorBoard and W&B."""
@@ -221,7 +222,8 @@ class TensorBoardWriter:
             self.writer.add_histogram(f"load over its mean/layer {layer}", torch.from_numpy(history[-1]), step)
 
     def event(self, step: int, kind: str, text: str) -> None:
-        self.writer.add_text(f"events/{kind}", text, step)
+        # Markdown would join lines: those of several are shown as they are.
+        self.writer.add_text(f"events/{kind}", textwrap.indent(text, "    ") if "\n" in text else text, step)
 
     def close(self) -> None:
         self.writer.close()

@@ -29,6 +29,8 @@ OLD_QUIZ = "answers.jsonl"
 """Name of quiz.jsonl in the folders of earlier versions."""
 FILES = METRICS, EXPERTS, RANKS, QUIZ, OLD_QUIZ, EVENTS
 """JSONL files of a run, of whose lines each has a step."""
+REPEATED_EVENTS = "spike", "skip", "divergence", "samples"
+"""Kinds of events that a step writes that is made a second time after a resume."""
 COMMAND = "TITANMOE_COMMAND"
 """Environment variable in which `titanmoe train` stores the command that the user typed."""
 
@@ -190,7 +192,8 @@ def refuse_live_folder(config: Config) -> None:
 def rewind(folder: Path, step: int) -> None:
     """Remove lines of steps after `step` from the JSONL files of a resumed run; at step 0 rename the files instead.
 
-    Of later events only spikes, skips and divergences are removed: that the run was started or saved remains true.
+    Of later events only spikes, skips, divergences and answers are removed: that the run was started or saved remains
+    true.
 
     Args:
         folder: the run's folder.
@@ -225,6 +228,6 @@ def _is_still_true(line: str, step: int) -> bool:
     """
     try:
         record = json.loads(line)
-        return record["step"] <= step or record.get("kind", "spike") not in ("spike", "skip", "divergence")
+        return record["step"] <= step or record.get("kind", "spike") not in REPEATED_EVENTS
     except (ValueError, KeyError, TypeError, RecursionError):  # cut off by a kill, or written by something else
         return False

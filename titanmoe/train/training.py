@@ -18,7 +18,7 @@ from titanmoe.moe.layer import MoE
 from titanmoe.moe.layer_statistics import step_metrics
 from titanmoe.train.best import BestStep
 from titanmoe.train.checkpoints import Checkpoints
-from titanmoe.train.evaluation import QuizEvaluation, Validation
+from titanmoe.train.evaluation import Evaluation, QuizEvaluation, Validation
 from titanmoe.train.gradients import FirstPass, Gradients, Slicer, StepScalars
 from titanmoe.train.guard import Guard
 from titanmoe.train.learning_rate import LearningRate
@@ -113,6 +113,8 @@ class Training(RankModel):
     best: BestStep | None
     validation: Validation | None
     quiz: QuizEvaluation | None
+    samples: Evaluation | None
+    """Evaluation that answers the prompts of [validation.samples]."""
     setup_rows: dict[str, str]
     """Lines of the header, by label, that are known once the model is built."""
     metrics: Metrics
@@ -123,6 +125,6 @@ class Training(RankModel):
     """Function called once the weights are loaded, before the first step. Returns lines of the header, by label."""
 
     @property
-    def evaluations(self) -> list[Validation | QuizEvaluation]:
+    def evaluations(self) -> list[Evaluation]:
         """The evaluations between steps that the recipe asks for."""
-        return [evaluation for evaluation in (self.validation, self.quiz) if evaluation]
+        return [evaluation for evaluation in (self.validation, self.quiz, self.samples) if evaluation]

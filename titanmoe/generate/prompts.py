@@ -1,0 +1,234 @@
+"""Prompts as token ids, and generated token ids as text, for `titanmoe generate` and [validation.samples].
+
+`read_samples` reads the prompts of a recipe's [validation.samples]. `contradictions` and `check_samples` refuse what
+cannot be answered: the first when the recipe is read, the second before ranks start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from titanmoe.config.load import ConfigError
+from titanmoe.config.parse_json import parse_json
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config
+from titanmoe.data.formats import FORMATS
+
+if TYPE_CHECKING:  # titanmoe.components imports this module for every command, which may not need numpy
+    from titanmoe.data.chat import ChatEncoder
+    from titanmoe.data.tokenizer import Tokenizer
+
+Messages = list[dict[str, Any]]
+
+
+def begin_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids that documents begin with: BOS, or none."""
+    return [] if tokenizer.bos is None else [tokenizer.bos]
+
+
+def with_begin(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return token ids after BOS, which is added unless they have it or the tokenizer has none."""
+    begin = begin_tokens(tokenizer)
+    return ids if ids[: len(begin)] == begin else begin + ids
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """Return the text that generated tokens add to that of the prompt.
+
+    They are decoded together with the prompt, because some tokenizers drop the space before a text's first word.
+
+    Args:
+        tokenizer: the tokenizer.
+        prompt: token ids of the prompt.
+        tokens: the generated token ids.
+    """
+    return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
+
+
+# ---- the prompts of [validation.samples]
+
+
+class SamplePrompt(NamedTuple):
+    """A prompt of [validation.samples]."""
+
+    text: str
+    """The text to show; of a chat its last message."""
+    ids: list[int]
+    """Token ids that the model continues."""
+
+
+class SamplePrompts(NamedTuple):
+    """All prompts of [validation.samples], with what is needed to answer them."""
+
+    prompts: list[SamplePrompt]
+    tokenizer: Tokenizer
+    ends: set[int]
+    """Token ids that end an answer."""
+
+
+def has_samples(config: Config) -> bool:
+    """Return whether a recipe has prompts to answer during the run."""
+    return bool(config.validation.samples.prompts or config.validation.samples.path)
+
+
+def contradictions(config: Config) -> Iterator[Violation]:
+    """Yield each contradiction between [validation.samples] and other options of a recipe."""
+    samples, table = config.validation.samples, "validation.samples"
+    if samples.temperature == 0 and (samples.top_k or samples.top_p < 1):
+        yield Violation(
+            (f"{table}.temperature", f"{table}.top_k", f"{table}.top_p"),
+            f"{table}.temperature = 0 samples nothing, and top_k and top_p would have no effect: set a temperature, "
+            "such as 0.8, or leave them out",
+        )
+    if not has_samples(config):
+        return
+    if not config.validation.interval:
+        yield Violation(
+            (f"{table}.prompts", f"{table}.path", "validation.interval"),
+            f"{table} has prompts, which are answered after validations, but validation.interval = 0 makes none: set "
+            "it, such as 100, with validation.held_out or validation.paths",
+        )
+    if config.data.source == "synthetic":
+        yield Violation(
+            (f"{table}.prompts", f"{table}.path", "data.source"),
+            f'{table} has prompts, but data.source = "synthetic" has no tokenizer to read them with: leave the prompts '
+            "out, or train on text",
+        )
+
+
+def check_samples(config: Config) -> None:
+    """Raise a ConfigError with every reason why the prompts of [validation.samples] cannot be answered.
+
+    Args:
+        config: the resolved config.
+    """
+    if not has_samples(config):
+        return
+    from titanmoe.generate.model import samples_config
+
+    problems = []
+    try:
+        samples_config(config, config.job.ranks, "cpu")
+    except ConfigError as error:
+        problems += [f"validation.samples has prompts: {text}; leave the prompts out" for text in error.problems]
+    try:
+        read_samples(config)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def read_samples(config: Config) -> SamplePrompts:
+    """Return the prompts of [validation.samples]; ConfigError with everything that is wrong with them."""
+    from titanmoe.data.chat import ChatError, open_chat_encoder
+
+    samples = config.validation.samples
+    prompts: list[tuple[str, str | Messages]] = [
+        (f"validation.samples.prompts[{i}]", text) for i, text in enumerate(samples.prompts)
+    ]
+    problems: list[str] = []
+    if samples.path:
+        read, problems = _read_file(samples.path)
+        prompts += read
+    tokenizer, of_chats = _tokenizer_of_data(config)
+    as_chat = samples.format == "chat" or (samples.format == "auto" and of_chats)
+    chat = None
+    if any(as_chat or isinstance(prompt, list) for _, prompt in prompts):
+        chat = open_chat_encoder(config.data.chat_template, tokenizer)
+    encoded, seq_len = [], config.training.seq_len
+    for place, prompt in prompts:
+        if as_chat and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        try:
+            ids = with_begin(_encode(prompt, tokenizer, chat), tokenizer)
+        except ChatError as error:
+            problems.append(f"{place}: {error}")
+            continue
+        if not ids:
+            problems.append(f"{place} is empty, and the tokenizer has no begin mark: give it some text")
+        if len(ids) > seq_len:
+            problems.append(
+                f"{place} has {len(ids):,} tokens, more than training.seq_len = {seq_len:,}: shorten it, or raise "
+                "seq_len"
+            )
+        text = prompt if isinstance(prompt, str) else prompt[-1].get("content")
+        encoded.append(SamplePrompt(text if isinstance(text, str) else "(a message that is not text)", ids))
+    if problems:
+        raise ConfigError(problems)
+    ends = {tokenizer.eos, chat.end_of_turn_token()} - {None} if chat else {tokenizer.eos}
+    return SamplePrompts(encoded, tokenizer, ends)
+
+
+def _encode(prompt: str | Messages, tokenizer: Tokenizer, chat: ChatEncoder | None) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode_all([prompt])[0].tolist()
+    return chat.encode_prompt(prompt).tolist()
+
+
+def _read_file(path: str) -> tuple[list[tuple[str, str | Messages]], list[str]]:
+    """Return the prompts of a JSONL file, each with its place for messages, and one line for each problem."""
+    try:
+        lines = Path(path).expanduser().read_bytes().splitlines()
+    except OSError as error:
+        return [], [f"validation.samples.path: {Path(path).expanduser().absolute()}: {error.strerror}"]
+    prompts, problems = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                prompts.append((f"{path}:{number}", _read_line(line)))
+        except ValueError as error:
+            problems.append(f"{path}:{number}: {error}")
+    if not prompts and not problems:
+        problems.append(f"{path} has no prompts: give it lines of JSON, or leave out validation.samples.path")
+    return prompts, problems
+
+
+def _read_line(line: bytes) -> str | Messages:
+    """Return the prompt in a line of JSON; ValueError if it has none."""
+    from titanmoe.data.chat_layouts import read_chat
+
+    record = parse_json(line)
+    if isinstance(record, str):
+        return record
+    if not isinstance(record, dict):
+        raise ValueError('is no prompt: write "a text", {"prompt": "..."} or {"messages": [...]}')
+    prompt = record.get("prompt")
+    if isinstance(prompt, str):
+        return prompt
+    messages = prompt if isinstance(prompt, list) else read_chat(record)[0]
+    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
+        raise ValueError('has messages that are not like {"role": "user", "content": "..."}')
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise ValueError("has no message before the assistant's: begin with what a user says")
+    return messages
+
+
+def _tokenizer_of_data(config: Config) -> tuple[Tokenizer, bool]:
+    """Open the tokenizer that makes a run's tokens; also return whether the run is trained on chats or preferences."""
+    from titanmoe.data.token_shards import ShardDocuments, is_shards
+    from titanmoe.data.tokenizer import FILE, open_tokenizer
+
+    data = config.data
+    if data.source == "stdlib":
+        return open_tokenizer("bytes"), False
+    shards = [ShardDocuments(path) for entry in data.paths if is_shards(path := Path(entry).expanduser())]
+    spec = FORMATS.look_up(data.format)
+    of_chats = spec.conversations or spec.completions_per_prompt > 1 or any(one.has_label_mask for one in shards)
+    if not shards:
+        return open_tokenizer(data.tokenizer), of_chats
+    stored = shards[0].stored_tokenizer
+    tokenizer = open_tokenizer(str(stored.files()[FILE]) if FILE in stored.digests else data.tokenizer)
+    if tokenizer.identity != stored.identity:
+        raise ConfigError(
+            [
+                f"validation.samples: {stored.folder.parent} was made with the tokenizer {stored.identity}, which is "
+                f"not beside its shards, and data.tokenizer = {data.tokenizer!r} is {tokenizer.identity}: set it to "
+                "the one that made them"
+            ]
+        )
+    return tokenizer, of_chats
