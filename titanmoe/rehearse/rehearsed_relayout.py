@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
-from titanmoe.generate.model import TrainedModel, build_empty, config_to_run
+from titanmoe.generate.model import build_empty, config_to_run
 from titanmoe.ops.device import HARDWARE, imitate
 from titanmoe.parallel.apply import build, make_meshes
 from titanmoe.rehearse.code_site import CodeSite
@@ -102,8 +101,7 @@ def read_destination(words: str, argv: list[str], config: Config, world: int, ha
     if problems:
         raise ConfigError(problems)
     degrees = {name: int(options.get(name, 1)) for name in DEGREES}
-    trained = TrainedModel(Path(), config, None)
-    return Destination(config_to_run(trained, world, degrees, options.get("dtype"), "cpu"), generates=True)
+    return Destination(config_to_run(config, world, degrees, options.get("dtype"), "cpu"), generates=True)
 
 
 def rehearse_relayout(
