@@ -62,9 +62,9 @@ def on_4_ranks() -> list[Any]:
         kind = zip(("kind", "placement"), choice["cp"].rsplit("-", 1), strict=True) if "cp" in choice else ()
         apart.append(choice | has_several_ranks(fold) | dict(kind))
     features = {*FEATURES, "kind", "placement"} - {"cp"}  # cp is an axis here
-    # Of 40 seeds, the cheapest.
+    # Of 60 seeds, the cheapest.
     quick = cover(
-        apart, seed=13, left_out=lambda a, b: a in features and b in features, cost=lambda row: cost(*pool[row])
+        apart, seed=5, left_out=lambda a, b: a in features and b in features, cost=lambda row: cost(*pool[row])
     )
     rest = set(cover(rows)).difference(quick)
     return sample(pool, sorted(quick)) + sample(pool, sorted(rest), pytest.mark.sweep)

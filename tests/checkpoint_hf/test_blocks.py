@@ -69,7 +69,7 @@ def test_small_blocks_make_the_same_bytes(tmp_path: Path, family: str, monkeypat
 
 
 def test_memory_does_not_grow_with_the_number_of_experts(tmp_path: Path) -> None:
-    model = replace(Model(**preset("mixtral", "debug")), dim=1024, expert_hidden=2560, num_experts=12, num_layers=1)
+    model = replace(Model(**preset("mixtral", "debug")), dim=512, expert_hidden=1024, num_experts=40, num_layers=1)
     limit, stack = 1.5 * one_expert(model) + move_in_blocks.WRITE_BLOCK_BYTES, one_expert(model) / 3 * model.num_experts
     folder, ours = make_folder(tmp_path / "in", model), tmp_path / "ours"
     make_adapters(tmp_path / "adapters", folder)
