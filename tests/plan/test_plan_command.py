@@ -17,7 +17,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legal_mappings import legal_folds
 from titanmoe.fold.legality import violations
-from titanmoe.plan.candidates import candidates_of
+from titanmoe.plan.candidates import Candidates
 from titanmoe.plan.communicators import communicators, nccl_bytes
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
@@ -157,7 +157,7 @@ def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys:
     pricer = Pricer(load(argv, COMPONENTS, lambda config: []), read_device("h100"), Factors())
     proposed = {
         (candidate.schedule, candidate.mode)
-        for candidate in candidates_of(pricer.config, 4, pricer, math.inf)
+        for candidate in Candidates(pricer.config, 4, pricer, math.inf)
         if candidate.fold.pp == 2
     }
     assert ("DualPipeV", "none") in proposed and ("1F1B", "full") in proposed

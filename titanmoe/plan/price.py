@@ -97,6 +97,11 @@ def blocks_of_rank(
     return counts
 
 
+def microbatches(config: Config, fold: Fold) -> int:
+    """Return the microbatches of a step on each data rank."""
+    return max(1, config.training.global_batch_size // (config.training.local_batch_size * fold.dp))
+
+
 class Pricer(BlockCosts):
     """Step times of one model and batch on one device, under any mapping."""
 
@@ -136,6 +141,28 @@ class Pricer(BlockCosts):
                 stage[kind] = stage.get(kind, (0, 0))[0] + 1, layer
             stage_counts.append(stage)
         return stage_counts
+
+    def stages(
+        self, config: Config, fold: Fold
+    ) -> tuple[list[int], list[dict[BlockKind, tuple[int, int]]], dict[BlockKind, int]]:
+        """Return the pipeline rank of each stage, the result of `counts`, and the index of a block of each kind."""
+        owners = stage_ranks(config.pipeline, fold.pp)
+        every, uneven = config.activation_checkpoint.every, tuple(config.pipeline.layers_per_stage)
+        stages = self.counts(len(owners), every, uneven)
+        return owners, stages, {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
+
+    def first_rank_blocks(self, config: Config, fold: Fold) -> dict[tuple[bool, int], tuple[int, int]]:
+        """Return (number of blocks, index of one) of the first pipeline rank, by mixer, with experts and without."""
+        owners, stages, layers = self.stages(config, fold)
+        blocks: dict[tuple[bool, int], tuple[int, int]] = {}
+        for kind, count in blocks_of_rank(stages, owners, 0).items():
+            key = kind.experts, kind.first_alike
+            blocks[key] = blocks.get(key, (0, 0))[0] + count, layers[kind]
+        return blocks
+
+    def sizes(self, fold: Fold) -> Sizes:
+        """Return the weight units of a rank."""
+        return Sizes(self.model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(self.config))
 
     def weights(self, config: Config, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float, float]:
         """Return the seconds of the messages of a block's weights and gradients, as (gather, reduce, last).
@@ -228,13 +255,9 @@ class Pricer(BlockCosts):
             fold: the degrees of `config`.
         """
         training, model = config.training, self.model
-        samples = training.local_batch_size
-        m = max(1, training.global_batch_size // (samples * fold.dp))
-        owners = stage_ranks(config.pipeline, fold.pp)
-        sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(self.config))
+        samples, m, sizes = training.local_batch_size, microbatches(config, fold), self.sizes(fold)
         options = config.activation_checkpoint
-        stages = self.counts(len(owners), options.every, tuple(config.pipeline.layers_per_stage))
-        layers = {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
+        owners, stages, layers = self.stages(config, fold)
         choice = self.dispatch_choice(config, fold, m, len(owners))
         modes = {kind: options.mode if kind.recomputed else "none" for kind in layers}
         blocks = {kind: self.block(fold, samples, layer, choice, modes[kind]) for kind, layer in layers.items()}
@@ -268,10 +291,7 @@ class Pricer(BlockCosts):
         busy = m * (slowest.seconds + messages)
         bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
 
-        first_rank_blocks = {}  # blocks of the first rank, with experts and without, by mixer
-        for kind, count in counts[0].items():
-            key = kind.experts, kind.first_alike
-            first_rank_blocks[key] = first_rank_blocks.get(key, (0, 0))[0] + count, layers[kind]
+        first_rank_blocks = self.first_rank_blocks(config, fold)
         weights_exposed = self._weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
         data = fsdp(fold)
         sharded_weights = sum(
@@ -350,6 +370,18 @@ class Pricer(BlockCosts):
     def reduces_often(self, config: Config, fold: Fold) -> bool:
         """Return whether gradients are reduced for each microbatch, rather than once a step."""
         return fold.pp == 1 and not config.parallelism.reduce_once
+
+    def least_weights_exposed(self, config: Config, fold: Fold, busy: float) -> float:
+        """Return a lower bound of the seconds that messages of weights and gradients add to a step.
+
+        Slower ranks hide more of them, but no more than they take longer.
+
+        Args:
+            config: the recipe, with the reshard_after_forward that gathers weights least often.
+            busy: lower bound of the seconds of a microbatch on a pipeline rank, all of which may hide messages.
+        """
+        blocks, m = self.first_rank_blocks(config, fold), microbatches(config, fold)
+        return self._weights_exposed(config, fold, self.sizes(fold), blocks, m, Cost(matrix=busy))
 
     def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
         """Return the seconds that messages of weights and gradients add to a step, beyond hidden ones.

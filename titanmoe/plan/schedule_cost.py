@@ -115,6 +115,11 @@ def backward_loads(schedule: str, pp: int, stages_per_rank: int, microbatches: i
     With few microbatches the most are in flight only before a stage has gradients.
     """
     v, m = stages_per_rank, microbatches
+    if schedule in SINGLE:
+        most = m if schedule in ALL_AHEAD else min(m, pp - rank)
+        if most < m:
+            return [BackwardLoad((most,), (True,))]
+        return [BackwardLoad((m - 1,), (True,))] * (m > 1) + [BackwardLoad((m,), (False,))]
     if schedule == "DualPipeV" and m >= 2 * pp:
         begun = (rank > 0 or m > 2 * pp, True)
         loads = BackwardLoad((2 * pp - 1 - rank, 1 + rank), (True, True)), BackwardLoad((2 * pp - rank, rank), begun)

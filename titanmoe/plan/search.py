@@ -1,9 +1,10 @@
 """Search for the fastest of all legal mappings of a recipe on a number of devices.
 
-Mappings are taken by a bound on their time: what blocks cost one after the other under their schedule, without weights'
-messages, the optimizer and the ends of the model. When no bound is below the slowest that would be shown, the search is
-over: nothing that was left out can be faster. Of each pp, tp, ep and etp only the fastest cp, microbatch, schedule,
-recomputation, dispatcher and reshard_after_forward are shown. Of replicas of the experts only the default is tried.
+Mappings are taken by a bound on their time: what blocks cost one after the other under their schedule, without the
+optimizer and weights' copies and messages. The last are added before a mapping is priced. When no bound is below the
+slowest that would be shown, the search is over: nothing that was left out can be faster. Of each pp, tp, ep and etp
+only the fastest cp, microbatch, schedule, recomputation, dispatcher and reshard_after_forward are shown. Of replicas of
+the experts only the default is tried.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from heapq import nsmallest
 from math import inf
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 from titanmoe.config.schema import ActivationCheckpoint, Config
@@ -22,7 +23,7 @@ from titanmoe.fold.legality import violations
 from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.fold.unsharded_experts import has_compute_copies
 from titanmoe.moe.dispatchers.dispatcher_spec import with_planned_dispatcher
-from titanmoe.plan.candidates import Candidate, MappingKey, candidates_of
+from titanmoe.plan.candidates import Candidate, Candidates, MappingKey
 from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
@@ -35,6 +36,8 @@ from titanmoe.train.find_teacher import teacher_problems
 
 SMALLEST = 40
 """If nothing fits: how many of the mappings that need least memory are priced."""
+ROUNDING = 1e-9
+"""Relative error of floats by which the bound of a mapping may exceed its step, where the host takes all the time."""
 
 
 @dataclass
@@ -105,8 +108,6 @@ class Search:
     """Mapping that comes closest to fitting, if none fits."""
     considered: int
     """Number of mappings that have a lower bound."""
-    priced: int
-    """Number of mappings that were priced in full."""
 
 
 def _illegal(config: Config, world: int) -> list[str]:
@@ -137,21 +138,21 @@ def search(
     """
     memories = partial(rank_memories, imbalance=imbalance, reference=reference)
     pricer, one_mesh = (kind(config, device, factors, imbalance, stack) for kind in (Pricer, OneMesh))
-    candidates = list(candidates_of(config, world, pricer, device.memory - device.reserved))
+    candidates = Candidates(config, world, pricer, device.memory - device.reserved)
     best: dict[MappingKey, PricedMapping] = {}
     best_unfolded, unfolded_step = None, inf
-    priced, slowest_shown = 0, inf  # steps that are longer than the last one shown are of no use
-    for candidate in sorted(candidates, key=itemgetter(0)):
-        may_be_best_unfolded = is_unfolded(candidate.fold) and candidate.bound < unfolded_step
+    slowest_shown = inf  # steps that are longer than the last one shown are of no use
+    for candidate in candidates.by_bound():
         if candidate.bound >= slowest_shown and candidate.bound >= unfolded_step:
             break
-        previous = best.get(candidate.key)
-        if candidate.bound >= (slowest_shown if previous is None else previous.price.step) and not may_be_best_unfolded:
+        may_be_best_unfolded = is_unfolded(candidate.fold) and candidate.bound < unfolded_step
+        limit = _step_to_beat(best, candidate, slowest_shown)
+        if may_be_best_unfolded:
+            limit = max(limit, unfolded_step)
+        if candidate.bound >= limit:
             continue
-        for mapping in _priced_mappings(config, candidate, pricer):
-            priced += 1
-            previous = best.get(candidate.key)
-            improves = mapping.price.step < (slowest_shown if previous is None else previous.price.step)
+        for mapping in _priced_mappings(config, candidate, pricer, limit):
+            improves = mapping.price.step < _step_to_beat(best, candidate, slowest_shown)
             unfolded = mapping
             if may_be_best_unfolded and mapping.fold.cp > 1:  # else both are one mesh
                 unfolded = replace(mapping, price=one_mesh.price(mapping.config, mapping.fold))
@@ -174,7 +175,7 @@ def search(
                 slowest_shown = [*best.values()][-1].price.step if len(best) == count else inf
     nearest = None
     if not best:
-        smallest = nsmallest(SMALLEST, candidates_of(config, world, pricer, inf), key=attrgetter("least_bytes"))
+        smallest = nsmallest(SMALLEST, Candidates(config, world, pricer, inf), key=attrgetter("least_bytes"))
         mappings = [mapping for candidate in smallest for mapping in _priced_mappings(config, candidate, pricer)]
         mappings = [mapping for mapping in mappings if not _illegal(mapping.config, world)]
         for mapping in mappings:
@@ -184,13 +185,19 @@ def search(
             key=lambda mapping: mapping.peak - usable_bytes(mapping.config, mapping.fold, device),
             default=None,
         )
-    return Search(list(best.values()), best_unfolded, nearest, len(candidates), priced)
+    return Search(list(best.values()), best_unfolded, nearest, len(candidates))
+
+
+def _step_to_beat(best: dict[MappingKey, PricedMapping], candidate: Candidate, slowest_shown: float) -> float:
+    """Return the seconds of a step that a candidate has to be faster than to be shown."""
+    previous = best.get(candidate.key)
+    return slowest_shown if previous is None else previous.price.step
 
 
 def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
     """Return whether any legal mapping of `world` ranks fits into the devices' memory."""
     pricer = Pricer(config, device, factors)
-    candidates = candidates_of(config, world, pricer, device.memory - device.reserved)
+    candidates = Candidates(config, world, pricer, device.memory - device.reserved)
     return any(
         max(rank.peak for rank in rank_memories(mapping.config, mapping.fold))
         <= usable_bytes(mapping.config, mapping.fold, device)
@@ -200,10 +207,15 @@ def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
     )
 
 
-def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> Iterator[PricedMapping]:
+def _priced_mappings(
+    config: Config, candidate: Candidate, pricer: Pricer, limit: float = inf
+) -> Iterator[PricedMapping]:
     """Yield a candidate, priced, with each choice of replicas and of reshard_after_forward.
 
     Replicas are one, or so many that each stays within a domain of the fast link. Memory and laws are not checked.
+
+    Args:
+        limit: replicas with which no step can be faster are left out.
     """
     fold = candidate.fold
     data_ranks_per_domain = pricer.device.domain // (fold.cp * fold.tp)
@@ -216,6 +228,10 @@ def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> It
         mapped_fold = replace(
             fold, dp_replicate=n, dp_shard=fold.dp // n, edp_replicate=edp_replicate, edp=edp // edp_replicate
         )
+        gathering_once = with_mapping(config, mapped_fold, candidate, "never")
+        bound = candidate.bound + pricer.least_weights_exposed(gathering_once, mapped_fold, candidate.busy)
+        if bound >= limit * (1 + ROUNDING):
+            continue
         for reshard in _reshards(config, candidate, mapped_fold.edp):
             mapped_config = with_mapping(config, mapped_fold, candidate, reshard)
             yield PricedMapping(mapped_config, mapped_fold, pricer.price(mapped_config, mapped_fold), [])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from functools import cache
 from math import inf
-from typing import Any
 
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
@@ -43,79 +44,72 @@ def _add(
     return [x + count * (once + recompute.get(mode, 0.0)) for x, mode in zip(totals, MODES, strict=True)]
 
 
-def non_expert_seconds(costs: BlockCosts, tp: int, cp: int, samples: int) -> SecondsByMode:
-    """Return the seconds of one microbatch's head, attention and dense networks, by mode of recomputation.
+class TotalsByMode:
+    """Seconds of one microbatch's blocks under any mapping, cached by the degrees that each term depends on."""
 
-    They do not depend on the mapping of the experts.
-    """
-    totals = [sum(costs.head(tp, cp, samples))] * len(MODES)
-    for (experts, first), count in costs.kinds.items():
-        totals = _add(costs, totals, count, *costs.attention(tp, cp, samples, first))
-        if not experts:
-            dense = costs.dense(tp, cp, samples, costs.model.dense_hidden, costs.backward[first].ffn)
-            totals = _add(costs, totals, count, *dense)
-    return tuple(totals)
+    def __init__(self, config: Config, costs: BlockCosts):
+        self.config, self.costs = config, costs
+        self.non_experts, self.experts = cache(self._non_experts), cache(self._experts)
+        self.expert_products, self.in_halves = cache(self._expert_products), cache(self._in_halves)
+        self.moe_layers: Counter[float] = Counter()
+        """Number of MoE layers for each ratio of their backward's FLOPs to those of forward."""
+        for (experts, first), count in costs.kinds.items():
+            if experts:
+                self.moe_layers[costs.backward[first].ffn] += count
 
+    def _non_experts(self, tp: int, cp: int, samples: int) -> SecondsByMode:
+        """Return the seconds of the head, attention and dense networks, by mode of recomputation."""
+        costs = self.costs
+        totals = [sum(costs.head(tp, cp, samples))] * len(MODES)
+        for (experts, first), count in costs.kinds.items():
+            totals = _add(costs, totals, count, *costs.attention(tp, cp, samples, first))
+            if not experts:
+                dense = costs.dense(tp, cp, samples, costs.model.dense_hidden, costs.backward[first].ffn)
+                totals = _add(costs, totals, count, *dense)
+        return tuple(totals)
 
-def expert_seconds(
-    costs: BlockCosts, sample_ranks: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice
-) -> SecondsByMode:
-    """Return the seconds of one microbatch's MoE layers, by mode of recomputation.
+    def _experts(
+        self, sample_ranks: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice
+    ) -> tuple[SecondsByMode, float]:
+        """Return the seconds of the MoE layers by mode of recomputation, and those of dispatch and combine among them.
 
-    Args:
-        sample_ranks: ranks that a sample is divided among, tp x cp.
-        samples: samples of the microbatch.
-        choice: the dispatcher, and what overlaps with it.
-    """
-    totals, degrees = [0.0] * len(MODES), (sample_ranks, samples, tp, ep, etp)
-    for factor, count in _moe_layers(costs).items():
-        forward, backward = costs.experts(*degrees, choice, factor)
-        modes = ("moe", *MODES[3:])
-        recomputed = {mode: costs.recomputed_experts(forward, mode, *degrees, choice) for mode in modes}
-        totals = _add(costs, totals, count, forward, backward, recomputed)
-    return tuple(totals)
+        The latter are without recomputation.
 
+        Args:
+            sample_ranks: ranks that a sample is divided among, tp x cp.
+            samples: samples of the microbatch.
+            choice: the dispatcher, and what overlaps with it.
+        """
+        totals, messages, degrees = [0.0] * len(MODES), 0.0, (sample_ranks, samples, tp, ep, etp)
+        for factor, count in self.moe_layers.items():
+            forward, backward = self.costs.experts(*degrees, choice, factor)
+            modes = ("moe", *MODES[3:])
+            recomputed = {mode: self.costs.recomputed_experts(forward, mode, *degrees, choice) for mode in modes}
+            totals = _add(self.costs, totals, count, forward, backward, recomputed)
+            messages += count * sum(cost.rows for cost in (forward, backward))
+        return tuple(totals), messages
 
-def routed_message_seconds(costs: BlockCosts, *experts: Any) -> float:
-    """Return the seconds of dispatch and combine in one microbatch, without recomputation.
+    def _expert_products(self, sample_ranks: int, samples: int, ep: int, etp: int) -> float:
+        """Return the seconds of the experts' products without recomputation: a lower bound of any of `experts`."""
+        costs = self.costs
+        tokens = samples * self.config.training.seq_len / sample_ranks
+        once = costs.expert_products(tokens * costs.model.top_k * etp * costs.imbalance, ep, etp)
+        return sum(count * once * (1 + min(factor, costs.most)) for factor, count in self.moe_layers.items())
 
-    Args:
-        costs: prices of the model's blocks.
-        experts: further arguments of `expert_seconds`.
-    """
-    return sum(
-        count * sum(cost.rows for cost in costs.experts(*experts, factor))
-        for factor, count in _moe_layers(costs).items()
-    )
+    def _in_halves(self, tp: int, cp: int, samples: int, ep: int, etp: int, dispatcher: str) -> SecondsByMode:
+        """Return the seconds of blocks that split the microbatch into halves, by mode of recomputation.
 
-
-def _moe_layers(costs: BlockCosts) -> dict[float, int]:
-    """Return the number of MoE layers for each ratio of their backward's FLOPs to those of forward."""
-    counts: Counter[float] = Counter()
-    for (experts, first), count in costs.kinds.items():
-        if experts:
-            counts[costs.backward[first].ffn] += count
-    return counts
-
-
-def seconds_in_halves(config: Config, costs: BlockCosts, dispatcher: str, fold: Fold) -> SecondsByMode:
-    """Return the seconds of a microbatch whose blocks split it into halves, by mode of recomputation.
-
-    They are infinite where halves are illegal, or where no routed token leaves its rank.
-
-    Args:
-        config: the config that `costs` was made with; its microbatch may differ.
-        costs: prices of the model's blocks.
-        dispatcher: name of the dispatcher.
-        fold: the degrees.
-    """
-    if fold.ep * fold.etp == 1 or any(halves_violations(config, DISPATCHERS.look_up(dispatcher))):
-        return (inf,) * len(MODES)
-    samples = config.training.local_batch_size
-    choice, head = DispatchChoice(dispatcher, halves=True), sum(costs.head(fold.tp, fold.cp, samples))
-    examples = {(has_experts(costs.model, i), costs.first_alike[i]): i for i in range(costs.model.num_layers)}
-    return tuple(
-        head
-        + sum(n * costs.block(fold, samples, examples[kind], choice, mode).seconds for kind, n in costs.kinds.items())
-        for mode in MODES
-    )
+        They are infinite where halves are illegal, or where no routed token leaves its rank.
+        """
+        costs = self.costs
+        config = replace(self.config, training=replace(self.config.training, local_batch_size=samples))
+        if ep * etp == 1 or any(halves_violations(config, DISPATCHERS.look_up(dispatcher))):
+            return (inf,) * len(MODES)
+        fold = Fold(tp * cp, 1, 1, 1, cp, tp, 1, 1, ep, etp)
+        choice, head = DispatchChoice(dispatcher, halves=True), sum(costs.head(tp, cp, samples))
+        examples = {(has_experts(costs.model, i), costs.first_alike[i]): i for i in range(costs.model.num_layers)}
+        return tuple(
+            head
+            + sum(n * costs.block(fold, samples, examples[k], choice, mode).seconds for k, n in costs.kinds.items())
+            for mode in MODES
+        )
