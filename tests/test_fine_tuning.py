@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,10 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.legality import violations
 from titanmoe.launcher import finetune_command
 from titanmoe.launcher.fit_ranks import Machine
+from titanmoe.plan.communicators import usable_bytes
+from titanmoe.plan.devices import read_device
+from titanmoe.plan.links import Factors
+from titanmoe.plan.search import evaluate, search
 
 ANSWER = "Oslo."
 DATA = "chats.jsonl", "pairs.jsonl"
@@ -131,8 +136,8 @@ def recipe_of(words: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[st
     (file,) = Path().glob("*.toml")
     config = load([str(file)], COMPONENTS, lambda config: violations(config, gpus or 2))
     recipe = parse_toml(file.read_text(encoding="utf-8"))
-    assert recipe["job"] == {"ranks": gpus or 2} and config.checkpoint.initial_hf == "models/small"
-    file.unlink()
+    assert recipe["job"] == {"ranks": gpus or 2} and config.checkpoint.initial_hf == words.split()[0]
+    file.rename("recipe.txt")
     return recipe
 
 
@@ -151,11 +156,51 @@ def test_the_recipe_follows_from_machine_model_and_lengths(here: Path, monkeypat
     recipe = recipe_of("models/small long.jsonl", 8, monkeypatch)
     training = recipe["training"]
     assert training["seq_len"] % 64 == 0 and 40 < training["seq_len"] <= 512, "all but 30 of 4,000 fit"
-    assert recipe["data"]["long_chats"] == "cut" and recipe["parallelism"]["experts"]["ep"] == 8
+    assert recipe["data"]["long_chats"] == "cut"
     per_step, local = training["global_batch_size"], training["local_batch_size"]
-    assert per_step % (8 * local) == 0 and 8 <= per_step <= 64 and local * training["seq_len"] <= 8192
-    assert recipe["activation_checkpoint"] == {"mode": "full"} and "mixed_precision_param" not in training
+    assert per_step % 8 == per_step % local == 0 and 8 <= per_step <= 64
+    assert "mixed_precision_param" not in training
     assert recipe["validation"]["held_out"] == 20 and training["epochs"] == 3
+    own = recipe_of("models/small long.jsonl --parallelism.tp 2", 8, monkeypatch)
+    assert own["parallelism"] == {"tp": 2, "experts": {"ep": 8}} and own["activation_checkpoint"] == {"mode": "full"}
+
+
+QWEN3_30B = dict(
+    hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+    moe_intermediate_size=768, num_experts=128, num_local_experts=128, num_experts_per_tok=8, vocab_size=151936,
+    max_position_embeddings=40960,
+)  # fmt: skip
+"""Sizes of Qwen3-30B-A3B."""
+
+
+@pytest.fixture
+def published(here: Path) -> str:
+    """The folder of a model of a published size, without weights."""
+    folder = here / "published"
+    shutil.copytree("models/small", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | QWEN3_30B), encoding="utf-8")
+    return folder.name
+
+
+def test_on_gpus_the_mapping_is_the_planners_fastest(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe_of(f"{published} chats.jsonl --training.seq_len 4096", 8, monkeypatch)
+    text = Path("recipe.txt").rename("recipe.toml").read_text(encoding="utf-8")
+    assert finetune_command.PLANNED in text
+    config, device = load(["recipe.toml"], COMPONENTS, lambda config: []), read_device("h100")
+    planned, (fastest,) = evaluate(config, 8, device, Factors()), search(config, 8, device, Factors(), 1).best
+    assert planned.price.step == fastest.price.step
+    assert planned.peak == fastest.peak <= usable_bytes(planned.config, planned.fold, device)
+
+
+def test_what_no_mapping_fits_is_refused_with_a_number_of_gpus_or_adapters(
+    published: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(finetune_command, "this_machine", lambda device: Machine(1, 2))
+    assert main(["finetune", published, "chats.jsonl"]) == 2
+    message = f"no mapping of 1 GPU fits {published} into memory: 8 GPUs like these are enough, and --lora needs less"
+    assert message in capsys.readouterr().err
+    assert "lora" in recipe_of(f"{published} chats.jsonl --lora", 1, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,11 @@ from titanmoe.config.command_line import split_words
 from titanmoe.config.fields import flatten, toml_value
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
-from titanmoe.launcher.fit_ranks import this_machine
+from titanmoe.launcher.fit_ranks import Machine, this_machine
+from titanmoe.launcher.memory_check import similar_device
 from titanmoe.launcher.train_command import Request, exit_code_of, parse_words, prepare, start
+from titanmoe.plan.links import Factors
+from titanmoe.plan.search import fits, search
 from titanmoe.train.launch_messages import show_status
 
 USAGE = """\
@@ -44,6 +47,12 @@ Options of fields go into the recipe. Other options are those of titanmoe train.
 """
 UNIT, MOST_POSITIONS = 64, 8192
 """seq_len is a multiple of UNIT and at most MOST_POSITIONS, unless an option sets it."""
+PLANNED = "of the fastest mapping that fits, by titanmoe plan"
+"""Comment on what the planner chose."""
+MAPPING = "parallelism.", "pipeline.", "activation_checkpoint.", "moe.dispatcher", "moe.overlap", "training.local_batch"
+"""Options of which the planner is not asked if one is given."""
+MOST_GPUS = 1024
+"""The most GPUs that are tried for a model that does not fit."""
 KEPT = 0.99
 """Fraction of the chats or pairs that have to fit in seq_len."""
 MOST_SAMPLES, MICROBATCH_TOKENS = 64, 8192
@@ -186,7 +195,11 @@ def write_recipe(model: str, paths: list[str], request: Request, lora: bool, dpo
     context = context_length(describe_folder(describing_folder(model)))
     settings = about | _sizes(config, given, length, context, dpo) | _usual(lora, dpo)
     settings |= {path: (value, settings.get(path, ("", ""))[1]) for path, value in given.items()}
-    settings |= _steps(_read(settings | provisional, request)[0], length, given)
+    config = _read(settings | provisional, request)[0]
+    machine = this_machine(config.training.device)
+    if machine.gpus and not any(path.startswith(MAPPING) for path in given):
+        settings |= _planned_mapping(config, machine)
+    settings |= _steps(config, length, given)
     kind = "adapters (LoRA)" if lora else "all weights"
     what = "preferences (DPO)" if dpo else "chats (SFT)"
     count = f"{len(length.tokens_D):,} {'pairs' if dpo else 'chats'}, {length.tokens:,} tokens"
@@ -256,6 +269,29 @@ def _sizes(config: Config, given: dict[str, Any], length: Length, context: int |
     else:
         settings["training.mixed_precision_param"] = "float32", "CPUs gain nothing from bfloat16"
     return settings
+
+
+def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
+    """Return the mapping, microbatch and recomputation that the planner finds fastest among those that fit.
+
+    Raises:
+        ConfigError: if none fits, with a number of GPUs on which one does.
+    """
+    ranks, device, factors = config.job.ranks, similar_device(machine), Factors()
+    if best := search(config, ranks, device, factors, 1).best:
+        before, after = flatten(config), flatten(best[0].config)
+        shown = "parallelism.experts.ep", "training.local_batch_size", "activation_checkpoint.mode"
+        return {path: (value, PLANNED) for path, value in after.items() if value != before[path] or path in shown}
+
+    def fits_on(gpus: int) -> bool:
+        training = replace(config.training, global_batch_size=max(gpus, config.training.global_batch_size))
+        return fits(replace(config, training=training), gpus, device, factors)
+
+    doubled = (ranks << n for n in range(1, MOST_GPUS.bit_length()))
+    gpus = next((n for n in doubled if n <= MOST_GPUS and fits_on(n)), 0)
+    remedies = [f"{gpus} GPUs like these are enough"] * bool(gpus) + ["--lora needs less"] * (not config.lora.rank)
+    what = ", and ".join(remedies) or "give a smaller --training.seq_len"
+    raise ConfigError([f"no mapping of {machine} fits {config.checkpoint.initial_hf} into memory: {what}"])
 
 
 def _usual(lora: bool, dpo: bool) -> dict[str, Setting]:

@@ -163,7 +163,7 @@ def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> 
         machine: this machine; all are taken to be alike.
         command: the recipe and its overrides, for the command.
     """
-    training, device = config.training, _similar_device(machine)
+    training, device = config.training, similar_device(machine)
     usable = device.memory - device.reserved
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     state = 2 * WIDTHS[training.dtype] * parameters(config.model).total  # with gradients
@@ -184,14 +184,14 @@ def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> 
     return f"titanmoe plan {command} --ranks {count} says what helps"
 
 
-def _similar_device(machine: Machine) -> Device:
-    """Return the planner's device whose memory is nearest to this machine's GPUs; an H100 if it has none.
+def similar_device(machine: Machine) -> Device:
+    """Return the planner's device whose memory is nearest to this machine's GPUs; an H100 if it has none, or unknown.
 
     Only memory matters: an unknown size gets an H100's other figures.
     """
     shipped = [read_device(name) for name in names() if name != "cpu"]
     h100 = next(device for device in shipped if device.name == "h100")
-    if not machine.gpus:
+    if not (machine.gpus and machine.memory):
         return h100
     nearest = min([h100, *shipped], key=lambda device: abs(device.memory - machine.memory))
     if abs(nearest.memory - machine.memory) <= MEMORY_TOLERANCE * machine.memory:
