@@ -10,7 +10,8 @@ from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
-from titanmoe.plan.block_costs import RING, RING_KERNELS, BlockCosts
+from titanmoe.plan.attention_costs import RING, RING_KERNELS
+from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.dispatch_costs import DispatchChoice
 from titanmoe.plan.links import Factors, LinkGroup, Links

@@ -1,0 +1,151 @@
+"""Seconds of weights and gradients in a step: their messages, which computation may hide, and FSDP2's copies of them.
+
+Pricer (titanmoe.plan.price) adds them to the blocks of a mapping.
+"""
+
+from __future__ import annotations
+
+from titanmoe.config.blocks import has_experts
+from titanmoe.config.laws import WIDTHS
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.fold.unsharded_experts import experts_are_unsharded
+from titanmoe.models.tensors import Tuning
+from titanmoe.plan.block_costs import BlockCosts
+from titanmoe.plan.cost import Cost
+from titanmoe.plan.links import LinkGroup
+from titanmoe.plan.sizes import Sizes, WeightUnit, fsdp
+from titanmoe.plan.weight_copies import WeightCopies
+
+
+class WeightCosts(BlockCosts):
+    """Seconds of the weights and gradients of one model, under any mapping."""
+
+    def sizes(self, fold: Fold) -> Sizes:
+        """Return the weight units of a rank."""
+        return Sizes(self.model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(self.config))
+
+    def weights(self, config: Config, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float, float]:
+        """Return the seconds of the messages of a block's weights and gradients, as (gather, reduce, last).
+
+        `gather` is one gather of the weights, `reduce` one reduction of the gradients, and `last` the sum, once a step,
+        of the gradients of experts outside FSDP over their replicas.
+        """
+        reduced = max(self.w, WIDTHS[self.config.training.mixed_precision_reduce])
+        gather = reduce = last = 0.0
+        parts = [
+            (
+                sizes.block(layer),
+                LinkGroup(fsdp(fold), fold.tp),
+                LinkGroup(fold.dp_replicate, fold.stage // fold.dp_replicate),
+            )
+        ]
+        if has_experts(self.model, layer):
+            inner = fold.ep * fold.etp
+            replicas = LinkGroup(fold.edp_replicate, inner * fold.edp)
+            parts.append((sizes.experts_of(layer), LinkGroup(fold.edp, inner), replicas))
+        for unit, group, replicas in parts:
+            gather += self.links.gather(group, unit.whole * self.w)
+            count = unit.trained.whole
+            if not count:
+                continue
+            reduce += self.links.gather(group, count * reduced)
+            over_replicas = 2 * self.links.gather(replicas, count / group.size * reduced)
+            if unit is parts[0][0] or not self.leaves_out_experts(config, fold):
+                reduce += over_replicas
+            else:
+                last += over_replicas
+        return gather, reduce, last
+
+    def weight_copies(self, config: Config, fold: Fold, m: int) -> WeightCopies | None:
+        """Return the formulas of how FSDP2 copies weights and gradients; None for a stack without FSDP2.
+
+        Args:
+            m: microbatches of a step.
+        """
+        if not self.stack.fsdp2:
+            return None
+        training = config.training
+        reduced = max(self.w, WIDTHS[training.mixed_precision_reduce])
+        often = self.gathers_often(config, fold)
+        accumulated, once = config.moe.accumulate_weight_gradients, not self.reduces_often(config, fold)
+        return WeightCopies(WIDTHS[training.dtype], self.w, reduced, often, once, m, accumulated)
+
+    def block_copies(
+        self, copies: WeightCopies | None, config: Config, fold: Fold, sizes: Sizes, layer: int
+    ) -> tuple[float, float]:
+        """Return the seconds to copy a block's weights and gradients, as (for each microbatch, for each step).
+
+        Args:
+            copies: result of `weight_copies`.
+            layer: index of the block.
+        """
+        if copies is None:
+            return 0.0, 0.0
+        moved = [copies.moved(sizes.block(layer), fsdp(fold))]
+        if has_experts(self.model, layer):
+            experts = sizes.experts_of(layer)
+            if self.leaves_out_experts(config, fold):
+                moved.append(copies.moved_unsharded(experts, fold.edp_replicate))
+            else:
+                moved.append(copies.moved(experts, fold.edp))
+        return self._copy_seconds(*moved)
+
+    def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
+        """Return whether the experts are outside FSDP, because no two data ranks share them."""
+        return self.stack.unshards_experts and experts_are_unsharded(config.parallelism, config.training, fold.edp)
+
+    def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:
+        """Return the seconds to copy the embedding's or the head's weights, as (for each microbatch, for each step)."""
+        return (0.0, 0.0) if copies is None else self._copy_seconds(copies.moved(unit, fsdp(fold), 1))
+
+    def _copy_seconds(self, *moved: tuple[int, int]) -> tuple[float, float]:
+        """Return the seconds of (each microbatch, each step) for copies given as such pairs of bytes.
+
+        Copies share the device with computation, so nothing hides them.
+        """
+        microbatch, step = map(sum, zip(*moved, strict=True))
+        rate = self.device.bandwidth * self.factors.memory
+        return microbatch / rate, step / rate
+
+    def gathers_often(self, config: Config, fold: Fold) -> bool:
+        """Return whether weights are gathered for each microbatch, rather than once a step."""
+        choice = config.parallelism.reshard_after_forward
+        return choice == "always" or (choice == "auto" and fold.pp == 1)
+
+    def reduces_often(self, config: Config, fold: Fold) -> bool:
+        """Return whether gradients are reduced for each microbatch, rather than once a step."""
+        return fold.pp == 1 and not config.parallelism.reduce_once
+
+    def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
+        """Return the seconds that messages of weights and gradients add to a step, beyond hidden ones.
+
+        Args:
+            blocks: (number of blocks, index of one of them) for each kind on the first pipeline rank.
+            m: microbatches of a step.
+            busy: cost of a microbatch on the slowest pipeline rank.
+        """
+        gather = reduce = last = 0.0
+        for count, layer in blocks.values():
+            times = self.weights(config, fold, sizes, layer)
+            gather, reduce, last = (
+                x + count * seconds for x, seconds in zip((gather, reduce, last), times, strict=True)
+            )
+        ends = sizes.head.whole
+        group = LinkGroup(fsdp(fold), fold.tp)
+        gather += self.links.gather(group, ends * self.w)
+        trained = sizes.head.trained.whole
+        reduce += self.links.gather(group, trained * max(self.w, WIDTHS[config.training.mixed_precision_reduce]))
+        behind = busy.matrix + busy.attention + busy.memory
+        if fold.tp * fold.cp <= self.device.domain < group.size * fold.tp:
+            behind += busy.tp + busy.cp  # those are on the other link
+        if fold.ep * fold.etp <= self.device.domain < fold.edp * fold.ep * fold.etp:
+            behind += busy.rows
+        forward, backward = behind / 3, behind * 2 / 3
+        gathers, reduces = self.gathers_often(config, fold), self.reduces_often(config, fold)
+        each, after = gather * gathers + reduce * reduces, last + reduce * (not reduces)
+        backwards = (m - 1) * self.links.exposed(each, backward) + self.links.exposed(each + after, backward)
+        # Nothing hides the first gather of a forward and the last reduction of a backward.
+        units = sum(count for count, _ in blocks.values()) + 1
+        ends = (gather * (m if gathers else 1) + reduce * (m if reduces else 1)) / units
+        return (m if gathers else 1) * self.links.exposed(gather, forward) + backwards + ends
