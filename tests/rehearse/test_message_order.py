@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from titanmoe.rehearse.code_site import CodeSite
-from titanmoe.rehearse.message_order import HOST_ORDER, STREAMS, Communicator, Program, Verdict, check_order
+from titanmoe.rehearse.message_order import HOST_ORDER, STREAMS, Verdict, check_order
 from titanmoe.rehearse.message_recorder import ALL_TO_ALLS, Event, Log, Message
+from titanmoe.rehearse.rank_program import Communicator, Program
 
 ALL, LEFT = (0, 1, 2, 3), (0, 1)
 

@@ -18,7 +18,8 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.rank_groups import group_of
 from titanmoe.rehearse.assumed_routing import AssumedRouting, IntegerMessages
-from titanmoe.rehearse.message_order import Communicator, Program, Verdict, check_order
+from titanmoe.rehearse.message_order import Verdict, check_order
+from titanmoe.rehearse.rank_program import Communicator, Program
 from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 SMALL = 8

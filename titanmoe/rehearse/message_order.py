@@ -3,63 +3,26 @@
 `check_order` asks: Do all ranks make the same groups in the same order? Do all members of a group issue the same
 collectives in the same order, with matching dtypes and sizes? Does every send have a receive of its size? Does every
 rank wait for all its messages? Do the ranks of a stage run the same program, where not all of them were rehearsed? Does
-every rank reach the end? The last is answered by simulating the ranks. A communicator runs its operations one at a
-time, in the order in which its host issued them, and the sends and receives of one batch together; an operation starts
-once its inputs exist, that is, after everything that earlier computation has waited for; a host that reads a number
-waits for the computation. There are two simulations:
+every rank reach the end? The last is answered by simulating the ranks (titanmoe.rehearse.order_simulation), twice:
 
     safe in host order                 every operation blocks the rank that issues it until it completes
     safe only if streams overlap       operations of different communicators must be able to run side by side
-
-NCCL has no receive from any source, so no order depends on which message arrives first: one simulation of each kind is
-enough. No rank waits for members of a group that were not rehearsed.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
-from typing import NamedTuple
 
-from titanmoe.rehearse.message_recorder import ALL_TO_ALLS, Event, Log, Message
+from titanmoe.rehearse.message_recorder import ALL_TO_ALLS, Event, Message
+from titanmoe.rehearse.order_simulation import OrderSimulation
+from titanmoe.rehearse.rank_program import POINT_TO_POINT, Communicator, Program, describe, ranks_text
 
 HOST_ORDER, STREAMS = "safe in host order", "safe only if streams overlap"
-POINT_TO_POINT = ("send", "receive")
 MOST = 8
 """The most errors that are reported, because one often causes many."""
-CreatedGroups = list[tuple[str, tuple[tuple[int, ...], ...]]]
-"""The kind and the ranks of all groups that a world makes together, in order."""
-
-
-class Communicator(NamedTuple):
-    """A process group as the check of message order sees it."""
-
-    kind: str
-    """The communicator kind and the axes of the group, as text."""
-    ranks: tuple[int, ...]
-    """All ranks of the group."""
-    members: tuple[int, ...]
-    """The ranks of the group that were rehearsed."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """The messages that one rank issues and waits for in a step, and the groups that it creates."""
-
-    rank: int
-    log: Log
-    comms: dict[str, Communicator]
-    """The communicators by torch's name for the group, as in the log."""
-    created_groups: CreatedGroups = field(default_factory=list)
-
-    def comm(self, message: Message) -> Communicator:
-        return self.comms[message.group]
-
-    def peer(self, message: Message) -> int:
-        """Return the rank at the other end of a send or receive of this program, a rank of the world."""
-        return self.comm(message).ranks[message.peer]
 
 
 @dataclass(frozen=True)
@@ -90,39 +53,13 @@ def check_order(programs: list[Program], equal_pairs: Iterable[tuple[Program, Pr
     errors = list(islice(chain(*errors_by_rule), MOST))
     if errors:
         return Verdict(errors[0], False, tuple(errors[1:]))
-    blocked = _Simulation(programs, blocking=True).blocked_operations()
+    blocked = OrderSimulation(programs, blocking=True).blocked_operations()
     if not blocked:
         return Verdict(HOST_ORDER, True)
-    with_streams = _Simulation(programs, blocking=False).blocked_operations()
+    with_streams = OrderSimulation(programs, blocking=False).blocked_operations()
     if not with_streams:
         return Verdict(STREAMS, True, tuple(blocked))
     return Verdict("ranks wait for each other in a cycle", False, tuple(with_streams))
-
-
-def describe(program: Program, message: Message, number: int | None = None) -> str:
-    """Return a sentence about a message for errors: rank, communicator, operation, size and line of code.
-
-    Args:
-        program: The program that issues the message.
-        message: The message.
-        number: The index of the message among those of its communicator; None to leave it out.
-    """
-    comm = program.comm(message)
-    number_text = f" {number}" if number is not None else ""
-    layer = f" of {message.site.layer}" if message.site.layer else ""
-    phase = " in backward" if message.backward else ""
-    peer_text = f" with rank {program.peer(message)}" if message.op in POINT_TO_POINT else ""
-    rows = f" in rows of {message.row_bytes}" if message.op in ALL_TO_ALLS else ""
-    size = message.sent_bytes or message.received_bytes
-    count = f"{size} bytes of {str(message.dtype).removeprefix('torch.')}{rows}"
-    return (
-        f"rank {program.rank}: operation{number_text} of {comm.kind} over ranks {_ranks_text(comm.ranks)}: "
-        f"{message.op}{peer_text}, {count}, {message.site}{layer}{phase}"
-    )
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}..{ranks[-1]} ({len(ranks)})"
 
 
 # ---- groups
@@ -149,7 +86,7 @@ def _group_text(group: tuple[str, tuple[tuple[int, ...], ...]] | None) -> str:
         return "no group"
     kind, groups = group
     more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
-    return f"{kind} over ranks {' | '.join(map(_ranks_text, groups[:4]))}{more}"
+    return f"{kind} over ranks {' | '.join(map(ranks_text, groups[:4]))}{more}"
 
 
 # ---- members of a group
@@ -202,7 +139,7 @@ def _collective_mismatches(members: list[tuple[Program, list[Message]]]) -> Iter
                 and number < len(messages_of_other)
                 and _signature(messages_of_other[number]) == _signature(b)
             )
-            also = f", as on rank{'s' * (len(agreeing) > 1)} {_ranks_text(agreeing)}" if agreeing else ""
+            also = f", as on rank{'s' * (len(agreeing) > 1)} {ranks_text(agreeing)}" if agreeing else ""
             yield f"{describe(first, a, number)}; {describe(program, b, number)}{also}{counts}"
         else:
             more, messages, less = (
@@ -315,155 +252,3 @@ def _event_text(program: Program, event: Event | None) -> str:
         return f"rank {program.rank}: the host waits for the device, {program.log.syncs[event.number]}"
     text = describe(program, program.log.messages[event.number])
     return text if event.kind == "issue" else f"{text}, is waited for"
-
-
-# ---- progress
-
-
-@dataclass(eq=False)
-class _Call:
-    """One rank's side of a collective, or of a batch of sends and receives, in the simulation."""
-
-    rank: int
-    comm: Communicator
-    messages: list[Message]
-    keys: list[tuple]
-    """The keys of the messages, which are equal on all ranks that take part in them."""
-    needed_waits: int
-    """The number of the rank's earlier waits that must have ended before the call can start."""
-    active: bool = False
-    """Whether it has started."""
-    pending: int = 0
-    """The number of messages that other ranks have not started yet."""
-
-    @property
-    def done(self) -> bool:
-        return self.active and not self.pending
-
-
-@dataclass(eq=False)
-class _Rank:
-    """The state of a simulated rank."""
-
-    program: Program
-    next_event: int = 0
-    finished_waits: int = 0
-    waits: list[_Call] = field(default_factory=list)
-    calls: dict[int, _Call] = field(default_factory=dict)  # by message
-    queues: dict[Communicator, deque[_Call]] = field(default_factory=lambda: defaultdict(deque))
-    counts: dict[tuple, int] = field(default_factory=lambda: defaultdict(int))
-    last_call: _Call | None = None
-
-
-class _Simulation:
-    """A simulation of the hosts and communicators of all ranks, which runs until no rank can go on."""
-
-    def __init__(self, programs: Iterable[Program], blocking: bool):
-        """Run the simulation.
-
-        Args:
-            programs: The programs of the rehearsed ranks.
-            blocking: Whether every call blocks its host until it completes.
-        """
-        self.blocking = blocking
-        self.ranks = {program.rank: _Rank(program) for program in programs}
-        self.arrived: dict[tuple, list[_Call]] = defaultdict(list)
-        runnable = deque(self.ranks.values())
-        while runnable:
-            self._advance(runnable.popleft(), runnable)
-
-    def blocked_operations(self) -> list[str]:
-        """Return descriptions of operations that wait for each other; [] if all ranks reach the end of the step."""
-        waiting = {rank: call for rank, state in self.ranks.items() if (call := self._waiting_call(state)) is not None}
-        if not waiting:
-            return []
-        rank, chain = next(iter(waiting)), []
-        while rank in waiting and rank not in chain:
-            chain.append(rank)
-            rank = next((other for other in self._missing_ranks(waiting[rank]) if other in waiting), -1)
-        cycle = chain[chain.index(rank) :] if rank in chain else chain
-        return [describe(self.ranks[r].program, waiting[r].messages[0]) for r in cycle]
-
-    def _waiting_call(self, state: _Rank) -> _Call | None:
-        for queue in state.queues.values():
-            if queue and queue[0].active:
-                return queue[0]
-        return next((queue[0] for queue in state.queues.values() if queue), None)
-
-    def _missing_ranks(self, call: _Call) -> Iterator[int]:
-        """Yield the ranks that have not started their side of a call."""
-        for key in call.keys:
-            present = {other.rank for other in self.arrived[key]}
-            yield from (rank for rank in (key[-2:] if key[0] == "pair" else call.comm.members) if rank not in present)
-
-    def _advance(self, state: _Rank, runnable: deque[_Rank]) -> None:
-        """Run one simulated rank until it is blocked, and append the ranks that it unblocks to `runnable`."""
-        events, messages = state.program.log.events, state.program.log.messages
-        progressed = True
-        while progressed:
-            progressed = False
-            while state.finished_waits < len(state.waits) and state.waits[state.finished_waits].done:
-                state.finished_waits += 1
-            for queue in state.queues.values():
-                while queue and queue[0].done:
-                    queue.popleft()
-                if queue and not queue[0].active and queue[0].needed_waits <= state.finished_waits:
-                    self._start(queue[0], runnable)
-                    progressed = True
-            if state.next_event == len(events) or (
-                self.blocking and state.last_call is not None and not state.last_call.done
-            ):
-                continue
-            kind, number = events[state.next_event]
-            if kind == "sync":
-                if state.finished_waits < len(state.waits):
-                    continue
-                state.next_event += 1
-            elif kind == "wait":
-                state.waits.append(state.calls[number])
-                state.next_event += 1
-            else:
-                numbers = [number]
-                batch = messages[number].batch
-                while batch >= 0 and state.next_event + len(numbers) < len(events):
-                    kind, following = events[state.next_event + len(numbers)]
-                    if kind != "issue" or messages[following].batch != batch:
-                        break
-                    numbers.append(following)
-                state.next_event += len(numbers)
-                self._issue(state, numbers)
-            progressed = True
-
-    def _issue(self, state: _Rank, numbers: list[int]) -> None:
-        """Put the call of these messages, one batch, into the queue of its communicator."""
-        program = state.program
-        messages = [program.log.messages[number] for number in numbers]
-        comm, keys = program.comm(messages[0]), []
-        for message in messages:
-            if message.op in POINT_TO_POINT:
-                other = program.peer(message)
-                if other not in comm.members:
-                    continue
-                ends = (program.rank, other) if message.op == "send" else (other, program.rank)
-                pair = message.op, comm, *ends
-                count = state.counts[pair]
-                state.counts[pair] += 1
-                keys.append(("pair", comm, count, *ends))
-            else:
-                keys.append(("all", comm, state.counts[comm]))
-                state.counts[comm] += 1
-        call = _Call(program.rank, comm, messages, keys, 0 if self.blocking else len(state.waits))
-        state.queues[comm].append(call)
-        state.calls |= dict.fromkeys(numbers, call)
-        state.last_call = call
-
-    def _start(self, call: _Call, runnable: deque[_Rank]) -> None:
-        call.active, call.pending = True, len(call.keys)
-        for key in call.keys:
-            calls = self.arrived[key]
-            calls.append(call)
-            if len(calls) == (2 if key[0] == "pair" else len(call.comm.members)):
-                for member in calls:
-                    member.pending -= 1
-                    if not member.pending and member.rank != call.rank:
-                        runnable.append(self.ranks[member.rank])
