@@ -231,5 +231,8 @@ class UnshardedExperts:
                 wait(weight.reducing, self.replicas)
             if weight.grad is not None:
                 with region("reduce gradients"):
-                    grad = gradient_from_local(weight.stored, weight.grad.to(weight.stored.dtype))
-                    weight.stored.grad = grad if weight.stored.grad is None else weight.stored.grad.add_(grad)
+                    grad = weight.grad.to(weight.stored.dtype)
+                    if weight.stored.grad is None:
+                        weight.stored.grad = gradient_from_local(weight.stored, grad)
+                    else:  # DTensor's own sum would enumerate shardings for seconds, for each shape
+                        weight.stored.grad.to_local().add_(grad)
