@@ -293,6 +293,11 @@ def misuse(changes: dict[str, Any]) -> list[str]:
     refused(lambda: session.save("nowhere"))
     session.optim_step()
     assert session.step == 1
+    distilled = dataclasses.replace(session.config.training, objective="distillation")
+    session.config = dataclasses.replace(session.config, training=distilled)
+    for unlike in ({"temperature": 0.5}, {}):
+        refused(lambda: session.log_probs(batch, **unlike))  # noqa: B023
+        session.ids = IDS
     return messages
 
 
@@ -309,6 +314,7 @@ def test_misuse_is_refused_with_what_to_do() -> None:
         "divisor = 0 divides the loss",
         "total = run.count(a) + run.count(b)",
         "a step is open: call optim_step before save",
+        *['the head of objective "distillation" returns neither entropies'] * 2,
     ]
     for message, part in zip(messages, wanted, strict=True):
         assert part in message

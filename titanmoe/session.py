@@ -346,9 +346,10 @@ class Session:
         if not 0 < temperature < math.inf:
             raise ConfigError([f"temperature = {temperature} divides the logits: give more than 0, or 1 for none"])
         own = self.config.training.objective
-        if (temperature != 1 or entropy) and OBJECTIVES.look_up(own).teacher_top_k(self.config)[0]:
+        changed = temperature != 1 or entropy or self.ids < self.config.model.vocab_size
+        if changed and OBJECTIVES.look_up(own).teacher_top_k(self.config)[0]:
             raise ConfigError(
-                [f'the head of objective "{own}" returns neither entropies nor a loss with a temperature']
+                [f'the head of objective "{own}" returns neither entropies nor a loss with a temperature or fewer ids']
             )
         heads = [stage.head for stage in self.training.stages if stage.head is not None]
         before = [(head.loss_temperature, head.with_entropy) for head in heads]
