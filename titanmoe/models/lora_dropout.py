@@ -103,8 +103,8 @@ class InputDropout(nn.Module):
         first = rank * width if width < self.inputs else 0
         before, numbers = first // 4, -(-self.inputs // 4)
         number = torch.arange(before, -(-(first + width) // 4), device=x.device) + index.unsqueeze(-1) * numbers
-        lanes = counter_rng.bits(self.key, number).view(torch.int16)[..., first - 4 * before :][..., :width]
-        return x.where(lanes >= self.dropped - 2**15, 0) / (1 - self.dropped * 2.0**-16)
+        draws = counter_rng.bits(self.key, number).view(torch.int16)[..., first - 4 * before :][..., :width]
+        return x.where(draws >= self.dropped - 2**15, 0) / (1 - self.dropped * 2.0**-16)
 
 
 def tell_tokens(model: Transformer) -> CurrentTokens:
