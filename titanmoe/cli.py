@@ -34,6 +34,7 @@ from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, list_mappings
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.fold.rank_groups import View, groups
+from titanmoe.generate.eval_command import add_eval
 from titanmoe.generate.generate_command import add_generate
 from titanmoe.launcher.finetune_command import add_finetune
 from titanmoe.launcher.score_command import add_score
@@ -78,6 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     add_show(add_data(commands))
     add_score(commands)
     add_generate(commands)
+    add_eval(commands)
     add_report(commands)
     add_rehearse(commands)
     add_plan(commands)

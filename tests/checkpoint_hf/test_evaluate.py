@@ -8,7 +8,10 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from tests import parity, world
 from tests.checkpoint_hf import models
 from titanmoe.cli import main
+from titanmoe.fold.degrees import derive
+from titanmoe.fold.meshes import build_meshes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "generate.md").read_text()
 
@@ -126,6 +131,114 @@ def by_a_run(exported: Path, questions: list[dict]) -> list[float]:
 def test_a_run_scores_questions_as_the_harness_does(exported: Path) -> None:
     asked = [*QUESTIONS, *LONGER]
     assert by_a_run(exported, asked) == pytest.approx(of_pairs(exported, asked), abs=1e-5)
+
+
+# ---- titanmoe eval
+
+
+STUBS = ("lm_eval", "lm_eval.api", "lm_eval.api.instance", "lm_eval.api.model")
+"""Modules of the package that titanmoe.generate.harness imports: it only inherits from LM, which is abstract."""
+
+
+def by_the_command_s_model(folder: Path, degrees: dict[str, int], requests: dict[str, list[tuple]]) -> dict[str, list]:
+    """On a rank: what the LM of `titanmoe eval` replies to requests, by method. Does not need the package."""
+    from titanmoe.generate.log_likelihood import Scorer
+    from titanmoe.generate.loop import Generator
+    from titanmoe.generate.model import build, config_to_run, find_model, tokenizer_of
+
+    modules = {name: mock.MagicMock() for name in STUBS if find_spec("lm_eval") is None}
+    if modules:
+        modules["lm_eval.api.model"].LM = object
+    with mock.patch.dict(sys.modules, modules):
+        from titanmoe.generate.harness import RunModel
+    runtime, trained = parity.runtime_here(), find_model(folder)
+    tokenizer, one = tokenizer_of(trained, None), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1}
+    config = config_to_run(trained.config, runtime.world, one | degrees, "float32", "cpu")
+    meshes = build_meshes(derive(runtime.world, config.parallelism), "cpu", trains=False)
+    model = build(config, meshes, trained, runtime.device)
+    generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, {tokenizer.eos})
+    scorer = Scorer(generator, requests.pop("length", trained.config.training.seq_len))
+    lm = RunModel(scorer, tokenizer, 2)
+    return {name: getattr(lm, name)([SimpleNamespace(args=x) for x in some]) for name, some in requests.items()}
+
+
+@pytest.mark.parametrize(("ranks", "degrees"), [(1, {}), (4, {"tp": 2, "ep": 4})])
+def test_the_command_s_model_replies_as_transformers_does(exported: Path, ranks: int, degrees: dict[str, int]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    asked = [*QUESTIONS, *LONGER]
+    pairs = [(question["question"], " " + choice) for question in asked for choice in question["choices"]]
+    texts = [("Paris Rome is Norway Oslo of The capital is",), ("Oslo",)]
+    options = {"until": ["Rome", "Oslo"], "max_gen_toks": 12, "do_sample": False}
+    contexts = [(text, options) for text in ("The capital of", "Paris", "is of Norway")]
+    contexts.append(("Rome", {"max_gen_toks": 5}))
+    requests = {"loglikelihood": pairs, "loglikelihood_rolling": texts, "generate_until": contexts}
+    got = world.run(ranks, by_the_command_s_model, exported, degrees, requests)
+    assert all(other == got[0] for other in got)
+    assert [log_p for log_p, _ in got[0]["loglikelihood"]] == pytest.approx(of_pairs(exported, asked), abs=1e-5)
+    assert {is_greedy for _, is_greedy in got[0]["loglikelihood"]} == {True, False}
+    of_texts = of_pairs(exported, [{"question": "", "choices": [text]} for (text,) in texts])
+    assert got[0]["loglikelihood_rolling"] == pytest.approx(of_texts, abs=1e-5)
+    for (context, options), text in zip(contexts, got[0]["generate_until"], strict=True):
+        ids = tokenizer.encode(context)
+        limit = {"max_new_tokens": options["max_gen_toks"], "do_sample": False, "pad_token_id": 0}
+        unknown = list(range(len(tokenizer), model.config.vocab_size))  # ids that titanmoe never generates
+        with torch.no_grad():
+            made = model.generate(torch.tensor([ids]), suppress_tokens=unknown, **limit)
+        whole = tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
+        for stop in options.get("until", ()):
+            whole = whole.partition(stop)[0]
+        assert text.split() == whole.split()
+
+
+def test_long_texts_are_cut_to_what_the_model_reads(exported: Path) -> None:
+    """A continuation keeps what fits of its context, and a text is scored in windows."""
+    context, text = "Paris Rome is Norway Oslo of", "The capital is Oslo of Norway"
+    requests = {"length": 4, "loglikelihood": [(context, " Paris Rome")], "loglikelihood_rolling": [(text,)]}
+    ((replies),) = world.run(1, by_the_command_s_model, exported, {}, requests)
+    cut = {"question": "Norway Oslo of", "choices": ["Paris Rome"]}
+    assert replies["loglikelihood"][0][0] == pytest.approx(sum(of_pairs(exported, [cut])), abs=1e-5)
+    first = of_pairs(exported, [{"question": "", "choices": ["The capital is Oslo"]}])
+    rest = of_pairs(exported, [{"question": "capital is Oslo", "choices": ["of Norway"]}])
+    assert replies["loglikelihood_rolling"][0] == pytest.approx(first[0] + rest[0], abs=1e-5)
+
+
+def test_without_the_package_the_command_says_how_to_get_it(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch("titanmoe.generate.eval_command.find_spec", return_value=None):
+        assert main(["eval", str(exported), "--tasks", "capitals"]) == 2
+    assert 'pip install "titanmoe[eval]"' in capsys.readouterr().err
+
+
+def test_the_command_runs_tasks_on_a_checkpoint(exported: Path) -> None:
+    """By the page's own words, on a checkpoint that a run could have written; and what it refuses."""
+    pytest.importorskip("lm_eval")
+    (command,) = re.findall(r"^\$ titanmoe eval (.* --include-path .*)$", PAGE, re.MULTILINE)
+    words = [str(exported) if word == "runs/my_run" else word for word in shlex.split(command)]
+    words += ["--dtype", "float32", "--output", "found.json"]
+
+    def run(*words: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "titanmoe", "eval", *words],
+            cwd=exported.parent,
+            env=os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == code, done.stderr
+        return done.stdout if code == 0 else done.stderr
+
+    assert "|capitals|" in run(*words)
+    results = json.loads((exported.parent / "found.json").read_text())
+    samples = sorted(results["samples"]["capitals"], key=lambda sample: sample["doc_id"])
+    for sample, numbers in zip(samples, answers(exported), strict=True):
+        assert [float(number) for number, _ in sample["filtered_resps"]] == pytest.approx(numbers, abs=1e-4)
+    assert "--tasks capital: there is no such task" in run(
+        str(exported), "--tasks", "capital", "--include-path", "tasks", code=2
+    )
+    assert "--limit = 0 is below 1" in run(str(exported), "--tasks", "capitals", "--limit", "0", code=2)
 
 
 def test_an_export_has_what_an_evaluation_needs(exported: Path) -> None:

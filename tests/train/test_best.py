@@ -54,6 +54,9 @@ def test_the_best_is_kept_beside_the_last_and_named(tmp_path: Path, capfd: pytes
     best = latest_checkpoint(tmp_path / "run:best")
     assert best.name == "step-00000004" and latest_checkpoint(tmp_path / "run").name == "step-00000009"
     assert latest_checkpoint(tmp_path / "run/checkpoints:best") == best
+    assert latest_checkpoint(tmp_path / "run:4") == best
+    with pytest.raises(CheckpointError, match=r"run has no checkpoint of step 5: titanmoe checkpoint ls"):
+        latest_checkpoint(tmp_path / "run:5")
     capfd.readouterr()
     assert main(["checkpoint", "ls", str(tmp_path / "run")]) == 0
     shown = capfd.readouterr().out.splitlines()

@@ -74,7 +74,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     Raises:
         CheckpointError: the folder holds no checkpoint.
     """
-    path = layout.resolve_best(path)
+    path = layout.resolve_step(path)
     if safe_files.exists(path / layout.MANIFEST):
         return [path]
     for folder in (path, safe_files.refuse_link(path / "checkpoints")):
@@ -90,7 +90,7 @@ def latest_checkpoint(path: Path) -> Path:
     Raises:
         CheckpointError: the folder holds no checkpoint, or the latest is a symbolic link.
     """
-    path = layout.resolve_best(path)
+    path = layout.resolve_step(path)
     checkpoints = checkpoints_in(path)
     if checkpoints == [path]:
         return path

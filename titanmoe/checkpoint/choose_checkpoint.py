@@ -169,7 +169,7 @@ def start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoi
     Raises:
         CheckpointError: there is no checkpoint, or none is intact.
     """
-    path = layout.resolve_best(path)
+    path = layout.resolve_step(path)
     if safe_files.exists(path / layout.MANIFEST):
         _check_intact(path, damage)
         return StartPoint(path)

@@ -82,7 +82,7 @@ def _explain_absent(folder: Path) -> str:
 # ---- finding
 
 
-BEST = ":best"
+BEST = "best"
 """Suffix of a run's name that stands for its best checkpoint (checkpoint.keep_best)."""
 
 
@@ -94,21 +94,26 @@ def best_step(checkpoint: Path) -> int:
         return -1
 
 
-def resolve_best(path: Path) -> Path:
-    """Return the folder of a run's best checkpoint for RUN:best, other paths unchanged.
+def resolve_step(path: Path) -> Path:
+    """Return the folder of the checkpoint that RUN:best or RUN:STEP names, other paths unchanged.
 
     Raises:
-        CheckpointError: the run keeps no best checkpoint.
+        CheckpointError: the run keeps no best checkpoint, or has none of this step.
     """
-    if not path.name.endswith(BEST) or safe_files.exists(path):
+    name, _, wanted = path.name.rpartition(":")
+    if not name or not (wanted == BEST or wanted.isdecimal()) or safe_files.exists(path):
         return path
-    run = path.with_name(path.name.removesuffix(BEST))
+    run = path.with_name(name)
     for folder in (run, safe_files.refuse_link(run / "checkpoints")):
         by_step = checkpoints_by_step(folder)
-        for newest in newest_first(folder):
-            if (step := best_step(newest)) in by_step:
-                return safe_files.refuse_link(by_step[step])
-    raise CheckpointError(f"{run} keeps no best checkpoint: train it with checkpoint.keep_best, or name a checkpoint")
+        steps = (best_step(newest) for newest in newest_first(folder)) if wanted == BEST else [int(wanted)]
+        if (step := next((step for step in steps if step in by_step), None)) is not None:
+            return safe_files.refuse_link(by_step[step])
+    if wanted == BEST:
+        why = "keeps no best checkpoint: train it with checkpoint.keep_best, or name a checkpoint"
+    else:
+        why = f"has no checkpoint of step {wanted}: titanmoe checkpoint ls {run} lists those that it has"
+    raise CheckpointError(f"{run} {why}")
 
 
 def checkpoints_by_step(folder: Path) -> dict[int, Path]:

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,12 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
     output = generate.add_argument_group("output").add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="a line of JSON for each prompt")
     output.add_argument("--stream", action="store_true", help="for a single prompt, show each token as it comes")
-    where = generate.add_argument_group("where and how it is computed")
+    add_placement(generate)
+
+
+def add_placement(parser: argparse.ArgumentParser) -> None:
+    """Add options for mapping, device and dtype of a model that generates, which `titanmoe eval` has too."""
+    where = parser.add_argument_group("where and how it is computed")
     for name, text in DEGREES.items():
         path = "experts." * (name != "tp") + name
         where.add_argument(f"--{name}", f"--parallelism.{path}", dest=name, type=int, default=1, metavar="N", help=text)
@@ -109,16 +114,25 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Run `titanmoe generate` and return its exit code; rank 0 prints errors."""
-    first = os.environ.get("RANK", "0") == "0"
+    return exit_code_of(lambda: _run(args))
+
+
+def is_rank_0() -> bool:
+    """Return whether this process is rank 0, also before it has joined the others."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """Return what `run` returns; 2 after rank 0 has printed what is wrong, 130 if it is interrupted."""
     try:
-        return _run(args)
+        return run()
     except ConfigError as error:
         text = format_problems(error.problems, error.source)
     except CheckpointError as error:
         text = format_problems([str(error)])
     except KeyboardInterrupt:
         return 130
-    if first:
+    if is_rank_0():
         print(text, file=sys.stderr)
     return 2
 
@@ -132,11 +146,11 @@ def _run(args: argparse.Namespace) -> int:
     texts = _prompts(args)
     trained = find_model(args.checkpoint, args.adapter)
     tokenizer = tokenizer_of(trained, args.tokenizer)
-    if trained.identity not in (None, tokenizer.identity) and os.environ.get("RANK", "0") == "0":
+    if trained.identity not in (None, tokenizer.identity) and is_rank_0():
         print(f"note: the model was trained on tokens of another tokenizer ({trained.identity})", file=sys.stderr)
     degrees = {name: getattr(args, name) for name in ("pp", "cp", *DEGREES)}
     config = config_to_run(trained.config, world_size(), degrees, args.dtype, args.device)
-    _check_vocab_size(tokenizer, trained)
+    check_vocab_size(tokenizer, trained)
     chat = open_chat_encoder(chat_template_of(trained, tokenizer), tokenizer) if args.chat else None
     ids = _encode(args, texts, tokenizer, chat)
     if chat and not args.json:
@@ -201,7 +215,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _check_vocab_size(tokenizer: Tokenizer, trained: TrainedModel) -> None:
+def check_vocab_size(tokenizer: Tokenizer, trained: TrainedModel) -> None:
+    """Raise a ConfigError if a tokenizer has more tokens than the model."""
     vocab_size = trained.config.model.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
@@ -246,18 +261,14 @@ class _Speaker:
         config: Any,
         runtime: Any,
     ):
-        from titanmoe.fold.degrees import derive
-        from titanmoe.fold.meshes import build_meshes
-        from titanmoe.generate.loop import Generator, Stop
-        from titanmoe.generate.model import build
+        from titanmoe.generate.loop import Stop
+        from titanmoe.generate.model import open_generator
         from titanmoe.generate.sampling import Sampling
 
         self.args, self.tokenizer, self.trained, self.config = args, tokenizer, trained, config
         self.runtime, self.first = runtime, runtime.rank == 0
-        meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
-        model = build(config, meshes, trained, runtime.device)
         ends = {tokenizer.eos, chat.end_of_turn_token()} if chat else {tokenizer.eos}
-        self.generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, ends)
+        self.generator = open_generator(config, trained, runtime, tokenizer, ends)
         self.stop = Stop(args.max_tokens, tuple(args.stop), tokenizer.decode)
         self.sampling = Sampling(args.temperature, args.top_k or 0, args.top_p or 1.0, args.seed or 0)
         self.longest = 0

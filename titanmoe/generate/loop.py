@@ -296,6 +296,12 @@ class Generator:
         rows.end_forward()
         return logits_BV, routes
 
+    def clear(self) -> None:
+        """Remove all texts from the caches."""
+        self.cached_ids = []
+        if self.rows.num_cached:
+            self._select_rows([])
+
     def _sum_over_ranks(self, *numbers: int) -> list[int]:
         world = self.meshes.world
         return all_reduce(self.rows.to_int64(numbers), world, "sum").tolist() if world.size > 1 else list(numbers)

@@ -22,7 +22,7 @@ from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.schema import Config, Experts, Parallelism
 from titanmoe.data.token_shards import is_shards, read_manifest
 from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
-from titanmoe.fold.degrees import resolve_degrees
+from titanmoe.fold.degrees import derive, resolve_degrees
 from titanmoe.fold.legality import model_violations
 from titanmoe.models.families import FAMILIES, mixers
 from titanmoe.models.lora_spec import is_adapter
@@ -32,6 +32,8 @@ from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 if TYPE_CHECKING:
     from titanmoe.checkpoint.read_adapters import Adapters
     from titanmoe.checkpoint.state import Targets
+    from titanmoe.generate.loop import Generator
+    from titanmoe.train.runtime import Runtime
 
 CACHES = {
     "titanmoe.models.attention:Attention": "titanmoe.generate.cached_attention:CachedKeys",
@@ -211,6 +213,26 @@ def config_to_run(
     experts = Experts(ep=ep, etp=etp, edp=1, edp_replicate=edp * resolved["edp_replicate"])
     parallelism = Parallelism(tp=tp, dp_shard=1, dp_replicate=resolved["dp"], experts=experts)
     return replace(config, lora=trained_config.lora, parallelism=parallelism)
+
+
+def open_generator(
+    config: Config, trained: TrainedModel, runtime: Runtime, tokenizer: Tokenizer, ends: set[int | None]
+) -> Generator:
+    """Build and load the model on this rank; return what generates with it. Collective over the world.
+
+    Args:
+        config: the config from `config_to_run`.
+        trained: the model to load.
+        runtime: this process.
+        tokenizer: the tokenizer, beyond whose vocabulary no token is generated.
+        ends: tokens that end a text.
+    """
+    from titanmoe.fold.meshes import build_meshes
+    from titanmoe.generate.loop import Generator
+
+    meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
+    model = build(config, meshes, trained, runtime.device)
+    return Generator(model, meshes, runtime.device, tokenizer.vocab_size, ends)
 
 
 def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> Any:
