@@ -8,12 +8,14 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.checkpoint import victims
 from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 
 NOBODY = -1
@@ -108,6 +110,62 @@ def test_killed_between_a_checkpoint_and_the_line_of_its_step(tmp_path: Path, wh
             assert process.exitcode == 0, log.read_text()[-3000:]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
+
+
+LOSSES = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.4, 9: 2.1}
+BEST = {
+    "validation.interval": 2,
+    "validation.steps": 1,
+    "checkpoint.interval": 3,
+    "checkpoint.save": "sync",
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_best": "val_loss",
+    "training.steps": 9,
+    "model.num_layers": 1,
+    "lr_schedule.decay": "none",
+}
+
+
+def run_with_losses(folder: Path, *death: Any) -> None:
+    with victims.pair(victims.train_with_losses, str(folder), BEST, LOSSES, *death, log=folder / "log") as ranks:
+        for process in ranks[:1] if death else ranks:
+            process.join(60)
+            assert process.exitcode == (-9 if death else 0), (folder / "log").read_text()[-3000:]
+
+
+def best_of(folder: Path) -> tuple[int, Any, dict[str, torch.Tensor], list[str], list[float]]:
+    """Of a run: the step that RUN:best names, the tracker in the newest checkpoint, the best one's tensors, all
+    checkpoints, and the validation losses that were logged."""
+    path = latest_checkpoint(folder / "run:best")
+    assert layout.find_damage(path) == []
+    checkpoint, kept = open_checkpoint(path), layout.checkpoints_by_step(folder / "run/checkpoints")
+    tracker = layout.read_manifest(layout.newest_first(folder / "run/checkpoints")[0]).record["best"]
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    losses = [line["val_loss"] for line in lines if "val_loss" in line]
+    return checkpoint.record["step"], tracker, tensors, [path.name for path in kept.values()], losses
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The best of a run that nothing kills."""
+    folder = tmp_path_factory.mktemp("calm")
+    run_with_losses(folder)
+    return best_of(folder)
+
+
+@pytest.mark.parametrize(("step", "when"), [(4, "before"), (4, "after"), (6, "before"), (6, "after"), (9, "before")])
+def test_killed_between_a_validation_and_its_save(step: int, when: str, calm: Any, tmp_path: Path) -> None:
+    """Whether the step is a new best one or not, the resumed run keeps and names the best of one without a kill."""
+    run_with_losses(tmp_path, step, when)
+    seen = {number: loss for number, loss in LOSSES.items() if number < step or (number == step and when == "after")}
+    named, tracker, *_ = best_of(tmp_path)
+    assert named == tracker["step"] == min(seen, key=seen.__getitem__)
+    run_with_losses(tmp_path)
+    step_of, tracker_of, tensors, *rest = calm
+    named, tracker, restored, *others = best_of(tmp_path)
+    assert (named, tracker, others) == (step_of, tracker_of, rest) and named == 4
+    assert restored.keys() == tensors.keys() and all(torch.equal(restored[name], x) for name, x in tensors.items())
 
 
 KILLS = int(os.environ.get("KILLS", "40"))
