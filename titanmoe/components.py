@@ -17,6 +17,7 @@ from titanmoe.moe.balance_losses import balance_spec
 from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.moe.score_functions import SCORE_FUNCTIONS
+from titanmoe.rl import prompt_records
 from titanmoe.train.objectives.objective_spec import OBJECTIVES
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
@@ -35,7 +36,13 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
 
 COMPONENTS = Components(
     (FORMATS, FAMILIES, SCORE_FUNCTIONS, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
-    (data_constraints.contradictions, balance_spec.contradictions, tensors.contradictions, prompts.contradictions),
+    (
+        data_constraints.contradictions,
+        balance_spec.contradictions,
+        tensors.contradictions,
+        prompts.contradictions,
+        prompt_records.contradictions,
+    ),
     read_model_file,
-    (prompts.check_samples,),
+    (prompts.check_samples, prompt_records.check_prompts),
 )

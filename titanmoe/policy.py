@@ -103,8 +103,9 @@ def token_weights(has_loss_NL: Tensor, by: Normalisation = "token", longest: int
 class PolicyLoss:
     """The clipped policy objective, with cross-entropy and divergence terms if the batch has their weights.
 
-    Columns of the batch, per position (N, L): "advantage"; "weight"; "old"; "generator" if `truncation` is set;
-    "sft_weight"; "kl_weight" with "reference". A sample may be several documents, each an answer of its own.
+    Columns of the batch, per position (N, L): "advantage"; "weight"; "old", without which the old policy is the model
+    itself; "generator" if `truncation` is set; "sft_weight"; "kl_weight" with "reference". A sample may be several
+    documents, each an answer of its own.
 
     The defaults are those of PPO and GRPO. DAPO has clip_high=0.28; GSPO (arXiv 2507.18071) has level="sequence" with
     clip_low=3e-4 and clip_high=4e-4.
@@ -144,9 +145,10 @@ class PolicyLoss:
             log_p_BL: log-probability of each label under the model.
             batch: the microbatch with its columns.
         """
-        column = batch.extra_fields
         has_label_BL = batch.labels_BS != IGNORE
         log_p_BL = log_p_BL.where(has_label_BL, 0)
+        batch = _with_old(batch, log_p_BL.detach())
+        column = batch.extra_fields
         ratio_BL, advantage_BL = self.ratio(log_p_BL, batch), column["advantage"]
         clipped_BL = ratio_BL.clamp(1 - self.clip_low, 1 + self.clip_high)
         gain_BL = torch.minimum(ratio_BL * advantage_BL, clipped_BL * advantage_BL)
@@ -203,9 +205,10 @@ class PolicyLoss:
 
         Args:
             log_probs_NL: log-probability of each label, as `forward_backward` returned them.
-            batch: the samples, with the columns (`extra_fields`) "weight", "advantage" and "old".
+            batch: the samples, with the columns (`extra_fields`) "weight" and "advantage".
             entropy_NL: entropy of the distribution of each label, likewise.
         """
+        batch = _with_old(batch, log_probs_NL)
         column = {name: x.to(log_probs_NL.device) for name, x in batch.extra_fields.items()}
         batch = batch._replace(labels_BS=batch.labels_BS.to(log_probs_NL.device), extra_fields=column)
         is_label_NL = (batch.labels_BS != IGNORE) & (column["weight"] != 0)
@@ -230,6 +233,11 @@ class PolicyLoss:
             is_fresh = column[ROUTES][batch.valid_BS.to(log_probs_NL.device)] == NOT_RECORDED
             out["policy.routes_not_recorded"] = float(is_fresh.double().mean())
         return out
+
+
+def _with_old(batch: Batch, log_p_BL: Tensor) -> Batch:
+    """Return the batch with the column "old": its own, or else these log-probabilities."""
+    return batch._replace(extra_fields={"old": log_p_BL} | batch.extra_fields)
 
 
 def _over_answers(x_BL: Tensor, batch: Batch, mean: bool) -> Tensor:

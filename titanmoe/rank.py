@@ -20,8 +20,10 @@ from titanmoe.train.runtime import Runtime, exit_now  # noqa: E402
 from titanmoe.watch.number_checks import checks, watched  # noqa: E402
 
 if TYPE_CHECKING:
+    from titanmoe.data.loader import Loader
     from titanmoe.train.evaluation import Evaluation
-    from titanmoe.train.training import RankModel
+    from titanmoe.train.trainer import Trainer
+    from titanmoe.train.training import RankModel, Training
 
 gc.enable()
 
@@ -55,11 +57,34 @@ def answer_samples(config: Config, model: RankModel) -> Evaluation | None:
     return SampleAnswers(config, model)
 
 
+def make_loader(config: Config, data_rank: int, data_ranks: int) -> Loader:
+    """Return the loader of this data rank: of the run's data, or of the prompts of [rl]."""
+    if config.rl.reward:
+        from titanmoe.rl.policy_trainer import PromptLoader
+
+        return PromptLoader(config, data_rank, data_ranks)
+    from titanmoe.data.loader import Loader
+
+    return Loader(config, data_rank, data_ranks)
+
+
+def make_trainer(config: Config, training: Training) -> Trainer:
+    """Return the training loop of this rank. Collective over the world."""
+    if config.rl.reward:
+        from titanmoe.rl.policy_trainer import PolicyTrainer
+
+        return PolicyTrainer(config, training)
+    from titanmoe.train.trainer import Trainer
+
+    return Trainer(training)
+
+
 def run() -> None:
     """Run this rank from the command line to the end, and exit the process with its exit code."""
-    replacements = {"checks": checks, "samples": answer_samples}
+    replacements = {"checks": checks, "samples": answer_samples, "loader": make_loader}
     try:
-        code = main(sys.argv[1:], COMPONENTS, watch=watched, overlap=plan_overlap, **replacements)
+        tools = {"watch": watched, "overlap": plan_overlap, "trainer": make_trainer}
+        code = main(sys.argv[1:], COMPONENTS, **tools, **replacements)
     except SystemExit as end:
         code = end.code
     exit_now(code)

@@ -127,7 +127,7 @@ def nearest_field(path: str) -> str:
     known = _names()
     same = [other for other, (_, _, field_name) in known.items() if name in (field_name, other.replace(".", "_"))]
     if same:
-        return closest(path, same) or same[0]
+        return closest(path, same) or min(same, key=lambda other: other.count("."))
     siblings = {field_name: other for other, (where, _, field_name) in known.items() if where == table}
     near = closest(name, siblings)
     return siblings[near] if near else closest(path, fields(), cutoff=0.75)

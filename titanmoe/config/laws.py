@@ -314,6 +314,12 @@ def _best(config: Config) -> Iterator[Violation]:
                 f'checkpoint.keep_best = "{metric}" needs validation.quiz.interval above 0, and a metric of one of its '
                 f"tasks: {there}",
             )
+    elif metric == "val_reward":
+        if not config.rl.eval_interval:
+            yield Violation(
+                (option, "rl.eval_interval"),
+                f"{option} goes by val_reward, which nothing reports: set rl.eval_interval and rl.held_out",
+            )
     elif not validation.interval:
         yield Violation(
             (option, "validation.interval"),

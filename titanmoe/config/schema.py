@@ -340,6 +340,79 @@ class DPO:
 
 
 @dataclass
+class RL:
+    """Reinforcement learning: the model answers prompts, answers are rewarded, and the model learns from its answers (docs/reinforcement.md)."""
+
+    reward: str = ""
+    """How an answer is rewarded; setting it makes the run one of reinforcement learning. exact: 1 if the answer is the record's "solution", else 0. regex: 1 if that regular expression is found in it. "module:function": a Python function of the answer and the record. "run PROGRAM ...": a program that reads and writes lines of JSON."""
+    prompts: list[str] = field(default_factory=list)
+    """JSONL files of prompts. A record has "prompt", a text or a list of messages, or "messages"; the reward gets all of its fields."""
+    prompts_per_step: Annotated[int, COUNT] = 8
+    """Prompts that are answered for each optimizer step."""
+    answers: Annotated[int, COUNT] = 8
+    """Answers to each prompt, whose rewards are compared with each other. At least 2."""
+    updates: Annotated[int, COUNT] = 1
+    """Steps made from the answers of as many times prompts_per_step prompts before new ones are generated. 1: always on policy."""
+    held_out: Annotated[int, NOT_NEGATIVE] = 0
+    """Every n-th prompt is not trained on; their mean reward is the metric val_reward. 0: none."""
+    eval_interval: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps between evaluations on the held-out prompts, with the most probable tokens; also after the last step. 0: none."""
+    reward_workers: Annotated[int, COUNT] = 2
+    """Processes that compute rewards, beside rank 0."""
+    reward_timeout_s: Annotated[float, POSITIVE] = 10.0
+    """Seconds after which a reward's process is killed; the answer is then left out."""
+    reward_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
+    """Memory limit of a reward's process in gigabytes. 0: no limit."""
+    divide_by_std: bool = True
+    """Whether advantages are divided by the standard deviation of their prompt's rewards (GRPO). false: Dr. GRPO (arXiv 2503.20783)."""
+    normalisation: Literal["token", "sample", "constant"] = "token"
+    """What the loss is a mean over. token: all tokens (DAPO). sample: answers, each the mean over its tokens (GRPO, GSPO). constant: answers, each the sum over its tokens / generation.max_tokens (Dr. GRPO)."""
+    clip_low: Annotated[float, NOT_NEGATIVE] = 0.2
+    """With updates above 1: the ratio to the old policy has no gradient below 1 - clip_low."""
+    clip_high: Annotated[float, NOT_NEGATIVE] = 0.2
+    """With updates above 1: the ratio to the old policy has no gradient above 1 + clip_high. DAPO: 0.28."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Whether the ratio to the old policy is each token's, or of each answer the geometric mean of its tokens' (GSPO)."""
+    truncation: Annotated[float, NOT_NEGATIVE] = 2.0
+    """The loss of a token is weighted by its probability when training over that when generating, at most this. 0: no weights."""
+    kl: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight of the divergence (k3) from the weights under the adapters, which needs [lora]. 0: none."""
+    cut: Literal["keep", "mask"] = "keep"
+    """What is learned from answers that end at generation.max_tokens. keep: as from others. mask: nothing, though their rewards count in the mean of their prompt."""
+    cut_penalty: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Subtracted from the reward of an answer that ends at generation.max_tokens."""
+    replay: bool = True
+    """Whether training takes the experts that the generator chose (arXiv 2510.11370), so that both have the same probabilities."""
+
+
+@dataclass
+class GenerationParallelism:
+    """Mapping of the model while it generates; all other ranks are data parallel."""
+
+    tp: Annotated[int, COUNT] = 1
+    """Tensor parallel ranks of attention."""
+    ep: Annotated[int, COUNT] = 1
+    """Expert parallel ranks."""
+    etp: Annotated[int, COUNT] = 1
+    """Tensor parallel ranks of experts."""
+
+
+@dataclass
+class Generation:
+    """Generating answers during reinforcement learning ([rl])."""
+
+    max_tokens: Annotated[int, Range(1, TOKENS)] = 256
+    """Largest number of tokens of an answer. training.seq_len is prompt and answer together."""
+    temperature: Annotated[float, POSITIVE] = 1.0
+    """Logits are divided by it, when training too."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end an answer, which keeps them."""
+    batch_size: Annotated[int, COUNT] = 32
+    """Answers that a data rank generates at a time. At least rl.answers."""
+    parallelism: GenerationParallelism = field(default_factory=GenerationParallelism)
+
+
+@dataclass
 class LoRA:
     """Low-rank adapters (arXiv 2106.09685) on frozen weights: y = W x + alpha / rank * B A x (docs/fine-tuning.md)."""
 
@@ -659,6 +732,8 @@ class Config:
     parallelism: Parallelism = field(default_factory=Parallelism)
     pipeline: Pipeline = field(default_factory=Pipeline)
     moe: MoE = field(default_factory=MoE)
+    rl: RL = field(default_factory=RL)
+    generation: Generation = field(default_factory=Generation)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

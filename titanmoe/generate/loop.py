@@ -224,8 +224,8 @@ class Generator:
 
     def _add_tokens(self, texts: Sequence[Generated], logits_BV: Tensor, routes: Sequence[Tensor], work: _Work) -> None:
         """Choose the next token of each of these texts, which have the last rows."""
-        logits_BV[:, self.vocab_size :] = -torch.inf
         positions = self.rows.num_cached[-len(texts) :]
+        logits_BV[:, self.vocab_size :] = -torch.inf
         tokens = choose_tokens(logits_BV, work.sampling, [(text.number, text.answer) for text in texts], positions)
         for text, token in zip(texts, tokens, strict=True):
             text.tokens.append(token)
@@ -291,7 +291,8 @@ class Generator:
         logits_BV = self.model(ids_1T, tokens)[0]
         routes: list[Tensor] = []
         if routes_TNK is not None:
-            routes_TNK = all_gather(routes_TNK, 0, tp).cpu()
+            # As bytes, because gloo gathers no int16.
+            routes_TNK = all_gather(routes_TNK.view(torch.uint8), 0, tp).cpu().view(torch.int16)
             routes = [routes_TNK[first:end] for first, end in rows.spans]
         rows.end_forward()
         return logits_BV, routes

@@ -101,5 +101,5 @@ class BestStep:
 
 
 def higher_is_better(metric: str) -> bool:
-    """Return whether a metric is better the higher it is: accuracies and margins are, losses are not."""
-    return "accuracy" in metric or metric.endswith("margin")
+    """Return whether a metric is better the higher it is: accuracies, margins and rewards are, losses not."""
+    return "accuracy" in metric or metric.endswith(("margin", "reward"))

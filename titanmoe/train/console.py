@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -56,14 +57,24 @@ def open_console(style: str, run: ConsoleSettings, name: str, console: Console |
     return LineConsole(run)
 
 
+def judged_metric(record: Mapping[str, float]) -> tuple[str, float]:
+    """Return the name and value of the metric by which a run is judged: reward or loss.
+
+    Args:
+        record: metrics of a step by name.
+    """
+    return ("reward", record["rl.reward"]) if "rl.reward" in record else ("loss", record["loss"])
+
+
 def format_metrics(record: dict[str, float]) -> dict[str, str]:
     """Select the metrics that the console shows and return them as text, by their labels on the console.
 
     Args:
         record: one line of metrics.jsonl, by name of the metric.
     """
+    name, value = judged_metric(record)
     shown = {
-        "loss": f"{record['loss']:.4f}",
+        name: f"{value:.4f}",
         "grad norm": f"{record['grad_norm']:.3f}",
         "lr": f"{record['lr']:.2e}",
         "tokens/s": f"{record['tokens_per_s']:,.0f}",
@@ -77,6 +88,10 @@ def format_metrics(record: dict[str, float]) -> dict[str, str]:
         shown["imbalance"] = f"{record['imbalance']:.2f}"
     if record.get("dropped_fraction"):
         shown["dropped"] = f"{record['dropped_fraction']:.1%}"
+    if "rl.length" in record:
+        shown["length"] = f"{record['rl.length']:.1f}"
+    if "val_reward" in record:
+        shown["val reward"] = f"{record['val_reward']:.4f}"
     if "val_loss" in record:
         best = "the best" if record["val_loss"] == record["val_best"] else f"best {record['val_best']:.4f}"
         shown["val loss"] = f"{record['val_loss']:.4f} ({best})"
@@ -98,33 +113,35 @@ def format_duration(seconds: float) -> str:
 def print_closing_line(
     step: int,
     steps: int,
+    name: str,
     first: tuple[int, float],
-    last_loss: float,
+    last: float,
     seconds: float,
     checkpoint: str,
     folder: Path,
     wrong: str = "",
 ) -> None:
-    """Print how a run ended: steps, loss, seconds, the last checkpoint and the command that makes a report.
+    """Print how a run ended: steps, loss or reward, seconds, the last checkpoint and the command that makes a report.
 
     Args:
         step: the last step made.
         steps: the step at which the run was to end.
-        first: the first step that this process reported, and its loss.
-        last_loss: the loss of the last step.
+        name: name of the metric by which the run is judged, such as "loss".
+        first: the first step that this process reported, and the metric after it.
+        last: the metric after the last step.
         seconds: how long this process trained.
         checkpoint: text of `describe_last_checkpoint`.
         folder: the run's folder.
         wrong: what is wrong with the loss and what to change; "" if nothing is.
     """
-    began, loss = first
+    began, value = first
     done = "done" if step == steps else "ended"
     if wrong:
         Console(highlight=False).print(Text(f"{done}, but {wrong}", "bold red"), soft_wrap=True)
         done = ""
     print(
-        f"{done:<11}step {step:,} of {steps:,} after {format_duration(seconds)}: loss {loss:.4f} at step "
-        f"{began:,} -> {last_loss:.4f}; {checkpoint}; a page of it: titanmoe report "
+        f"{done:<11}step {step:,} of {steps:,} after {format_duration(seconds)}: {name} {value:.4f} at step "
+        f"{began:,} -> {last:.4f}; {checkpoint}; a page of it: titanmoe report "
         f"{shlex.quote(str(folder))}",
         flush=True,
     )
@@ -192,7 +209,7 @@ class LivePanel:
         console.show_cursor(True)  # Live hides it, and a killed run could not restore it
 
     def log(self, report: Report) -> None:
-        self.losses.append(report.record["loss"])
+        self.losses.append(judged_metric(report.record)[1])
         self.live.update(self.panel(report))
 
     def event(self, step: int, kind: str, text: str) -> None:
@@ -219,9 +236,10 @@ class LivePanel:
         cells = format_metrics(record)
         if "imbalance" in record and record["imbalance"] > 2:
             cells["imbalance"] = f"[yellow]{cells['imbalance']}[/]"
+        name, _ = judged_metric(record)
         if report.wrong:
-            cells["loss"] = f"[bold red]{cells['loss']}[/]"
-        cells = {"loss": cells.pop("loss"), "smoothed": f"{report.smoothed:.4f}", **cells}
+            cells[name] = f"[bold red]{cells[name]}[/]"
+        cells = {name: cells.pop(name), "smoothed": f"{report.smoothed:.4f}", **cells}
         if "val loss" in cells:
             loss, perplexity = cells.pop("val loss"), cells.pop("perplexity")
             self.held_out = f"{loss}  perplexity {perplexity}  at step {report.step:,}"
@@ -231,7 +249,7 @@ class LivePanel:
             names.add_column(ratio=1)
         for row in (values[:half], values[half:]):
             names.add_row(*(f"[dim]{name}[/] {cells[name]}" for name in row))
-        lines = [head, names, Text.assemble(("loss ", "dim"), draw_curve(self.losses))]
+        lines = [head, names, Text.assemble((f"{name} ", "dim"), draw_curve(self.losses))]
         if self.held_out:
             lines.append(Text.assemble(("val loss ", "dim"), self.held_out))
         if times := format_phases(record):

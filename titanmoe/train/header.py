@@ -58,8 +58,6 @@ def make_header(config: Config, fold: Fold, parameters: Parameters, device_name:
     """
     model, training = config.model, config.training
     dp = fold.dp_replicate * fold.dp_shard
-    samples = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
-    microbatches = samples // (training.local_batch_size * dp)
     ranks = f"{fold.world} rank{'s' * (fold.world > 1)} on {device_name}"
     each = f", peak {peak / 1e12:,.1f} TFLOP/s each" if peak else ""
     count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
@@ -81,15 +79,32 @@ def make_header(config: Config, fold: Fold, parameters: Parameters, device_name:
         | ({"learning rate": Text(rate, "bold red", overflow="fold")} if rate else {})
         | {
             "devices": f"{ranks}, computing in {training.mixed_precision_param}{each}",
-            "batch": f"{samples} x {training.seq_len} = {samples * training.seq_len:,} tokens per step: "
-            f"{dp} data rank{'s' * (dp > 1)} x {microbatches} microbatch{'es' * (microbatches > 1)} "
-            f"of {training.local_batch_size}",
-            "data": ", ".join(config.data.paths) if config.data.source == "files" else config.data.source,
+            "batch": _batch(config, dp),
+            "data": ", ".join(_data_paths(config)) or config.data.source,
         },
         {"routing": forced} if config.moe.force_balance else {},
         config.checkpoint,
         checkpoint_bytes(config),
     )
+
+
+def _batch(config: Config, dp: int) -> str:
+    training, rl = config.training, config.rl
+    if rl.reward:
+        return f"{rl.prompts_per_step} prompts x {rl.answers} answers per step, packed into {training.seq_len} tokens"
+    samples = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
+    microbatches = samples // (training.local_batch_size * dp)
+    return (
+        f"{samples} x {training.seq_len} = {samples * training.seq_len:,} tokens per step: "
+        f"{dp} data rank{'s' * (dp > 1)} x {microbatches} microbatch{'es' * (microbatches > 1)} "
+        f"of {training.local_batch_size}"
+    )
+
+
+def _data_paths(config: Config) -> list[str]:
+    if config.rl.reward:
+        return config.rl.prompts
+    return config.data.paths if config.data.source == "files" else []
 
 
 def setup_rows(

@@ -212,6 +212,7 @@ def main(
     components: Components,
     watch: Callable[[Config, Any], AbstractContextManager[None]] = lambda config, training: nullcontext(),
     overlap: Callable[[Config, Runtime], tuple[Config, str]] = lambda config, runtime: (config, ""),
+    trainer: Callable[[Config, Any], Any] | None = None,
     **replacements: Any,
 ) -> int:
     """Run one rank, from the command line to the end of training, and return its exit code.
@@ -221,6 +222,7 @@ def main(
         components: the components (optimizers, dispatchers, ...) that a recipe may name.
         watch: makes from the config and the Training a context that is entered while the run trains.
         overlap: sets moe.overlap where it is "auto"; returns the config and the header's text on the choice.
+        trainer: makes the training loop from the config and the Training; None for `Trainer`.
         replacements: keyword arguments of build_training that replace objects of the run, such as `checks`.
     """
     die_with_launcher()
@@ -260,8 +262,9 @@ def main(
             from titanmoe.train.reference import run_scoring
 
             return run_scoring(config, training, returns_top_k)
+        loop = trainer(config, training) if trainer else Trainer(training)
         with watch(config, training):
-            signal = Trainer(training).train()
+            signal = loop.train()
         return 128 + signal if signal else 0
     except ConfigError as error:
         show_status("")

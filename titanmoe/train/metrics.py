@@ -136,16 +136,16 @@ class Metrics(Observer):
         self._ranks, self._quiz = self._line_file(folder / RANKS), self._line_file(folder / QUIZ)
         self._times: list[dict[str, np.ndarray]] = []
         self._spikes, self._collapse = SpikeAlarm(), LoadAlarm(self.model.num_experts, self.model.top_k)
-        self._first_loss: tuple[int, float] | None = None
-        self._last_loss, self._begun = 0.0, time.monotonic()
+        self._judged, self._first_value = "loss", None
+        self._last_value, self._begun = 0.0, time.monotonic()
         self._tokens = self._flops = 0.0  # since the last line
         self._last_step: int | None = None
         self._steady_seconds, self._steady_steps = 0.0, 0  # without the first step
         self._smoothed, self._weight = 0.0, 0.0
         self._divergence = DivergenceAlarm(self.expected)
         before = 0
-        for line, loss in read_losses(folder / METRICS):
-            self._track_loss(line, loss, line - before)
+        for line, self._judged, value in read_losses(folder / METRICS):
+            self._track(line, value, line - before)
             before = line
         self._open_targets(notes or {})
         for name, text in ((CONFIG, self.recipe), (SAMPLE, sample)):
@@ -225,13 +225,14 @@ class Metrics(Observer):
         quiz, samples = values.pop("quiz", ()), values.pop("samples", ())
         loads = {int(name.split(".")[1]): value for name, value in values.items() if isinstance(value, list)}
         values = {name: value for name, value in values.items() if not isinstance(value, list)}
-        if spike := self._spikes.check(values["loss"]):
+        self._judged, value = console.judged_metric(values)
+        if self._judged == "loss" and (spike := self._spikes.check(value)):
             self.event(step, "spike", spike)
         for text in self._collapse.check(loads):
             self.event(step, "collapse", text)
-        if text := self._track_loss(step, values["loss"]):
+        if text := self._track(step, value):
             self.event(step, "divergence", text)
-        self._first_loss, self._last_loss = self._first_loss or (step, values["loss"]), values["loss"]
+        self._first_value, self._last_value = self._first_value or (step, value), value
         self._log_experts(step, loads)
         self._tokens, self._flops = self._tokens + values["tokens"], self._flops + values["flops"]
         for line in quiz:
@@ -266,22 +267,22 @@ class Metrics(Observer):
 
     @property
     def _average(self) -> float:
-        """Exponential average of the loss over about ten steps."""
+        """Exponential average of the loss or reward over about ten steps."""
         return self._smoothed / max(self._weight, 0.1)
 
-    def _track_loss(self, step: int, loss: float, steps: int = 1) -> str:
-        """Add a loss to the running average and to the divergence alarm; return the text of its event, or "".
+    def _track(self, step: int, value: float, steps: int = 1) -> str:
+        """Add a loss or reward to the running average; return the text of the divergence alarm's event, or "".
 
         Args:
             step: number of the step.
-            loss: loss of the step.
-            steps: number of steps since the last loss that was added.
+            value: the loss or reward of the step.
+            steps: number of steps since the last one that was added.
         """
-        if math.isfinite(loss):
+        if math.isfinite(value):
             decay = 0.9**steps
-            self._smoothed = decay * self._smoothed + (1 - decay) * loss
+            self._smoothed = decay * self._smoothed + (1 - decay) * value
             self._weight = decay * self._weight + 1 - decay
-        return self._divergence.check(step, loss, self._average)
+        return self._divergence.check(step, value, self._average) if self._judged == "loss" else ""
 
     def _due(self, step: int, every: int) -> bool:
         return self._last_step is None or step % every == 0 or step == self.steps
@@ -331,13 +332,22 @@ class Metrics(Observer):
             return
         for writer in (self._file, self._experts, self._ranks, self._quiz, self._events, *self._targets):
             writer.close()
-        if self._first_loss:
+        if self._first_value:
             with contextlib.suppress(OSError):
                 seconds = time.monotonic() - self._begun
                 wrong = f"{self._divergence.text}: {self._divergence.advice}" if self._divergence.text else ""
                 checkpoint = console.describe_last_checkpoint(self.header.checkpoint, self.folder)
-                first, last = self._first_loss, self._last_loss
-                console.print_closing_line(self._step, self.steps, first, last, seconds, checkpoint, self.folder, wrong)
+                console.print_closing_line(
+                    self._step,
+                    self.steps,
+                    self._judged,
+                    self._first_value,
+                    self._last_value,
+                    seconds,
+                    checkpoint,
+                    self.folder,
+                    wrong,
+                )
 
 
 def describe_answers(samples: Sequence[Mapping[str, Any]]) -> str:
@@ -353,8 +363,8 @@ def describe_answers(samples: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def read_losses(file: Path) -> Iterator[tuple[int, float]]:
-    """Yield (step, loss) of each readable line of a metrics.jsonl; nothing if there is no such file."""
+def read_losses(file: Path) -> Iterator[tuple[int, str, float]]:
+    """Yield step, "loss" or "reward", and the value of each readable line of a metrics.jsonl, if it exists."""
     with (
         contextlib.suppress(OSError),
         open(safe_files.open_in(file.parent, file.name), encoding="utf-8") as lines,
@@ -362,7 +372,8 @@ def read_losses(file: Path) -> Iterator[tuple[int, float]]:
         for line in lines:
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 record = json.loads(line)
-                yield int(record["step"]), float(record["loss"])
+                name, value = console.judged_metric(record)
+                yield int(record["step"]), name, float(value)
 
 
 def read_last_environment(events: Path) -> dict[str, Any]:

@@ -1,0 +1,142 @@
+"""The loop of reinforcement learning: equal answers, rewards and steps under every pair of mappings and on resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import parity, world
+from titanmoe.rl.policy_trainer import ANSWERS, PolicyTrainer, PromptLoader
+
+RUN: dict[str, Any] = {
+    "model.vocab_size": 320,
+    "training.seq_len": 32,
+    "training.steps": 4,
+    "lr_schedule.min_ratio": 1.0,
+    "rl.reward": "regex",
+    "rl.prompts_per_step": 3,
+    "rl.answers": 3,
+    "rl.held_out": 4,
+    "rl.eval_interval": 2,
+    "generation.max_tokens": 5,
+    "generation.batch_size": 6,
+    "generation.temperature": 0.8,
+    "checkpoint.enable": True,
+    "checkpoint.interval": 2,
+    "checkpoint.keep_last": 0,
+    "checkpoint.save": "sync",
+    "job.name": "run",
+}
+MAPPINGS: dict[str, dict[str, Any]] = {
+    "tp 2 ep 4, generates tp 2 ep 2": {
+        "parallelism.tp": 2,
+        "parallelism.experts.ep": 4,
+        "generation.parallelism.tp": 2,
+        "generation.parallelism.ep": 2,
+    },
+    "pp 2 ep 2, generates etp 2": {
+        "parallelism.pp": 2,
+        "pipeline.schedule": "1F1B",
+        "parallelism.experts.ep": 2,
+        "generation.parallelism.etp": 2,
+    },
+    "cp 2 etp 2, generates ep 4": {
+        "parallelism.cp": 2,
+        "parallelism.experts.etp": 2,
+        "generation.parallelism.ep": 4,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    records = [{"prompt": "ab" * (i % 3) + chr(97 + i), "solution": "[a-z]"} for i in range(11)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def train(folder: str, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """On a rank: train, and return the full weights; the run's folder has the rest."""
+    config = parity.read(RUN | {"job.dump_folder": folder} | changes, parity.runtime_here().world)
+    training = parity.build_trainer(
+        config, parity.runtime_here(), garbage=parity.no_collection, loader=PromptLoader
+    ).training
+    PolicyTrainer(config, training).train()
+    return parity.whole(training.parameters, training.runtime.rank, training.fold)
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
+
+
+def compare(one: Path, other: Path, weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    assert lines(one, ANSWERS) == lines(other, ANSWERS)
+    for wanted, found in zip(lines(one, "metrics.jsonl"), lines(other, "metrics.jsonl"), strict=True):
+        names = {
+            name
+            for name in wanted
+            if name in ("loss", "grad_norm", "val_reward") or name.startswith(("rl.", "policy."))
+        }
+        assert found.keys() >= names and names >= {"rl.reward", "policy.entropy", "policy.mismatch"}
+        for name in names - {"rl.generate_s"}:
+            assert found[name] == pytest.approx(wanted[name], rel=1e-9, abs=1e-11), name
+        assert wanted["policy.mismatch_max"] < 1e-12 and found["policy.mismatch_max"] < 1e-12
+    for name, value in weights.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone(prompts: Path, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run on one rank."""
+    folder = tmp_path_factory.mktemp("alone")
+    weights = world.run(1, train, str(folder), {"rl.prompts": [str(prompts)]})[0]
+    of_steps = lines(folder, "metrics.jsonl")
+    assert all(0 < line["rl.reward"] < 1 and line["grad_norm"] > 0 for line in of_steps)
+    return folder, weights
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS)
+def test_every_pair_of_mappings_makes_the_same_run(mapping: str, alone, prompts: Path, tmp_path: Path) -> None:
+    folder, weights = alone
+    others = world.run(4, train, str(tmp_path), MAPPINGS[mapping] | {"rl.prompts": [str(prompts)]})[0]
+    compare(folder, tmp_path, weights, others)
+
+
+def test_a_resumed_run_answers_the_same_prompts_alike(alone, prompts: Path, tmp_path: Path) -> None:
+    """Under other mappings, for training and for generating."""
+    folder, weights = alone
+    first, second, _ = MAPPINGS.values()
+    world.run(4, train, str(tmp_path), first | {"rl.prompts": [str(prompts)], "training.steps": 2})
+    others = world.run(4, train, str(tmp_path), second | {"rl.prompts": [str(prompts)]})[0]
+    compare(folder, tmp_path, weights, others)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_several_updates_take_old_log_probabilities(replay: bool, prompts: Path, tmp_path: Path) -> None:
+    changes = {"rl.updates": 2, "rl.replay": replay, "optimizer.lr": 0.05, "rl.truncation": 0.0}
+    world.run(
+        4, train, str(tmp_path), MAPPINGS["tp 2 ep 4, generates tp 2 ep 2"] | changes | {"rl.prompts": [str(prompts)]}
+    )
+    of_steps = lines(tmp_path, "metrics.jsonl")
+    ratios = [line["policy.ratio_p99"] - line["policy.ratio_p1"] for line in of_steps]
+    assert ratios[0] < 1e-9 < ratios[1] and ratios[2] < 1e-9 < ratios[3], "a round's second step has other weights"
+
+
+def test_the_divergence_is_from_the_weights_under_the_adapters(prompts: Path, tmp_path: Path) -> None:
+    changes = {"rl.kl": 0.1, "lora.rank": 2, "optimizer.lr": 0.05, "rl.prompts": [str(prompts)]}
+    world.run(2, train, str(tmp_path), changes | {"parallelism.experts.ep": 2, "generation.parallelism.ep": 2})
+    first, *others = [line["policy.kl"] for line in lines(tmp_path, "metrics.jsonl")]
+    assert first == 0 and all(value > 0 for value in others), "adapters begin as zeros"
+
+
+def test_other_prompts_do_not_resume(prompts: Path, tmp_path: Path) -> None:
+    world.run(1, train, str(tmp_path), {"rl.prompts": [str(prompts)], "training.steps": 2})
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text(prompts.read_text().replace("ab", "ba"))
+    with pytest.raises(Exception, match="the prompts of the run have changed since"):
+        world.run(1, train, str(tmp_path), {"rl.prompts": [str(changed)]})

@@ -1,0 +1,337 @@
+"""The training loop of reinforcement learning: titanmoe.rank gives it to `titanmoe.train.launch` in place of Trainer.
+
+For every `rl.updates` steps the run's weights are copied by messages to a model that generates under a mapping of its
+own; it answers prompts, workers of rank 0 reward the answers as they are finished, and each step then learns from those
+of its own prompts. Checkpoints are made only between such rounds, and draws are functions of (seed, step, prompt,
+answer, position): so a run that resumes generates the answers that it would have generated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titanmoe import observe
+from titanmoe.checkpoint.relayout import Relayout
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import Batch
+from titanmoe.data.shuffle import permute
+from titanmoe.data.tokenizer import FILE
+from titanmoe.fold.degrees import derive
+from titanmoe.fold.meshes import build_meshes
+from titanmoe.generate.loop import Generated, Generator, Prompt, Stop
+from titanmoe.generate.model import build_empty, config_to_run
+from titanmoe.generate.prompts import continuation
+from titanmoe.generate.sampling import Sampling
+from titanmoe.open_session import NoLoader
+from titanmoe.ops import counter_rng
+from titanmoe.policy import PolicyLoss
+from titanmoe.rl.prompt_records import PromptRecord, Prompts, read_prompts
+from titanmoe.rl.rewards import Reward, Rewards
+from titanmoe.rl.rollouts import Rollout, advantages_and_weights, columns, summary
+from titanmoe.session import Session
+from titanmoe.train.trainer import Trainer
+from titanmoe.train.training import Training
+
+MESSAGE_S = 10
+"""Seconds between messages while ranks wait for rewards; shorter than any timeout of a collective."""
+SHOWN = 4
+"""Answers to held-out prompts that the console and the report show after an evaluation."""
+ANSWERS = "answers.jsonl"
+"""File of the run's folder with the answers to one prompt of each step, and to all held-out prompts."""
+
+
+class PromptLoader(NoLoader):
+    """The prompts of the run, in an order of their own in each epoch, and how many have been taken."""
+
+    def __init__(self, config: Config, data_rank: int, data_ranks: int):
+        super().__init__(config, data_rank, data_ranks)
+        self.prompts: Prompts = read_prompts(config)
+        self.seed, self.consumed = config.training.seed, 0
+        self.answers = config.rl.answers
+        file = getattr(self.prompts.tokenizer, "file", None)
+        if file is not None:
+            self.mix = SimpleNamespace(tokenizer=_FileTokenizer(self.prompts.tokenizer.identity, file), sources=())
+        self.epoch_messages: list[str] = []
+
+    def take(self, count: int) -> list[PromptRecord]:
+        """Return the next prompts and advance."""
+        prompts, before = self._next(count), self.epoch
+        self.consumed += count
+        self.epoch_messages = [f"prompts begin epoch {self.epoch}"] if self.epoch > before else []
+        return prompts
+
+    def _next(self, count: int) -> list[PromptRecord]:
+        size, out = len(self.prompts.trained), []
+        for number in range(self.consumed, self.consumed + count):
+            order = counter_rng.key("prompts", self.seed, number // size)
+            out.append(self.prompts.trained[int(permute(order, np.array([number % size]), size)[0])])
+        return out
+
+    @property
+    def epoch(self) -> int:
+        """Number of times that all prompts have been taken."""
+        return self.consumed // len(self.prompts.trained)
+
+    def peek(self) -> list[Batch]:
+        """Return the ids of the next prompt as a batch, by which ranks check that they have read the same files."""
+        ids_1S = torch.tensor([self._next(1)[0].ids])
+        return [Batch(ids_1S, ids_1S, torch.ones_like(ids_1S, dtype=torch.bool))]
+
+    def report(self) -> dict[str, float]:
+        """Return the loader's metrics by name."""
+        return {"rl.epoch": self.epoch}
+
+    def header_rows(self) -> dict[str, str]:
+        """Return lines about the prompts for the log's header, by title."""
+        prompts = self.prompts
+        held_out = f", {len(prompts.held_out):,} held out" if prompts.held_out else ""
+        return {"prompts": f"{len(prompts.trained):,}{held_out}; {self.answers} answers to each"}
+
+    def close(self) -> None:
+        """Do nothing: nothing is read ahead."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state to save: prompts taken, and what identifies them."""
+        state = {"consumed": self.consumed, "seed": self.seed, "prompts": self.prompts.digest}
+        return state | {"tokenizer": self.prompts.tokenizer.identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the prompts that a saved state has taken; raise a ConfigError if the prompts differ."""
+        if "prompts" not in state:  # of a run that was not of reinforcement learning
+            raise ConfigError(["it is of a run on data: start from its weights (checkpoint.model_only = true)"])
+        now = self.state_dict()
+        if changed := [name for name in ("prompts", "seed", "tokenizer") if state.get(name) != now[name]]:
+            raise ConfigError(
+                [
+                    f"the {' and '.join(changed)} of the run have changed since, so it would be unknown which prompts "
+                    "were answered: give it what it had, or start a new run from its weights"
+                ]
+            )
+        self.consumed = int(state["consumed"])
+
+
+class _FileTokenizer(SimpleNamespace):
+    """A tokenizer's identity and files, which checkpoints carry."""
+
+    def __init__(self, identity: str, file: Path):
+        super().__init__(identity=identity, file=file)
+
+    def files(self) -> dict[str, Path]:
+        """Return the paths of the tokenizer's files, by name."""
+        return {FILE: self.file}
+
+
+class LiveGenerator:
+    """A model that generates with the run's present weights, under a mapping of its own."""
+
+    def __init__(self, config: Config, session: Session, prompts: Prompts):
+        """Build the model and plan how weights move to it. Collective over the world."""
+        self.session, self.generation, self.seed = session, config.generation, config.training.seed
+        world, device = session.training.runtime.world, session.device
+        degrees = {"pp": 1, "cp": 1, **vars(config.generation.parallelism)}
+        own = config_to_run(config, world, degrees, None, device.type)
+        timeout = timedelta(seconds=config.training.first_step_timeout_s)
+        meshes = build_meshes(derive(world, own.parallelism), device.type, timeout=timeout, trains=False)
+        model, self.targets = build_empty(own, meshes, device)
+        self.relayout = Relayout(session.shards, self.targets, leave_out=("model.mtp.",))
+        vocab_size = prompts.tokenizer.vocab_size
+        self.generator = Generator(model, meshes, device, vocab_size, prompts.ends, records=True)
+        self.stop = Stop(config.generation.max_tokens, tuple(config.generation.stop), prompts.tokenizer.decode)
+
+    def renew(self) -> None:
+        """Copy the run's weights to the model. Collective over the world."""
+        self.relayout.move(self.session.shards, self.targets)
+
+    def sampling(self, step: int, greedy: bool) -> Sampling:
+        """Return how tokens are chosen for a step.
+
+        Args:
+            step: number of the step.
+            greedy: whether to take the most probable tokens.
+        """
+        return Sampling(0.0 if greedy else self.generation.temperature, seed=self.seed, step=step)
+
+
+class PolicyTrainer(Trainer):
+    """The training loop of reinforcement learning on one rank."""
+
+    def __init__(self, config: Config, training: Training):
+        super().__init__(training)
+        self.config, self.loader = config, training.loader
+        self.prompts: Prompts = training.loader.prompts
+        self.session = Session(config, training, ids=self.prompts.tokenizer.vocab_size)
+        self.live = LiveGenerator(config, self.session, self.prompts)
+        self.rewards = Rewards(config.rl) if self.session.rank == 0 else None
+        rl = config.rl
+        self.loss = PolicyLoss(
+            clip_low=rl.clip_low, clip_high=rl.clip_high, level=rl.ratio, truncation=rl.truncation, truncate=rl.ratio
+        )
+        self.rounds: list[tuple[Batch, dict[str, Any]]] = []
+        """Batches of the coming steps, made from answers that are generated already, and metrics of these answers."""
+
+    def train(self) -> int:
+        try:
+            return super().train()
+        finally:
+            if self.rewards:
+                self.rewards.close()
+
+    def train_step(self) -> dict[str, Any]:
+        """Generate answers if none are left, and make one step. Collective over the world.
+
+        Returns:
+            The step's metrics by name.
+        """
+        session, step, temperature = self.session, self.step + 1, self.config.generation.temperature
+        observe.active.phase("data", step)
+        if not self.rounds:
+            self.rounds = self._generate_round(step)
+        batch, metrics = self.rounds.pop(0)
+        observe.active.phase("forward_backward", step)
+        counts = session.count(batch, self.loss, 1.0)
+        result = session.forward_backward(
+            batch, self.loss, counts=counts, temperature=temperature, log_probs=True, entropy=True
+        )
+        report = session.optim_step()
+        stop = torch.tensor(int(self.training.checkpoints.wants_to_stop()))
+        if session.group:
+            dist.all_reduce(stop, dist.ReduceOp.MAX, group=session.group)
+        self.stopping = bool(stop) and not self.rounds  # a checkpoint has no answers that were not learned from
+        report |= metrics | self.loss.metrics(result.log_probs, batch, result.entropy)
+        interval = self.config.rl.eval_interval
+        if interval and (self.step % interval == 0 or self.step >= self.training.steps):
+            observe.active.phase("validation", self.step)
+            report |= self._evaluate()
+        return report
+
+    def _generate_round(self, step: int) -> list[tuple[Batch, dict[str, Any]]]:
+        """Generate answers for `rl.updates` steps; return their batches and metrics."""
+        rl, begin = self.config.rl, time.monotonic()
+        self.live.renew()
+        parts = [self.loader.take(rl.prompts_per_step) for _ in range(rl.updates)]
+        prompts = [prompt for part in parts for prompt in part]
+        rollouts = self._answer(prompts, step, rl.answers, greedy=False)
+        seconds = time.monotonic() - begin
+        rounds, size = [], rl.prompts_per_step * rl.answers
+        for first in range(0, len(rollouts), size):
+            own = rollouts[first : first + size]
+            metrics = summary(own) | {"rl.generate_s": seconds}
+            rounds.append((self._batch(own), metrics))
+            seconds = 0.0
+        return rounds
+
+    def _batch(self, rollouts: Sequence[Rollout]) -> Batch:
+        """Return the batch that a step learns from, the same on all ranks. Collective over the world."""
+        config, rl, session = self.config, self.config.rl, self.session
+        values = advantages_and_weights(rollouts, rl, config.generation.max_tokens)
+        batch = session.batch(**columns(rollouts, *values, config.training.seq_len, rl.replay))
+        temperature, more = config.generation.temperature, {}
+        if rl.updates > 1:
+            more["old"] = session.log_probs(batch, temperature=temperature).cpu()
+        if rl.kl:
+            more["reference"] = session.log_probs(batch, temperature=temperature, adapters=False).cpu()
+            more["kl_weight"] = rl.kl * batch.extra_fields["weight"]
+        return batch._replace(extra_fields=batch.extra_fields | more)
+
+    def _evaluate(self) -> dict[str, Any]:
+        """Return the mean reward of the most probable answers to the held-out prompts. Collective over the world.
+
+        Returns:
+            Metrics by name, and "samples": some of the answers, as `Evaluation.after_step` returns them.
+        """
+        begin = time.monotonic()
+        self.live.renew()
+        rollouts = self._answer(self.prompts.held_out, self.step, 1, greedy=True)
+        found = summary(rollouts)
+        samples = [
+            {
+                "prompt": self.prompts.held_out[one.prompt].text,
+                "answer": one.text,
+                "tokens": len(one.tokens),
+                "end": "length" if one.is_cut else "eos",
+            }
+            for one in rollouts[:SHOWN]
+        ]
+        report = {"val_reward": found["rl.reward"], "val_length": found["rl.length"], "samples": samples}
+        return report | {"val_s": time.monotonic() - begin}
+
+    def _answer(self, records: Sequence[PromptRecord], step: int, answers: int, greedy: bool) -> list[Rollout]:
+        """Generate answers to prompts, and reward them. Collective over the world.
+
+        Args:
+            records: the prompts.
+            step: number of the step.
+            answers: number of answers to each.
+            greedy: whether to take the most probable tokens.
+        """
+        prompts = [Prompt(number, one.ids, answers) for number, one in enumerate(records)]
+        size, sampling = self.config.generation.batch_size, self.live.sampling(step, greedy)
+        rollouts: list[Rollout] = []
+        futures: list[Future[Reward]] = []
+        for batch in self.live.generator.batches(prompts, size, self.live.stop, sampling):
+            for generated in batch:
+                record = records[generated.number]
+                rollouts.append(self._rollout(record, generated))
+                if self.rewards:
+                    futures.append(self.rewards.submit(record.text, rollouts[-1].text, record.record))
+        rewards = self._share_rewards(futures, step)
+        for rollout, reward in zip(rollouts, rewards, strict=True):
+            rollout.reward = reward.value
+        if self.rewards:
+            self._write_answers(step, records, rollouts if greedy else rollouts[:answers])
+        return rollouts
+
+    def _rollout(self, record: PromptRecord, generated: Generated) -> Rollout:
+        return Rollout(
+            prompt=generated.number,
+            prompt_ids=list(record.ids),
+            tokens=generated.tokens,
+            log_probs=generated.log_probs,
+            routes=torch.cat(generated.routes),
+            is_cut=generated.end == "length",
+            reward=math.nan,
+            text=continuation(self.prompts.tokenizer, record.ids, generated.content),
+        )
+
+    def _share_rewards(self, futures: Sequence[Future[Reward]], step: int) -> list[Reward]:
+        """Return the rewards on every rank, once all are computed. Collective over the world."""
+        while True:
+            values: list[Any] = [None]
+            if self.rewards and not wait(futures, MESSAGE_S).not_done:
+                values = [[future.result() for future in futures]]
+            if self.session.group:
+                dist.broadcast_object_list(values, src=0, group=self.session.group)
+            if values[0] is not None:
+                break
+        (rewards,) = values
+        if problems := [reward.problem for reward in rewards if reward.problem]:
+            text = f"{len(problems)} of {len(rewards)} answers got no reward and are left out: {problems[0]}"
+            observe.active.event(step, "reward", text)
+        return rewards
+
+    def _write_answers(self, step: int, records: Sequence[PromptRecord], rollouts: Sequence[Rollout]) -> None:
+        """Append answers to a file of the run's folder.
+
+        Args:
+            step: number of the step.
+            records: the prompts.
+            rollouts: the answers.
+        """
+        with (self.training.folder.path / ANSWERS).open("a", encoding="utf-8") as file:
+            for one in rollouts:
+                record, reward = records[one.prompt], None if math.isnan(one.reward) else one.reward
+                line = {"step": step, "prompt": record.number, "text": record.text, "answer": one.text}
+                print(json.dumps(line | {"is_cut": one.is_cut, "reward": reward}), file=file)

@@ -1,0 +1,192 @@
+"""The prompts of a run of reinforcement learning, and the loader that says which are answered next.
+
+`contradictions` and `check_prompts` refuse what cannot be run: the first when a recipe is read, the second before ranks
+start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from titanmoe.config.load import ConfigError
+from titanmoe.config.parse_json import parse_json
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config
+
+if TYPE_CHECKING:  # titanmoe.components imports this module for every command, which may not need numpy
+    from titanmoe.data.chat import ChatEncoder
+    from titanmoe.data.tokenizer import Tokenizer
+
+
+class PromptRecord(NamedTuple):
+    """A prompt."""
+
+    number: int
+    """Number of the record in the files, from 0."""
+    text: str
+    """The prompt's text; of a chat its last message."""
+    ids: list[int]
+    """Token ids that the model continues."""
+    record: dict[str, Any]
+    """The line of the file, for the reward."""
+
+
+class Prompts(NamedTuple):
+    """All prompts of a run, with what is needed to answer them."""
+
+    trained: list[PromptRecord]
+    held_out: list[PromptRecord]
+    tokenizer: Tokenizer
+    ends: set[int]
+    """Token ids that end an answer."""
+    digest: str
+    """Digest of the prompts' token ids."""
+
+
+def contradictions(config: Config) -> Iterator[Violation]:
+    """Yield each contradiction between [rl], [generation] and other options of a recipe."""
+    rl, generation = config.rl, config.generation
+    if not rl.reward:
+        if rl.prompts:
+            yield Violation(
+                ("rl.prompts", "rl.reward"), 'rl.prompts is set, but rl.reward is not: set it, such as "exact"'
+            )
+        return
+    if not rl.prompts:
+        yield Violation(("rl.reward", "rl.prompts"), "rl.reward is set, but rl.prompts is empty: name JSONL files")
+    if rl.answers < 2:
+        yield Violation(("rl.answers",), "rl.answers = 1 has no other answer to compare with: use 2 or more")
+    if rl.answers > generation.batch_size:
+        yield Violation(
+            ("rl.answers", "generation.batch_size"),
+            f"rl.answers = {rl.answers} do not fit into generation.batch_size = {generation.batch_size}: raise it",
+        )
+    if bool(rl.eval_interval) != bool(rl.held_out):
+        yield Violation(
+            ("rl.eval_interval", "rl.held_out"),
+            f"rl.eval_interval = {rl.eval_interval} and rl.held_out = {rl.held_out}: set both, or none",
+        )
+    if rl.kl and not config.lora.rank:
+        yield Violation(
+            ("rl.kl", "lora.rank"),
+            f"rl.kl = {rl.kl} keeps the model near the weights under its adapters, and there are none: set lora.rank, "
+            "or kl = 0",
+        )
+    interval = config.checkpoint.interval
+    if config.checkpoint.enable and interval % rl.updates:
+        yield Violation(
+            ("rl.updates", "checkpoint.interval"),
+            f"checkpoint.interval = {interval} is no multiple of rl.updates = {rl.updates}, and a checkpoint has no "
+            f"answers that were not learned from: use {max(1, interval // rl.updates) * rl.updates}",
+        )
+    for path, value, plain in (
+        ("training.epochs", config.training.epochs, 0),
+        ("training.objective", config.training.objective, "cross_entropy"),
+        ("model.mtp_depth", config.model.mtp_depth, 0),
+        ("moe.jitter", config.moe.jitter, 0.0),
+        ("moe.capacity_factor", config.moe.capacity_factor, 0.0),
+        ("data.skip_steps", config.data.skip_steps, []),
+    ):
+        if value != plain:
+            yield Violation(("rl.reward", path), f"{path} = {value!r} cannot be used with [rl]: use {path} = {plain!r}")
+
+
+def check_prompts(config: Config) -> None:
+    """Raise a ConfigError with every reason why a run of reinforcement learning cannot start.
+
+    Args:
+        config: the resolved config.
+    """
+    if not config.rl.reward:
+        return
+    from titanmoe.generate.model import config_to_run
+    from titanmoe.rl.rewards import check_reward
+
+    problems = []
+    degrees = {"pp": 1, "cp": 1, **vars(config.generation.parallelism)}
+    for check in (
+        lambda: read_prompts(config),
+        lambda: check_reward(config.rl),
+        lambda: config_to_run(config, config.job.ranks, degrees, None, "cpu"),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def read_prompts(config: Config) -> Prompts:
+    """Return the prompts of [rl]; ConfigError with everything that is wrong with them."""
+    from titanmoe.data.chat import ChatError, open_chat_encoder
+    from titanmoe.data.tokenizer import open_tokenizer
+    from titanmoe.generate.prompts import with_begin
+
+    rl, longest = config.rl, config.training.seq_len - config.generation.max_tokens
+    tokenizer = open_tokenizer(config.data.tokenizer)
+    chat: ChatEncoder | None = None
+    records: list[PromptRecord] = []
+    problems: list[str] = []
+    for place, record in _records(rl.prompts, problems):
+        prompt = record.get("prompt", record.get("messages"))
+        try:
+            if isinstance(prompt, list):
+                chat = chat or open_chat_encoder(config.data.chat_template, tokenizer)
+                ids, text = chat.encode_prompt(prompt).tolist(), str(prompt[-1].get("content"))
+            elif isinstance(prompt, str):
+                ids, text = tokenizer.encode_all([prompt])[0].tolist(), prompt
+            else:
+                raise ChatError(f'has {", ".join(record) or "nothing"}, and no "prompt" or "messages"')
+        except ChatError as error:
+            problems.append(f"{place} {error}")
+            continue
+        ids = with_begin(ids, tokenizer)
+        if not ids:
+            problems.append(f"{place} is empty, and the tokenizer has no begin mark: give it some text")
+        if len(ids) > longest:
+            problems.append(
+                f"{place} has {len(ids):,} tokens, more than training.seq_len - generation.max_tokens = {longest:,}: "
+                "shorten it, or raise seq_len"
+            )
+        if rl.reward in ("exact", "regex") and "solution" not in record:
+            problems.append(f'{place} has no "solution", which rl.reward = "{rl.reward}" compares answers with')
+        records.append(PromptRecord(len(records), text, ids, record))
+    if len(problems) > 5:
+        problems = [*problems[:5], f"and {len(problems) - 5} more lines like these"]
+    held_out = [one for one in records if rl.held_out and one.number % rl.held_out == rl.held_out - 1]
+    trained = [one for one in records if one not in held_out]
+    if not problems and (not trained or (rl.held_out and not held_out)):
+        problems.append(
+            f"rl.prompts have {len(records)} records, of which {len(held_out)} are held out: give more, or change "
+            "rl.held_out"
+        )
+    if problems:
+        raise ConfigError(problems)
+    ends = {tokenizer.eos} | ({chat.end_of_turn_token()} - {None} if chat else set())
+    digest = hashlib.blake2b(json.dumps([one.ids for one in records]).encode(), digest_size=8).hexdigest()
+    return Prompts(trained, held_out, tokenizer, ends, digest)
+
+
+def _records(paths: list[str], problems: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield place and contents of each line of JSONL files; add to `problems` for those that cannot be read."""
+    for path in paths:
+        try:
+            lines = Path(path).expanduser().read_bytes().splitlines()
+        except OSError as error:
+            problems.append(f"rl.prompts: {Path(path).expanduser().absolute()}: {error.strerror}")
+            continue
+        for number, line in enumerate(lines, 1):
+            try:
+                record = parse_json(line) if line.strip() else None
+            except ValueError as error:
+                problems.append(f"{path}:{number}: {error}")
+                continue
+            if isinstance(record, dict):
+                yield f"{path}:{number}", record
+            elif record is not None:
+                problems.append(f'{path}:{number} is not like {{"prompt": "..."}}')

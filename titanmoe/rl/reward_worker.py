@@ -1,0 +1,87 @@
+"""A process that computes rewards: `python -m titanmoe.rl.reward_worker BYTES call|run WHAT...`.
+
+It limits its own memory to BYTES (0: no limit), and is killed when the process that started it dies. With "call" it
+calls a Python function for each line of JSON that it reads, and writes a line of JSON. With "run" it becomes the
+program WHAT, which does the same:
+
+    {"prompt": "2 + 3 =", "answer": " 5", "record": {"prompt": "2 + 3 =", "solution": "5"}}     read
+    {"reward": 1.0}                                                                             written
+
+It imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+"""Linux's prctl option that sets the signal which a process gets when its parent dies."""
+
+Reward = Callable[[str, dict[str, Any]], float]
+"""Returns the reward of an answer to the prompt of a record, which is a line of the prompts' file."""
+
+
+def exact(answer: str, record: dict[str, Any]) -> float:
+    """Return 1 if the answer is the record's "solution", except for white space around it, else 0."""
+    return float(answer.strip() == str(record["solution"]).strip())
+
+
+def regex(answer: str, record: dict[str, Any]) -> float:
+    """Return 1 if the record's regular expression "solution" is found in the answer, else 0."""
+    return float(re.search(str(record["solution"]), answer) is not None)
+
+
+BUILT_IN = {"exact": exact, "regex": regex}
+
+
+def find_function(name: str) -> Reward:
+    """Return the reward function with this name: a built-in one, or "module:function", imported."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    return getattr(import_module(module), function)
+
+
+def call_for_lines(function: Reward) -> None:
+    """Answer each request on standard input with a line of JSON on standard output."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the function prints is not a reply
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply: dict[str, Any] = {"reward": float(function(request["answer"], request["record"]))}
+        except MemoryError:
+            raise
+        except Exception as error:  # the function is the user's
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+def main(words: list[str]) -> None:
+    """Limit this process, then compute rewards until standard input ends.
+
+    Args:
+        words: the command line: bytes of memory, "call" or "run", and the function's name or the program's words.
+    """
+    memory, how, *what = words
+    if int(memory):
+        resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if how == "run":
+        os.execvp(what[0], what)
+    call_for_lines(find_function(what[0]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
