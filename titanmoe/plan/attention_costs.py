@@ -84,9 +84,9 @@ class AttentionCosts(DispatchCosts):
     most: float
     """Most that backward's products count."""
     product: Callable[..., float]
-    """`_product`, cached."""
+    """`price_product`, cached."""
 
-    def _product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
+    def price_product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
         """Return the seconds of one (m, k) by (k, n) product: by FLOPs or by bytes, whichever take longer.
 
         Args:
@@ -99,10 +99,10 @@ class AttentionCosts(DispatchCosts):
         move_seconds = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
         return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
 
-    def _norms(self, elements: float, direction: int) -> float:
+    def price_norms(self, elements: float, direction: int) -> float:
         return self.move_seconds(elements * (self.stack.norm[direction] + self.stack.residual[direction]))
 
-    def _adapted(
+    def price_adapters(
         self, adapters: list[Adapter], prefix: str, rows: float, split: int, groups: float = 1.0
     ) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) that LoRA adapters add to the matrices whose names begin with `prefix`.
@@ -146,7 +146,7 @@ class AttentionCosts(DispatchCosts):
             rotated * self.stack.rope[direction] + work.normed * self.stack.norm[direction] + 2 * work.moved[direction]
         )
 
-    def _attention(self, tp: int, cp: int, samples: int, layer: int) -> tuple[Cost, Cost]:
+    def price_attention(self, tp: int, cp: int, samples: int, layer: int) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) of the mixer of one microbatch, with its norm, tp's and cp's messages.
 
         Args:
@@ -167,9 +167,11 @@ class AttentionCosts(DispatchCosts):
         group, host = LinkGroup(cp, tp), self.factors.block / 9
         parts = []
         backward = self.backward[layer]
-        adapted = self._adapted(self.adapters[layer], "attention.", X, tp)
+        adapted = self.price_adapters(self.adapters[layer], "attention.", X, tp)
         for direction, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(T * model.dim, direction) + self.move_seconds(X * self._mixer_bytes(work, direction))
+            memory = self.price_norms(T * model.dim, direction) + self.move_seconds(
+                X * self._mixer_bytes(work, direction)
+            )
             attention = core * (1.0, ATTENTION_BACKWARD * backward.scores / BACKWARD)[direction]
             cost = Cost(
                 products * (1.0, min(backward.products, self.most))[direction],

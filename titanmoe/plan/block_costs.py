@@ -55,11 +55,11 @@ class BlockCosts(AttentionCosts):
         self.routed_token_bytes = config.model.dim * self.w
         self.peak = device.peak(config.training.mixed_precision_param)
         self.expert_peak = device.peak("fp8") if config.moe.expert_dtype == "fp8" else self.peak
-        self.attention = cache(self._attention)
+        self.attention = cache(self.price_attention)
         self.head = cache(self._head)
         self.dense = cache(self._dense)
         self.experts = cache(self._experts)
-        self.product, self.expert_products = cache(self._product), cache(self._expert_products)
+        self.product, self.expert_products = cache(self.price_product), cache(self._expert_products)
         self.mixers = mixers(self.model)
         self.backward = _backward(config)
         alike = [(mixer, window(self.model, i), self.backward[i]) for i, mixer in enumerate(self.mixers)]
@@ -114,10 +114,10 @@ class BlockCosts(AttentionCosts):
         D, X = self.model.dim, samples * self.config.training.seq_len / cp
         products = self.product(X, 2 * hidden / tp, D) + self.product(X, D, hidden / tp)
         tp_time = 2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w)
-        adapted = self._adapted(self.ffn_adapters[shared, backward], "moe.shared." if shared else "ffn.", X, tp)
+        adapted = self.price_adapters(self.ffn_adapters[shared, backward], "moe.shared." if shared else "ffn.", X, tp)
         costs = []
         for direction, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(X / tp * D, direction) + self._activation(X * hidden / tp, direction)
+            memory = self.price_norms(X / tp * D, direction) + self._activation(X * hidden / tp, direction)
             cost = Cost(
                 products * (1.0, min(backward, self.most))[direction],
                 0.0,
@@ -156,14 +156,14 @@ class BlockCosts(AttentionCosts):
         router = parts * self._router_product(T / parts)
         products = self.expert_products(R / parts, ep, etp)
         rows, groups = self._grouped_rows(R, model.num_experts / ep)
-        adapted = self._adapted(self.ffn_adapters[True, backward], "moe.experts.", rows, etp, groups)
+        adapted = self.price_adapters(self.ffn_adapters[True, backward], "moe.experts.", rows, etp, groups)
         costs = []
         shared_expert = None
         if model.shared_hidden:
             shared_expert = self._dense(tp, sample_ranks // tp, samples, model.shared_hidden, backward, True)
         for direction, factor in enumerate((1.0, BACKWARD)):
             memory = (
-                self._norms(T * D, direction)
+                self.price_norms(T * D, direction)
                 + self._activation(R * model.expert_hidden / etp, direction)
                 + self._row_copies(T * model.top_k, R, exchanged, direction)
                 + self._expert_biases(R, etp, direction)

@@ -202,7 +202,7 @@ class Pricer(WeightCosts):
         bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
 
         first_rank_blocks = self.first_rank_blocks(config, fold)
-        weights_exposed = self._weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
+        exposed_weights = self.weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
         data = fsdp(fold)
         sharded_weights = sum(
             count
@@ -223,10 +223,10 @@ class Pricer(WeightCosts):
         components |= {
             "messages of pp": m * messages,
             "bubble": bubble,
-            "weights and gradients": weights_exposed,
+            "weights and gradients": exposed_weights,
             "optimizer": optimizer,
         }
-        step = busy + copies_per_step + bubble + weights_exposed + optimizer
+        step = busy + copies_per_step + bubble + exposed_weights + optimizer
         tokens = training.global_batch_size * training.seq_len / step / fold.world
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
 
@@ -282,4 +282,4 @@ class Pricer(WeightCosts):
             busy: lower bound of the seconds of a microbatch on a pipeline rank, all of which may hide messages.
         """
         blocks, m = self.first_rank_blocks(config, fold), microbatches(config, fold)
-        return self._weights_exposed(config, fold, self.sizes(fold), blocks, m, Cost(matrix=busy))
+        return self.weights_exposed(config, fold, self.sizes(fold), blocks, m, Cost(matrix=busy))

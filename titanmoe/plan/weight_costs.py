@@ -117,7 +117,7 @@ class WeightCosts(BlockCosts):
         """Return whether gradients are reduced for each microbatch, rather than once a step."""
         return fold.pp == 1 and not config.parallelism.reduce_once
 
-    def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
+    def weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
         """Return the seconds that messages of weights and gradients add to a step, beyond hidden ones.
 
         Args:

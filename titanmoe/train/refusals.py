@@ -153,8 +153,6 @@ def check_inputs_and_resolve(
     goes_on = record and start and not start.model_only
     if not checked.rl.reward:
         collected.collect(lambda: _check_data(checked, record.get("loader") if goes_on else None))
-    for check in checked.components.input_checks:
-        collected.collect(partial(check, checked))
     if start is not None:
         collected.collect(lambda: _check_first_weights(checked, start, record))
     collected.raise_together()

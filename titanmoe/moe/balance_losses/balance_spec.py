@@ -23,7 +23,7 @@ OTHER_METRICS = {"step", "loss", "mtp_loss", "grad_norm", "lr", "tokens", "token
 """The names of reported numbers, and of the counts behind them, that no balance loss may have."""
 OTHER_METRICS |= {"memory_gib", "imbalance", "overflow_reruns", "skipped_steps", "dropped_fraction", "router_entropy"}
 OTHER_METRICS |= {"data_wait_s", "val_loss", "val_perplexity", "val_best", "val_s", "checkpoint_blocked_s", "nonfinite"}
-OTHER_METRICS |= {"quiz", "quiz_s", "flops"}
+OTHER_METRICS |= {"quiz", "quiz_s", "samples", "samples_s", "val_reward", "val_length", "flops"}
 OTHER_METRICS |= {"max_logit", "tokens_min", "tokens_mean", "tokens_max", "load", "entropy", "dropped"}
 """Names of reported numbers, and of the counts behind them, that no balance loss may have."""
 
