@@ -2,7 +2,7 @@
 
 It limits its own memory to BYTES (0: no limit), and is killed when the process that started it dies. With "call" it
 calls a Python function for each line of JSON that it reads, and writes a line of JSON. With "run" it becomes the
-program WHAT, which does the same:
+program WHAT, which does the same. It writes an empty line first, when it is ready:
 
     {"prompt": "2 + 3 =", "answer": " 5", "record": {"prompt": "2 + 3 =", "solution": "5"}}     read
     {"reward": 1.0}                                                                             written
@@ -49,13 +49,22 @@ def find_function(name: str) -> Reward:
         return BUILT_IN[name]
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
-    return getattr(import_module(module), function)
+    found = getattr(import_module(module), function)
+    if not callable(found):
+        raise TypeError(f"{name} is no function")
+    return found
 
 
-def call_for_lines(function: Reward) -> None:
-    """Answer each request on standard input with a line of JSON on standard output."""
+def call_for_lines(name: str) -> None:
+    """Answer each request on standard input with a line of JSON on standard output.
+
+    Args:
+        name: the name of a reward function.
+    """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the function prints is not a reply
+    function = find_function(name)
+    print(file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         try:
@@ -79,8 +88,9 @@ def main(words: list[str]) -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if how == "run":
+        os.write(1, b"\n")
         os.execvp(what[0], what)
-    call_for_lines(find_function(what[0]))
+    call_for_lines(what[0])
 
 
 if __name__ == "__main__":

@@ -21,8 +21,14 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from titanmoe.config import ConfigError
+from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import RL
 from titanmoe.rl import reward_worker
+
+START_S = 60
+"""Seconds after which a process that is not ready is given up."""
+LONGEST_REPLY = 1 << 20
+"""Bytes of the longest line that a program may write."""
 
 
 class Reward(NamedTuple):
@@ -48,12 +54,12 @@ class Rewards:
             options: the recipe's [rl].
         """
         self.options = options
-        self.command = worker_command(options)
         self.executor = ThreadPoolExecutor(options.reward_workers)
-        self.idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
-        """Workers that compute nothing; None for one whose process has not been started."""
-        for _ in range(options.reward_workers):
-            self.idle.put(None)
+        self.workers = [_Worker(worker_command(options)) for _ in range(options.reward_workers)]
+        self.idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        """Workers that compute nothing."""
+        for worker in self.workers:
+            self.idle.put(worker)
 
     def submit(self, prompt: str, answer: str, record: dict[str, Any]) -> Future[Reward]:
         """Compute the reward of an answer in the background.
@@ -68,21 +74,18 @@ class Rewards:
     def _compute(self, request: dict[str, Any]) -> Reward:
         worker = self.idle.get()
         try:
-            worker = worker or _Worker(self.command)
-            return parse_reply(worker.ask(json.dumps(request), self.options.reward_timeout_s))
-        except _Failed as error:
-            worker.kill()
-            worker = None
-            return Reward(math.nan, str(error))
+            return worker.reward(request, self.options.reward_timeout_s)
         finally:
             self.idle.put(worker)
 
     def close(self) -> None:
-        """End all workers."""
-        self.executor.shutdown(cancel_futures=True)
-        while not self.idle.empty():
-            if worker := self.idle.get():
-                worker.kill()
+        """End all workers, and leave out what they compute."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        for worker in self.workers:
+            worker.interrupt()
+        self.executor.shutdown()
+        for worker in self.workers:
+            worker.kill()
 
 
 def worker_command(options: RL) -> list[str]:
@@ -98,76 +101,136 @@ def worker_command(options: RL) -> list[str]:
 
 
 def check_reward(options: RL) -> None:
-    """Raise a ConfigError unless a worker of the recipe's reward starts and its function can be imported.
+    """Raise a ConfigError unless a worker of the recipe's reward starts, or the program that it runs can be found.
 
     Args:
         options: the recipe's [rl].
     """
-    if options.reward.startswith("run "):
+    name, usage = options.reward, f'give {", ".join(reward_worker.BUILT_IN)}, "module:function", or "run PROGRAM ..."'
+    if name.startswith("run "):
         from shutil import which
 
-        program = shlex.split(options.reward)[1]
-        if which(program) is None:
-            raise ConfigError(
-                [f"rl.reward = {options.reward!r}: there is no program {program!r} here: name one on PATH"]
-            )
+        try:
+            words = shlex.split(name)[1:]
+        except ValueError as error:
+            raise ConfigError([f"rl.reward = {name!r} cannot be read as a command: {error}"]) from None
+        if not words:
+            raise ConfigError([f"rl.reward = {name!r} names no program: {usage}"])
+        if which(words[0]) is None:
+            raise ConfigError([f"rl.reward = {name!r}: there is no program {words[0]!r} here: name one on PATH"])
         return
-    code = f"from {reward_worker.__name__} import find_function; find_function({options.reward!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    if done.returncode:
-        why = done.stderr.strip().splitlines()[-1]
-        raise ConfigError(
-            [
-                f"rl.reward = {options.reward!r} cannot be used: {why}; give {', '.join(reward_worker.BUILT_IN)}, "
-                '"module:function", or "run PROGRAM ..."'
-            ]
-        )
-
-
-def parse_reply(line: str) -> Reward:
-    """Return the reward that a worker's line of JSON has, or why it has none."""
     try:
-        reply = json.loads(line)
+        done = subprocess.run(
+            worker_command(options), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=START_S
+        )
+        why = done.returncode and (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        why = f"it was not imported in {START_S} seconds"
+    if why:
+        raise ConfigError([f"rl.reward = {name!r} cannot be used: {why}; {usage}"])
+
+
+def parse_reply(line: bytes) -> Reward:
+    """Return the reward that a worker's line of JSON has, or why it has none; raise _Failed if it is no reply."""
+    try:
+        reply = parse_json(line)
         if not isinstance(reply, dict):
             reply = {"reward": reply}
         if "error" in reply:
             return Reward(math.nan, str(reply["error"]))
         value = float(reply["reward"])
+    except OverflowError:
+        value = math.inf
     except (ValueError, KeyError, TypeError):
-        return Reward(math.nan, f'the program wrote {line.strip()[:80]!r}, which is not like {{"reward": 1.0}}')
+        text = line.strip()[:80].decode(errors="replace")
+        raise _Failed(f'the program wrote {text!r}, which is not like {{"reward": 1.0}}') from None
     return Reward(value) if math.isfinite(value) else Reward(math.nan, f"the reward is {value}")
 
 
 class _Worker:
-    """A worker's process."""
+    """A worker, whose process starts when it is needed and is replaced when it fails."""
 
     def __init__(self, command: list[str]):
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self.command = command
+        self.process: subprocess.Popen[bytes] | None = None
         self.unread = b""
 
-    def ask(self, line: str, seconds: float) -> str:
-        """Send a line and return the line that comes back; raise _Failed if none does."""
-        deadline, output = time.monotonic() + seconds, self.process.stdout
+    def reward(self, request: dict[str, Any], seconds: float) -> Reward:
+        """Return the reward of an answer.
+
+        Args:
+            request: the line for the process.
+            seconds: time limit, without that for starting a process.
+        """
         try:
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
-            while b"\n" not in self.unread:
-                left = deadline - time.monotonic()
-                if left <= 0 or not select.select([output], [], [], left)[0]:
-                    raise _Failed(f"the reward took more than rl.reward_timeout_s = {seconds:g} seconds")
-                if not (more := os.read(output.fileno(), 1 << 16)):
-                    raise BrokenPipeError
-                self.unread += more
-        except BrokenPipeError:
-            code = self.process.wait()
-            raise _Failed(f"the reward's process ended with exit code {code}") from None
+            if self.process and self.process.poll() is not None:  # it ended after its last reply
+                self.kill()
+            if not self.process:
+                self.process = subprocess.Popen(
+                    self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+                )
+                os.set_blocking(self.process.stdin.fileno(), False)
+                self._exchange(b"", START_S, f"the reward's process was not ready after {START_S} seconds")
+            late = f"the reward took more than rl.reward_timeout_s = {seconds:g} seconds"
+            return parse_reply(self._exchange(json.dumps(request).encode() + b"\n", seconds, late))
+        except (_Failed, OSError) as error:  # OSError: no process can be started
+            self.kill()
+            return Reward(math.nan, str(error))
+
+    def _exchange(self, unsent: bytes, seconds: float, late: str) -> bytes:
+        """Send bytes to the process and return the line that comes back; raise _Failed if none does, or several do.
+
+        Args:
+            unsent: the bytes.
+            seconds: time limit.
+            late: message after that time.
+        """
+        deadline, source, target = time.monotonic() + seconds, self.process.stdout, self.process.stdin
+        while b"\n" not in self.unread:
+            pipes = select.poll()
+            pipes.register(source, select.POLLIN)
+            if unsent:
+                pipes.register(target, select.POLLOUT)
+            ready = dict(pipes.poll(1000 * max(0.0, deadline - time.monotonic())))
+            if not ready:
+                raise _Failed(late)
+            if source.fileno() in ready:
+                self._read(deadline)
+            else:
+                try:
+                    unsent = unsent[target.write(unsent) :]
+                except BrokenPipeError:  # its output ends, too, or the time is up
+                    unsent = b""
         line, _, self.unread = self.unread.partition(b"\n")
-        return line.decode(errors="replace")
+        if unsent or self.unread:
+            raise _Failed("the program wrote more than one line for an answer")
+        return line
+
+    def _read(self, deadline: float) -> None:
+        """Read what the process has written; raise _Failed if that has ended, or is no line."""
+        more = os.read(self.process.stdout.fileno(), 1 << 16)
+        self.unread += more
+        if len(self.unread) > LONGEST_REPLY:
+            raise _Failed(f"the program wrote a line of more than {LONGEST_REPLY:,} bytes")
+        if not more:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(max(0.0, deadline - time.monotonic()))
+            code = self.process.returncode
+            how = "closed its output" if code is None else f"ended with exit code {code}"
+            raise _Failed(f"the reward's process {how}")
+
+    def interrupt(self) -> None:
+        """Kill the process and what it has started; do nothing if there is none."""
+        process = self.process
+        with suppress(ProcessLookupError):
+            if process:
+                os.killpg(process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """Kill the process and what it has started, and wait for its end."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            pipe.close()
+        self.interrupt()
+        if self.process:
+            self.process.wait()
+            for pipe in (self.process.stdin, self.process.stdout):
+                pipe.close()
+        self.process, self.unread = None, b""
