@@ -125,11 +125,13 @@ def summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
     rewards = [one.reward for one in rollouts if not math.isnan(one.reward)]
     by_prompt: dict[int, set[float]] = {}
     for one in rollouts:
-        by_prompt.setdefault(one.prompt, set()).add(one.reward)
+        values = by_prompt.setdefault(one.prompt, set())
+        if not math.isnan(one.reward):
+            values.add(one.reward)
     return {
         "rl.reward": sum(rewards) / max(1, len(rewards)),
         "rl.unrewarded": len(rollouts) - len(rewards),
         "rl.length": sum(len(one.tokens) for one in rollouts) / len(rollouts),
         "rl.cut": sum(one.is_cut for one in rollouts) / len(rollouts),
-        "rl.equal_rewards": sum(len(values) == 1 for values in by_prompt.values()) / len(by_prompt),
+        "rl.equal_rewards": sum(len(values) <= 1 for values in by_prompt.values()) / len(by_prompt),
     }
