@@ -178,7 +178,7 @@ def _read_file(path: str) -> tuple[list[tuple[str, str | Messages]], list[str]]:
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                prompts.append((f"{path}:{number}", _read_line(line)))
+                prompts.append((f"{path}:{number}", read_prompt(parse_json(line))))
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
     if not prompts and not problems:
@@ -186,11 +186,10 @@ def _read_file(path: str) -> tuple[list[tuple[str, str | Messages]], list[str]]:
     return prompts, problems
 
 
-def _read_line(line: bytes) -> str | Messages:
-    """Return the prompt in a line of JSON; ValueError if it has none."""
+def read_prompt(record: Any) -> str | Messages:
+    """Return the prompt in a record of a JSONL file; ValueError if it has none."""
     from titanmoe.data.chat_layouts import read_chat
 
-    record = parse_json(line)
     if isinstance(record, str):
         return record
     if not isinstance(record, dict):
@@ -199,7 +198,9 @@ def _read_line(line: bytes) -> str | Messages:
     if isinstance(prompt, str):
         return prompt
     messages = prompt if isinstance(prompt, list) else read_chat(record)[0]
-    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+    ):
         raise ValueError('has messages that are not like {"role": "user", "content": "..."}')
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -76,13 +77,24 @@ def contradictions(config: Config) -> Iterator[Violation]:
             f"rl.kl = {rl.kl} keeps the model near the weights under its adapters, and there are none: set lora.rank, "
             "or kl = 0",
         )
-    interval = config.checkpoint.interval
-    if config.checkpoint.enable and interval % rl.updates:
+    checkpoint, seq_len = config.checkpoint, config.training.seq_len
+    if generation.max_tokens >= seq_len:
         yield Violation(
-            ("rl.updates", "checkpoint.interval"),
-            f"checkpoint.interval = {interval} is no multiple of rl.updates = {rl.updates}, and a checkpoint has no "
-            f"answers that were not learned from: use {max(1, interval // rl.updates) * rl.updates}",
+            ("generation.max_tokens", "training.seq_len"),
+            f"generation.max_tokens = {generation.max_tokens} leaves no room for prompts in training.seq_len = "
+            f"{seq_len}: lower it, or raise seq_len",
         )
+    saves_best = checkpoint.keep_best or config.training.stop_after
+    for option, interval in (
+        ("checkpoint.interval", checkpoint.interval),
+        ("rl.eval_interval", rl.eval_interval if saves_best else 0),
+    ):
+        if checkpoint.enable and interval % rl.updates:
+            yield Violation(
+                ("rl.updates", option),
+                f"{option} = {interval} is no multiple of rl.updates = {rl.updates}, and a checkpoint has no answers "
+                f"that were not learned from: use {max(1, interval // rl.updates) * rl.updates}",
+            )
     for path, value, plain in (
         ("training.epochs", config.training.epochs, 0),
         ("training.objective", config.training.objective, "cross_entropy"),
@@ -108,24 +120,24 @@ def check_prompts(config: Config) -> None:
 
     problems = []
     degrees = {"pp": 1, "cp": 1, **vars(config.generation.parallelism)}
-    for check in (
-        lambda: read_prompts(config),
-        lambda: check_reward(config.rl),
-        lambda: config_to_run(config, config.job.ranks, degrees, None, "cpu"),
+    for check, table in (
+        (lambda: read_prompts(config), ""),
+        (lambda: check_reward(config.rl), ""),
+        (lambda: config_to_run(config, config.job.ranks, degrees, None, "cpu"), "generation: "),
     ):
         try:
             check()
         except ConfigError as error:
-            problems += error.problems
+            problems += [table + problem for problem in error.problems]
     if problems:
         raise ConfigError(problems)
 
 
 def read_prompts(config: Config) -> Prompts:
     """Return the prompts of [rl]; ConfigError with everything that is wrong with them."""
-    from titanmoe.data.chat import ChatError, open_chat_encoder
+    from titanmoe.data.chat import open_chat_encoder
     from titanmoe.data.tokenizer import open_tokenizer
-    from titanmoe.generate.prompts import with_begin
+    from titanmoe.generate.prompts import read_prompt, with_begin
 
     rl, longest = config.rl, config.training.seq_len - config.generation.max_tokens
     tokenizer = open_tokenizer(config.data.tokenizer)
@@ -133,16 +145,25 @@ def read_prompts(config: Config) -> Prompts:
     records: list[PromptRecord] = []
     problems: list[str] = []
     for place, record in _records(rl.prompts, problems):
-        prompt = record.get("prompt", record.get("messages"))
         try:
-            if isinstance(prompt, list):
-                chat = chat or open_chat_encoder(config.data.chat_template, tokenizer)
-                ids, text = chat.encode_prompt(prompt).tolist(), str(prompt[-1].get("content"))
-            elif isinstance(prompt, str):
+            prompt = read_prompt(record)
+            json.dumps(prompt, ensure_ascii=False).encode()  # each tokenizer fails in its own way
+            if isinstance(prompt, str):
                 ids, text = tokenizer.encode_all([prompt])[0].tolist(), prompt
             else:
-                raise ChatError(f'has {", ".join(record) or "nothing"}, and no "prompt" or "messages"')
-        except ChatError as error:
+                chat = chat or open_chat_encoder(config.data.chat_template, tokenizer)
+                ids, text = chat.encode_prompt(prompt).tolist(), str(prompt[-1].get("content"))
+            if rl.reward == "regex":
+                re.compile(str(record.get("solution")))
+        except ConfigError:  # of the chat template
+            raise
+        except UnicodeEncodeError:
+            problems.append(f"{place} has half of a surrogate pair, which is no character: leave it out")
+            continue
+        except re.error as error:
+            problems.append(f'{place} has a "solution" that is no regular expression: {error}')
+            continue
+        except ValueError as error:
             problems.append(f"{place} {error}")
             continue
         ids = with_begin(ids, tokenizer)
@@ -158,12 +179,18 @@ def read_prompts(config: Config) -> Prompts:
         records.append(PromptRecord(len(records), text, ids, record))
     if len(problems) > 5:
         problems = [*problems[:5], f"and {len(problems) - 5} more lines like these"]
-    held_out = [one for one in records if rl.held_out and one.number % rl.held_out == rl.held_out - 1]
-    trained = [one for one in records if one not in held_out]
+    trained, held_out = [], []
+    for one in records:
+        (held_out if rl.held_out and one.number % rl.held_out == rl.held_out - 1 else trained).append(one)
     if not problems and (not trained or (rl.held_out and not held_out)):
         problems.append(
             f"rl.prompts have {len(records)} records, of which {len(held_out)} are held out: give more, or change "
             "rl.held_out"
+        )
+    if tokenizer.vocab_size > config.model.vocab_size:
+        problems.append(
+            f"model.vocab_size = {config.model.vocab_size} is below the {tokenizer.vocab_size} of data.tokenizer = "
+            f"{config.data.tokenizer!r}: use {tokenizer.vocab_size} or more"
         )
     if problems:
         raise ConfigError(problems)

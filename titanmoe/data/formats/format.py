@@ -53,7 +53,8 @@ class FormatSpec(Spec):
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         data = config.data
-        if data.chat_template and not (self.conversations or self.completions_per_prompt > 1):
+        reads_chats = self.conversations or self.completions_per_prompt > 1 or config.rl.reward
+        if data.chat_template and not reads_chats:
             yield Violation(
                 ("data.chat_template", "data.format"),
                 f'data.chat_template = "{data.chat_template}" is for chats, and data.format = "{data.format}" reads '
