@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,6 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.shuffle import permute
-from titanmoe.data.tokenizer import FILE
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
 from titanmoe.generate.loop import Generated, Generator, Prompt, Stop
@@ -61,9 +59,8 @@ class PromptLoader(NoLoader):
         self.prompts: Prompts = read_prompts(config)
         self.seed, self.consumed = config.training.seed, 0
         self.answers = config.rl.answers
-        file = getattr(self.prompts.tokenizer, "file", None)
-        if file is not None:
-            self.mix = SimpleNamespace(tokenizer=_FileTokenizer(self.prompts.tokenizer.identity, file), sources=())
+        if self.prompts.tokenizer.files():
+            self.mix = SimpleNamespace(tokenizer=self.prompts.tokenizer, sources=())
         self.epoch_messages: list[str] = []
 
     def take(self, count: int) -> list[PromptRecord]:
@@ -121,17 +118,6 @@ class PromptLoader(NoLoader):
                 ]
             )
         self.consumed = int(state["consumed"])
-
-
-class _FileTokenizer(SimpleNamespace):
-    """A tokenizer's identity and files, which checkpoints carry."""
-
-    def __init__(self, identity: str, file: Path):
-        super().__init__(identity=identity, file=file)
-
-    def files(self) -> dict[str, Path]:
-        """Return the paths of the tokenizer's files, by name."""
-        return {FILE: self.file}
 
 
 class LiveGenerator:
