@@ -14,8 +14,8 @@ from tests.support import byte_pairs, processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.tokenizer import ByteTokenizer
-from titanmoe.rl.loop import PromptLoader
-from titanmoe.rl.prompts import check_prompts, read_prompts
+from titanmoe.rl.policy_trainer import PromptLoader
+from titanmoe.rl.prompt_records import check_prompts, read_prompts
 from titanmoe.train.refusals import check_inputs_and_resolve
 
 CHATML = str(processes.ROOT / "train_configs/chatml.jinja")

@@ -47,7 +47,7 @@ MESSAGE_S = 10
 """Seconds between messages while ranks wait for rewards; shorter than any timeout of a collective."""
 SHOWN = 4
 """Answers to held-out prompts that the console and the report show after an evaluation."""
-ANSWERS = "answers.jsonl"
+ANSWERS = "rollouts.jsonl"
 """File of the run's folder with the answers to one prompt of each step, and to all held-out prompts."""
 
 
@@ -67,7 +67,8 @@ class PromptLoader(NoLoader):
         """Return the next prompts and advance."""
         prompts, before = self._next(count), self.epoch
         self.consumed += count
-        self.epoch_messages = [f"prompts begin epoch {self.epoch}"] if self.epoch > before else []
+        if self.epoch > before:
+            self.epoch_messages.append(f"prompts begin epoch {self.epoch}")
         return prompts
 
     def _next(self, count: int) -> list[PromptRecord]:
@@ -175,39 +176,51 @@ class PolicyTrainer(Trainer):
             if self.rewards:
                 self.rewards.close()
 
+    def _train(self) -> int:
+        self.rounds = []  # of steps after the checkpoint that the run may have gone back to
+        return super()._train()
+
     def train_step(self) -> dict[str, Any]:
         """Generate answers if none are left, and make one step. Collective over the world.
 
         Returns:
-            The step's metrics by name.
+            The step's metrics by name; {} if there is nothing to learn from, and the weights stay as they are.
         """
         session, step, temperature = self.session, self.step + 1, self.config.generation.temperature
         observe.active.phase("data", step)
+        self.loader.epoch_messages = []
         if not self.rounds:
             self.rounds = self._generate_round(step)
         batch, metrics = self.rounds.pop(0)
-        observe.active.phase("forward_backward", step)
-        counts = session.count(batch, self.loss, 1.0)
-        result = session.forward_backward(
-            batch, self.loss, counts=counts, temperature=temperature, log_probs=True, entropy=True
-        )
-        report = session.optim_step()
+        report: dict[str, Any] = {}
+        if batch.extra_fields["weight"].any():
+            observe.active.phase("forward_backward", step)
+            counts = session.count(batch, self.loss, 1.0)
+            result = session.forward_backward(
+                batch, self.loss, counts=counts, temperature=temperature, log_probs=True, entropy=True
+            )
+            report = session.optim_step() | metrics | self.loss.metrics(result.log_probs, batch, result.entropy)
+        else:
+            self.training.state.step += 1
+            self.training.state.skips.skipped += 1
+            text = "no update: no answer of this step has a reward and may be learned from (rl.reward, rl.cut)"
+            observe.active.event(step, "skip", text)
         stop = torch.tensor(int(self.training.checkpoints.wants_to_stop()))
         if session.group:
             dist.all_reduce(stop, dist.ReduceOp.MAX, group=session.group)
         self.stopping = bool(stop) and not self.rounds  # a checkpoint has no answers that were not learned from
-        report |= metrics | self.loss.metrics(result.log_probs, batch, result.entropy)
         interval = self.config.rl.eval_interval
-        if interval and (self.step % interval == 0 or self.step >= self.training.steps):
+        if report and interval and (self.step % interval == 0 or self.step >= self.training.steps):
             observe.active.phase("validation", self.step)
             report |= self._evaluate()
         return report
 
     def _generate_round(self, step: int) -> list[tuple[Batch, dict[str, Any]]]:
-        """Generate answers for `rl.updates` steps; return their batches and metrics."""
+        """Generate answers for `rl.updates` steps, or those that are left; return their batches and metrics."""
         rl, begin = self.config.rl, time.monotonic()
         self.live.renew()
-        parts = [self.loader.take(rl.prompts_per_step) for _ in range(rl.updates)]
+        updates = min(rl.updates, self.training.steps - self.step)
+        parts = [self.loader.take(rl.prompts_per_step) for _ in range(updates)]
         prompts = [prompt for part in parts for prompt in part]
         rollouts = self._answer(prompts, step, rl.answers, greedy=False)
         seconds = time.monotonic() - begin
@@ -251,8 +264,8 @@ class PolicyTrainer(Trainer):
             }
             for one in rollouts[:SHOWN]
         ]
-        report = {"val_reward": found["rl.reward"], "val_length": found["rl.length"], "samples": samples}
-        return report | {"val_s": time.monotonic() - begin}
+        report = {"samples": samples, "val_length": found["rl.length"], "val_s": time.monotonic() - begin}
+        return report if found["rl.unrewarded"] == len(rollouts) else report | {"val_reward": found["rl.reward"]}
 
     def _answer(self, records: Sequence[PromptRecord], step: int, answers: int, greedy: bool) -> list[Rollout]:
         """Generate answers to prompts, and reward them. Collective over the world.

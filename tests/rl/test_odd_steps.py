@@ -1,0 +1,105 @@
+"""Runs of reinforcement learning whose rewards fail, whose prompts are few, or that hardly sample."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import parity, world
+from tests.support import byte_pairs
+from titanmoe.data.tokenizer import FILE, SETTINGS
+from titanmoe.parallel.materialize import local_shard
+from titanmoe.rl.policy_trainer import ANSWERS, PolicyTrainer, PromptLoader
+
+RUN: dict[str, Any] = {
+    "model.vocab_size": 320,
+    "training.seq_len": 24,
+    "training.steps": 2,
+    "moe.aux_loss": 0.0,
+    "rl.prompts_per_step": 2,
+    "rl.answers": 2,
+    "rl.reward_workers": 1,
+    "generation.max_tokens": 4,
+    "generation.batch_size": 2,
+    "metrics.console": "lines",
+    "job.name": "run",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    lines = [json.dumps({"prompt": f"{i % 6} +", "number": i}) for i in range(7)]  # two are equal
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def train(changes: dict[str, Any], folder: str) -> tuple[bool, int, int]:
+    """Train on a rank; return whether the weights stayed, the step, and the number of prompts taken."""
+    changes = RUN | {"rl.prompts": [f"{folder}/prompts.jsonl"], "job.dump_folder": folder} | changes
+    training = parity.make_trainer(changes, loader=PromptLoader).training
+    trainer = PolicyTrainer(parity.read(changes, training.runtime.world), training)
+    before = {name: local_shard(x.detach())[0].clone() for name, x in training.parameters.items()}
+    trainer.train()
+    stays = all(torch.equal(before[name], local_shard(x.detach())[0]) for name, x in training.parameters.items())
+    return stays, trainer.step, training.loader.consumed
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    path = folder / "run" / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(folder: Path, changes: dict[str, Any], ranks: int = 1) -> tuple[bool, int, int]:
+    return world.run(ranks, train, changes, str(folder))[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_without_rewards_changes_nothing_and_is_said(folder: Path, ranks: int) -> None:
+    stays, step, _ = run(folder, {"rl.reward": "tests.support.odd_rewards:nothing"}, ranks)
+    assert stays and step == 2
+    events = [(line["step"], line["kind"], line["text"]) for line in lines(folder, "events.jsonl")]
+    for number in (1, 2):
+        assert (number, "reward", "4 of 4 answers got no reward and are left out: ValueError: no") in events
+        assert any(event[:2] == (number, "skip") and event[2].startswith("no update: no answer") for event in events)
+    assert [line["reward"] for line in lines(folder, ANSWERS)] == [None] * 4
+
+
+def test_groups_of_one_have_no_advantage(folder: Path) -> None:
+    changes = {"rl.reward": "tests.support.odd_rewards:every_second", "optimizer.weight_decay": 0.0}
+    stays, step, _ = run(folder, changes)
+    assert stays and step == 2  # gradients of 0 from the first step on
+    metrics = lines(folder, "metrics.jsonl")
+    assert [line["rl.unrewarded"] for line in metrics] == [2, 2]
+    assert all(line["rl.reward"] == 1 and line["rl.equal_rewards"] == 1 for line in metrics)
+    assert [line["grad_norm"] for line in metrics] == [0, 0]
+
+
+def test_seven_prompts_and_rounds_of_three_steps(folder: Path) -> None:
+    changes = {"rl.reward": "tests.support.odd_rewards:remainder", "rl.updates": 3, "training.steps": 4}
+    stays, step, consumed = run(folder, changes | {"rl.held_out": 7, "rl.eval_interval": 3})
+    assert not stays and step == 4
+    assert consumed == 8  # no answers to prompts that no step would learn from
+    metrics = lines(folder, "metrics.jsonl")
+    assert [line["step"] for line in metrics if line["rl.generate_s"]] == [1, 4]
+    assert [line["step"] for line in metrics if "val_reward" in line] == [3, 4]
+    assert [line["policy.clipped"] for line in metrics[:1]] == [0]
+
+
+def test_a_tiny_temperature_samples_the_most_probable(folder: Path) -> None:
+    changes = {"rl.reward": "tests.support.odd_rewards:remainder", "generation.temperature": 1e-4}
+    _, step, _ = run(folder, changes)
+    metrics = lines(folder, "metrics.jsonl")
+    assert step == 2 and all(math.isfinite(line["grad_norm"]) for line in metrics)
+    assert all(line["rl.equal_rewards"] == 1 and line["policy.entropy"] < 0.05 for line in metrics)
+
+
+def test_checkpoints_carry_the_settings_beside_a_tokenizer(folder: Path) -> None:
+    changes = RUN | {"rl.prompts": [f"{folder}/prompts.jsonl"], "rl.reward": "tests.support.odd_rewards:remainder"}
+    assert PromptLoader(parity.read(changes, 1), 0, 1).mix.tokenizer is None
+    changes |= {"data.tokenizer": str(byte_pairs.write_tokenizer(folder))}
+    assert {FILE, SETTINGS} <= PromptLoader(parity.read(changes, 1), 0, 1).mix.tokenizer.files().keys()
