@@ -14,7 +14,8 @@ from tests import parity, world
 from tests.support import byte_pairs
 from titanmoe.data.tokenizer import FILE, SETTINGS
 from titanmoe.parallel.materialize import local_shard
-from titanmoe.rl.policy_trainer import ANSWERS, PolicyTrainer, PromptLoader
+from titanmoe.rl.policy_trainer import PolicyTrainer, PromptLoader
+from titanmoe.train.run_folder import ROLLOUTS
 
 RUN: dict[str, Any] = {
     "model.vocab_size": 320,
@@ -66,7 +67,7 @@ def test_a_step_without_rewards_changes_nothing_and_is_said(folder: Path, ranks:
     for number in (1, 2):
         assert (number, "reward", "4 of 4 answers got no reward and are left out: ValueError: no") in events
         assert any(event[:2] == (number, "skip") and event[2].startswith("no update: no answer") for event in events)
-    assert [line["reward"] for line in lines(folder, ANSWERS)] == [None] * 4
+    assert [line["reward"] for line in lines(folder, ROLLOUTS)] == [None] * 4
 
 
 def test_groups_of_one_have_no_advantage(folder: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests import parity, world
-from titanmoe.rl.policy_trainer import ANSWERS, PolicyTrainer, PromptLoader
+from titanmoe.rl.policy_trainer import PolicyTrainer, PromptLoader
+from titanmoe.train.run_folder import ROLLOUTS
 
 RUN: dict[str, Any] = {
     "model.vocab_size": 320,
@@ -75,7 +76,7 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def compare(one: Path, other: Path, weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    assert lines(one, ANSWERS) == lines(other, ANSWERS)
+    assert lines(one, ROLLOUTS) == lines(other, ROLLOUTS)
     for wanted, found in zip(lines(one, "metrics.jsonl"), lines(other, "metrics.jsonl"), strict=True):
         names = {
             name

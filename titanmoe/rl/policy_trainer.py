@@ -40,6 +40,7 @@ from titanmoe.rl.prompt_records import PromptRecord, Prompts, read_prompts
 from titanmoe.rl.rewards import Reward, Rewards
 from titanmoe.rl.rollouts import Rollout, advantages_and_weights, columns, summary
 from titanmoe.session import Session
+from titanmoe.train.run_folder import ROLLOUTS
 from titanmoe.train.trainer import Trainer
 from titanmoe.train.training import Training
 
@@ -47,8 +48,6 @@ MESSAGE_S = 10
 """Seconds between messages while ranks wait for rewards; shorter than any timeout of a collective."""
 SHOWN = 4
 """Answers to held-out prompts that the console and the report show after an evaluation."""
-ANSWERS = "rollouts.jsonl"
-"""File of the run's folder with the answers to one prompt of each step, and to all held-out prompts."""
 
 
 class PromptLoader(NoLoader):
@@ -329,7 +328,7 @@ class PolicyTrainer(Trainer):
             records: the prompts.
             rollouts: the answers.
         """
-        with (self.training.folder.path / ANSWERS).open("a", encoding="utf-8") as file:
+        with (self.training.folder.path / ROLLOUTS).open("a", encoding="utf-8") as file:
             for one in rollouts:
                 record, reward = records[one.prompt], None if math.isnan(one.reward) else one.reward
                 line = {"step": step, "prompt": record.number, "text": record.text, "answer": one.text}

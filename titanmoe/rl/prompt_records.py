@@ -102,6 +102,8 @@ def contradictions(config: Config) -> Iterator[Violation]:
         ("moe.jitter", config.moe.jitter, 0.0),
         ("moe.capacity_factor", config.moe.capacity_factor, 0.0),
         ("data.skip_steps", config.data.skip_steps, []),
+        ("validation.interval", config.validation.interval, 0),
+        ("validation.quiz.interval", config.validation.quiz.interval, 0),
     ):
         if value != plain:
             yield Violation(("rl.reward", path), f"{path} = {value!r} cannot be used with [rl]: use {path} = {plain!r}")

@@ -27,9 +27,11 @@ EXPERTS, RANKS, QUIZ = "experts.jsonl", "ranks.jsonl", "quiz.jsonl"
 EVENTS, CONFIG, SAMPLE = "events.jsonl", "config.toml", "first_sample.txt"
 OLD_QUIZ = "answers.jsonl"
 """Name of quiz.jsonl in the folders of earlier versions."""
-FILES = METRICS, EXPERTS, RANKS, QUIZ, OLD_QUIZ, EVENTS
+ROLLOUTS = "rollouts.jsonl"
+"""File with answers to prompts of reinforcement learning, and their rewards."""
+FILES = METRICS, EXPERTS, RANKS, QUIZ, OLD_QUIZ, EVENTS, ROLLOUTS
 """JSONL files of a run, of whose lines each has a step."""
-REPEATED_EVENTS = "spike", "skip", "divergence", "samples"
+REPEATED_EVENTS = "spike", "skip", "divergence", "samples", "reward"
 """Kinds of events that a step writes that is made a second time after a resume."""
 COMMAND = "TITANMOE_COMMAND"
 """Environment variable in which `titanmoe train` stores the command that the user typed."""
