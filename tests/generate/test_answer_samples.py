@@ -13,6 +13,7 @@ import torch
 from tests import parity, reference, world
 from tests.checkpoint import runs
 from tests.generate import saved
+from tests.launcher.test_launch import started
 from tests.support.live_bytes import LiveBytes
 from titanmoe.config import ConfigError
 from titanmoe.data.tokenizer import ByteTokenizer
@@ -140,11 +141,14 @@ def test_answers_are_shown(texts: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert b"    3 prompts answered\n" in file.read_bytes()
 
 
-def chats(folder: Path) -> dict[str, Any]:
-    """A run on chats, in ChatML through bytes."""
-    chat = [{"role": "user", "content": "Norway?"}, {"role": "assistant", "content": "Oslo."}]
-    (folder / "chats.jsonl").write_text("\n".join([json.dumps({"messages": chat})] * 4))
-    return {"data.paths": [str(folder / "chats.jsonl")], "data.format": "chat", "data.chat_template": str(CHATML)}
+def test_the_command_answers_prompts(texts: Path, tmp_path: Path) -> None:
+    """And refuses one that is too long before it starts ranks."""
+    changes = TEXTS | {"data.paths": [str(texts)], "training.steps": 2}
+    done = started(tmp_path, forks=True, **changes).wait()
+    assert done.returncode == 0 and "\nstep 2  SAMPLES: 3 prompts answered\n  a\n    > " in done.stdout, done.stderr
+    done = started(tmp_path, forks=True, **changes | {"validation.samples": {"prompts": ["a" * 32]}}).wait()
+    assert done.returncode == 2 and "more than training.seq_len = 32: shorten it" in done.stderr
+    assert "2 ranks" not in done.stdout
 
 
 def test_prompts_are_read_as_texts_or_chats(tmp_path: Path) -> None:
