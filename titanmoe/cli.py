@@ -288,11 +288,13 @@ def _describe_sharding(config: Config, fold: Fold) -> list[str]:
     There is a line for each module, with its style, mesh and sharded dims, and one on the layers of each pipeline
     stage.
     """
-    from titanmoe.parallel.parallel_plan import make_plan
+    from titanmoe.parallel.parallel_plan import make_plan, vocabulary_plan
 
     meshes = {"tp": f"tp {fold.tp}", "ep x etp": f"ep {fold.ep} x etp {fold.etp}", "stage": f"stage of {fold.stage}"}
+    meshes["pp x tp"] = f"pp {fold.pp} x tp {fold.tp}"
+    plan, shared = make_plan(config, range(config.model.num_layers)), config.parallelism.vocab == "pipeline"
     rows: dict[str, list[tuple[str, ...]]] = {}
-    for path, style in make_plan(config, range(config.model.num_layers)).items():
+    for path, style in ((vocabulary_plan() if shared else {}) | plan).items():
         block, module = re.fullmatch(r"(layers\.[^.]+|mtp\.0\.block|)\.?(.+)", path).groups()
         dims = ", ".join(f"{name} {'-' if dim is None else dim}" for name, dim in style.dims.items())
         cells = ("  " * bool(block) + module, type(style).__name__, meshes[style.mesh], dims)
@@ -306,7 +308,8 @@ def _describe_sharding(config: Config, fold: Fold) -> list[str]:
         stages = len(stage_ranks(config.pipeline, fold.pp))
         layers = split_layers(config.model, config.training.seq_len, stages, config.pipeline.layers_per_stage)
         shown = "; ".join(map(_format_ranges, layers))
-        lines.append(f"{stages} pipeline stages: embed and layers {shown} and head")
+        shown = f"layers {shown}; embed and head over all" if shared else f"embed and layers {shown} and head"
+        lines.append(f"{stages} pipeline stages: {shown}")
     return lines
 
 

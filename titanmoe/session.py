@@ -39,6 +39,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.routes import Routes
 from titanmoe.models.lora import without_adapters
+from titanmoe.models.vocabulary import Head
 from titanmoe.parallel.batch_slice import BatchSlice, check_alike
 from titanmoe.parallel.data_parallel import free_gathered
 from titanmoe.tokens import NO_EXPERT
@@ -102,18 +103,20 @@ class Session:
     """A run on all ranks, without a loader and a loop. `open_session` makes it."""
 
     def __init__(self, config: Config, training: Training, owns_process_group: bool = False, ids: int = 0):
-        size, tp = config.model.vocab_size, config.parallelism.tp
-        if ids and not size - size // tp < ids <= size:
+        size, mapping = config.model.vocab_size, config.parallelism
+        axes, ranks = ("pp * tp", mapping.pp * mapping.tp) if mapping.vocab == "pipeline" else ("tp", mapping.tp)
+        before_last = -(-size // ranks) * (ranks - 1)
+        if ids and not before_last < ids <= size:
             raise ConfigError(
                 [
-                    f"ids = {ids} do not fit model.vocab_size = {size}, of which each rank of tp = {tp} needs one that "
-                    f"exists: give more than {size - size // tp} and at most {size}, or 0 for all"
+                    f"ids = {ids} do not fit model.vocab_size = {size}, of which each rank of {axes} = {ranks} needs "
+                    f"one that exists: give more than {before_last} and at most {size}, or 0 for all"
                 ]
             )
         self.config, self.training, self.owns_process_group = config, training, owns_process_group
         self.ids = ids or size
         """Number of ids that exist, by which batches are checked."""
-        for head in (stage.head for stage in training.stages if stage.head is not None):
+        for head in (stage.head for stage in training.stages if isinstance(stage.head, Head)):
             head.ids = ids
         self.meshes, self.device = training.meshes, training.device
         self.group = dist.new_group(backend="gloo") if training.runtime.world > 1 else None
@@ -351,7 +354,7 @@ class Session:
             raise ConfigError(
                 [f'the head of objective "{own}" returns neither entropies nor a loss with a temperature or fewer ids']
             )
-        heads = [stage.head for stage in self.training.stages if stage.head is not None]
+        heads = [stage.head for stage in self.training.stages if isinstance(stage.head, Head)]
         before = [(head.loss_temperature, head.with_entropy) for head in heads]
         for head in heads:
             head.loss_temperature, head.with_entropy = temperature, head.with_entropy or entropy

@@ -126,10 +126,11 @@ PRIVATE = (
         (
             *("_load_csv", "_step_microbatches", "_has_backward", "_stages", "_n_microbatches"),
             *("_assert_unsharded", "_maybe_compute_loss", "_maybe_get_loss", "_prepare_schedule_with_comms"),
+            "_comp_type_to_function_map",
         ),
         "parallel",
         "a step on microbatches that are already split, with or without backward; our own rows; the two halves of "
-        "a pair",
+        "a pair; actions of our own kinds",
     ),
     Private(
         f"{_SCHEDULES}._PipelineScheduleRuntime",

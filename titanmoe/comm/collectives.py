@@ -154,6 +154,17 @@ def _all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     return wait(_ops.all_reduce(x.contiguous(), op, group.name), group)
 
 
+def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
+    """Return a copy of the source rank's x on every rank of the group. Not differentiable.
+
+    Args:
+        x: the values on the source rank; on other ranks a tensor of the same shape and dtype, whose values are ignored.
+        source: the rank in the group whose values are sent.
+        group: the ranks that call this function together.
+    """
+    return x if group.size == 1 else wait(_ops.broadcast(x.contiguous(), source, group.name), group)
+
+
 def launch_all_reduce(x: Tensor, group: Group) -> Tensor:
     """Start to sum x over the group, in place. Call `wait` on the result before x or the result is used."""
     return _ops.all_reduce_(x, "sum", group.name)

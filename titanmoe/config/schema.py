@@ -536,6 +536,8 @@ class Parallelism:
     """Tensor parallel, with sequence parallel: number of ranks that matrices are sharded over. Keep it inside a node."""
     pp: Annotated[int, Range(1, RANKS)] = 1
     """Pipeline parallel: number of ranks that the layers are divided among. For models that do not fit otherwise."""
+    vocab: Literal["tensor", "pipeline"] = "tensor"
+    """Ranks that the embedding and the head are sharded over. tensor: over tp, the embedding in the first pipeline stage and the head in the last. pipeline: both over pp and tp together (Vocabulary Parallelism, arXiv 2411.05288), so that no stage has more weights or work than the others; every rank then waits for all stages once per microbatch. For many stages and a large vocabulary, where the last stage without any layer would still be the slowest (docs/parallelism.md). With schedules GPipe, 1F1B and Interleaved1F1B."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Whether FSDP frees gathered weights between forward and backward. always: least memory. never: saves an all-gather. auto: always without a pipeline, never with one (else each microbatch would gather again; all stages of the rank then stay gathered). Experts with edp = 1 need no gathering: unless this is "always", a copy of them in mixed_precision_param exists from the step's first forward to its last backward (2 bytes per parameter in bfloat16; no copy if training.dtype is the same)."""
     reduce_once: bool = False

@@ -18,6 +18,7 @@ from titanmoe.fold.attention_backend import attention_violations
 from titanmoe.fold.degrees import DEGREE_PATHS, resolve_degrees
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
 from titanmoe.fold.unsharded_experts import accumulation_violations
+from titanmoe.fold.vocabulary_passes import vocabulary_violations
 
 ROW_BYTES = 16
 """The row length of a grouped product is a multiple of so many bytes, or of so many 8-bit numbers."""
@@ -50,6 +51,7 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
         (accumulation_violations, "edp"),
         (_schedule, "pp", "dp"),
         (pair_violations, "pp", "ep", "etp"),
+        (vocabulary_violations, "pp", "tp"),
     ):
         if set(names) <= degrees.keys():
             yield from law(config, *(degrees[name] for name in names))
@@ -181,7 +183,8 @@ def divided_fields(config: Config) -> dict[str, dict[str, int]]:
     for spec in config.components.specs(config):
         for degree, fields in spec.divided(config).items():
             divided.setdefault(degree, {}).update(fields)
-    divided["tp"]["model.vocab_size"] = model.vocab_size
+    if config.parallelism.vocab == "tensor":
+        divided["tp"]["model.vocab_size"] = model.vocab_size
     moe = moe_layers(model)
     if moe < model.num_layers:
         divided["tp"]["model.dense_hidden"] = model.dense_hidden

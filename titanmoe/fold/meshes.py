@@ -122,6 +122,15 @@ class Meshes:
     within: Group  # of expert_group, those on this rank's node
     etp: Group  # where gradients are summed over it: with adapters
     across: Group  # of expert_group, those with this rank's place on the group's other nodes
+    stages: Group  # pp, for collectives that computation waits for: with a vocabulary sharded over pp and tp
+    vocabulary: Group  # pp x tp: ranks that shard this vocabulary
+    vocabulary_mesh: DeviceMesh | None  # (dp_replicate, fsdp, vocabulary) of all ranks, vocabulary being pp x tp
+
+    @property
+    def vocabulary_data(self) -> DeviceMesh:
+        """The axes that shard what pp and tp leave of the vocabulary on a rank: ([dp_replicate,] fsdp)."""
+        mesh = self.vocabulary_mesh
+        return mesh["fsdp"] if self.fold.dp_replicate == 1 else mesh["dp_replicate", "fsdp"]
 
 
 def build_meshes(
@@ -131,6 +140,7 @@ def build_meshes(
     timeout: timedelta | None = None,
     trains: bool = True,
     etp: bool = False,
+    vocabulary: bool = False,
 ) -> Meshes:
     """Create the process groups and DeviceMeshes of a mapping. Collective over the world.
 
@@ -141,23 +151,27 @@ def build_meshes(
         timeout: timeout of collectives in the new groups; None for torch's default.
         trains: False if nothing is trained and weights are not sharded over data ranks, so that FSDP sends nothing.
         etp: whether to make a group of the etp ranks, over which gradients of adapters are summed.
+        vocabulary: whether embedding and head are sharded over pp and tp.
     """
     communicators = Communicators(timeout)
 
     def group_over(kind: CommunicatorKind, view: View, *axes: str) -> dist.ProcessGroup:
         return communicators.group(kind, groups(fold, view, axes))
 
-    def mesh(view: View, **axes: tuple[CommunicatorKind | None, tuple[str, ...]]) -> DeviceMesh:
-        """Build a DeviceMesh of the ranks of this rank's stage.
+    def mesh(
+        view: View, ranks: torch.Tensor | None = None, **axes: tuple[CommunicatorKind | None, tuple[str, ...]]
+    ) -> DeviceMesh:
+        """Build a DeviceMesh, of the ranks of this rank's stage unless others are given.
 
         Args:
             view: "attention" or "experts".
+            ranks: the ranks of the mesh, in its shape.
             axes: for each dimension of the mesh, the kind of its communicator (None: nothing is sent) and the axes of
                 the view that it combines.
         """
         sizes = [len(group_of(fold, view, parts, 0)) for _, parts in axes.values()]
         stage = coordinates(fold, view, dist.get_rank())["pp"] * fold.stage
-        ranks = torch.arange(stage, stage + fold.stage).view(sizes)
+        ranks = torch.arange(stage, stage + fold.stage).view(sizes) if ranks is None else ranks
         used = [kind is not None and (trains or kind == "blocking") for kind, _ in axes.values()]
         device_mesh = DeviceMesh.from_group(
             [
@@ -187,6 +201,16 @@ def build_meshes(
         ep=(None, ("ep",)),  # routed tokens are sent over ep and etp together
         etp=(None, ("etp",)),
     )
+    vocabulary_mesh = None
+    if vocabulary:
+        world = torch.arange(fold.world).view(fold.pp, fold.dp_replicate, -1, fold.tp)
+        vocabulary_mesh = mesh(
+            "attention",
+            world.permute(1, 2, 0, 3).flatten(2),
+            dp_replicate=("replicas", ("dp_replicate",)),
+            fsdp=("shards", ("dp_shard", "cp")),
+            vocabulary=("blocking", ("pp", "tp")),
+        )
     return Meshes(
         fold=fold,
         communicators=communicators,
@@ -204,6 +228,9 @@ def build_meshes(
         etp=Group.of(group_over("blocking", "experts", "etp")) if etp else NO_GROUP,
         within=within,
         across=across,
+        stages=Group.of(group_over("blocking", "attention", "pp")) if vocabulary else NO_GROUP,
+        vocabulary=Group.of(vocabulary_mesh.get_group("vocabulary")) if vocabulary else NO_GROUP,
+        vocabulary_mesh=vocabulary_mesh,
     )
 
 

@@ -38,6 +38,8 @@ SCHEDULES = {
 SINGLE = ("GPipe", "1F1B")
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Relative time of a forward, a full backward, and its gradients of inputs and of weights."""
+PASSES = ("E", "L", "D")
+"""The passes of a vocabulary that all stages share (titanmoe.fold.vocabulary_passes)."""
 _ACTION = re.compile(r"(\d+)(F|I|B|W)(\d+)")
 _MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")  # torch adds these itself
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -47,7 +49,7 @@ class Action(NamedTuple):
     """One computation of a stage for one microbatch: its forward, its backward, or one half of its backward."""
 
     stage: int
-    does: str  # of COST
+    does: str  # of COST or PASSES
     microbatch: int
 
     def __str__(self) -> str:
@@ -165,11 +167,34 @@ def alternate(forward: list[Cell], backward: list[Cell], warmup: int) -> list[Ce
     return forward[:warmup] + steady + backward[len(forward) - warmup :]
 
 
+def result_of(action: Action) -> tuple[int, str, int]:
+    """Return (stage, kind, microbatch) of the result that others wait for.
+
+    A full backward also delivers the input gradient that the stage before it waits for.
+    """
+    return action.stage, "I" if action.does == "B" else action.does, action.microbatch
+
+
+def inputs_of(action: Action, stages: int) -> list[tuple[int, str, int]]:
+    """Return (stage, kind, microbatch) of the results that an action waits for in a pipeline of so many stages."""
+    stage, does, m = action
+    return {
+        "F": [(stage - 1, "F", m)] if stage else [],
+        "W": [(stage, "I", m)],
+    }.get(does, [(stage, "F", m)] + ([(stage + 1, "I", m)] if stage < stages - 1 else []))
+
+
+def _is_pass(cell: Cell) -> bool:
+    """Return whether a cell is a pass of the vocabulary, which all ranks run together."""
+    return cell[0].does in PASSES
+
+
 def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
     """Simulate a schedule; return the fraction of all ranks' time that is idle.
 
     The forward and backward of a stage take the times in COST. Two overlapping actions start when both can run and send
-    their results when both are done, as in torch.
+    their results when both are done, as in torch. A pass of the vocabulary begins on all ranks at the same time, and
+    takes none.
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them.
@@ -182,28 +207,23 @@ def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
     finished_at: dict[tuple[int, str, int], float] = {}
     clock, busy = [0.0] * len(queues), 0.0
 
-    def result_of(action: Action) -> tuple[int, str, int]:
-        # a full backward also delivers the input gradient that the stage before it waits for
-        return action.stage, "I" if action.does == "B" else action.does, action.microbatch
-
-    def inputs_of(action: Action) -> list[tuple[int, str, int]]:
-        stage, does, m = action
-        return {
-            "F": [(stage - 1, "F", m)] if stage else [],
-            "W": [(stage, "I", m)],
-        }.get(does, [(stage, "F", m)] + ([(stage + 1, "I", m)] if stage < stages - 1 else []))
-
     def ready(cell: Cell) -> float | None:
         own = {result_of(action) for action in cell}
-        inputs = [need for action in cell for need in inputs_of(action) if need not in own or need[0] != action.stage]
+        inputs = [
+            need for action in cell for need in inputs_of(action, stages) if need not in own or need[0] != action.stage
+        ]
         return (
             max((finished_at[need] for need in inputs), default=0.0)
-            if all(need in finished_at for need in inputs)
+            if all(need in finished_at for need in inputs) and not _is_pass(cell)
             else None
         )
 
     while any(queues):
-        progressed = False
+        progressed = all(queue and _is_pass(queue[0]) for queue in queues)
+        if progressed:
+            clock = [max(clock)] * len(clock)
+            for queue in queues:
+                queue.pop(0)
         for rank, queue in enumerate(queues):
             while queue and (start := ready(queue[0])) is not None:
                 cell = queue.pop(0)

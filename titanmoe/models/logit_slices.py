@@ -30,16 +30,16 @@ def vocabulary_rows(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
     return row.where(is_own, 0), is_own
 
 
-def existing_rows(weight_VD: Tensor, label_T: Tensor, ids: int, tp: Group) -> tuple[Tensor, Tensor]:
+def existing_rows(weight_VD: Tensor, label_T: Tensor, ids: int, size: int, tp: Group) -> tuple[Tensor, Tensor]:
     """Return the head's weight without its padding, and the labels by which `vocabulary_rows` finds their rows in it.
 
     Args:
         weight_VD: this rank's shard of the head's weight.
         label_T: ids of the labels, below `ids`, or IGNORE.
         ids: number of ids that exist; the vocabulary's rows after them are padding. Every rank has some that exist.
+        size: number of rows of a rank; the last one may have fewer.
         tp: the ranks that shard the vocabulary.
     """
-    size = weight_VD.shape[0]
     existing = min(ids - tp.rank * size, size)
     row_T, is_own_T = vocabulary_rows(label_T, size, tp)
     elsewhere = tp.size * size  # past the rows of every rank

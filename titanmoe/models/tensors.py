@@ -117,6 +117,10 @@ def layer_splits(model: Model, layer: int, mixer: MixerSpec, tuning: Tuning) -> 
     return tensors | tuning.adapters(block_name(model, layer), tensors)
 
 
+VOCABULARY = ("embed.weight", "head.weight")
+"""The parameters with a row for each id; parallelism.vocab says over which ranks the rows are sharded."""
+
+
 def edge_splits(model: Model, first: bool = True, last: bool = True) -> dict[str, Split]:
     """Return the full shape, and the dim that tp shards, of a stage's parameters outside blocks, by name.
 

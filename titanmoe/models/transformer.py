@@ -22,6 +22,7 @@ from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, Linear, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.mixers.mixer_spec import MixerSpec
 from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOutput
+from titanmoe.models.vocabulary_shards import FinalNorm
 from titanmoe.moe.halves import forward_in_halves
 from titanmoe.moe.layer import MoE
 from titanmoe.observe import region
@@ -175,8 +176,9 @@ class Transformer(nn.Module):
             microbatches: number of microbatches in a step.
             dtype: of the stored parameters.
             layers: numbers of the stage's layers; None for all.
-            first: whether the stage begins with the embedding.
-            last: whether the stage ends with multi-token prediction, if any, and the head.
+            first: whether the stage begins with the embedding, unless all stages share it.
+            last: whether the stage ends with multi-token prediction, if any, and the head, or its norm alone if all
+                stages share the head.
             output: what the head returns.
         """
         super().__init__()
@@ -187,12 +189,15 @@ class Transformer(nn.Module):
         def block(layer: int) -> Block:
             return Block(model, of_blocks[layer], config.moe, config.training.seed, layer, microbatches, dtype)
 
-        self.embed = Embedding(model.vocab_size, model.dim, dtype) if first else None
+        shared = config.parallelism.vocab == "pipeline"
+        self.embed = Embedding(model.vocab_size, model.dim, dtype) if first and not shared else None
         # Keyed by the layer's global number, so that names do not depend on the stage.
         self.layers = nn.ModuleDict({str(i): block(i) for i in (range(model.num_layers) if layers is None else layers)})
         chunks, kernels = config.training.loss_chunks, config.moe.kernels
         ends = model.vocab_size, model.dim
         self.head = Head(*ends, model.norm_eps, chunks, dtype, kernels, model.norm_adds_one, output) if last else None
+        if last and shared:
+            self.head = FinalNorm(self.head.norm)
         self.mtp = self.embed_copy = None
         if last and model.mtp_depth:
             extra = block(model.num_layers)
@@ -206,6 +211,8 @@ class Transformer(nn.Module):
         self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None, candidates_BSK: Tensor | None = None
     ) -> Tensor:
         """Return the stage's output: hidden states (B, s, D), HeadScores (N, B, S), or logits without labels.
+
+        If all stages share the head, the last one returns its normed hidden states.
 
         Args:
             x: ids (B, S) on the first stage, else the previous stage's hidden states (B, s, D).

@@ -1,4 +1,6 @@
-"""The embedding, and the head with its losses, with the vocabulary sharded over tp.
+"""The embedding, and the head with its losses, with the vocabulary sharded over tp, or over pp and tp.
+
+In the second case, [parallelism] vocab = "pipeline", they are in no stage (titanmoe.models.vocabulary_shards).
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), T = B * S tokens, D model, V this
 rank's vocabulary, v a slice of it.
@@ -39,20 +41,43 @@ from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 from titanmoe.tokens import IGNORE
 
 
-class Embedding(nn.Module):
-    """A lookup of ids in a matrix whose rows tp shards."""
+class Vocabulary(nn.Module):
+    """A layer whose weight has a row for each id, sharded over the ranks of tp or of another group."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.tp = NO_GROUP
+        self.pp_tp: Group | None = None
+        """Group of the ranks that shard the rows; None if these are the ranks of tp, which share the tokens."""
+
+    @property
+    def sharded_over(self) -> Group:
+        """The ranks that shard the rows."""
+        return self.pp_tp or self.tp
+
+    @property
+    def shard_rows(self) -> int:
+        """Number of rows of a rank. Fewer on the last one if the number of ranks does not divide the vocabulary."""
+        return -(-self.vocab_size // self.sharded_over.size)
+
+
+class Embedding(Vocabulary):
+    """A lookup of ids in a matrix whose rows are sharded."""
 
     def __init__(self, vocab_size: int, dim: int, dtype: torch.dtype | None = None):
-        super().__init__()
+        super().__init__(vocab_size)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
-        self.tp = NO_GROUP
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """Return the embeddings of the tokens that this rank owns. Collective over tp."""
+        """Return the embeddings of the tokens that this rank owns. Collective over tp.
+
+        If ranks of other pipeline stages have rows too, it is this stage's summand of the embeddings.
+        """
         weight = to_local(self.weight)
-        if self.tp.size == 1:
+        if self.sharded_over.size == 1:
             return F.embedding(ids_BS, weight)
-        row_BS, is_own_BS = vocabulary_rows(ids_BS, weight.shape[0], self.tp)
+        row_BS, is_own_BS = vocabulary_rows(ids_BS, self.shard_rows, self.sharded_over)
         return reduce_scatter_autograd(F.embedding(row_BS, weight) * is_own_BS.unsqueeze(-1), 1, self.tp)
 
 
@@ -277,7 +302,7 @@ LOSS_ONLY = HeadOutput()
 """The cross-entropy alone."""
 
 
-class Head(nn.Module):
+class Head(Vocabulary):
     """The final norm, the projection to the vocabulary, and the loss.
 
     With labels it returns each label's HeadScores as one tensor (N, B, S), which pipelines can send; without labels it
@@ -295,9 +320,10 @@ class Head(nn.Module):
         kernels: str = "auto",
         norm_adds_one: bool = False,
         output: HeadOutput = LOSS_ONLY,
+        with_norm: bool = True,
     ):
-        super().__init__()
-        self.norm = RMSNorm(dim, eps, dtype, norm_adds_one, kernels)
+        super().__init__(vocab_size)
+        self.norm = RMSNorm(dim, eps, dtype, norm_adds_one, kernels) if with_norm else nn.Identity()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         self.chunks, self.kernels = chunks, kernels
         self.with_entropy, self.candidates = output.with_entropy, output.candidates
@@ -306,7 +332,6 @@ class Head(nn.Module):
         """Divisor of the logits that the loss is computed from, other than that of multi-token prediction."""
         self.ids = 0
         """Number of ids that exist, if the vocabulary is padded: the others get no probability. 0: all."""
-        self.tp = NO_GROUP
 
     @property
     def num_values(self) -> int:
@@ -373,13 +398,15 @@ class Head(nn.Module):
         """Return each label's cross-entropy (1, B, S), or cross-entropy and entropy (2, B, S). Collective over tp."""
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         label_T = labels_BS.flatten()
-        if self.ids:
-            weight_VD, label_T = existing_rows(weight_VD, label_T, self.ids, self.tp)
+        over = self.sharded_over
+        if self.ids or self.vocab_size % over.size:
+            ids = self.ids or self.vocab_size
+            weight_VD, label_T = existing_rows(weight_VD, label_T, ids, self.shard_rows, over)
         if chunks > 1:
             inputs = x_TD, weight_VD, label_T
-            scores = chunked_cross_entropy(*inputs, self.tp, chunks, self.kernels, with_entropy, temperature)
+            scores = chunked_cross_entropy(*inputs, over, chunks, self.kernels, with_entropy, temperature)
         else:
-            scores = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp, with_entropy, temperature)
+            scores = cross_entropy(F.linear(x_TD, weight_VD), label_T, over, with_entropy, temperature)
         # A copy: on a view, FSDP would lose its hooks.
         return torch.stack([score_T.view_as(labels_BS) for score_T in scores if score_T is not None])
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 
+from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Parallelism, Training
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.config.schema import Pipeline as PipelineOptions
@@ -22,16 +23,17 @@ from titanmoe.models.lora import add_adapters
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import LOSS_ONLY, HeadOutput
+from titanmoe.models.vocabulary_shards import VocabularyShards
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.parallel.choose_attention import apply_context_parallel
 from titanmoe.parallel.compiled import compile_model, why_not_one_graph
 from titanmoe.parallel.context import placement
-from titanmoe.parallel.data_parallel import apply_fsdp
+from titanmoe.parallel.data_parallel import apply_fsdp, apply_fsdp_to_vocabulary
 from titanmoe.parallel.expert import apply_expert_parallel
 from titanmoe.parallel.flex import flex
 from titanmoe.parallel.frozen import freeze
 from titanmoe.parallel.materialize import materialize
-from titanmoe.parallel.parallel_plan import make_plan, parallelize
+from titanmoe.parallel.parallel_plan import make_plan, parallelize, vocabulary_plan
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.parallel.recompute import apply_recomputation
 from titanmoe.parallel.unsharded import UnshardedExperts
@@ -58,7 +60,8 @@ def make_meshes(
     """
     node = parallelism.node if DISPATCHERS.look_up(moe.dispatcher).works_by_node else -1
     timeout = timedelta(seconds=training.first_step_timeout_s)
-    return build_meshes(fold, device.type, node, timeout, etp=adapters)
+    vocabulary = parallelism.vocab == "pipeline"
+    return build_meshes(fold, device.type, node, timeout, etp=adapters, vocabulary=vocabulary)
 
 
 def build(
@@ -71,6 +74,8 @@ def build(
     output: HeadOutput = LOSS_ONLY,
 ) -> list[Transformer]:
     """Return this rank's stages of the model, ready to train: one transformer per stage.
+
+    If all stages share the embedding and the head, this rank's rows of these are last in the list.
 
     Tensor, context and expert parallelism come first, because FSDP shards what they leave on a rank. Compilation and
     recomputation go inside FSDP, so that the hooks that gather weights stay outside. Memory is allocated last, so that
@@ -105,6 +110,18 @@ def build(
         apply_fsdp(model, config.training, config.parallelism, meshes)
         materialize(model, config.training.seed, device)
         stages.append(model)
+    if config.parallelism.vocab == "pipeline":
+        if output.top_k:
+            raise ConfigError(['a teacher\'s top-k ids need parallelism.vocab = "tensor"'])
+        with torch.device("meta"):
+            shards = VocabularyShards(config, stored, output)
+        freeze(shards, config)
+        parallelize(shards, vocabulary_plan(), meshes)
+        shards.embed.tp = shards.head.tp = meshes.tp
+        compile_model(shards, config, splits)
+        apply_fsdp_to_vocabulary(shards, config.training, meshes)
+        materialize(shards, config.training.seed, device)
+        stages.append(shards)
     return stages
 
 
@@ -134,9 +151,11 @@ def make_engine(
         in_pairs: whether forward of one microbatch and backward of another run interleaved on a rank, so that each
             computes while the other's routed tokens are in flight (moe.overlap = "pairs").
     """
-    summed_before = meshes.pp.size > 1 or parallelism.reduce_once
+    summed_before, shards = meshes.pp.size > 1 or parallelism.reduce_once, None
+    if parallelism.vocab == "pipeline":
+        *stages, shards = stages
     experts = [UnshardedExperts(stage, training, meshes, summed_before) for stage in stages]
     if meshes.pp.size == 1:
         return WithoutPipeline(stages, experts, parallelism.reduce_once)
     keep_gathered = not reshards_after_forward(parallelism)
-    return Pipeline(stages, experts, pipeline, training, meshes, microbatches, device, keep_gathered, in_pairs)
+    return Pipeline(stages, experts, pipeline, training, meshes, microbatches, device, keep_gathered, in_pairs, shards)

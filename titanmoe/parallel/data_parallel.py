@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -22,6 +23,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.unsharded_experts import experts_are_unsharded, reshards_after_forward
 from titanmoe.models.tensors import expert_data_dim
 from titanmoe.models.transformer import Block, Transformer
+from titanmoe.models.vocabulary_shards import VocabularyShards
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device
 from titanmoe.ops.cpu.fsdp import use_gloo_collectives
@@ -65,13 +67,7 @@ def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism,
     Experts are a unit on the experts' data axes, all else on attention's. Routers are in no unit, nor are experts that
     one data rank has alone (titanmoe.parallel.unsharded).
     """
-    freed = reshards_after_forward(parallelism)
-    param = getattr(torch, training.mixed_precision_param)
-    reduce = getattr(torch, training.mixed_precision_reduce)
-    # Inputs are not cast: they already have the dtype that the block computes in.
-    wide = torch.promote_types(param, reduce)
-    over_gloo = device.choose(meshes.dense_data.device_type, None, cpu=use_gloo_collectives)
-    policy = MixedPrecisionPolicy(param, wide, cast_forward_inputs=False)
+    freed, policy = reshards_after_forward(parallelism), _precision(training)
     unsharded = experts_are_unsharded(parallelism, training, meshes.fold.edp)
     ignored = {parameter for moe in model.moe_layers().values() for parameter in moe.router.parameters()}
     if unsharded:
@@ -101,13 +97,33 @@ def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism,
     fully_shard(model, **last, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            mesh = meshes.expert_data if isinstance(module, Experts) else meshes.dense_data
-            if mesh.size() > 1:  # else torch would divide every number by 1.0
-                module.set_gradient_divide_factor(1.0)
-            if over_gloo:
-                over_gloo(module, mesh)
-            module.set_force_sum_reduction_for_comms(True)
+            _sum_gradients(module, meshes.expert_data if isinstance(module, Experts) else meshes.dense_data)
     _prefetch(model, meshes, freed)
+
+
+def apply_fsdp_to_vocabulary(shards: VocabularyShards, training: Training, meshes: Meshes) -> None:
+    """Wrap the rows of embedding and head that all stages share in one FSDP unit, in place. They are on meta.
+
+    The unit stays gathered through a step, whose passes need it from beginning to end.
+    """
+    mesh = meshes.vocabulary_data
+    fully_shard(shards, mesh=mesh, reshard_after_forward=False, mp_policy=_precision(training))
+    _sum_gradients(shards, mesh)
+
+
+def _precision(training: Training) -> MixedPrecisionPolicy:
+    """Return the dtypes of gathered weights and of reductions. Inputs have the dtype that a block computes in."""
+    param, reduce = getattr(torch, training.mixed_precision_param), getattr(torch, training.mixed_precision_reduce)
+    return MixedPrecisionPolicy(param, torch.promote_types(param, reduce), cast_forward_inputs=False)
+
+
+def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
+    """Let an FSDP unit sum its gradients over its mesh, and on CPUs communicate over gloo by our own collectives."""
+    if mesh.size() > 1:  # else torch would divide every number by 1.0
+        module.set_gradient_divide_factor(1.0)
+    if over_gloo := device.choose(mesh.device_type, None, cpu=use_gloo_collectives):
+        over_gloo(module, mesh)
+    module.set_force_sum_reduction_for_comms(True)
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -40,6 +40,7 @@ from titanmoe.models import tensors
 from titanmoe.models.families import mixers
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
+from titanmoe.models.vocabulary_shards import VocabularyShards
 from titanmoe.parallel.grad_norm import local_grad
 
 
@@ -69,7 +70,7 @@ class Sharded(ParallelStyle):
     """Dim of each parameter that the mesh's last axis shards; None to replicate the parameter."""
     max_tp: int | None = None
     """Largest number of ranks that shard. With more all parameters are replicated, as keys are beyond the key heads."""
-    mesh: ClassVar[Literal["tp", "ep x etp", "stage"]] = "tp"
+    mesh: ClassVar[Literal["tp", "ep x etp", "stage", "pp x tp"]] = "tp"
     other_axes: ClassVar[Placement] = Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -89,6 +90,16 @@ class TensorParallel(Sharded):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.tp = Group.of(device_mesh.get_group())
+        return super()._apply(module, device_mesh)
+
+
+class VocabularyParallel(Sharded):
+    """A style that shards the rows of embedding and head over pp and tp together, in `VocabularyShards`."""
+
+    mesh = "pp x tp"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.pp_tp = Group.of(device_mesh.get_group())
         return super()._apply(module, device_mesh)
 
 
@@ -127,6 +138,8 @@ def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: b
     """
     model, tuning, max_tp = config.model, Tuning.of(config), {}
     splits, of_blocks = tensors.edge_splits(model, first, last), mixers(model)
+    if config.parallelism.vocab == "pipeline":
+        splits = {name: split for name, split in splits.items() if name not in tensors.VOCABULARY}
     for layer in [*layers, *range(model.num_layers, len(of_blocks) if last else 0)]:
         block, mixer = tensors.block_name(model, layer), of_blocks[layer]
         splits |= tensors.with_prefix(block, tensors.layer_splits(model, layer, mixer, tuning))
@@ -151,6 +164,11 @@ def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: b
         return (StageReplicated if path.endswith(".router") else Replicated)(dims)
 
     return with_patterns({path: style(path) for path in rows})
+
+
+def vocabulary_plan() -> Plan:
+    """Return the plan of the embedding and the head that all pipeline stages share."""
+    return {name.removesuffix(".weight"): VocabularyParallel({"weight": 0}) for name in tensors.VOCABULARY}
 
 
 def with_patterns(rows: Plan) -> Plan:
@@ -196,11 +214,11 @@ def expand(plan: Plan, model: nn.Module) -> Plan:
     return rows
 
 
-def parallelize(model: Transformer, plan: Plan, meshes: Meshes) -> None:
+def parallelize(model: Transformer | VocabularyShards, plan: Plan, meshes: Meshes) -> None:
     """Replace a stage's parameters by DTensors as the plan says, in place; then tie embeddings. No communication.
 
     Args:
-        model: a pipeline stage on meta.
+        model: a pipeline stage, or the rows of embedding and head that all stages share, on meta.
         plan: styles by module path or pattern.
         meshes: process groups and meshes of the run.
     """
@@ -209,6 +227,8 @@ def parallelize(model: Transformer, plan: Plan, meshes: Meshes) -> None:
         by_name["tp"] = meshes.dense["tp"]
     if meshes.expert_group.size > 1:
         by_name["ep x etp"] = meshes.experts["ep", "etp"]
+    if meshes.vocabulary_mesh is not None:
+        by_name["pp x tp"] = meshes.vocabulary_mesh["vocabulary"]
     for name, mesh in by_name.items():
         parallelize_module(model, mesh, {path: style for path, style in rows.items() if style.mesh == name})
     model.tie()

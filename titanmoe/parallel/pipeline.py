@@ -26,12 +26,16 @@ from titanmoe.config.schema import Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import COST, SINGLE, Action, Cell, bubble, channels, single_order, stage_ranks
 from titanmoe.fold.rank_groups import groups
+from titanmoe.fold.vocabulary_passes import insert_passes
 from titanmoe.models.transformer import Transformer
+from titanmoe.models.vocabulary import Head
+from titanmoe.models.vocabulary_shards import VocabularyShards
 from titanmoe.observe import region
 from titanmoe.ops.device import choose
 from titanmoe.parallel import pairs
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.parallel.unsharded import UnshardedExperts
+from titanmoe.parallel.vocabulary_pipeline import Pass, VocabularyPasses, with_passes
 from titanmoe.parallel.warm_up import warm_up
 
 
@@ -141,6 +145,8 @@ class Stage(PipelineStage):
 
     announce: Announcer
     unsharded_experts: UnshardedExperts
+    vocabulary: VocabularyPasses | None = None
+    """The layers of the vocabulary, if all stages share them."""
     group_between: dict[tuple[int, int], ProcessGroup]
     """Process group by (source, target) pipeline rank. Messages before the first step go through one for all."""
 
@@ -184,12 +190,22 @@ class Stage(PipelineStage):
         """
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if self.vocabulary is not None and self.is_first:
+            args = (self.vocabulary.inputs.pop(fwd_chunk_id),), *args[1:]
         with self.announce(self.stage_index, fwd_chunk_id, False):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.vocabulary is not None and self.is_last:
+            self.vocabulary.outputs[fwd_chunk_id] = output
+            self.output_chunks.clear()
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if self.vocabulary is not None and self.is_last:
+            kwargs["loss"] = self.vocabulary.loss_of(bwd_chunk_id, self.fwd_cache[bwd_chunk_id][0][0])
         with self.announce(self.stage_index, bwd_chunk_id, True):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.vocabulary is not None and self.is_first:
+            self.vocabulary.input_grads[bwd_chunk_id] = self.bwd_cache.pop(bwd_chunk_id)[0]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.announce(self.stage_index, bwd_chunk_id, True):
@@ -310,6 +326,7 @@ class Pipeline:
         device: torch.device,
         keep_gathered: bool,
         in_pairs: bool,
+        shards: VocabularyShards | None,
     ):
         """Make torch's stages and schedule. Collective over the world.
 
@@ -323,6 +340,7 @@ class Pipeline:
             device: the device that this rank computes on.
             keep_gathered: whether weights stay gathered from a stage's first forward to its last backward.
             in_pairs: whether forward of one microbatch and backward of another run interleaved on a rank.
+            shards: this rank's rows of embedding and head, if all stages share these.
         """
         fold, pp = meshes.fold, meshes.pp
         ranks = stage_ranks(options, pp.size)
@@ -333,7 +351,8 @@ class Pipeline:
         ids = torch.empty(B, length, dtype=torch.int64, device="meta")
         self.hidden = hidden = torch.empty(B, length // fold.tp, models[0].shape.dim, dtype=compute, device="meta")
         wide = torch.promote_types(compute, torch.float32)
-        scores = [torch.empty(m.head.num_values, B, length, dtype=wide, device="meta") for m in models if m.head]
+        heads = [m.head for m in models if isinstance(m.head, Head)]
+        scores = [torch.empty(head.num_values, B, length, dtype=wide, device="meta") for head in heads]
         self.stages = [
             Stage(
                 model,
@@ -341,7 +360,7 @@ class Pipeline:
                 len(ranks),
                 device,
                 input_args=(ids if model.embed is not None else hidden.requires_grad_(),),
-                output_args=(hidden.requires_grad_() if model.head is None else scores[0].requires_grad_(),),
+                output_args=((scores[0] if isinstance(model.head, Head) else hidden).requires_grad_(),),
                 group=pp.process_group,
             )
             for model, stage in zip(models, own_stages, strict=True)
@@ -370,9 +389,20 @@ class Pipeline:
         if self.pairs is not None:
             self.schedule.register_custom_function(torch_schedules._ComputationType.OVERLAP_F_B, self.pairs)
         order = self.schedule.pipeline_order
-        self.bubble = bubble([[_cell(action) for action in order[rank]] for rank in range(pp.size)], len(ranks))
+        rows = [[_cell(action) for action in order[rank]] for rank in range(pp.size)]
+        self.vocabulary = None
+        if shards is not None:
+            rows = insert_passes(rows, len(ranks))
+            self.schedule.pipeline_order_with_comms = with_passes(self.schedule.pipeline_order_with_comms, rows)
+            self.vocabulary = VocabularyPasses(shards, ranks, meshes, hidden)
+            self.schedule._comp_type_to_function_map |= dict.fromkeys(Pass, self.vocabulary)
+            for stage in self.stages:
+                stage.vocabulary = self.vocabulary
+        self.bubble = bubble(rows, len(ranks))
 
     def _scaled(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+        if self.vocabulary is not None:  # a pass computes the loss
+            return scores_NBS.new_zeros(())
         with region("head and loss"):
             return self.loss_sum(scores_NBS, batch_slice) / self.divisor
 
@@ -383,7 +413,7 @@ class Pipeline:
         torch's own forward-only mode fails in V-shaped schedules, where two neighbouring stages are on one rank.
         """
         table = self.schedule.pipeline_order_with_comms
-        forward = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+        forward = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD", Pass.E, Pass.L)
         self.schedule.pipeline_order_with_comms = {
             rank: [one for action in row for one in (action.sub_actions or [action]) if one.computation_type in forward]
             for rank, row in table.items()
@@ -421,6 +451,8 @@ class Pipeline:
             if not backward:
                 stack.enter_context(self._forward_only())
             stack.enter_context(self.announcer.waiting())
+            if self.vocabulary is not None:
+                stack.enter_context(self.vocabulary.step(slices, loss_sum, divisor, backward))
             self.schedule._step_microbatches(
                 [(s.ids_BS,) for s in slices],
                 [{"tokens": s.tokens, "labels_BS": s.labels_BS, "candidates_BSK": s.candidates_BSK} for s in slices],
@@ -428,4 +460,5 @@ class Pipeline:
                 losses,
             )
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        losses = losses if self.vocabulary is None else self.vocabulary.losses
         return total + sum(loss.detach() for loss in losses)

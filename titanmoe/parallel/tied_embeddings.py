@@ -33,7 +33,7 @@ class TiedEmbeddings:
         self.names: tuple[str, ...] = ()
         self.ends, self.group = [], None
         copies = ("head.weight",) * model.tie_embeddings + ("embed_copy.weight",) * model.mtp_depth
-        if meshes.pp.size > 1 and copies:
+        if meshes.pp.size > 1 and copies and meshes.vocabulary_mesh is None:
             self.names = ("embed.weight", *copies)
         if not self.names:
             return

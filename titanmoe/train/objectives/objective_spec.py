@@ -59,6 +59,12 @@ class ObjectiveSpec(Spec):
                     f'training.objective = "{config.training.objective}" does not read distillation.{name}, which '
                     f'is set: use objective = "distillation", or {name} = ""',
                 )
+        if config.parallelism.vocab == "pipeline" and self.teacher_top_k(config)[0]:
+            yield Violation(
+                ("training.objective", "parallelism.vocab"),
+                f'training.objective = "{config.training.objective}" reads the log-probabilities of other ids than '
+                'the label, which parallelism.vocab = "pipeline" does not compute: use vocab = "tensor"',
+            )
         if config.dpo != DPO() and not self.reads_reference:
             yield Violation(
                 ("training.objective", "dpo.beta"),

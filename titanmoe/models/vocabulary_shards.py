@@ -1,0 +1,73 @@
+"""The modules of [parallelism] vocab = "pipeline", where all pipeline stages share the embedding and the head.
+
+The rows of both are sharded over pp and tp together. No stage has them: each rank has `VocabularyShards` beside its
+stages, and the last stage ends with the norm before the head. titanmoe.parallel.vocabulary_pipeline runs them.
+
+Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from titanmoe.config.schema import Config
+from titanmoe.models.layers import RMSNorm
+from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOutput
+
+
+class FinalNorm(nn.Module):
+    """The last layer of the last pipeline stage where all stages share the head: its norm, without the projection."""
+
+    def __init__(self, norm: RMSNorm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x_BsD: Tensor, labels_BS: Tensor | None = None, candidates_BSK: None = None) -> Tensor:
+        """Return the normed hidden states of the tokens that this rank owns."""
+        return self.norm(x_BsD)
+
+
+class VocabularyShards(nn.Module):
+    """This rank's rows of the embedding and of the head's weight, which are sharded over pp and tp together.
+
+    It is listed beside the stages of the rank, and has their interface as far as it is used for all of them.
+    """
+
+    mtp = embed_copy = None
+
+    def __init__(self, config: Config, dtype: torch.dtype, output: HeadOutput = LOSS_ONLY):
+        """Build the two layers on the current device, which is meta in training.
+
+        Args:
+            config: the recipe.
+            dtype: of the stored parameters.
+            output: what the head returns.
+        """
+        super().__init__()
+        self.shape, self.dtype = config.model, dtype
+        ends = config.model.vocab_size, config.model.dim
+        options = config.model.norm_eps, config.training.loss_chunks, dtype, config.moe.kernels
+        self.embed = Embedding(*ends, dtype)
+        self.head = Head(*ends, *options, output=output, with_norm=False)
+        self.tie()
+
+    def forward(self, x: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        """Return this stage's summand of the embeddings of ids x (B, S), or with labels their scores (N, B, S).
+
+        Collective over tp; with labels over pp and tp, and then x are normed hidden states (B, s, D).
+        """
+        return self.embed(x) if labels_BS is None else self.head(x, labels_BS)
+
+    def tie(self) -> None:
+        """Make embedding and head one parameter, if the model ties them: a row of both is on the same rank."""
+        if self.shape.tie_embeddings:
+            self.head.weight = self.embed.weight
+
+    def blocks(self) -> dict[int, nn.Module]:
+        """Return no blocks."""
+        return {}
+
+    def moe_layers(self) -> dict[int, nn.Module]:
+        """Return no MoE layers."""
+        return {}

@@ -1,0 +1,190 @@
+"""Run embedding and head over all stages of a pipeline: [parallelism] vocab = "pipeline" (arXiv 2411.05288).
+
+Both layers are sharded over pp and tp together (titanmoe.models.vocabulary_shards). All ranks of a pipeline run their
+passes together, at the places that titanmoe.fold.vocabulary_passes puts into the schedule's table. The messages over
+pp, in this order:
+
+    E   sum of the embeddings, for the first stage
+    L   normed hidden states from the last stage; largest logit, sum of exponentials and label's logit of each token;
+        gradient of the loss of each label from the last stage, which alone computes the objective; sum of the gradients
+        of the hidden states, for the last stage
+    D   gradient of the embeddings from the first stage
+
+The kinds of actions of torch's runtime are closed, and a pass must be neither part of a forward or backward nor next to
+one: the runtime waits for the input of an action before it calls the stage, and sends its output after that, so ranks
+would wait for each other in a pass while one owes the other a message. Hence passes are actions of their own in torch's
+table, between the sends of one action and the wait of the next. The runtime looks for a function by the kind of an
+action before it runs it itself, and that dict takes kinds of ours, so the runtime needs no subclass, and tables without
+passes run as before.
+
+Shapes: N numbers of the head for each label, B samples, S positions of the attention slice, s owned positions, D model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from titanmoe.comm.collectives import all_reduce, broadcast
+from titanmoe.fold.meshes import Meshes
+from titanmoe.fold.pipeline_schedules import PASSES, Cell
+from titanmoe.models.vocabulary_shards import VocabularyShards
+from titanmoe.observe import region
+from titanmoe.parallel.batch_slice import BatchSlice
+
+TorchAction = torch_schedules._Action
+Pass = Enum("Pass", {name: name for name in PASSES}, type=str)
+"""The kinds of passes, which torch's table has beside its own kinds of actions."""
+
+
+def with_passes(
+    table: Mapping[int, Sequence[TorchAction]], rows: Sequence[Sequence[Cell]]
+) -> dict[int, list[TorchAction]]:
+    """Return torch's table of actions with the passes, each after the messages of the action before it.
+
+    Args:
+        table: the actions of each pipeline rank, with sends, receives and what FSDP does.
+        rows: the forwards, backwards and passes of each pipeline rank.
+    """
+    out = {}
+    for rank, row in enumerate(rows):
+        before, passes = dict[str, list[TorchAction]](), list[TorchAction]()
+        for (action,) in row:
+            if action.does in PASSES:
+                passes.append(TorchAction(action.stage, Pass(action.does), action.microbatch))
+            else:
+                before[str(action)], passes = passes, []
+        out[rank] = [x for action in table[rank] for x in (*before.get(str(action), ()), action)] + passes
+    return out
+
+
+class _Seed(torch.autograd.Function):
+    """A scalar whose backward gives `y` a gradient that is known already."""
+
+    @staticmethod
+    def forward(ctx, y, grad):
+        ctx.save_for_backward(grad)
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.saved_tensors[0], None
+
+
+class VocabularyPasses:
+    """The passes of a rank in one step, and the tensors that they exchange with its stages."""
+
+    def __init__(self, shards: VocabularyShards, ranks: Sequence[int], meshes: Meshes, hidden: Tensor):
+        """Keep what the passes of all steps need.
+
+        Args:
+            shards: this rank's rows of the embedding and the head.
+            ranks: the pipeline rank of each stage.
+            meshes: process groups and meshes of the run.
+            hidden: a meta tensor with the shape and dtype of a microbatch's hidden states on this rank.
+        """
+        self.shards, self.pp, self.hidden = shards, meshes.stages, hidden
+        self.first, self.last = ranks[0], ranks[-1]
+        self.trains_embedding = shards.embed.weight.requires_grad
+        self.runs = {Pass.E: self._embed, Pass.L: self._loss, Pass.D: self._embedding_gradient}
+        self.losses: list[Tensor] = []
+        """Loss of each microbatch so far on ranks of the last stage, divided by the step's count."""
+        self.embedded: dict[int, Tensor] = {}
+        """This rank's summand of each microbatch's embeddings, until its backward."""
+        self.inputs: dict[int, Tensor] = {}
+        """Embeddings that are the input of the first stage."""
+        self.outputs: dict[int, Tensor] = {}
+        """Normed hidden states, the output of the last stage."""
+        self.output_grads: dict[int, Tensor] = {}
+        """Gradients of the last stage's outputs."""
+        self.input_grads: dict[int, Tensor] = {}
+        """Gradients of the first stage's inputs."""
+
+    @contextmanager
+    def step(
+        self,
+        slices: Sequence[BatchSlice],
+        loss_sum: Callable[[Tensor, BatchSlice], Tensor],
+        divisor: Tensor,
+        backward: bool,
+    ) -> Iterator[None]:
+        """Run passes within this context, for a step. Its last pass with a backward sums the gradients.
+
+        Arguments as of `titanmoe.parallel.pipeline.Pipeline.run`.
+        """
+        self.slices, self.loss_sum, self.divisor, self.backward = slices, loss_sum, divisor, backward
+        self.losses = []
+        self.backwards_left = len(slices) * (1 + self.trains_embedding)
+        self.shards.unshard()
+        try:
+            yield
+            self.shards.reshard()
+        finally:
+            for tensors in (self.embedded, self.inputs, self.outputs, self.output_grads, self.input_grads):
+                tensors.clear()
+
+    def __call__(self, action: TorchAction, context: Any) -> None:
+        """Run a pass. Called by torch's runtime; collective over pp and tp.
+
+        Args:
+            action: the action of the table, whose kind is one of `Pass`.
+            context: the state of torch's runtime in this step.
+        """
+        with region("head and loss"):
+            self.runs[action.computation_type](action.microbatch_index)
+
+    def _embed(self, m: int) -> None:
+        summand_BsD = self.shards(self.slices[m].ids_BS)
+        x_BsD = all_reduce(summand_BsD.detach(), self.pp)
+        if self.backward and self.trains_embedding:
+            self.embedded[m] = summand_BsD
+        if self.pp.rank == self.first:
+            self.inputs[m] = x_BsD.requires_grad_(self.backward and self.trains_embedding)
+
+    def _loss(self, m: int) -> None:
+        batch_slice, computes_loss = self.slices[m], self.pp.rank == self.last
+        if computes_loss:
+            x_BsD = self.outputs.pop(m).detach()
+        else:
+            x_BsD = torch.empty_like(self.hidden, device=self.divisor.device, requires_grad=False)
+        x_BsD = broadcast(x_BsD, self.last, self.pp).requires_grad_(self.backward)
+        scores_NBS = self.shards(x_BsD, batch_slice.labels_BS)
+        grad_NBS = torch.empty_like(scores_NBS)
+        if computes_loss:
+            own_NBS = scores_NBS.detach().requires_grad_(self.backward)
+            loss = self.loss_sum(own_NBS, batch_slice) / self.divisor
+            self.losses.append(loss.detach())
+            if self.backward:
+                (grad_NBS,) = torch.autograd.grad(loss, own_NBS)
+        if not self.backward:
+            return
+        self._run_backward(scores_NBS, broadcast(grad_NBS, self.last, self.pp))
+        grad_BsD = all_reduce(x_BsD.grad, self.pp)
+        if computes_loss:
+            self.output_grads[m] = grad_BsD
+
+    def _embedding_gradient(self, m: int) -> None:
+        if not self.trains_embedding:
+            return
+        summand_BsD = self.embedded.pop(m)
+        grad_BsD = self.input_grads.pop(m) if self.pp.rank == self.first else torch.empty_like(summand_BsD)
+        self._run_backward(summand_BsD, broadcast(grad_BsD, self.first, self.pp))
+
+    def _run_backward(self, output: Tensor, grad: Tensor) -> None:
+        """Add gradients of this rank's rows to those of the step; after the last backward FSDP sums them over ranks."""
+        self.backwards_left -= 1
+        is_last = self.backwards_left == 0
+        self.shards.set_is_last_backward(is_last)
+        self.shards.set_reshard_after_backward(is_last)
+        self.shards.set_requires_gradient_sync(is_last)
+        output.backward(grad)
+
+    def loss_of(self, m: int, output_BsD: Tensor) -> Tensor:
+        """Return a scalar whose backward gives the last stage's output the gradient that the pass L has computed."""
+        return _Seed.apply(output_BsD, self.output_grads.pop(m))
