@@ -36,6 +36,7 @@ MAPPINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2, ep 4": (4, {"parallelism.tp": 2, "parallelism.experts.ep": 4}),
     "cp 2, etp 2": (4, {"parallelism.cp": 2, "parallelism.experts.etp": 2}),
     "pp 2, dp 2, ep 2": (4, {"parallelism.pp": 2, "parallelism.experts.ep": 2, "pipeline.schedule": "1F1B"}),
+    "shared vocabulary": (4, {"parallelism.pp": 2, "parallelism.vocab": "pipeline"}),
     "hsdp": (4, {"parallelism.dp_replicate": 2, "parallelism.experts.ep": 2}),
     "reduced once": (4, {"parallelism.experts.ep": 2, "parallelism.reduce_once": True}),
 }
@@ -207,7 +208,7 @@ def of_a_function(changes: dict[str, Any], calls: list[tuple[int, int]]) -> Any:
     }
 
 
-@pytest.mark.parametrize("name", ["cp 2, etp 2", "pp 2, dp 2, ep 2"])
+@pytest.mark.parametrize("name", ["cp 2, etp 2", "pp 2, dp 2, ep 2", "shared vocabulary"])
 def test_a_function_and_an_objective_in_one_step(name: str) -> None:
     size, mapping = MAPPINGS[name]
     (expected, *_) = world.run(1, of_a_function, {}, [(0, SAMPLES)])
@@ -493,7 +494,9 @@ def test_a_temperature_divides_the_logits() -> None:
     torch.testing.assert_close(got["entropy"], entropy.where(has_label, 0), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("tp 2, ep 4", 3), ("cp 2, etp 2", 0), ("pp 2, dp 2, ep 2", 3)])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("tp 2, ep 4", 3), ("cp 2, etp 2", 0), ("pp 2, dp 2, ep 2", 3), ("shared vocabulary", 3)]
+)
 def test_temperature_and_entropy_are_the_same_under_any_mapping(name: str, chunks: int) -> None:
     size, changes = MAPPINGS[name]
     got, *_ = world.run(size, at_a_temperature, changes | {"training.loss_chunks": chunks})

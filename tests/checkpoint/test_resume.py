@@ -22,6 +22,7 @@ ONE_KEY = {"model.num_kv_heads": 1, "model.qkv_bias": True, "model.qk_norm": "fu
 EIGHT = {"training.global_batch_size": 8}  # as many data ranks or microbatches need
 BIASED = MODELS["gpt_oss"] | {"model.num_experts": 2, "model.top_k": 2, "model.num_kv_heads": 2}
 BIASED |= {"model.num_heads": 4, "model.qk_norm": "full"}
+SHARED = {"parallelism.vocab": "pipeline", "model.vocab_size": 49}
 V = {"pipeline.schedule": "DualPipeV", "parallelism.pp": 2, "model.num_layers": 4}
 
 
@@ -76,6 +77,14 @@ CASES = {
     "multi-token prediction beside an embedding of its own, tied, to a shared one": (
         (4, mapping(pp=2, ep=2) | FOUR | {"model.tie_embeddings": True, "model.mtp_depth": 1}),
         (2, mapping(tp=2, ep=2) | FOUR | {"model.tie_embeddings": True, "model.mtp_depth": 1}),
+    ),
+    "an odd vocabulary over a pipeline to one on a rank": (
+        (8, mapping(pp=2, tp=2) | SHARED | EIGHT),
+        (2, mapping(ep=2) | EIGHT | {"model.vocab_size": 49}),
+    ),
+    "one rank to a tied vocabulary over a pipeline": (
+        (1, mapping() | FOUR | {"model.tie_embeddings": True, "model.vocab_size": 49}),
+        (4, mapping(pp=2, tp=2) | FOUR | {"model.tie_embeddings": True} | SHARED),
     ),
     "one rank with multi-token prediction to a V": (
         (1, mapping() | FOUR | {"model.mtp_depth": 1}),

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests import parity
+from tests import parity, world
+from tests.parallel.test_pipeline import forward_alone
 from titanmoe.fold.legality import violations
 from titanmoe.fold.pipeline_schedules import Cell, single_order
-from titanmoe.fold.vocabulary_passes import insert_passes
+from titanmoe.fold.vocabulary_passes import SCHEDULES, insert_passes
 from titanmoe.plan.schedule_cost import schedule_rows
+from titanmoe.tokens import IGNORE
 
 SHARED = {"parallelism.pp": 2, "parallelism.vocab": "pipeline"}
 ODD, TIED = {"model.vocab_size": 49}, {"model.tie_embeddings": True}
+EIGHT = {"training.global_batch_size": 8}
 
 # ---- passes in a schedule's table
 
@@ -58,14 +61,62 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "Interleaved1F1B": (2, {"pipeline.schedule": "Interleaved1F1B", "model.num_layers": 4}),
     "odd vocabulary with tp": (4, ODD | {"parallelism.tp": 2}),
     "tied, GPipe": (4, ODD | TIED | {"parallelism.tp": 2, "pipeline.schedule": "GPipe"}),
+    "replicas, context parallel": (8, ODD | EIGHT | {"parallelism.dp_replicate": 2, "parallelism.cp": 2}),
+    "interleaved, tied": (
+        8,
+        {"parallelism.pp": 4, "parallelism.tp": 2, "model.num_layers": 8, "pipeline.schedule": "Interleaved1F1B"}
+        | {"model.vocab_size": 51}
+        | TIED
+        | EIGHT,
+    ),
+    "eight stages": (8, {"model.vocab_size": 51, "parallelism.pp": 8, "model.num_layers": 8} | EIGHT),
+    "adapters": (4, ODD | {"parallelism.tp": 2, "lora.rank": 2}),
+    "frozen embedding": (2, ODD | {"training.freeze": ["embed.*"]}),
+    "frozen head": (2, ODD | {"training.freeze": ["head.weight"]}),
+    "Muon": (4, ODD | TIED | {"parallelism.tp": 2, "optimizer.name": "muon"}),
+    "float32, slices": (
+        2,
+        ODD | dict.fromkeys(parity.NUMERICS, "float32") | {"training.loss_chunks": 2},
+    ),
     "tied, four stages, slices": (4, TIED | {"parallelism.pp": 4, "model.num_layers": 4, "training.loss_chunks": 3}),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("eight stages", "interleaved, tied", "frozen head")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_agrees_with_the_plain_model(case: str) -> None:
     size, changes = CASES[case]
     parity.check(size, SHARED | changes)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_forward_alone_gives_the_loss_and_leaves_no_trace(schedule: str) -> None:
+    changes = SHARED | ODD | EIGHT | {"pipeline.schedule": schedule, "model.num_layers": 4}
+    alone, training, grads, _ = world.run(4, forward_alone, changes)[0]
+    want = parity.expected(changes, 4).steps[0]
+    assert alone == training == pytest.approx(want.loss, rel=1e-12)
+    assert parity.worst_error(grads, want.grads)[0] <= parity.TOLERANCE["float64"]
+
+
+def with_few_labels(changes: dict[str, Any]) -> dict[str, Any]:
+    """A step in which one microbatch has no label and another a single one."""
+    trainer = parity.make_trainer(changes, loader=parity.samples())
+    loader, (batches,) = trainer.training.loader, [trainer.training.loader.peek()]
+    for m, kept in (0, 0), (1, 1):
+        labels_BS = batches[m].labels_BS
+        at = (labels_BS != IGNORE).nonzero()[kept:]
+        labels_BS[at[:, 0], at[:, 1]] = IGNORE
+    loader.next_step = lambda: batches
+    report = trainer.train_step()
+    return {name: report[name] for name in ("loss", "grad_norm", "count") if name in report}
+
+
+def test_a_microbatch_may_have_one_label_or_none() -> None:
+    got, *_ = world.run(2, with_few_labels, SHARED | ODD)
+    want, *_ = world.run(2, with_few_labels, SHARED | ODD | {"parallelism.vocab": "tensor"})
+    assert got == pytest.approx(want, rel=1e-12)
 
 
 # ---- laws
@@ -78,6 +129,7 @@ def test_agrees_with_the_plain_model(case: str) -> None:
         ({"pipeline.schedule": "DualPipeV", "model.num_layers": 8}, "schedule = DualPipeV"),
         ({"model.vocab_size": 9, "parallelism.tp": 4}, "the last would have none"),
         ({"model.mtp_depth": 1}, "model.mtp_depth = 1"),
+        ({"model.vocab_size": 25, "parallelism.dp_shard": 4}, "over dp_shard * cp = 4 ranks: pad the vocabulary to 26"),
     ],
 )
 def test_what_it_cannot_do_is_refused(changes: dict[str, Any], what: str) -> None:

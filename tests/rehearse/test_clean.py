@@ -51,6 +51,12 @@ def test_schedules(name: str) -> None:
     assert of_stages(schedule(name)).text == HOST_ORDER
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
+def test_a_vocabulary_over_the_pipeline(schedule: str) -> None:
+    changes = {"parallelism.vocab": "pipeline", "pipeline.schedule": schedule, "parallelism.tp": 2}
+    assert of_stages(changes, 8).text == HOST_ORDER
+
+
 @pytest.mark.parametrize("imbalance", [pytest.param(1.0, marks=pytest.mark.slow), 1.7, 4.0])
 def test_every_rank_of_an_all_to_all(imbalance: float) -> None:
     """At 4 times the mean, two of the four ranks have no token."""

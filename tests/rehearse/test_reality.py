@@ -25,6 +25,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         ONE | {"parallelism.dp_replicate": 2, "parallelism.experts.ep": 1, "parallelism.experts.etp": 2},
     ),
     "as on GPUs: pipeline": (4, "h100", PP2 | {"training.global_batch_size": 4, "moe.aux_loss": 0.01}),
+    "as on GPUs: vocabulary over the pipeline": (
+        4,
+        "h100",
+        {"parallelism.pp": 2, "parallelism.tp": 2, "parallelism.vocab": "pipeline", "model.vocab_size": 49}
+        | {"training.global_batch_size": 4},
+    ),
     "ring, ragged": (
         4,
         "cpu",  # the ring's GPU kernel does not run on CPUs

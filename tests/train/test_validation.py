@@ -45,10 +45,11 @@ MAPPINGS = {
     "dp4": {"parallelism.experts.ep": 4},
     "dp2 tp2": {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
     "cp2 pp2": {"parallelism.cp": 2, "parallelism.pp": 2, "parallelism.experts.ep": 2},
+    "shared vocabulary": {"parallelism.tp": 2, "parallelism.pp": 2, "parallelism.vocab": "pipeline"},
 }
 
 
-LAYERS = {"cp2 pp2": 2}
+LAYERS = {"cp2 pp2": 2, "shared vocabulary": 2}
 
 
 def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
@@ -120,7 +121,10 @@ def test_padding_that_fills_the_last_batch_of_a_run_counts_nothing(texts: Path, 
     assert parity.worst_error(got["weights"], want.weights)[0] < 1e-10
 
 
-@pytest.mark.parametrize("mapping, objective", [("dp2 tp2", "cross_entropy"), ("cp2 pp2", pair_objective.NAME)])
+@pytest.mark.parametrize(
+    "mapping, objective",
+    [("dp2 tp2", "cross_entropy"), ("cp2 pp2", pair_objective.NAME), ("shared vocabulary", "cross_entropy")],
+)
 def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mapping: str, objective: str) -> None:
     """Over several steps with unequal numbers of labels, the last filled up with padding. With optimizer.lr = 0 the
     weights stay equal to the plain model's initial ones."""

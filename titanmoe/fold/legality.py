@@ -18,7 +18,7 @@ from titanmoe.fold.attention_backend import attention_violations
 from titanmoe.fold.degrees import DEGREE_PATHS, resolve_degrees
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
 from titanmoe.fold.unsharded_experts import accumulation_violations
-from titanmoe.fold.vocabulary_passes import vocabulary_violations
+from titanmoe.fold.vocabulary_passes import shard_violations, vocabulary_violations
 
 ROW_BYTES = 16
 """The row length of a grouped product is a multiple of so many bytes, or of so many 8-bit numbers."""
@@ -52,6 +52,7 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
         (_schedule, "pp", "dp"),
         (pair_violations, "pp", "ep", "etp"),
         (vocabulary_violations, "pp", "tp"),
+        (shard_violations, "pp", "tp", "cp", "dp_shard"),
     ):
         if set(names) <= degrees.keys():
             yield from law(config, *(degrees[name] for name in names))

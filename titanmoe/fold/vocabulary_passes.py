@@ -100,6 +100,29 @@ def _insert_losses(rows: Sequence[Sequence[Cell]], stages: int) -> list[list[Cel
     return out
 
 
+def shard_violations(config: Config, pp: int, tp: int, cp: int, dp_shard: int) -> Iterator[str]:
+    """Yield a message if torch would not find the rows of a rank, where FSDP shards uneven shards of the vocabulary.
+
+    torch takes the i-th chunks of all shards together, and divides their rows as evenly as `torch.chunk` does.
+    """
+    size, ranks, data = config.model.vocab_size, pp * tp, cp * dp_shard
+    if config.parallelism.vocab != "pipeline" or size % ranks == 0:
+        return
+    chunks = [_chunk(rows, data) for rows in _chunk(size, ranks)]
+    if any(list(same) != _chunk(sum(same), ranks) for same in zip(*chunks, strict=True)):
+        yield (
+            f'parallelism.vocab = "pipeline" shards {size} ids unevenly over pp * tp = {ranks} ranks, and FSDP cannot '
+            f"shard these shards over dp_shard * cp = {data} ranks: pad the vocabulary to {size + -size % ranks}, or "
+            'use vocab = "tensor"'
+        )
+
+
+def _chunk(number: int, parts: int) -> list[int]:
+    """Return the sizes of so many parts of a number, as `torch.chunk` makes them, with zeros if there are fewer."""
+    each = -(-number // parts)
+    return [max(0, min(each, number - i * each)) for i in range(parts)]
+
+
 def vocabulary_violations(config: Config, pp: int, tp: int) -> Iterator[str]:
     """Yield a message for each reason why the pipeline's stages cannot share the vocabulary.
 

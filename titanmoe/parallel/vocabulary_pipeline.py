@@ -48,19 +48,31 @@ def with_passes(
 ) -> dict[int, list[TorchAction]]:
     """Return torch's table of actions with the passes, each after the messages of the action before it.
 
+    A receive is between the same passes as the send, else a rank whose messages run one after the other would wait for
+    it with a pass still to come on the other rank.
+
     Args:
         table: the actions of each pipeline rank, with sends, receives and what FSDP does.
         rows: the forwards, backwards and passes of each pipeline rank.
     """
-    out = {}
-    for rank, row in enumerate(rows):
-        before, passes = dict[str, list[TorchAction]](), list[TorchAction]()
+    passes = [action for (action,) in rows[0] if action.does in PASSES]
+    passes_before = {}
+    """Number of passes before a forward or backward."""
+    for row in rows:
+        number = 0
         for (action,) in row:
-            if action.does in PASSES:
-                passes.append(TorchAction(action.stage, Pass(action.does), action.microbatch))
-            else:
-                before[str(action)], passes = passes, []
-        out[rank] = [x for action in table[rank] for x in (*before.get(str(action), ()), action)] + passes
+            number += action.does in PASSES
+            passes_before[str(action)] = number
+    out = {}
+    for rank, actions in table.items():
+        number = 0
+        keyed = [(i, 1, TorchAction(one.stage, Pass(one.does), one.microbatch)) for i, one in enumerate(passes)]
+        for action in actions:
+            stage, kind, m, _ = action
+            sender = {"RECV_F": f"{stage - 1}F{m}", "RECV_B": f"{stage + 1}B{m}"}.get(kind.value)
+            number = passes_before.get(str(action), number)
+            keyed.append((passes_before[sender] if sender else number, 0, action))
+        out[rank] = [action for _, _, action in sorted(keyed, key=lambda one: one[:2])]
     return out
 
 
