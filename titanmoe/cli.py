@@ -306,7 +306,8 @@ def _describe_sharding(config: Config, fold: Fold) -> list[str]:
         lines += [f"    {numbers}"] * bool(block) + [next(body) for _ in group]
     if fold.pp > 1:
         stages = len(stage_ranks(config.pipeline, fold.pp))
-        layers = split_layers(config.model, config.training.seq_len, stages, config.pipeline.layers_per_stage)
+        explicit = config.pipeline.layers_per_stage
+        layers = split_layers(config.model, config.training.seq_len, stages, explicit, shared)
         shown = "; ".join(map(_format_ranges, layers))
         shown = f"layers {shown}; embed and head over all" if shared else f"embed and layers {shown} and head"
         lines.append(f"{stages} pipeline stages: {shown}")

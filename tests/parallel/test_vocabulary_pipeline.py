@@ -6,9 +6,11 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 
 from tests import parity, world
 from tests.parallel.test_pipeline import forward_alone
+from titanmoe.comm.collectives import to_local
 from titanmoe.fold.legality import violations
 from titanmoe.fold.pipeline_schedules import Cell, single_order
 from titanmoe.fold.vocabulary_passes import SCHEDULES, insert_passes
@@ -117,6 +119,20 @@ def test_a_microbatch_may_have_one_label_or_none() -> None:
     got, *_ = world.run(2, with_few_labels, SHARED | ODD)
     want, *_ = world.run(2, with_few_labels, SHARED | ODD | {"parallelism.vocab": "tensor"})
     assert got == pytest.approx(want, rel=1e-12)
+
+
+def after_steps(changes: dict[str, Any], cold: bool) -> list[Any]:
+    """Reports and weights after two steps; cold: as on GPUs, with all kernels loaded before the first message."""
+    trainer = parity.make_trainer(changes, loader=parity.samples())
+    trainer.training.gradients.engine.cold = cold
+    reports = [trainer.train_step() for _ in range(2)]
+    return [reports, *(to_local(p).detach().clone() for p in trainer.training.parameters.values())]
+
+
+def test_loading_kernels_first_leaves_no_trace() -> None:
+    cold, warm = (world.run(2, after_steps, SHARED | ODD | TIED, cold) for cold in (True, False))
+    for (reports, *weights), (other_reports, *others) in zip(cold, warm, strict=True):
+        assert reports == other_reports and all(map(torch.equal, weights, others))
 
 
 # ---- laws

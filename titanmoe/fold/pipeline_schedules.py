@@ -189,21 +189,36 @@ def _is_pass(cell: Cell) -> bool:
     return cell[0].does in PASSES
 
 
-def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
+def bubble(
+    rows: Sequence[Sequence[Cell]], stages: int, stage_costs: Sequence[float] = (), loss_cost: float = 0.0
+) -> float:
     """Simulate a schedule; return the fraction of all ranks' time that is idle.
 
-    The forward and backward of a stage take the times in COST. Two overlapping actions start when both can run and send
-    their results when both are done, as in torch. A pass of the vocabulary begins on all ranks at the same time, and
-    takes none.
+    Two overlapping actions start when both can run and send their results when both are done, as in torch. A pass of
+    the vocabulary begins on all ranks at the same time.
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them.
         stages: the number of stages.
+        stage_costs: time of each stage's forward; other actions take as many times that as COST says. () for 1 each.
+        loss_cost: time of the loss of a microbatch, forward and backward, where all stages share the vocabulary; the
+            passes of the embedding take none.
 
     Raises:
         ValueError: if the schedule deadlocks.
     """
-    queues = [[cell for cell in row if cell] for row in rows]
+    idle, _ = simulate(rows, stages, stage_costs, loss_cost)
+    return idle
+
+
+def simulate(
+    rows: Sequence[Sequence[Cell]], stages: int, stage_costs: Sequence[float] = (), loss_cost: float = 0.0
+) -> tuple[float, float]:
+    """Return the fraction of all ranks' time that is idle, and the time until the last rank has finished.
+
+    Arguments and errors as of `bubble`.
+    """
+    queues, costs = [[cell for cell in row if cell] for row in rows], stage_costs or [1.0] * stages
     finished_at: dict[tuple[int, str, int], float] = {}
     clock, busy = [0.0] * len(queues), 0.0
 
@@ -221,20 +236,22 @@ def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
     while any(queues):
         progressed = all(queue and _is_pass(queue[0]) for queue in queues)
         if progressed:
-            clock = [max(clock)] * len(clock)
+            cost = loss_cost * (queues[0][0][0].does == "L")
+            clock = [max(clock) + cost] * len(clock)
+            busy += cost * len(clock)
             for queue in queues:
                 queue.pop(0)
         for rank, queue in enumerate(queues):
             while queue and (start := ready(queue[0])) is not None:
                 cell = queue.pop(0)
-                cost = sum(COST[action.does] for action in cell)
+                cost = sum(COST[action.does] * costs[action.stage] for action in cell)
                 clock[rank] = max(clock[rank], start) + cost
                 busy += cost
                 finished_at |= dict.fromkeys(map(result_of, cell), clock[rank])
                 progressed = True
         if not progressed:
             raise ValueError("the schedule deadlocks")
-    return 1 - busy / (len(clock) * max(clock))
+    return 1 - busy / (len(clock) * max(clock)), max(clock)
 
 
 # ---- laws

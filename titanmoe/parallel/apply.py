@@ -91,7 +91,9 @@ def build(
         output: what the head of the last stage returns.
     """
     ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
-    layers = split_layers(config.model, config.training.seq_len, len(ranks), config.pipeline.layers_per_stage)
+    shared = config.parallelism.vocab == "pipeline"
+    explicit = config.pipeline.layers_per_stage
+    layers = split_layers(config.model, config.training.seq_len, len(ranks), explicit, shared)
     stored = getattr(torch, config.training.dtype)
     stages = []
     for number in (number for number, rank in enumerate(ranks) if rank == meshes.pp.rank):
@@ -110,7 +112,7 @@ def build(
         apply_fsdp(model, config.training, config.parallelism, meshes)
         materialize(model, config.training.seed, device)
         stages.append(model)
-    if config.parallelism.vocab == "pipeline":
+    if shared:
         if output.top_k:
             raise ConfigError(['a teacher\'s top-k ids need parallelism.vocab = "tensor"'])
         with torch.device("meta"):

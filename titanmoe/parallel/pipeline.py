@@ -439,6 +439,8 @@ class Pipeline:
             for stage in self.stages:
                 with observe.unheard(), stage.unsharded_experts.use_computed_weights(accumulate=False):
                     warm_up(stage.submod, self.hidden, slices[0], self.device, self._scaled)
+            if self.vocabulary is not None:
+                self.vocabulary.warm_up(slices[0], loss_sum, divisor)
             self.cold = False
         self.schedule._has_backward = backward
         for stage in self.stages:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from titanmoe import observe
 from titanmoe.comm.collectives import all_reduce, broadcast
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import PASSES, Cell
@@ -156,6 +157,7 @@ class VocabularyPasses:
         x_BsD = all_reduce(summand_BsD.detach(), self.pp)
         if self.backward and self.trains_embedding:
             self.embedded[m] = summand_BsD
+            summand_BsD.untyped_storage().resize_(0)  # its backward needs no values
         if self.pp.rank == self.first:
             self.inputs[m] = x_BsD.requires_grad_(self.backward and self.trains_embedding)
 
@@ -196,6 +198,30 @@ class VocabularyPasses:
         self.shards.set_reshard_after_backward(is_last)
         self.shards.set_requires_gradient_sync(is_last)
         output.backward(grad)
+
+    def warm_up(
+        self, batch_slice: BatchSlice, loss_sum: Callable[[Tensor, BatchSlice], Tensor], divisor: Tensor
+    ) -> None:
+        """Load all kernels of the passes (titanmoe.parallel.warm_up), and leave gradients as they are.
+
+        Collective over pp and tp.
+
+        Args:
+            batch_slice: this rank's slice of a microbatch.
+            loss_sum: returns this rank's sum of the loss over a microbatch.
+            divisor: count that the losses of all ranks are divided by, a scalar.
+        """
+        grads = {parameter: parameter.grad for parameter in self.shards.parameters()}
+        for parameter in grads:
+            parameter.grad = None
+        with observe.unheard(), torch.enable_grad(), self.step([batch_slice], loss_sum, divisor, True):
+            self._embed(0)
+            hidden = torch.zeros_like(self.hidden, device=divisor.device, requires_grad=False)
+            self.outputs[0] = self.input_grads[0] = hidden
+            self._loss(0)
+            self._embedding_gradient(0)
+        for parameter, grad in grads.items():
+            parameter.grad = grad
 
     def loss_of(self, m: int, output_BsD: Tensor) -> Tensor:
         """Return a scalar whose backward gives the last stage's output the gradient that the pass L has computed."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titanmoe import observe
 from titanmoe.models.transformer import Transformer
+from titanmoe.models.vocabulary import Head
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.parallel.data_parallel import free_gathered
 
@@ -51,7 +52,7 @@ def warm_up(
         y = model(
             x, tokens=batch_slice.tokens, labels_BS=batch_slice.labels_BS, candidates_BSK=batch_slice.candidates_BSK
         )
-        y, seed = (y, y.detach()) if model.head is None else (loss(y, batch_slice), None)
+        y, seed = (loss(y, batch_slice), None) if isinstance(model.head, Head) else (y, y.detach())
         if y.requires_grad:  # not in a frozen model's first stage, nor in a teacher
             y.backward(seed)
     free_gathered(model)

@@ -89,10 +89,17 @@ class BlockCosts(AttentionCosts):
 
     # ---- forward and backward of one microbatch
 
-    def _head(self, tp: int, cp: int, samples: int) -> Cost:
-        """Return the cost of the head and the loss for one microbatch, forward and backward added up."""
+    def _head(self, tp: int, cp: int, samples: int, stages: int = 1) -> Cost:
+        """Return the cost of the head and the loss for one microbatch, forward and backward added up.
+
+        Args:
+            tp: ranks of tensor parallel.
+            cp: ranks of context parallel.
+            samples: samples of the microbatch.
+            stages: pipeline ranks that share the head. What they send each other is not included.
+        """
         X, D = samples * self.config.training.seq_len / cp, self.model.dim
-        V = self.model.vocab_size / tp
+        V = self.model.vocab_size / (tp * stages)
         products = self.stack.head_products - BACKWARD + self.backward[-1].ffn
         return Cost(
             matrix=products * self.product(X, V, D),

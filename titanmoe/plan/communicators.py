@@ -42,7 +42,11 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
         kinds_and_groups.add(("dispatch", LinkGroup(inner, 1)))
     if config.lora.rank:  # gradients of what every etp rank has whole
         kinds_and_groups.add(("blocking", LinkGroup(fold.etp, 1)))
-    if config.model.tie_embeddings and fold.pp > 1:
+    if config.parallelism.vocab == "pipeline":
+        kinds_and_groups.add(("blocking", LinkGroup(fold.pp, fold.stage)))
+        if fold.pp * fold.tp < fold.world and fold.tp > 1:
+            kinds_and_groups.add(("blocking", LinkGroup(fold.pp * fold.tp, fold.stage)))
+    elif config.model.tie_embeddings and fold.pp > 1:
         kinds_and_groups.add(("blocking", LinkGroup(2, fold.world - fold.stage)))
     return {(kind, group) for kind, group in kinds_and_groups if group.size > 1}
 

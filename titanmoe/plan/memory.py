@@ -23,7 +23,15 @@ from titanmoe.models.stages import split_layers
 from titanmoe.plan.muon_work import matrix_buffer_bytes
 from titanmoe.plan.saved_bytes import Widths, input_bytes, mode_of, saved_bytes
 from titanmoe.plan.schedule_cost import BackwardLoad, backward_loads, largest_loads
-from titanmoe.plan.sizes import ModelKey, WeightUnit, fsdp, state_bytes, units_of_stage
+from titanmoe.plan.sizes import (
+    ModelKey,
+    WeightUnit,
+    fsdp,
+    shared_vocabulary,
+    state_bytes,
+    units_of_stage,
+    vocabulary_ranks,
+)
 from titanmoe.train.find_teacher import find_teacher, teacher_config
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
@@ -64,7 +72,8 @@ def rank_memories(
     """
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
-    layers = stages_of(config, len(owners), tuple(config.pipeline.layers_per_stage))
+    shared = config.parallelism.vocab == "pipeline"
+    layers = stages_of(config, len(owners), tuple(config.pipeline.layers_per_stage), shared)
     ranks = sorted({0, fold.pp - 1}) if only_ends else range(fold.pp)
     teachers = _teacher_bytes(s, only_ends)
     copies = [0] * len(ranks)
@@ -89,18 +98,19 @@ def _teacher_bytes(s: Widths, only_ends: bool) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def _stages(key: ModelKey, seq_len: int, stages: int, explicit: tuple[int, ...]) -> list[range]:
-    return split_layers(key.model, seq_len, stages, list(explicit))
+def _stages(key: ModelKey, seq_len: int, stages: int, explicit: tuple[int, ...], shared: bool) -> list[range]:
+    return split_layers(key.model, seq_len, stages, list(explicit), shared)
 
 
-def stages_of(config: Config, stages: int, explicit: tuple[int, ...]) -> list[range]:
+def stages_of(config: Config, stages: int, explicit: tuple[int, ...], shared: bool) -> list[range]:
     """Return the range of layers of each stage, balanced by work unless `explicit` gives their numbers.
 
     Args:
         stages: number of stages.
         explicit: layers of each stage, as pipeline.layers_per_stage gives them; () to balance.
+        shared: whether all stages share the vocabulary.
     """
-    return _stages(ModelKey.of(config.model), config.training.seq_len, stages, explicit)
+    return _stages(ModelKey.of(config.model), config.training.seq_len, stages, explicit, shared)
 
 
 def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher: int, reference: int) -> RankMemory:
@@ -119,6 +129,8 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     units: list[WeightUnit] = []
     for layers, first, last in stages:
         units += units_of_stage(config, sizes, layers, first, last)[0]
+    shared = shared_vocabulary(config, sizes)
+    units += shared
     blocks = [i for layers, _, _ in stages for i in layers]
     if any(last for *_, last in stages):
         blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
@@ -129,7 +141,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     weights = trained + sum(_frozen_stored(unit, n, w) for unit, n in parts)
     moments = state_bytes(config, fold, parts, stages, blocks, _stored)
     saved_by_block = {i: saved_bytes(s, i) for i in blocks}
-    has_head = any(last for *_, last in stages)
+    has_head = bool(shared) or any(last for *_, last in stages)
     hidden = s.T * model.dim * w
     rope = 2 * s.X * rotary_width(model) * 4
     extra = range(model.num_layers, model.num_layers + model.mtp_depth)
@@ -137,7 +149,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     kept_by_stage = [
         sum(saved_by_block[i].attention + saved_by_block[i].ffn for i in [*layers, *extra[: last * len(extra)]])
         + rope
-        + hidden * (first - last)
+        + hidden * (first - (last and not shared))
         for layers, first, last in stages
     ]
     tokens = s.microbatches * s.X * 24
@@ -149,12 +161,13 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
 
     dense, partly = sizes.block(blocks[-1]), not sizes.tuning.trains_all
     whole_by_stage = [_whole_trained(s, *stage) for stage in stages]
+    whole_by_stage[-1] += sum(unit.trained.whole for unit in shared)
     resharded = reshards_after_forward(config.parallelism)
     sharded = not experts_are_unsharded(config.parallelism, config.training, fold.edp)
     accumulated_bytes = trained if s.microbatches > 1 and not pipelined else 0
     base = {"weights": weights, "moments": moments, "teacher": teacher, "reference": reference}
     base["symmetric buffers"] = s.receive_buffers
-    gathered_dense = 0 if resharded else sum(unit.whole for unit in units)
+    gathered_dense = sum(unit.whole for unit in (shared if resharded else units))
     gathered_experts = 0 if resharded else sum(unit.whole for unit, _ in expert_parts)
     if not sharded:  # the step's copies
         gathered_experts = sum(unit.trained.whole for unit, _ in expert_parts) * has_compute_copies(config.training)
@@ -374,7 +387,8 @@ def _head(s: Widths, add_candidate, resharded: bool, pipelined: bool, reduced: i
         reduced: bytes of a gradient while it is reduced.
     """
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
-    unit, V = s.sizes.head, s.model.vocab_size // s.fold.tp
+    unit, V = s.sizes.head, -(-s.model.vocab_size // vocabulary_ranks(s.config, s.fold))
+    resharded = resharded and s.config.parallelism.vocab == "tensor"
     requested = s.config.training.loss_chunks
     chunks = -(-X * V * s.W // SLICE) if requested == -1 else requested
     chunks = min(max(chunks, 1), V)

@@ -57,10 +57,16 @@ def row(mapping: PricedMapping) -> tuple[str, ...]:
         *(str(n) for n in (fold.edp * fold.edp_replicate, fold.ep, fold.etp, config.training.local_batch_size)),
         config.activation_checkpoint.mode,
         config.parallelism.reshard_after_forward,
-        config.pipeline.schedule + " in pairs" * (overlap == "pairs") if fold.pp > 1 else "-",
+        _schedule_text(config) if fold.pp > 1 else "-",
         config.moe.dispatcher + " in halves" * (overlap == "halves"),
         price.bottleneck,
     )
+
+
+def _schedule_text(config: Config) -> str:
+    """Return the name of the schedule, and what else pipeline stages do together."""
+    shared = " with vocab" * (config.parallelism.vocab == "pipeline")
+    return config.pipeline.schedule + " in pairs" * (config.moe.overlap == "pairs") + shared
 
 
 def stages_per_rank(config: Config) -> int:
@@ -171,6 +177,7 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
         "recompute": config.activation_checkpoint.mode,
         "schedule": config.pipeline.schedule if fold.pp > 1 else "",
         "stages_per_rank": stages_per_rank(config),
+        "vocab": config.parallelism.vocab,
         "dispatcher": config.moe.dispatcher,
         "overlap": config.moe.overlap,
         "reshard_after_forward": config.parallelism.reshard_after_forward,

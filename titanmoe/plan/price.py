@@ -12,7 +12,7 @@ from typing import NamedTuple
 from titanmoe.config.blocks import has_experts, moe_layers
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.pipeline_schedules import stage_ranks
+from titanmoe.fold.pipeline_schedules import COST, stage_ranks
 from titanmoe.models.count import flops_per_token
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.cost import Cost
@@ -21,8 +21,8 @@ from titanmoe.plan.dispatch_costs import DispatchChoice, hidden_by_pairs
 from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.muon_work import muon_work
-from titanmoe.plan.schedule_cost import schedule_cost
-from titanmoe.plan.sizes import fsdp
+from titanmoe.plan.schedule_cost import schedule_cost, shared_idle
+from titanmoe.plan.sizes import fsdp, vocabulary_ranks
 from titanmoe.plan.training_stacks import TITANMOE, Stack
 from titanmoe.plan.weight_costs import WeightCosts
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
@@ -109,29 +109,33 @@ class Pricer(WeightCosts):
         self.flops = flops_per_token(self.model, config.training.seq_len, Tuning.of(config))
         self.counts = cache(self._counts)
 
-    def split(self, stages: int, uneven: tuple[int, ...]) -> list[range]:
+    def split(self, stages: int, uneven: tuple[int, ...], shared: bool = False) -> list[range]:
         """Return the range of layers of each stage, as the stack divides them.
 
         Args:
             stages: number of stages.
             uneven: layers of each stage, as pipeline.layers_per_stage gives them; () if it is empty.
+            shared: whether all stages share the vocabulary.
         """
         if self.stack.balances_stages or uneven:
-            return stages_of(self.config, stages, uneven)
+            return stages_of(self.config, stages, uneven, shared)
         each, more = divmod(self.model.num_layers, stages)
         ends = [each * (i + 1) + min(i + 1, more) for i in range(stages)]
         return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
-    def _counts(self, stages: int, every: int, uneven: tuple[int, ...]) -> list[dict[BlockKind, tuple[int, int]]]:
+    def _counts(
+        self, stages: int, every: int, uneven: tuple[int, ...], shared: bool
+    ) -> list[dict[BlockKind, tuple[int, int]]]:
         """Return, for each stage and kind of block, the number of blocks and the index of one of them.
 
         Args:
             stages: number of stages.
             every: activation_checkpoint.every: each such layer is recomputed.
             uneven: pipeline.layers_per_stage.
+            shared: whether all stages share the vocabulary.
         """
         stage_counts = []
-        for layers in self.split(stages, uneven):
+        for layers in self.split(stages, uneven, shared):
             stage: dict[BlockKind, tuple[int, int]] = {}
             for layer in layers:
                 kind = BlockKind(has_experts(self.model, layer), self.first_alike[layer], layer % every == 0)
@@ -145,7 +149,7 @@ class Pricer(WeightCosts):
         """Return the pipeline rank of each stage, the result of `counts`, and the index of a block of each kind."""
         owners = stage_ranks(config.pipeline, fold.pp)
         every, uneven = config.activation_checkpoint.every, tuple(config.pipeline.layers_per_stage)
-        stages = self.counts(len(owners), every, uneven)
+        stages = self.counts(len(owners), every, uneven, config.parallelism.vocab == "pipeline")
         return owners, stages, {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
 
     def first_rank_blocks(self, config: Config, fold: Fold) -> dict[tuple[bool, int], tuple[int, int]]:
@@ -164,9 +168,9 @@ class Pricer(WeightCosts):
             config: the pricer's config, of which mapping, microbatch, schedule and recomputation may differ.
             fold: the degrees of `config`.
         """
-        training, model = config.training, self.model
-        samples, m, sizes = training.local_batch_size, microbatches(config, fold), self.sizes(fold)
-        options = config.activation_checkpoint
+        training, model, shared = config.training, self.model, config.parallelism.vocab == "pipeline"
+        samples, m = training.local_batch_size, microbatches(config, fold)
+        sizes, options = self.sizes(fold, vocabulary_ranks(config, fold)), config.activation_checkpoint
         owners, stages, layers = self.stages(config, fold)
         choice = self.dispatch_choice(config, fold, m, len(owners))
         modes = {kind: options.mode if kind.recomputed else "none" for kind in layers}
@@ -176,30 +180,42 @@ class Pricer(WeightCosts):
         blocks = {kind: cost + Cost(copies=copies[kind][0]) for kind, cost in blocks.items()}
         seconds = {kind: cost.seconds for kind, cost in blocks.items()}
         hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
-        ends = self.head(fold.tp, fold.cp, samples)
+        ends = self.head(fold.tp, fold.cp, samples, fold.pp if shared else 1)
         if model.mtp_depth:
             ends = ends + (blocks[next(reversed(stages[-1]))] + ends).times(model.mtp_depth)
         edge_copies = [self.edge_copies(copy_formulas, fold, unit) for unit in (sizes.embedding, sizes.head)]
         ranks = [0.0] * fold.pp
         for owner, stage in zip(owners, stages, strict=True):
             ranks[owner] += sum(seconds[kind] * count for kind, (count, _) in stage.items()) + 2 * hop
-        ranks[0] += edge_copies[0][0]
-        ranks[owners[-1]] += ends.seconds + edge_copies[1][0]
+        meetings = 0.0
+        if shared:  # on every rank, and a message to all from the last or the first, or to it
+            meetings = self.vocabulary_messages(fold, samples)
+            loss, layers_alone = ends.seconds + sum(copy for copy, _ in edge_copies) + meetings, list(ranks)
+            ranks = [seconds + loss for seconds in ranks]
+        else:
+            ranks[0] += edge_copies[0][0]
+            ranks[owners[-1]] += ends.seconds + edge_copies[1][0]
         counts = [blocks_of_rank(stages, owners, rank) for rank in range(fold.pp)]
         launches = [sum(n * self.launches(fold, modes[kind]) for kind, n in count.items()) for count in counts]
         ranks = list(map(max, ranks, launches))  # where the host takes longer, the device waits for it
         worst = max(range(fold.pp), key=ranks.__getitem__)
-        slowest, copies_per_step = ends if owners[-1] == worst else Cost(), 0.0
+        slowest, copies_per_step = ends if shared or owners[-1] == worst else Cost(), 0.0
         for owner, (microbatch, step) in zip((0, owners[-1]), edge_copies, strict=True):
-            if owner == worst:
+            if shared or owner == worst:
                 slowest, copies_per_step = slowest + Cost(copies=microbatch), copies_per_step + step
         for kind, count in counts[worst].items():
             slowest = slowest + blocks[kind].times(count)
             copies_per_step += count * copies[kind][1]
-        messages = 2 * hop * owners.count(worst)
+        messages = 2 * hop * owners.count(worst) + meetings
         slowest = slowest + Cost(host=max(0.0, launches[worst] - slowest.seconds - messages))
         busy = m * (slowest.seconds + messages)
-        bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
+        if shared:
+            own = sum(layers_alone) / fold.pp
+            # A loss is as long as so many forwards of a stage, of which a rank has several.
+            relative = round(loss / (own / sum(COST[does] for does in "FB") / (len(owners) // fold.pp)), 2)
+            bubble = (own + loss) * shared_idle(config.pipeline.schedule, fold.pp, len(owners) // fold.pp, m, relative)
+        else:
+            bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
 
         first_rank_blocks = self.first_rank_blocks(config, fold)
         exposed_weights = self.weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
@@ -213,7 +229,7 @@ class Pricer(WeightCosts):
             for (experts, _), (count, layer) in first_rank_blocks.items()
         )
         edges = (sizes.embedding.trained.shard_size(data) + sizes.head.trained.shard_size(data)) // (
-            1 if fold.pp == 1 else 2
+            1 if fold.pp == 1 or shared else 2
         )
         moved = UPDATE + 8 * OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
         optimizer = (sharded_weights + edges) * moved / (self.device.bandwidth * self.factors.memory)
@@ -258,6 +274,15 @@ class Pricer(WeightCosts):
         """
         size = samples * self.config.training.seq_len / sample_ranks * self.model.dim * self.w
         return self.links.send(stage, size) if pp > 1 else 0.0
+
+    def vocabulary_messages(self, fold: Fold, samples: int) -> float:
+        """Return the seconds of a microbatch's messages over pp where all stages share the vocabulary.
+
+        They are the sums of the embeddings and of the gradients of the last hidden states, as long as two gathers each,
+        and these states and the embeddings' gradients to all ranks, as long as one each.
+        """
+        size = samples * self.config.training.seq_len / (fold.tp * fold.cp) * self.model.dim * self.w
+        return 6 * self.links.gather(LinkGroup(fold.pp, fold.stage), size)
 
     def idle(self, config: Config, fold: Fold, per_rank: int, m: int) -> float:
         """Return the idle time of a pipeline rank in a step, over the busy time of one microbatch.

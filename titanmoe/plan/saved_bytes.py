@@ -21,7 +21,7 @@ from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.mixers.mixer_spec import LocalBatch
 from titanmoe.models.tensors import Tuning
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
-from titanmoe.plan.sizes import ModelKey, Sizes
+from titanmoe.plan.sizes import ModelKey, Sizes, vocabulary_ranks
 
 
 class SavedBytes(NamedTuple):
@@ -52,7 +52,9 @@ class Widths:
         self.receive_buffers = static.buffer_slots * (model.dim * self.w + max(self.w, WIDTHS[config.moe.router_dtype]))
         self.F = model.expert_hidden // fold.etp
         self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
-        self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config))
+        self.sizes = Sizes(
+            model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config), vocabulary_ranks(config, fold)
+        )
         self.mixers = ModelKey.of(model).mixers
         self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
         ring = fold.cp > 1 and config.parallelism.cp_kind == "ring"

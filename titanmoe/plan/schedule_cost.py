@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from titanmoe.fold.pipeline_schedules import SCHEDULES, SINGLE, Action, Cell, alternate, bubble, single_order
+from titanmoe.fold.vocabulary_passes import insert_passes
 
 ROUNDS = 3
 """Microbatches per rank with which a table is evaluated: from 2 on, one more changes neither the idle time nor how many
@@ -96,6 +97,33 @@ def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: in
     rows = schedule_rows(schedule, pp, stages_per_rank, m)
     share = bubble(rows, pp * stages_per_rank)
     return ScheduleCost(share / (1 - share) * m, tuple(_in_flight(row) for row in rows))
+
+
+@lru_cache(maxsize=4096)
+def shared_idle(schedule: str, pp: int, stages_per_rank: int, microbatches: int, loss_cost: float) -> float:
+    """Return the idle time of a schedule over the busy time of one microbatch, where all stages share the vocabulary.
+
+    Ranks wait for each other at the loss of every microbatch, so idle time grows with the microbatches. It is simulated
+    for few of them, and continued in a straight line.
+
+    Args:
+        schedule: name of the schedule.
+        pp: number of pipeline ranks.
+        stages_per_rank: number of stages of a rank.
+        microbatches: number of microbatches of a step.
+        loss_cost: time of a loss, in forwards of a stage.
+    """
+
+    def idle(m: int) -> float:
+        rows = [[cell for cell in row if cell] for row in schedule_rows(schedule, pp, stages_per_rank, m)]
+        stages = pp * stages_per_rank
+        fraction = bubble(insert_passes(rows, stages), stages, loss_cost=loss_cost)
+        return fraction / (1 - fraction) * m
+
+    few = 2 * pp
+    if microbatches <= few + pp or microbatches % pp:
+        return idle(microbatches)
+    return idle(few) + (idle(few + pp) - idle(few)) / pp * (microbatches - few)
 
 
 def _equivalent_microbatches(schedule: str, pp: int, microbatches: int) -> int:

@@ -22,6 +22,8 @@ from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
 from titanmoe.fold.legality import violations
 from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.fold.unsharded_experts import has_compute_copies
+from titanmoe.fold.vocabulary_passes import SCHEDULES as PASSES_FIT
+from titanmoe.models.count import layer_flops
 from titanmoe.moe.dispatchers.dispatcher_spec import with_planned_dispatcher
 from titanmoe.plan.candidates import Candidate, Candidates, MappingKey
 from titanmoe.plan.communicators import usable_bytes
@@ -38,6 +40,10 @@ SMALLEST = 40
 """If nothing fits: how many of the mappings that need least memory are priced."""
 ROUNDING = 1e-9
 """Relative error of floats by which the bound of a mapping may exceed its step, where the host takes all the time."""
+
+
+GAIN = 1.15
+"""How many times as fast a step has to be for the search to let all pipeline stages share the vocabulary."""
 
 
 @dataclass
@@ -234,7 +240,24 @@ def _priced_mappings(
             continue
         for reshard in _reshards(config, candidate, mapped_fold.edp):
             mapped_config = with_mapping(config, mapped_fold, candidate, reshard)
-            yield PricedMapping(mapped_config, mapped_fold, pricer.price(mapped_config, mapped_fold), [])
+            mapping = PricedMapping(mapped_config, mapped_fold, pricer.price(mapped_config, mapped_fold), [])
+            yield mapping
+            if head_excess(mapped_config, mapped_fold) > GAIN and candidate.schedule in PASSES_FIT:
+                parallelism = replace(mapped_config.parallelism, vocab="pipeline")
+                shared_config = replace(mapped_config, parallelism=parallelism)
+                shared = PricedMapping(shared_config, mapped_fold, pricer.price(shared_config, mapped_fold), [])
+                if mapping.price.step > GAIN * shared.price.step:
+                    yield shared
+
+
+def head_excess(config: Config, fold: Fold) -> float:
+    """Return the FLOPs of the costliest pipeline rank over the mean, as far as they can be lowered by sharing the head.
+
+    1 without a pipeline.
+    """
+    layers, head = layer_flops(config.model, config.training.seq_len)
+    mean = (sum(layers) + head) / fold.pp
+    return max(mean, head + min(layers)) / mean
 
 
 def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
@@ -271,7 +294,7 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str)
     return replace(
         config,
         training=replace(config.training, local_batch_size=candidate.samples),
-        parallelism=replace(table, **axes, experts=experts, reshard_after_forward=reshard),
+        parallelism=replace(table, **axes, vocab="tensor", experts=experts, reshard_after_forward=reshard),
         pipeline=pipeline,
         moe=replace(config.moe, dispatcher=choice.dispatcher, overlap=choice.overlap),
         activation_checkpoint=ActivationCheckpoint(candidate.mode),

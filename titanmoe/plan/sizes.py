@@ -158,12 +158,25 @@ def _first_alike(key: ModelKey, layer: int) -> int:
 class Sizes:
     """Weight units of a model on a rank of a mapping."""
 
-    def __init__(self, model: Model, tp: int, ep: int, etp: int, edp: int, tuning: Tuning = EVERYTHING):
+    def __init__(
+        self, model: Model, tp: int, ep: int, etp: int, edp: int, tuning: Tuning = EVERYTHING, vocabulary: int = 0
+    ):
+        """Keep the degrees.
+
+        Args:
+            model: the recipe's [model].
+            tp: ranks of tensor parallel.
+            ep: ranks of expert parallel.
+            etp: ranks of expert tensor parallel.
+            edp: data ranks that share an expert.
+            tuning: says which parameters are trained.
+            vocabulary: ranks that shard the vocabulary; 0 for those of tp.
+        """
         self.model, self.tuning = model, tuning
         self._key = ModelKey.of(model)
         self.experts = _experts(self._key, ep, etp, edp)
         self._tp, self._of_experts = tp, (ep, etp, edp)
-        dim, split = model.dim, model.vocab_size // tp
+        dim, split = model.dim, -(-model.vocab_size // (vocabulary or tp))
         ends = "head.norm.weight", tensors.stored_name("head.weight", model.tie_embeddings)
         self.embedding = WeightUnit(((split, dim),), (0,), (), _flags(["embed.weight"], self.tuning))
         self.head = WeightUnit(((dim,), (split, dim)), (0, 0), (), _flags(ends, self.tuning))
@@ -201,12 +214,28 @@ def units_of_stage(
     units = [sizes.block(layer) for layer in numbers]
     if last and model.mtp_depth:
         units += [sizes.multi_token] + [sizes.embedding] * (not first)
-    if first:
+    shared = config.parallelism.vocab == "pipeline"
+    if first and not shared:
         units.append(sizes.embedding)
     if last:
-        tied = model.tie_embeddings and first
+        tied = shared or (model.tie_embeddings and first)
         units.append(WeightUnit(((model.dim,),), (0,), (), sizes.head.frozen[:1]) if tied else sizes.head)
     return units, sum(has_experts(model, layer) for layer in numbers)
+
+
+def shared_vocabulary(config: Config, sizes: Sizes) -> list[WeightUnit]:
+    """Return the units of embedding and head on a rank if all pipeline stages share them, else []."""
+    if config.parallelism.vocab != "pipeline":
+        return []
+    if config.model.tie_embeddings:
+        return [sizes.embedding]
+    head = sizes.head
+    return [sizes.embedding, WeightUnit(head.shapes[1:], (0,), (), head.frozen[1:])]
+
+
+def vocabulary_ranks(config: Config, fold: Fold) -> int:
+    """Return the number of ranks that shard the vocabulary."""
+    return fold.tp * (fold.pp if config.parallelism.vocab == "pipeline" else 1)
 
 
 def fsdp(fold: Fold) -> int:
@@ -291,7 +320,8 @@ def _parts_without(
 ) -> Parts:
     """Return the rank's weight units with the tensors that `patterns` match marked as frozen."""
     model, tuning = config.model, Tuning((*config.training.freeze, *patterns))
-    sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, tuning)
+    sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, tuning, vocabulary_ranks(config, fold))
     dense = [unit for layers, first, last in stages for unit in units_of_stage(config, sizes, layers, first, last)[0]]
+    dense += shared_vocabulary(config, sizes)
     experts = [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
     return [(unit, fsdp(fold)) for unit in dense] + experts

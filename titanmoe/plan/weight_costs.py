@@ -21,9 +21,9 @@ from titanmoe.plan.weight_copies import WeightCopies
 class WeightCosts(BlockCosts):
     """Seconds of the weights and gradients of one model, under any mapping."""
 
-    def sizes(self, fold: Fold) -> Sizes:
-        """Return the weight units of a rank."""
-        return Sizes(self.model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(self.config))
+    def sizes(self, fold: Fold, vocabulary: int = 0) -> Sizes:
+        """Return the weight units of a rank. `vocabulary`: ranks that shard the vocabulary; 0 for those of tp."""
+        return Sizes(self.model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(self.config), vocabulary)
 
     def weights(self, config: Config, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float, float]:
         """Return the seconds of the messages of a block's weights and gradients, as (gather, reduce, last).
