@@ -86,6 +86,11 @@ def test_the_plan_is_a_row_for_each_module_of_the_layers_that_have_it(fold):
     assert "moe.router StageReplicated stage of 4 weight -" in lines
     assert "moe.experts ExpertParallel ep 2 x etp 2 w1 1, w3 1, w2 2" in lines
     assert lines[-1] == "2 pipeline stages: embed and layers 0-2; 3 and head"
+    code, out, _ = fold(*family, "--plan", "--parallelism.vocab", "pipeline", "--training.global_batch_size", 4)
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert code == 0 and {f"{end} VocabularyParallel pp 2 x tp 4 weight 0" for end in ("embed", "head")} <= {*lines}
+    assert "head.norm Replicated tp 4 weight -" in lines
+    assert lines[-1] == "2 pipeline stages: layers 0-1; 2-3; embed and head over all"
     code, out, err = fold("--ranks", 8, "--plan")
     assert (code, out) == (2, "") and "--plan needs a model: give a recipe, or --family and --size" in err
 

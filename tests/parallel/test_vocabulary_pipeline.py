@@ -10,10 +10,12 @@ import torch
 
 from tests import parity, world
 from tests.parallel.test_pipeline import forward_alone
+from tests.support.families import has_attention_only
 from titanmoe.comm.collectives import to_local
 from titanmoe.fold.legality import violations
 from titanmoe.fold.pipeline_schedules import Cell, single_order
 from titanmoe.fold.vocabulary_passes import SCHEDULES, insert_passes
+from titanmoe.models.families import names
 from titanmoe.plan.schedule_cost import schedule_rows
 from titanmoe.tokens import IGNORE
 
@@ -91,6 +93,17 @@ SLOW = ("eight stages", "interleaved, tied", "frozen head")
 def test_agrees_with_the_plain_model(case: str) -> None:
     size, changes = CASES[case]
     parity.check(size, SHARED | changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", [name for name in names() if has_attention_only(name)])
+def test_every_family_agrees(family: str, tied: bool) -> None:
+    own = parity.preset_of(family)
+    shape = [key for key in parity.TINY if key.startswith("model.") and not key.endswith(("num_layers", "init_std"))]
+    changes = {key: own[key.removeprefix("model.")] for key in shape}
+    changes |= {"model.num_layers": 2, "model.tie_embeddings": tied, "model.mtp_depth": 0, "parallelism.tp": 2}
+    parity.check(4, SHARED | changes, steps=1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

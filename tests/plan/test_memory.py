@@ -37,6 +37,8 @@ CASES = {
     ),
     "tp ep": (4, 0, f"{TP} 2 {EP} 4 --training.global_batch_size 4"),
     "pp ep, last stage": (4, 2, f"{PP} 2 {EP} 2"),
+    "shared vocabulary, last stage": (4, 2, f"{PP} 2 {EP} 2 --parallelism.vocab pipeline"),
+    "shared vocabulary, first stage, tp": (4, 0, f"{PP} 2 {TP} 2 --parallelism.vocab pipeline"),
     "two microbatches": (2, 0, f"{PP} 2 --training.global_batch_size 2"),
     "two microbatches full": (2, 0, f"{PP} 2 --training.global_batch_size 2 {MODE} full"),
     "pp edp, few tokens": (4, 2, f"{PP} 2 {EP} 1 --training.global_batch_size 4 --training.seq_len 128"),
