@@ -49,6 +49,7 @@ def train(trainer: Any) -> str:
 MAPPINGS = {
     "tp2 ep2": ({"parallelism.tp": 2, "parallelism.experts.ep": 2}, "ranks 0, 1", 2),
     "pp2": ({"parallelism.pp": 2, "activation_checkpoint.mode": "full"}, "rank 0", 2),
+    "shared vocabulary": ({"parallelism.pp": 2, "parallelism.vocab": "pipeline"}, "rank 0", 2),
     "dp2, two samples at a time": ({"training.local_batch_size": 2}, "rank 1", 0),
 }
 

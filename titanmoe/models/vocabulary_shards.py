@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from titanmoe.config.schema import Config
 from titanmoe.models.layers import RMSNorm
 from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOutput
+from titanmoe.tokens import Tokens
 
 
 class FinalNorm(nn.Module):
@@ -52,10 +53,15 @@ class VocabularyShards(nn.Module):
         self.head = Head(*ends, *options, output=output, with_norm=False)
         self.tie()
 
-    def forward(self, x: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:
         """Return this stage's summand of the embeddings of ids x (B, S), or with labels their scores (N, B, S).
 
         Collective over tp; with labels over pp and tp, and then x are normed hidden states (B, s, D).
+
+        Args:
+            x: ids, or normed hidden states.
+            tokens: metadata of the tokens, which tells hooks the microbatch, as in a stage's forward.
+            labels_BS: ids to predict, IGNORE where there is none; None for the embeddings.
         """
         return self.embed(x) if labels_BS is None else self.head(x, labels_BS)
 

@@ -153,7 +153,7 @@ class VocabularyPasses:
             self.runs[action.computation_type](action.microbatch_index)
 
     def _embed(self, m: int) -> None:
-        summand_BsD = self.shards(self.slices[m].ids_BS)
+        summand_BsD = self.shards(self.slices[m].ids_BS, self.slices[m].tokens)
         x_BsD = all_reduce(summand_BsD.detach(), self.pp)
         if self.backward and self.trains_embedding:
             self.embedded[m] = summand_BsD
@@ -168,7 +168,7 @@ class VocabularyPasses:
         else:
             x_BsD = torch.empty_like(self.hidden, device=self.divisor.device, requires_grad=False)
         x_BsD = broadcast(x_BsD, self.last, self.pp).requires_grad_(self.backward)
-        scores_NBS = self.shards(x_BsD, batch_slice.labels_BS)
+        scores_NBS = self.shards(x_BsD, batch_slice.tokens, batch_slice.labels_BS)
         grad_NBS = torch.empty_like(scores_NBS)
         if computes_loss:
             own_NBS = scores_NBS.detach().requires_grad_(self.backward)
