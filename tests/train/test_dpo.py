@@ -36,8 +36,9 @@ reference.OBJECTIVES["dpo"] = reference.dpo(BETA)
         {"parallelism.cp": 2, "parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
         {"parallelism.pp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 2, "pipeline.schedule": "1F1B"},
         {"parallelism.cp": 2, "parallelism.experts.ep": 4, "lora.rank": 4, "training.local_batch_size": 2},
+        {"parallelism.pp": 2, "parallelism.cp": 2, "parallelism.vocab": "pipeline"},
     ],
-    ids=["cp, tp, ep and etp", "pp and cp", "adapters"],
+    ids=["cp, tp, ep and etp", "pp and cp", "adapters", "a shared vocabulary"],
 )
 def test_no_mapping_changes_a_number(mapping: dict[str, Any]) -> None:
     parity.check(4, PREFERENCES | mapping, documents=True, steps=1)

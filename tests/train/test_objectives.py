@@ -27,8 +27,9 @@ PAIRS = {
         {"parallelism.cp": 2, "parallelism.tp": 2},
         {"parallelism.pp": 2, "parallelism.cp": 2, "pipeline.schedule": "1F1B"},
         {"parallelism.pp": 2, "pipeline.schedule": "DualPipeV", "model.num_layers": 4},
+        {"parallelism.pp": 2, "parallelism.cp": 2, "parallelism.vocab": "pipeline"},
     ],
-    ids=["cp and tp", "cp and pp", "a pipeline in a V"],
+    ids=["cp and tp", "cp and pp", "a pipeline in a V", "a shared vocabulary"],
 )
 def test_no_mapping_changes_the_loss_of_pairs(mapping: dict[str, Any]) -> None:
     """A sample's labels are added up over cp before a function that is not linear."""
@@ -43,8 +44,9 @@ def test_no_mapping_changes_the_loss_of_pairs(mapping: dict[str, Any]) -> None:
         {"parallelism.cp": 2, "parallelism.tp": 2, "training.loss_chunks": 5},
         {"parallelism.pp": 2, "pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4, "model.mtp_depth": 1},
         {"parallelism.tp": 2, "training.loss_chunks": 0},
+        {"parallelism.pp": 2, "parallelism.vocab": "pipeline", "model.vocab_size": 49, "training.loss_chunks": 3},
     ],
-    ids=["cp and tp, in slices", "zero bubbles and multi-token prediction", "whole logits"],
+    ids=["cp and tp, in slices", "zero bubbles and multi-token prediction", "whole logits", "a shared vocabulary"],
 )
 def test_no_mapping_changes_a_loss_of_entropies(mapping: dict[str, Any]) -> None:
     size = 4 if "parallelism.cp" in mapping else 2
@@ -54,8 +56,12 @@ def test_no_mapping_changes_a_loss_of_entropies(mapping: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(
     "mapping",
-    [{"parallelism.cp": 2, "parallelism.tp": 2}, {"parallelism.pp": 2, "pipeline.schedule": "1F1B"}],
-    ids=["cp and tp", "a pipeline"],
+    [
+        {"parallelism.cp": 2, "parallelism.tp": 2},
+        {"parallelism.pp": 2, "pipeline.schedule": "1F1B"},
+        {"parallelism.pp": 2, "parallelism.vocab": "pipeline"},
+    ],
+    ids=["cp and tp", "a pipeline", "a shared vocabulary"],
 )
 def test_no_mapping_changes_a_loss_of_weighted_labels(mapping: dict[str, Any]) -> None:
     size = 4 if "parallelism.cp" in mapping else 2

@@ -165,6 +165,21 @@ def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     return x if group.size == 1 else wait(_ops.broadcast(x.contiguous(), source, group.name), group)
 
 
+def reduce(x: Tensor, destination: int, group: Group) -> Tensor:
+    """Sum x over the group, in place on the destination rank; on others the values are undefined. Return x.
+
+    Args:
+        x: this rank's summand, contiguous.
+        destination: the rank in the group that gets the sum.
+        group: the ranks that call this function together.
+    """
+    if group.size > 1:
+        observe.waits(group.name)
+        dist.reduce(x, group=group.process_group, group_dst=destination)
+        observe.arrived()
+    return x
+
+
 def launch_all_reduce(x: Tensor, group: Group) -> Tensor:
     """Start to sum x over the group, in place. Call `wait` on the result before x or the result is used."""
     return _ops.all_reduce_(x, "sum", group.name)

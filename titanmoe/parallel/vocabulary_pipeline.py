@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from titanmoe import observe
-from titanmoe.comm.collectives import all_reduce, broadcast
+from titanmoe.comm.collectives import broadcast, reduce
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import PASSES, Cell
 from titanmoe.models.vocabulary_shards import VocabularyShards
@@ -154,7 +154,7 @@ class VocabularyPasses:
 
     def _embed(self, m: int) -> None:
         summand_BsD = self.shards(self.slices[m].ids_BS, self.slices[m].tokens)
-        x_BsD = all_reduce(summand_BsD.detach(), self.pp)
+        x_BsD = reduce(summand_BsD.detach().clone(), self.first, self.pp)
         if self.backward and self.trains_embedding:
             self.embedded[m] = summand_BsD
             summand_BsD.untyped_storage().resize_(0)  # its backward needs no values
@@ -179,7 +179,7 @@ class VocabularyPasses:
         if not self.backward:
             return
         self._run_backward(scores_NBS, broadcast(grad_NBS, self.last, self.pp))
-        grad_BsD = all_reduce(x_BsD.grad, self.pp)
+        grad_BsD = reduce(x_BsD.grad.contiguous(), self.last, self.pp)
         if computes_loss:
             self.output_grads[m] = grad_BsD
 

@@ -278,11 +278,11 @@ class Pricer(WeightCosts):
     def vocabulary_messages(self, fold: Fold, samples: int) -> float:
         """Return the seconds of a microbatch's messages over pp where all stages share the vocabulary.
 
-        They are the sums of the embeddings and of the gradients of the last hidden states, as long as two gathers each,
-        and these states and the embeddings' gradients to all ranks, as long as one each.
+        They are the sums of the embeddings and of the gradients of the last hidden states, to one rank, and these
+        states and the embeddings' gradients, from one rank; each is as long as a gather.
         """
         size = samples * self.config.training.seq_len / (fold.tp * fold.cp) * self.model.dim * self.w
-        return 6 * self.links.gather(LinkGroup(fold.pp, fold.stage), size)
+        return 4 * self.links.gather(LinkGroup(fold.pp, fold.stage), size)
 
     def idle(self, config: Config, fold: Fold, per_rank: int, m: int) -> float:
         """Return the idle time of a pipeline rank in a step, over the busy time of one microbatch.

@@ -42,6 +42,7 @@ C10D = {
     "_reduce_scatter_base_": "reduce-scatter",
     "alltoall_base_": "all-to-all",
     "broadcast_": "broadcast",
+    "reduce_": "reduce",
     "send": "send",
     "recv_": "receive",
     "barrier": "barrier",
