@@ -98,6 +98,19 @@ class Announcer:
             observe.arrived()
 
     @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Announce that this rank does not wait for other stages within this context."""
+        if not self.inside:
+            observe.arrived()
+        self.inside += 1  # a forward and a backward may take turns
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            if not self.inside:
+                observe.waits(self.group.name)
+
+    @contextmanager
     def __call__(self, stage: int, microbatch: int, backward: bool) -> Iterator[None]:
         """Announce that this context is the forward or backward of a microbatch.
 
@@ -106,16 +119,9 @@ class Announcer:
             microbatch: index of the microbatch in the step.
             backward: whether it is the backward.
         """
-        if not self.inside:
-            observe.arrived()
-        self.inside += 1  # a forward and a backward may take turns
-        observe.active.microbatch(stage, microbatch, backward)
-        try:
+        with self.computing():
+            observe.active.microbatch(stage, microbatch, backward)
             yield
-        finally:
-            self.inside -= 1
-            if not self.inside:
-                observe.waits(self.group.name)
 
 
 def message_groups(ranks: list[int], meshes: Meshes, device: torch.device) -> dict[tuple[int, int], ProcessGroup]:
@@ -394,7 +400,7 @@ class Pipeline:
         if shards is not None:
             rows = insert_passes(rows, len(ranks))
             self.schedule.pipeline_order_with_comms = with_passes(self.schedule.pipeline_order_with_comms, rows)
-            self.vocabulary = VocabularyPasses(shards, ranks, meshes, hidden)
+            self.vocabulary = VocabularyPasses(shards, ranks, meshes, hidden, self.announcer.computing)
             self.schedule._comp_type_to_function_map |= dict.fromkeys(Pass, self.vocabulary)
             for stage in self.stages:
                 stage.vocabulary = self.vocabulary

@@ -23,7 +23,7 @@ Shapes: N numbers of the head for each label, B samples, S positions of the atte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -93,7 +93,14 @@ class _Seed(torch.autograd.Function):
 class VocabularyPasses:
     """The passes of a rank in one step, and the tensors that they exchange with its stages."""
 
-    def __init__(self, shards: VocabularyShards, ranks: Sequence[int], meshes: Meshes, hidden: Tensor):
+    def __init__(
+        self,
+        shards: VocabularyShards,
+        ranks: Sequence[int],
+        meshes: Meshes,
+        hidden: Tensor,
+        computing: Callable[[], AbstractContextManager[None]],
+    ):
         """Keep what the passes of all steps need.
 
         Args:
@@ -101,8 +108,9 @@ class VocabularyPasses:
             ranks: the pipeline rank of each stage.
             meshes: process groups and meshes of the run.
             hidden: a meta tensor with the shape and dtype of a microbatch's hidden states on this rank.
+            computing: returns a context that tells observers that this rank does not wait for other stages.
         """
-        self.shards, self.pp, self.hidden = shards, meshes.stages, hidden
+        self.shards, self.pp, self.hidden, self.computing = shards, meshes.stages, hidden, computing
         self.first, self.last = ranks[0], ranks[-1]
         self.trains_embedding = shards.embed.weight.requires_grad
         self.runs = {Pass.E: self._embed, Pass.L: self._loss, Pass.D: self._embedding_gradient}
@@ -149,7 +157,7 @@ class VocabularyPasses:
             action: the action of the table, whose kind is one of `Pass`.
             context: the state of torch's runtime in this step.
         """
-        with region("head and loss"):
+        with self.computing(), region("head and loss"):
             self.runs[action.computation_type](action.microbatch_index)
 
     def _embed(self, m: int) -> None:
