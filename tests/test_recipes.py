@@ -142,12 +142,15 @@ def test_the_page_says_its_ranks(recipe):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_saves_and_validates_on_held_out_data(recipe):
     stated = read_recipe(str(recipe)).data
-    saved, validation = stated["checkpoint"], stated["validation"]
-    assert saved.keys() - {"initial_hf"} == {"enable", "interval", "keep_last"}
+    saved = stated["checkpoint"]
+    assert saved.keys() - {"initial_hf", "load", "model_only"} == {"enable", "interval", "keep_last"}
     assert saved["enable"] and saved["keep_last"] > 1
     config = config_of(recipe)
-    assert 2 * saved["interval"] <= config.training.steps >= 2 * validation["interval"] > 0
-    assert validation["steps"] and validation["held_out"] > 1 and config.checkpoint.save == "async"
+    held_out, interval = config.validation.held_out, config.validation.interval
+    if config.rl.reward:
+        held_out, interval = config.rl.held_out, config.rl.eval_interval
+    assert 2 * saved["interval"] <= config.training.steps >= 2 * interval > 0
+    assert config.validation.steps and held_out > 1 and config.checkpoint.save == "async"
     if "debug" not in recipe.stem:
         size, unit, each = re.search(r"of (\S+) (GB|TB) each, (\d+) bytes per parameter", recipe.read_text()).groups()
         assert int(each) == 3 * getattr(torch, config.training.dtype).itemsize
