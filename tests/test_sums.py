@@ -17,7 +17,7 @@ RECIPE = f"{ROOT}/train_configs/rl_debug.toml"
 LETTERS = {
     "job.name": "letters", "job.ranks": 2, "parallelism.experts.ep": 2, "rl.reward": "regex", "rl.prompts_per_step": 8,
     "rl.answers": 8, "rl.held_out": 0, "rl.eval_interval": 0, "generation.max_tokens": 1, "training.steps": 25,
-    "training.local_batch_size": 32, "training.global_batch_size": 32, "optimizer.lr": 3e-3,
+    "training.local_batch_size": 32, "training.global_batch_size": 32, "lr_schedule.decay": "none",
     "checkpoint.enable": "false", "checkpoint.load": "none", "checkpoint.model_only": "false",
 }  # fmt: skip
 """Changes of rl_debug: the first byte of an answer is to be a small letter, as 26 of 320 ids are."""
@@ -39,6 +39,6 @@ def test_the_script_teaches_sums(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     row = done.stdout.splitlines()[-1]
-    assert re.fullmatch(r" +0  yes +\d+(  ?\d\.\d\d){10}", row), row
+    assert re.fullmatch(r" +0  yes +\d+(  ?\d\.\d\d){6}", row), row
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 2 and "is not empty" in again.stderr
