@@ -173,7 +173,9 @@ class Session:
         *,
         per_data_rank: bool = False,
     ) -> Counts:
-        """Return what a step that consists of this batch alone would be divided by.
+        """Return the counts over all data ranks of a step that consists of this batch alone.
+
+        They are the objective's count, which divides the loss, and tokens, samples and FLOPs. Collective.
 
         Args:
             batch: as in `forward_backward`.

@@ -85,7 +85,9 @@ def empty_arrays(
 
 
 def _fill_labels(documents: Documents, start: int, stop: int, out: BatchArrays, n: int, places: slice) -> None:
-    """Read tokens [start, stop) into one sequence: inputs, labels, and extra fields of the labels.
+    """Read tokens [start, stop) into one sequence: inputs, labels, marks of valid positions, and extra fields.
+
+    A label that the documents mask is IGNORE. Extra fields are those of each position's label.
 
     Args:
         documents: the source.

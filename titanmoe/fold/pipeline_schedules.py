@@ -137,7 +137,7 @@ def channels(ranks: Sequence[int]) -> dict[tuple[int, int], int]:
 def splits_backward(options: Pipeline, pp: int) -> bool:
     """Return whether the schedule computes gradients of inputs and of weights in separate actions (zero bubble).
 
-    False without a pipeline.
+    A table in pipeline.schedule_csv counts in place of the named schedule. False without a pipeline.
     """
     if pp == 1:
         return False

@@ -272,10 +272,12 @@ def _sizes(config: Config, given: dict[str, Any], length: Length, context: int |
 
 
 def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
-    """Return the mapping, microbatch and recomputation that the planner finds fastest among those that fit.
+    """Return the settings, by path, in which the planner's fastest mapping that fits differs from the config.
+
+    Expert parallelism, microbatch and recomputation are always among them.
 
     Raises:
-        ConfigError: if none fits, with a number of GPUs on which one does.
+        ConfigError: if none fits, with remedies, such as a number of GPUs on which one does.
     """
     ranks, device, factors = config.job.ranks, similar_device(machine), Factors()
     if best := search(config, ranks, device, factors, 1).best:

@@ -58,7 +58,8 @@ def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     """Split a command line at its option --data.
 
     Returns:
-        The paths after --data, up to the next option, and the other words; None and all words without --data.
+        The paths after --data, up to the next word that begins with --, and the other words; None and all words without
+        --data.
     """
     if "--data" not in words:
         return None, list(words)

@@ -123,7 +123,9 @@ class GatedDelta(nn.Module):
 
     # A method so that generation can replace it.
     def mix(self, qkv: Sequence[Tensor], decay: Tensor, beta_RcH: Tensor | None, mask: Mask) -> Tensor:
-        """Return the recurrence's output (R, c, H, v). Collective over cp.
+        """Return the recurrence's output (R, c, H, v), for R segments of c positions. Collective over cp.
+
+        A sample has several segments on a rank with the zigzag placement.
 
         Args:
             qkv: projected queries, keys and values before the convolution, (R, c, C) each.

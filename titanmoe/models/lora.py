@@ -35,7 +35,7 @@ def add_adapters(model: Transformer, config: Config, tp_rank: int = 0) -> None:
     Args:
         model: a pipeline stage.
         config: the recipe.
-        tp_rank: this rank's index among those of tensor parallel.
+        tp_rank: this rank's index in tensor parallel, by which dropout finds its shard of a split input.
 
     Raises:
         ConfigError: if lora.targets chooses the matrix of a module that cannot have adapters.

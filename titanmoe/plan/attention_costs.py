@@ -100,6 +100,7 @@ class AttentionCosts(DispatchCosts):
         return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
 
     def price_norms(self, elements: float, direction: int) -> float:
+        """Return the seconds of a norm and a residual sum over these elements; `direction` is 1 for backward."""
         return self.move_seconds(elements * (self.stack.norm[direction] + self.stack.residual[direction]))
 
     def price_adapters(
@@ -201,11 +202,11 @@ class AttentionCosts(DispatchCosts):
     def _context(self, group: LinkGroup, X: float, samples: int, work: MixerWork) -> float:
         """Return the seconds of cp's messages in forward: of ulysses, allgather, or the states of linear attention.
 
-        Backward sends twice as much.
+        Backward's take twice as long, which the caller counts.
 
         Args:
             group: the ranks of cp.
-            X: positions of a rank's attention slice.
+            X: positions of a rank's attention slice, of all samples of the microbatch together.
             samples: samples of the microbatch.
             work: widths of the mixer's tensors on a rank.
         """

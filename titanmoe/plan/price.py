@@ -247,7 +247,14 @@ class Pricer(WeightCosts):
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
 
     def dispatch_choice(self, config: Config, fold: Fold, m: int, stages: int) -> DispatchChoice:
-        """Return the recipe's dispatcher and overlap. `m`: microbatches of a step. `stages`: stages of all ranks."""
+        """Return the recipe's dispatcher, and how its overlap hides messages: by halves, or a fraction by pairs.
+
+        Args:
+            config: the recipe.
+            fold: the mapping.
+            m: microbatches of a step, which say how much pairs hide.
+            stages: stages of all pipeline ranks, likewise.
+        """
         hidden = 0.0
         if config.moe.overlap == "pairs" and fold.pp > 1 and not config.pipeline.schedule_csv:
             hidden = hidden_by_pairs(fold.pp, m, moe_layers(self.model) / stages)

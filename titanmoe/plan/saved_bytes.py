@@ -140,9 +140,13 @@ def _dense(s: Widths, hidden: int, selective: bool) -> int:
 
 
 def _router(s: Widths, trained: bool) -> int:
-    """Return the bytes that the router saves: input or weights' parts, logits, scores, and places of routed tokens.
+    """Return the bytes that the router saves of a microbatch.
+
+    They are its input if its weight is trained, the bfloat16 parts of the weight if the product is computed by parts,
+    logits, scores, and places of routed tokens.
 
     Args:
+        s: sizes of the tensors on a rank.
         trained: whether the router's weight is trained.
     """
     model, T, K = s.model, s.T, s.model.top_k

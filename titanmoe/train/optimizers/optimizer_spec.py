@@ -105,7 +105,10 @@ def _malformed(number: int, table: dict) -> Iterator[str]:
 
 
 def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
-    """Yield a violation for each setting that contradicts QK-Clip, or the measurement of attention logits."""
+    """Yield a violation for each setting that contradicts QK-Clip or the measurement of attention logits.
+
+    And for each option of theirs that has no effect because they are off.
+    """
     model, limit, options = config.model, config.optimizer.qk_clip, config.metrics
     field, value = ("optimizer.qk_clip", limit) if limit else ("metrics.max_logit_every", options.max_logit_every)
     if not limit and config.optimizer.qk_clip_every != 1:
