@@ -117,6 +117,18 @@ def answers(path: Path, prompts: list[list[int]], count: int, sampling: dict[str
     return out, counts, sorted(generator.rows.free) == list(range(len(generator.rows.num_users)))
 
 
+def test_a_generator_that_records_reads_an_equal_prompt_again(tmp_path: Path) -> None:
+    """Its weights may have changed, and all of the prompt's experts are recorded."""
+    saved.write(tmp_path / "saved", MODELS["deepseek_v3"])
+    assert world.run(1, recorded_twice, tmp_path / "saved")[0] == [4 + MOST - 1] * 2
+
+
+def recorded_twice(path: Path) -> list[int]:
+    generator = saved.generator(path, {}, records=True)
+    texts = [saved.answer(generator, [1, 2, 3, 4], MOST) for _ in range(2)]
+    return [len(torch.cat(text.routes)) for text in texts]
+
+
 def test_a_stop_word_ends_a_text() -> None:
     stop = Stop(5, ("lo", "x y"), lambda tokens: "".join("hel o xy"[token] for token in tokens))
     ends = {"0 1": "", "2 4": "stop", "2 3 0": "", "6": "eos", "0 6 5 7": "stop", "0 1 0 1 0": "length"}

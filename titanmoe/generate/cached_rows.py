@@ -81,7 +81,7 @@ class Rows:
             while len(pages) * PAGE < num_cached + count:
                 pages.append(self._take())
         most = max(map(len, self.pages), default=0)
-        page_BN = self.to_int64([pages + [0] * (most - len(pages)) for pages in self.pages]).view(-1, most)
+        page_BN = self.to_int64([pages + [0] * (most - len(pages)) for pages in self.pages]).view(len(self.pages), most)
         self.slot_BL = (page_BN.unsqueeze(2) * PAGE + torch.arange(PAGE, device=self.device)).flatten(1)
         self.place_Bn = self.to_int64(self.num_cached).unsqueeze(1) + torch.arange(count, device=self.device)
         self.slot_W = self.slot_BL.gather(1, self.place_Bn).flatten()

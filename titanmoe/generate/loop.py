@@ -169,7 +169,8 @@ class Generator:
         data, world = self.meshes.data, self.meshes.world
         order = [(prompt.number, answer) for prompt in prompts for answer in range(prompt.answers)]
         work = _Work(deque(prompts[data.rank :: data.size]), size, stop, sampling, on_token)
-        self.keeps_row = len(work.queue) == 1 and work.queue[0].answers == 1
+        # What a generator records is of all tokens, and of weights that may have changed.
+        self.keeps_row = len(work.queue) == 1 and work.queue[0].answers == 1 and not self.records
         ended: list[Generated] = []
         by_text: dict[tuple[int, int], Generated] = {}
         while order:
