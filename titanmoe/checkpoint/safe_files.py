@@ -63,7 +63,7 @@ def with_retries(path: Path, work: Callable[[], T]) -> T:
     """Return what `work` returns, retrying temporary errors after 0.1 to 8 seconds.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: the file does not exist, as no path with a NUL does.
+        FileNotFoundError, NotADirectoryError: the file does not exist, as no path with a NUL or half a surrogate pair does.
         Unreadable: another OSError, or a temporary one that stays.
     """
     for seconds in (*RETRY_DELAYS_S, None):
@@ -71,8 +71,8 @@ def with_retries(path: Path, work: Callable[[], T]) -> T:
             return work()
         except NOT_FOUND_ERRORS:
             raise
-        except ValueError:
-            if "\0" not in str(path):
+        except ValueError as error:
+            if "\0" not in str(path) and not isinstance(error, UnicodeEncodeError):
                 raise
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
         except OSError as error:
