@@ -63,7 +63,7 @@ def with_retries(path: Path, work: Callable[[], T]) -> T:
     """Return what `work` returns, retrying temporary errors after 0.1 to 8 seconds.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: the file does not exist, as no path with a NUL or half a surrogate pair does.
+        FileNotFoundError, NotADirectoryError: there is no such file, or the path has a NUL or half a surrogate pair.
         Unreadable: another OSError, or a temporary one that stays.
     """
     for seconds in (*RETRY_DELAYS_S, None):
