@@ -254,7 +254,7 @@ def initial_adapters(
 
 
 class Dropping(NamedTuple):
-    """In the place of W: x @ W.T is x W^T + alpha / r dropout(x) A^T B^T. Rows of x are the step's tokens in order."""
+    """A matrix W with adapters: x @ W.T is x W^T + alpha / r dropout(x) A^T B^T. Rows of x are the step's tokens."""
 
     w: Tensor
     a: Tensor

@@ -134,7 +134,7 @@ def run_with_losses(folder: Path, *death: Any) -> None:
 
 
 def best_of(folder: Path) -> tuple[int, Any, dict[str, torch.Tensor], list[str], list[float]]:
-    """Of a run: the step that RUN:best names, the tracker in the newest checkpoint, the best one's tensors, all
+    """Return of a run the step that RUN:best names, the tracker in the newest checkpoint, the best one's tensors, all
     checkpoints, and the validation losses that were logged."""
     path = latest_checkpoint(folder / "run:best")
     assert layout.find_damage(path) == []

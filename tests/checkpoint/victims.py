@@ -136,7 +136,7 @@ def train_until_killed(rank: int, folder: str, changes: dict[str, Any], step: in
 def train_with_losses(
     rank: int, folder: str, changes: dict[str, Any], losses: dict[int, float], step: int = 0, when: str = ""
 ) -> None:
-    """With these validation losses by step; rank 0 dies "before" or "after" saving a step, if one is given."""
+    """Train with these validation losses by step; rank 0 dies "before" or "after" saving a step, if one is given."""
     from titanmoe.train.evaluation import Validation
 
     Validation.measure = lambda self: (losses[self.state.step], {})

@@ -212,7 +212,7 @@ def test_without_the_package_the_command_says_how_to_get_it(exported: Path, caps
 
 
 def test_the_command_runs_tasks_on_a_checkpoint(exported: Path) -> None:
-    """By the page's own words, on a checkpoint that a run could have written; and what it refuses."""
+    """Run the page's commands on a small checkpoint, and check what they refuse."""
     pytest.importorskip("lm_eval")
     (command,) = re.findall(r"^\$ titanmoe eval (.* --include-path .*)$", PAGE, re.MULTILINE)
     words = [str(exported) if word == "runs/my_run" else word for word in shlex.split(command)]

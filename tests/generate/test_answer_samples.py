@@ -74,7 +74,7 @@ def answers_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_a_run_with_answers_is_one_without_to_the_bit(mapping: str, texts: Path, tmp_path: Path) -> None:
-    """Also when it resumes; and the answers are the most probable tokens of the plain model with the run's weights."""
+    """Check a resumed run too, and that answers are the most probable tokens of the plain model."""
     changes = MAPPINGS[mapping] | {"data.paths": [str(texts)]}
     plain = world.run(4, train, str(tmp_path / "plain"), changes, False)[0]
     beside = world.run(4, train, str(tmp_path / "beside"), changes, True)[0]
@@ -126,7 +126,7 @@ def test_the_copy_is_gone_after_an_answer(texts: Path, tmp_path: Path) -> None:
 
 
 def test_answers_are_shown(texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In the header, on the console, in the report and in TensorBoard, after every second validation and the end."""
+    """Look for answers in the header, the console, the report and TensorBoard, after every second validation."""
     changes = {"data.paths": [str(texts)], "validation.samples.every": 2, "metrics.tensorboard": True}
     changes |= {"training.steps": 9, "validation.interval": 2, "metrics.console": "lines"}
     world.run(1, train, str(tmp_path), changes, True)

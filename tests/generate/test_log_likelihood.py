@@ -52,7 +52,7 @@ def test_scores_are_those_of_the_plain_model(model: str, tmp_path: Path) -> None
 
 
 def test_rolling_windows_are_the_harness_s() -> None:
-    """Its own example, at `LM.loglikelihood_rolling`; each token is scored once, with as much before it as fits."""
+    """Compare with the example of `LM.loglikelihood_rolling`: each token is scored once."""
     windows = rolling_windows(list(range(10)), -1, 4)
     found = [(ids[:-1], ids[len(ids) - labels :]) for ids, labels in windows]
     assert found == [([-1, 0, 1, 2], [0, 1, 2, 3]), ([3, 4, 5, 6], [4, 5, 6, 7]), ([5, 6, 7, 8], [8, 9])]

@@ -118,7 +118,7 @@ def answers(path: Path, prompts: list[list[int]], count: int, sampling: dict[str
 
 
 def test_a_generator_that_records_reads_an_equal_prompt_again(tmp_path: Path) -> None:
-    """Its weights may have changed, and all of the prompt's experts are recorded."""
+    """Check that all of the prompt's experts are recorded, as weights may have changed since."""
     saved.write(tmp_path / "saved", MODELS["deepseek_v3"])
     assert world.run(1, recorded_twice, tmp_path / "saved")[0] == [4 + MOST - 1] * 2
 

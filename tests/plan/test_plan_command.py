@@ -52,7 +52,7 @@ def test_frozen_weights_count_with_their_own_width(capsys: pytest.CaptureFixture
 
 
 def test_a_reference_model_counts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """With its weights in the compute dtype, in the explanation and in the search."""
+    """Check that --reference adds the weights in the compute dtype, in the explanation and in the search."""
     peaks, small = [], [*SMALL, "--training.mixed_precision_param", "bfloat16"]
     for words in ([], ["--reference"]):
         data = tmp_path / "plan.json"

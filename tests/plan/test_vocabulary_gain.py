@@ -1,4 +1,4 @@
-"""What it gains that all pipeline stages share the vocabulary: counted, and proposed only where it gains."""
+"""The gain of sharing the vocabulary among all pipeline stages is counted, and proposed only where there is one."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_every_pair_of_mappings_makes_the_same_run(mapping: str, alone, prompts:
 
 
 def test_a_resumed_run_answers_the_same_prompts_alike(alone, prompts: Path, tmp_path: Path) -> None:
-    """Under other mappings, for training and for generating."""
+    """Resume under other mappings, for training and for generating."""
     folder, weights = alone
     first, second, _ = MAPPINGS.values()
     world.run(4, train, str(tmp_path), first | {"rl.prompts": [str(prompts)], "training.steps": 2})

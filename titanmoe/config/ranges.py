@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Violation(NamedTuple):
-    """One reason why a config is refused: the paths of the fields, and the message."""
+    """A reason why a config is refused: the paths of its fields, and the message."""
 
     fields: tuple[str, ...]
     """Paths of the fields that contradict each other or their range."""

@@ -374,7 +374,7 @@ class RL:
     ratio: Literal["token", "sequence"] = "token"
     """Whether the ratio to the old policy is each token's, or of each answer the geometric mean of its tokens' (GSPO)."""
     truncation: Annotated[float, NOT_NEGATIVE] = 2.0
-    """The loss of a token is weighted by its probability when training over that when generating, at most this. 0: no weights."""
+    """The loss of a token is weighted by its probability when training over that when generating, at most this; with ratio = "sequence" by the product over the answer. 0: no weights."""
     kl: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the divergence (k3) from the weights under the adapters, which needs [lora]. 0: none."""
     cut: Literal["keep", "mask"] = "keep"
