@@ -22,6 +22,7 @@ from titanmoe.checkpoint.write_tensors import describe_first_nonfinite
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
+from titanmoe.parallel.data_parallel import free_gathered
 from titanmoe.parallel.grad_norm import local_grad
 from titanmoe.parallel.materialize import local_shard
 from titanmoe.train.checks import Checks, NumericalFault, Restore
@@ -156,6 +157,8 @@ class Guard:
                 return train()
             except Restore:
                 self.gradients.drop()
+                for stage in self.gradients.stages:
+                    free_gathered(stage)  # a validation may have left weights gathered that the checkpoint replaces
         return train()
 
     def record_end(self, error: NumericalFault, has_saved: bool) -> NumericalFault:
