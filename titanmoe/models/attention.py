@@ -23,16 +23,17 @@ from titanmoe.ops import device
 def causal_attention(
     q_BSHh: Tensor, k_BSGh: Tensor, v_BSGh: Tensor, mask: Mask = CAUSAL, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """Return attention over full sequences on one rank; query head i uses key head i // (H / G).
+    """Return attention over full sequences on one rank, (B, S, H, v); query head i uses key head i // (H / G).
 
-    Windows and sinks use plain operations here; `titanmoe.parallel.choose_attention` replaces them with faster ones.
+    Windows and documents are a dense mask here, and sinks use plain operations;
+    `titanmoe.parallel.choose_attention` replaces this function with faster ones.
 
     Args:
         q_BSHh: queries.
         k_BSGh: keys.
         v_BSGh: values, which may be narrower than keys.
         mask: which positions see each other.
-        sinks_H: logit of one more key of each head, whose value is zero.
+        sinks_H: logit of one more key of each head, whose value is zero; None for no sinks.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
     # torch's kernel for CPUs needs values as wide as keys, and materializes all scores otherwise.
@@ -42,7 +43,7 @@ def causal_attention(
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks_H: Tensor | None = None) -> Tensor:
-    """Return attention over full sequences on one rank, by torch's kernel or, with sinks, by plain operations.
+    """Return attention over full sequences on one rank, (B, H, S, h): by torch's kernel or, with sinks, plain code.
 
     Args:
         q: queries (B, H, S, h).
@@ -100,7 +101,15 @@ class Attention(nn.Module):
         return slice(begin, begin + self.head_dim)
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """Return attention's output for the tokens that this rank owns. Collective over tp, and over cp by `attend`."""
+        """Return the output (B, s, D) for the tokens that this rank owns. Collective over tp, and over cp by `attend`.
+
+        The output is after the output projection, and before it is added to the residual stream.
+
+        Args:
+            x_BsD: normed hidden states of these tokens.
+            rope: cos and sin of RoPE's angles, for the attention slice.
+            mask: which positions see each other, but for the layer's own window.
+        """
         x_BSD = all_gather_autograd(x_BsD, 1, self.tp)
         q, x_BSD = self.wq(x_BSD, pass_on=True)
         rows = self.key_rows

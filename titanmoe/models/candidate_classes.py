@@ -24,6 +24,8 @@ from titanmoe.tokens import IGNORE
 def _candidate_columns(row_TK: Tensor, begin: int, logits_Tv: Tensor) -> tuple[Tensor, Tensor]:
     """Return the column of each candidate in a slice of logits, (T, K), and whether the candidate is in the slice.
 
+    The column of a candidate outside the slice is the slice's first or last.
+
     Args:
         row_TK: row of each candidate in this rank's vocabulary; -1 if it is not there.
         begin: index of the slice's first column in this rank's vocabulary.
@@ -136,7 +138,7 @@ def candidate_log_probs(
 
 
 def _keep_largest(a_Tn: Tensor, rest_T: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `count` largest values of each token, their columns, and the log-sum-exp of all other values.
+    """Return each token's largest values and their columns, both (T, count), and the log-sum-exp of its other values.
 
     Args:
         a_Tn: the values, which are overwritten.
@@ -152,7 +154,7 @@ def _keep_largest(a_Tn: Tensor, rest_T: Tensor, count: int) -> tuple[Tensor, Ten
 def top_k_log_probs(
     x_TD: Tensor, weight_VD: Tensor, count: int, tp: Group, chunks: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the ids of each token's top-k logits, (T, K), and their log-probabilities, (C, T).
+    """Return the ids of each token's top-k logits, (T, K), the largest first, and their log-probabilities, (C, T).
 
     Row C - 1 = K is the log-probability of all other ids together. Not differentiable. Collective over tp.
 

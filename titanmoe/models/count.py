@@ -181,7 +181,7 @@ class PassFlops(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """FLOPs of backward divided by FLOPs of forward: 2 if everything is trained."""
+        """FLOPs of backward divided by FLOPs of forward: 2 if everything is trained, or if forward has no FLOPs."""
         return self.backward / self.forward if self.forward else 2.0
 
 
@@ -207,7 +207,9 @@ class _Walk:
         self.tuning, self.reached = tuning, False
 
     def count(self, elements: Mapping[str, int]) -> PassFlops:
-        """Return the FLOPs of weights that multiply the same input. Later calls know whether one of them is trained.
+        """Return the FLOPs per token of weights that multiply the same input, in forward and in backward.
+
+        Backward has the gradient of each weight that is trained, and of the input if a weight of an earlier call is.
 
         Args:
             elements: number of elements of each weight that multiply a token, by the weight's name.

@@ -61,7 +61,13 @@ class LatentAttention(nn.Module):
         self.use_recomputable = use_recomputable
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """Return attention's output for the tokens that this rank owns. Collective over tp, and over cp by `attend`."""
+        """Return the output (B, s, D) for the tokens that this rank owns. Collective over tp, and over cp by `attend`.
+
+        Args:
+            x_BsD: normed hidden states of these tokens.
+            rope: cos and sin of RoPE's angles, for the attention slice.
+            mask: which positions see each other.
+        """
         # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
         # stream.
         both_Bsr, x_BsD = self.wkv_a(x_BsD, pass_on=True)

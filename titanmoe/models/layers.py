@@ -159,7 +159,7 @@ class RMSNorm(nn.Module):
         self.initial = {"weight": zeros} if adds_one else {}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of x, in x's dtype."""
+        """Return x / rms(x) times the weight, or one plus the weight, in x's dtype."""
         if self.by_triton(x):
             from titanmoe.ops.kernels.rms_norm import rms_norm
 
@@ -207,7 +207,7 @@ class SplitRMSNorm(RMSNorm):
     """Root-mean-square norm over a width that tp shards, such as all heads together."""
 
     def forward(self, x: Tensor, tp: Group = NO_GROUP, rows: slice | None = None) -> Tensor:
-        """Return the norm of x over the full width. Collective over tp.
+        """Return x / rms(x) times the weight, where rms is over the full width, in x's dtype. Collective over tp.
 
         Args:
             x: this rank's shard of the width.
@@ -263,14 +263,20 @@ class SharedExpert(FeedForward):
 
 
 def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the angle per position of each pair of a head's `width` dims: theta^(-2i/width), interpolated by YaRN."""
+    """Return the angle per position, in radians, of each pair i of a head's `width` dims, (width / 2,).
+
+    It is theta^(-2i/width), interpolated by YaRN if the model asks for it.
+    """
     pair = torch.arange(0, width, 2, device=device, dtype=dtype)
     frequency = model.rope_theta ** -(pair / width)
     if model.rope_scaling == "none":
         return frequency
 
     def pair_with_turns(times: float) -> float:
-        """Return the pair that makes that many turns in the original context (arXiv 2309.00071, section 3.2)."""
+        """Return the index, a fraction, of the pair with that many turns in YaRN's original context.
+
+        arXiv 2309.00071, section 3.2.
+        """
         return width * math.log(model.rope_original_len / (times * 2 * math.pi)) / (2 * math.log(model.rope_theta))
 
     low, high = pair_with_turns(model.rope_beta_fast), pair_with_turns(model.rope_beta_slow)

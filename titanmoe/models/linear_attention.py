@@ -66,7 +66,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def short_convolution(x_RcC: Tensor, before_RwC: Tensor, taps: Tensor, until: Tensor | None) -> Tensor:
-    """Return SiLU of each channel's weighted sum over the last positions of the same document.
+    """Return SiLU of each channel's weighted sum over the last w + 1 positions of the same document, (R, c, C).
 
     Args:
         x_RcC: inputs of the segments.
@@ -116,7 +116,13 @@ class GatedDelta(nn.Module):
         self.use_recomputable = use_recomputable
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        """Return the output for the tokens that this rank owns. Collective over tp, and over cp by `segments`."""
+        """Return the output (B, s, D) for the tokens that this rank owns. Collective over tp and, by `segments`, cp.
+
+        Args:
+            x_BsD: normed hidden states of these tokens.
+            rope: not used.
+            mask: says where documents end; its window is not used.
+        """
         qkv, z, decay, beta = self.project(self.segments.split(all_gather_autograd(x_BsD, 1, self.tp)))
         out_RcHv = self.mix(qkv, decay, beta, mask)
         return reduce_scatter_autograd(self.segments.join(self.down(out_RcHv, z)), 1, self.tp)
@@ -141,7 +147,10 @@ class GatedDelta(nn.Module):
         )
 
     def project(self, x_RcD: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor | None]:
-        """Return ([queries, keys, values] before the convolution, z, logarithm of the decay, beta or None)."""
+        """Return ([queries, keys, values] before the convolution, z, logarithm of the decay, beta or None).
+
+        Queries, keys, values and z are (R, c, channels); `gates` has the shapes of the others.
+        """
         qkvz = []
         for linear in (self.wq, self.wk, self.wv, self.wz):
             y_RcC, x_RcD = linear(x_RcD, pass_on=True)
@@ -149,7 +158,10 @@ class GatedDelta(nn.Module):
         return qkvz[:3], qkvz[3], *self.gates(x_RcD)
 
     def gates(self, x_RcD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logarithm of the decay, (R, c, H) or in gated linear attention (R, c, K, k), and beta or None."""
+        """Return the logarithm of the decay, and beta (R, c, H), which is None in gated linear attention.
+
+        The decay is (R, c, H), in gated linear attention (R, c, K, k).
+        """
         if self.wa is None:
             decay = -softplus(-promote(self.wg_b(self.wg_a(x_RcD)))) / GLA_TEMPERATURE
             return decay.unflatten(-1, (-1, self.heads.key_dim)), None
@@ -158,7 +170,13 @@ class GatedDelta(nn.Module):
         return -A_log.exp() * softplus(promote(self.wa(x_RcD)) + bias), promote(b_RcH).sigmoid()
 
     def convolve(self, qkv: Sequence[Tensor], before: Sequence[Tensor], until: Tensor | None) -> tuple[Tensor, ...]:
-        """Return queries, keys and values after the convolution, each (R, c, heads, width of a head)."""
+        """Return queries, keys and values after the convolution, each (R, c, heads, width of a head).
+
+        Args:
+            qkv: projected queries, keys and values, (R, c, C) each.
+            before: the last inputs of each of the three before each segment, (R, w, C) each.
+            until: as in `short_convolution`.
+        """
         taps, widths = (self.conv_q, self.conv_k, self.conv_v), (self.heads.key_dim,) * 2 + (self.heads.value_dim,)
         return tuple(
             short_convolution(x, x_before, to_local(taps), until).unflatten(-1, (-1, width))

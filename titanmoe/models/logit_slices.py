@@ -31,7 +31,10 @@ def vocabulary_rows(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
 
 
 def existing_rows(weight_VD: Tensor, label_T: Tensor, ids: int, size: int, tp: Group) -> tuple[Tensor, Tensor]:
-    """Return the head's weight without its padding, and the labels by which `vocabulary_rows` finds their rows in it.
+    """Return the head's weight without padding rows, and the labels renumbered for this shorter weight.
+
+    `vocabulary_rows`, given the shorter weight's size, finds the row of a renumbered label if it is this rank's; labels
+    of other ranks become a number past the rows of every rank, and IGNORE stays.
 
     Args:
         weight_VD: this rank's shard of the head's weight.

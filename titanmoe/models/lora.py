@@ -181,7 +181,7 @@ class AdaptedExperts(Experts):
         return y_RD
 
     def up_after_dropout(self, name: str, products: ExpertProducts, x: Tensor, a: Tensor) -> Tensor:
-        """Return the product of routed tokens, after dropout, with A (e, r, inputs) of a matrix such as "w1"."""
+        """Return the product (R, r) of routed tokens, after dropout, with A (e, r, inputs) of a matrix such as "w1"."""
         return products.up(getattr(self, f"{name}_dropout")(x, products.index_R, self.etp_rank), a)[0]
 
     def adapter_pair(self, name: str, products: ExpertProducts) -> tuple[Tensor, Tensor]:

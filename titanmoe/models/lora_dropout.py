@@ -34,7 +34,10 @@ class CurrentTokens:
         """Indices of the attention slice (B, S) and of this rank's own tokens (B, s); empty outside of training."""
 
     def during(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method, but with the indices of the `Tokens` among its arguments set while it runs."""
+        """Wrap a method that has one `Tokens` among its arguments: while it runs, `indices` are those of these tokens.
+
+        Without gradients (torch.no_grad), nothing is set.
+        """
 
         def run(*args: Any) -> Any:
             (tokens,) = (argument for argument in args if isinstance(argument, Tokens))
@@ -45,7 +48,7 @@ class CurrentTokens:
         return run
 
     def remember(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function, but with the indices that are set now whenever it runs, such as in a recomputation."""
+        """Wrap a function: whenever it runs later, as in a recomputation, `indices` are again what they are now."""
         indices = self.indices
         return lambda *args: self._run(indices, function, *args)
 
@@ -86,7 +89,7 @@ class InputDropout(nn.Module):
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def begin_step(self, step: int) -> None:
-        """Set the key of the step's random numbers."""
+        """Set the key of the random numbers that drop elements in the step with this number."""
         self.key.fill_(counter_rng.key("dropout", self.seed, step, self.name))
 
     def forward(self, x: Tensor, index: Tensor, rank: int) -> Tensor:
@@ -128,7 +131,10 @@ INDEX_COLUMNS = 8
 
 
 def send_indices(moe: MoE) -> None:
-    """Let a layer send each token to the experts with its global index behind it, in training, in place."""
+    """Replace a layer's `dispatch`, in place: in training it appends each token's global index to the token's vector.
+
+    The index takes INDEX_COLUMNS more columns, and `take_indices` splits them off at the experts.
+    """
     plain = moe.dispatch
 
     def dispatch(x_TD: Tensor, tokens: Tokens, *routing: Any) -> Any:

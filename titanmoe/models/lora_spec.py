@@ -102,7 +102,7 @@ def without_rank(config: Config) -> Iterator[Violation]:
 
 
 def of_routers(patterns: list[str]) -> Iterator[Violation]:
-    """Yield a Violation for each pattern of lora.targets that matches routers alone."""
+    """Yield a Violation for each of these patterns of lora.targets, all of which match routers and nothing else."""
     for pattern in patterns:
         yield Violation(
             ("lora.targets",),

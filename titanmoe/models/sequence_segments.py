@@ -82,7 +82,11 @@ class SequenceSegments(NamedTuple):
         return self._stack([states[n] for n in self.local])
 
     def _gather(self, x_R: Tensor) -> list[Tensor]:
-        """Gather x from all ranks; return x of each segment of the sequence, (B, ...), in the sequence's order."""
+        """Return x of each segment of the sequence, (B, ...), in the sequence's order. Collective over the group.
+
+        Args:
+            x_R: this rank's segments, (R, ...).
+        """
         gathered = all_gather_autograd(x_R.unflatten(0, (-1, len(self.local))), 1, self.group).unbind(1)
         return [gathered[self.order.index(n)] for n in range(len(self.order))]
 

@@ -127,7 +127,8 @@ def edge_splits(model: Model, first: bool = True, last: bool = True) -> dict[str
     Args:
         model: the recipe's [model].
         first: whether the stage begins with the embedding.
-        last: whether the stage ends with the head, and multi-token prediction if the model has it.
+        last: whether the stage ends with the head, and multi-token prediction if the model has it. The latter needs a
+            copy of the embedding, "embed_copy.weight", where the stage is not the first.
     """
     vocabulary: Split = ((model.vocab_size, model.dim), 0)
     norm: Split = ((model.dim,), None)
@@ -201,7 +202,11 @@ class Tuning(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> Tuning:
-        """Return the choice that a recipe makes by training.freeze and [lora]."""
+        """Return the choice that a recipe makes by training.freeze and [lora].
+
+        Without lora.targets all matrices that may have adapters have them. Without lora.experts_rank the rank for
+        experts is lora.rank // model.top_k, at least 1.
+        """
         lora = config.lora
         if not lora.rank:
             return cls(tuple(config.training.freeze))
@@ -241,7 +246,11 @@ class Tuning(NamedTuple):
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield a Violation for each pattern of frozen parameters or adapters that contradicts the model or another."""
+    """Yield a Violation for each option of training.freeze and [lora] that contradicts the model or another option.
+
+    Such are patterns that match no parameter (also those of a family's `plan`), options of adapters without lora.rank,
+    options that adapters exclude, and a freeze of all parameters.
+    """
     patterns, lora, rows = config.training.freeze, config.lora, family_of(config.model.family).plan
     if rows:
         yield from unmatched("model.family", [f"*.{row}" for row in rows], dict(shapes(config.model)))

@@ -58,7 +58,10 @@ class Block(nn.Module):
         self.in_halves = self.moe is not None and options.overlap == "halves"
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
-        """Return the residual stream after the block, for the tokens that this rank owns."""
+        """Return the residual stream (B, s, D) after the block, for the tokens that this rank owns.
+
+        Collective over the groups of the mixer and of the experts: tp, cp, ep and etp.
+        """
         if not self.in_halves or len(x_BsD) < 2:
             return self.feed(self.attend(x_BsD, rope, tokens), tokens)
         halves = zip(*(x.split(-(-len(x) // 2)) for x in (x_BsD, *rope)), tokens.halves(), strict=True)

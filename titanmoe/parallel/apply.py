@@ -89,6 +89,9 @@ def build(
         materialize: allocates and initialises a stage, given (stage, training.seed, device).
         flex: computes attention in place of `titanmoe.parallel.flex.flex`.
         output: what the head of the last stage returns.
+
+    Raises:
+        ConfigError: if the head is to return top-k ids, and all stages share it.
     """
     ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
     shared = config.parallelism.vocab == "pipeline"

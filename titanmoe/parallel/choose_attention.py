@@ -59,6 +59,9 @@ def attend(
         group: the ranks of cp.
         ring_lacks: what this version of torch lacks for its ring attention, as text; "" if nothing.
         flex: computes attention in place of `titanmoe.parallel.flex.flex`.
+
+    Raises:
+        ValueError: if the backend is "torch" and torch's own attention cannot compute this, with the reason.
     """
     masked, sinks = mask.until_BL is not None or mask.window > 0, sinks_H is not None
     device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64

@@ -154,7 +154,10 @@ def _cast(out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """Return the gradient of the sinks' logits s: p * (0 - grad . out), where p = exp(s - lse)."""
+    """Return the gradient of the sinks' logits s, (H,), or None without sinks.
+
+    It is the sum over queries of p * (0 - grad . out), where p = exp(s - lse).
+    """
     if sinks is None:
         return None
     probability = torch.exp(promote(sinks).view(-1, 1) - lse)
@@ -263,7 +266,8 @@ def ring_attention(
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence; keys and values go around the ring of ranks.
 
-    Collective over cp. Arguments are those of `attend` in titanmoe.parallel.choose_attention.
+    Collective over cp. Queries, keys, values and the result (B, S, H, v) are of this rank's positions; the other
+    arguments are those of `attend` in titanmoe.parallel.choose_attention.
     """
     q, k, v = heads_first(q_BSHh, k_BSGh, v_BSGh)
     return _Ring.apply(q, k, v, sinks_H, placement, group, mask, report_lse).transpose(1, 2)
@@ -282,7 +286,8 @@ def allgather_attention(
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence; every rank gathers all keys and values.
 
-    Collective over cp. Arguments are those of `attend` in titanmoe.parallel.choose_attention.
+    Collective over cp. Queries, keys, values and the result (B, S, H, v) are of this rank's positions; the other
+    arguments are those of `attend` in titanmoe.parallel.choose_attention.
     """
     k, v = (placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     q, k, v = heads_first(q_BSHh, k, v)
@@ -304,8 +309,9 @@ def ulysses_attention(
     """Return attention of this rank's queries to the full sequence, computed with heads sharded over cp.
 
     Collective over cp: an all-to-all turns shards of the sequence into shards of the heads, another turns the result
-    back. Arguments are those of `attend` in titanmoe.parallel.choose_attention, and `full_attention`, which computes
-    attention over the full sequence for this rank's heads: `full_sequence_attention` if it is None.
+    back, (B, S, H, v) of this rank's positions. Arguments are those of `attend` in titanmoe.parallel.choose_attention,
+    and `full_attention`, which computes attention over the full sequence for this rank's heads:
+    `full_sequence_attention` if it is None.
     """
     # Key heads are repeated until cp divides their number.
     heads = math.lcm(k_BSGh.shape[2], group.size)

@@ -176,7 +176,8 @@ def flex_attention_over(
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence, by flex_attention on gathered keys and values.
 
-    Collective over cp. Arguments are those of `attend` in titanmoe.parallel.choose_attention.
+    Collective over cp. Queries, keys, values and the result (B, S, H, v) are of this rank's positions; the other
+    arguments are those of `attend` in titanmoe.parallel.choose_attention.
     """
     k, v = (masks.placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     return flex(q_BSHh, k, v, masks(k.shape[1], mask, q_BSHh.device), sinks_H, report_lse)

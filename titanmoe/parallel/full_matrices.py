@@ -148,7 +148,8 @@ class Round:
 def plan_rounds(weights: list[ShardedWeight], width: int) -> list[Round]:
     """Return the rounds in which an optimizer works on the full matrices of the weights, to limit memory.
 
-    Every rank of a shard group plans the same rounds, without communication.
+    A round has weights, in their order, of whose shards a rank has at most ROUND elements together, or a single larger
+    one. Every rank of a shard group plans the same rounds, without communication.
 
     Args:
         weights: this rank's weights that consist of matrices.

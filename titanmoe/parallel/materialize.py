@@ -23,7 +23,10 @@ INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 
 
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's shard of a tensor, as a plain tensor, and the shard's offset in the full tensor's dims."""
+    """Return this rank's shard of a tensor, as a plain tensor, and the index of its first element in each full dim.
+
+    A tensor that is no DTensor is its own shard.
+    """
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -37,7 +40,11 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 @torch.no_grad()
 def materialize(model: Transformer, seed: int, device: torch.device) -> None:
-    """Allocate a stage that is on meta, zero its buffers and initialise its weights, in place. No communication."""
+    """Allocate a stage that is on meta, zero its buffers and initialise its weights, in place. No communication.
+
+    Weights are filled by the function that their module has for them in `initial`, else norms with ones, biases with
+    zeros, all others with normal numbers of the standard deviation model.init_std.
+    """
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()

@@ -198,7 +198,8 @@ class UnshardedExperts:
     def add_product(self, computed: Tensor, grad: Tensor, x: Tensor, products: ExpertProducts) -> None:
         """Add the gradient of a weight to the sum over microbatches inside the matrix product that computes it.
 
-        Called once for each half of a microbatch. No half knows whether it is the last, so nothing is reduced yet.
+        The experts' backward calls it, once for each half of a microbatch. No half knows whether it is the last, so
+        nothing is summed over replicas yet.
 
         Args:
             computed: the parameter that products multiply by.

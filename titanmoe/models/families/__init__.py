@@ -32,7 +32,11 @@ FAMILIES = ComponentKind(
 
 
 def family_of(name: str) -> Family:
-    """Return the family with a name: one of this package, or "module:NAME" for one that the user has written."""
+    """Return the family with a name: one of this package, or "module:NAME" for one that the user has written.
+
+    Raises:
+        ComponentError: if there is none.
+    """
     return cast(Family, FAMILIES.look_up(name))
 
 
@@ -47,7 +51,9 @@ def names() -> dict[str, list[str]]:
 
 
 def preset(family: str, size: str) -> dict[str, object]:
-    """Return the [model] fields that a family and a size stand for.
+    """Return the [model] fields that a family and a size stand for, by name, "family" and "size" among them.
+
+    Fields that the size leaves out are missing. "own" is the [model.own], for families that have one.
 
     Raises:
         ComponentError: if there is no such family or size.

@@ -50,6 +50,8 @@ class Family(Spec):
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that a family and a size give to options, by the option's path, such as "model.dim".
 
+        The family's own options are among them, such as "model.own.conv_width", by default if the size has none.
+
         Args:
             values: "model.family" and "model.size", by path; may have more.
 
@@ -91,7 +93,7 @@ class Family(Spec):
             yield from mixer.contradictions(config)
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """Return the numbers that a degree of parallelism must divide: {degree: {name of the number: number}}."""
+        """Return the numbers that a degree of parallelism must divide, as {"tp": {"model.num_heads": 16}}."""
         divided: dict[str, dict[str, int]] = {}
         for mixer in self._mixers(config.model):
             for degree, numbers in mixer.divided(config).items():

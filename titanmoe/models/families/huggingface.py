@@ -259,6 +259,9 @@ def _rotary_dim(config: Json, fraction: Any, partial_rotary: bool) -> dict[str, 
         config: a config.json.
         fraction: partial_rotary_factor of the config.json; None for full heads.
         partial_rotary: whether the family can rotate a part of a head.
+
+    Raises:
+        Unrepresentable: if the family cannot, or the part is not an even number of dims.
     """
     if fraction in (None, 1):
         return {}

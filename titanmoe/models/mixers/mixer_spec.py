@@ -130,7 +130,7 @@ class MixerSpec(Spec, ABC):
         return {}
 
     def matrices(self, model: Model) -> list[Split]:
-        """Return shape and sharded dim of the parameters that multiply each token, at two FLOPs per element."""
+        """Return shape and sharded dim of the parameters with two dims: each element costs two FLOPs per token."""
         return [split for split in self.parameters(model).values() if len(split[0]) == 2]
 
     def norms(self, model: Model) -> list[Split]:
@@ -204,7 +204,10 @@ class MixerSpec(Spec, ABC):
         return 0
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """Return the numbers that a degree of parallelism must divide: {degree: {name of the number: number}}."""
+        """Return the numbers that a degree of parallelism must divide, as {"tp": {"model.num_heads": 16}}.
+
+        By default one for tp: the greatest common divisor of all dims that tp shards.
+        """
         splits = self.parameters(config.model).values()
         return {"tp": {f"the width of the {self.name}": gcd(*(shape[dim] for shape, dim in splits if dim is not None))}}
 
