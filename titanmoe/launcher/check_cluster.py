@@ -271,8 +271,9 @@ def build_collectives(group: Group, size: int, device: torch.device) -> dict[str
 
 
 def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
-    """Time the collectives that each axis sends in training, and print them. Collective over all ranks.
+    """Time the collectives that each axis sends in training; print and return them. Collective over all ranks.
 
+    Axes of one rank are left out.
     HSDP's all-reduces and the pipeline's messages use the same links and are not timed.
     """
     axes = {

@@ -169,7 +169,8 @@ def _tail(log: Path) -> list[str]:
 def count_oom_kills() -> int:
     """Return how many processes the kernel's out-of-memory killer has ended, in this container and on this machine.
 
-    It is compared before and after a run.
+    The two counts are added, so a kill in this container may count twice: the number is only compared before and after
+    a run. 0 if the kernel tells neither.
     """
     count = 0
     for file in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):

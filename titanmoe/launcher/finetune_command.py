@@ -76,7 +76,10 @@ class Length(NamedTuple):
         return int(self.tokens_D.max())
 
     def seq_len(self, context: int | None) -> int:
-        """Return the smallest multiple of UNIT in which the fraction KEPT fits, at most the model's context."""
+        """Return the smallest multiple of UNIT tokens in which the fraction KEPT of the chats or pairs fits.
+
+        It is at most MOST_POSITIONS and, unless that is None, the model's context.
+        """
         needed = int(np.quantile(self.tokens_D, KEPT, method="higher"))
         return min(-(-needed // UNIT) * UNIT, MOST_POSITIONS, context or MOST_POSITIONS)
 
@@ -91,7 +94,11 @@ def add_finetune(commands: argparse._SubParsersAction) -> None:
 
 
 def run_finetune(words: Sequence[str]) -> int:
-    """Write the recipe and train it; return the exit code."""
+    """Run `titanmoe finetune`: write the recipe and train it; return the exit code, 2 for a refused request.
+
+    Args:
+        words: the command line after `finetune`. Without words, or with --help, only the usage is printed.
+    """
     names, rest = _leading_names(words)
     flags = {word for word in rest if word in ("--lora", "--full", "--dpo")}
     request = parse_words([word for word in rest if word not in flags])
@@ -141,7 +148,11 @@ def _leading_names(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _take_name(request: Request) -> str:
-    """Remove --name from the request and return its value; "" without it."""
+    """Remove --name from the request and return its value, without a suffix .toml; "" without --name.
+
+    Raises:
+        ConfigError: if the value is empty or has a slash.
+    """
     for i, word in enumerate(request.rest):
         if word.partition("=")[0] == "--name":
             attached = "=" in word
@@ -166,7 +177,7 @@ def _usage_problems(names: list[str], flags: set[str]) -> list[str]:
 
 
 def default_name(model: str, path: str) -> str:
-    """Return the name of a recipe for a model and its data."""
+    """Return the name of a recipe for a model and its data: "small-chats" for "models/Small" and "data/chats.jsonl"."""
     data = path.removeprefix("hf:").partition(":")[0].rstrip("/")
     return f"{Path(model.rstrip('/')).name.partition('@')[0]}-{Path(data).stem}".lower()
 
@@ -245,7 +256,10 @@ def measure(config: Config) -> Length:
 
 
 def _sizes(config: Config, given: dict[str, Any], length: Length, context: int | None, dpo: bool) -> dict[str, Setting]:
-    """Return what follows from the machine, the model and the lengths: ranks, mapping, seq_len and batch."""
+    """Return the settings, by path, that follow from the machine, the model and the lengths of the data.
+
+    They are ranks, ep, seq_len and batch sizes; recomputation on GPUs, float32 on CPUs; for SFT what long chats become.
+    """
     machine = this_machine(config.training.device)
     ranks = given.get("job.ranks", machine.ranks)
     seq_len = given.get("training.seq_len", length.seq_len(context))
@@ -297,7 +311,7 @@ def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
 
 
 def _usual(lora: bool, dpo: bool) -> dict[str, Setting]:
-    """Return what is usual for this kind of fine-tuning."""
+    """Return the settings, by path, that are usual for this kind of fine-tuning, such as epochs and learning rate."""
     rate = {(False, False): 1e-5, (True, False): 2e-4, (False, True): 1e-6, (True, True): 5e-6}[lora, dpo]
     settings: dict[str, Setting] = {
         "training.epochs": (1 if dpo else 3, f"{'1 is' if dpo else '1 to 3 are'} usual for a pretrained model"),
@@ -317,7 +331,10 @@ def _usual(lora: bool, dpo: bool) -> dict[str, Setting]:
 
 
 def _steps(config: Config, length: Length, given: dict[str, Any]) -> dict[str, Setting]:
-    """Return intervals, which follow from the number of steps."""
+    """Return the settings, by path, that follow from the number of steps and documents, without those in `given`.
+
+    They are warm-up and the interval of checkpoints, and from 40 chats or pairs on validation and the best checkpoint.
+    """
     training, documents = config.training, len(length.tokens_D)
     samples = -(-length.tokens // training.seq_len)
     epoch = max(1, samples // training.global_batch_size)

@@ -31,7 +31,7 @@ def add_show(data_commands: argparse._SubParsersAction) -> None:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Run `titanmoe data show` and return its exit code."""
+    """Run `titanmoe data show`; return 0, or 2 if the request is refused."""
     problems = [] if args.sample > 0 else [f"--sample = {args.sample} is not a number of samples: use 1 or more"]
     if not args.overrides:
         problems.append("command line: which recipe? For example: titanmoe data show sft_debug")

@@ -73,7 +73,7 @@ class AssumedRouting:
 
 
 def with_imbalance(config: Config, factor: float) -> AssumedRouting:
-    """Return the routing in which the busiest expert has `factor` times the mean of routed tokens."""
+    """Return the routing in which the busiest expert has `factor` times the mean of routed tokens; balanced if <= 1."""
     top_k, num_experts = config.model.top_k, config.model.num_experts
     if factor <= 1:
         return AssumedRouting("balanced", partial(_balanced, top_k, num_experts))
@@ -143,7 +143,9 @@ class Routing:
 
 
 def group_at(fold: Fold, view: Any, axes: tuple[str, ...], rank: int) -> Group:
-    """Return a rank's group along some axes with its size and the rank's index in it, but unable to communicate.
+    """Return a rank's group along some axes: its size and the rank's index in it, without a process group.
+
+    NO_GROUP if the rank is alone in it.
 
     Args:
         fold: The degrees of the world.
@@ -228,7 +230,10 @@ class IntegerMessages:
         return IntegerMessages, (fresh, self.dispatcher_type, self.template, self.node, self.symmetric)
 
     def received_integers(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
-        """Return what a rank receives in its dispatcher's n-th integer message, in a layer and microbatch."""
+        """Return what a rank receives in its dispatcher's n-th integer message, in a layer and microbatch.
+
+        It is one tensor: what the group's ranks send to this rank, in their order; of an all-reduce their sum.
+        """
         key = rank, microbatch, self.routing.key(layer), n
         if key not in self._received_cache:
             _, _, name, group = self.sent_integers(rank, microbatch, layer, n)
@@ -244,7 +249,10 @@ class IntegerMessages:
         """Return the n-th integer message of a rank's dispatcher: (tensor, splits, operation, group).
 
         Splits are the rows sent to each rank of the group and the rows received from each; None unless it is an
-        all-to-all.
+        all-to-all. The group is a name for `members`.
+
+        Raises:
+            RuntimeError: if the dispatcher sends fewer such messages.
         """
         key = rank, microbatch, self.routing.key(layer), n
         if key not in self._sent_cache:

@@ -58,6 +58,9 @@ def _cell(x: Tensor) -> list[bool]:
 def track(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
     """Store the values of the results of an operation on fake tensors, if those of all its inputs are known.
 
+    If they are not, and the operation writes to a tensor, what was known of that tensor is forgotten. Floating-point
+    tensors, and those of more than MOST elements, are never known.
+
     Args:
         func: The operation, which has just run.
         args: Its arguments.

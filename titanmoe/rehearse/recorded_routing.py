@@ -100,6 +100,9 @@ def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]
     Args:
         file: The `experts.jsonl`.
         step: The step; None for the last in the file.
+
+    Raises:
+        ConfigError: The file cannot be read, or has no loads for the step.
     """
     try:
         texts = file.read_bytes().split(b"\n")

@@ -225,7 +225,7 @@ def memory_as_json(memory: Memory) -> dict[str, Any]:
 
 
 def peak_site(memory: Memory) -> str:
-    """Return a text with the line of code that reached the peak, and its layer, region and phase."""
+    """Return FILE:LINE (layer, region, phase) of the code that reached the peak, or "the start of the step"."""
     site = memory.site
     context = ", ".join(x for x in (site.layer, site.region, site.phase) if x)
     return f"{site} ({context})" if site.line else "the start of the step"

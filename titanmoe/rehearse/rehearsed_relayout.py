@@ -136,7 +136,10 @@ def rehearse_relayout(
 
 
 def _shards(end: Destination, world: int, rank: int) -> Targets:
-    """Return a rank's shards of a model, on the meta device."""
+    """Return a rank's shards of a model, on the meta device, in the form in which checkpoints are loaded into them.
+
+    Builds the model in this process as that rank of a fake world.
+    """
     config, fold = end.config, derive(world, end.config.parallelism)
     with fake_world(rank, world):
         if end.generates:
@@ -185,7 +188,17 @@ def _move(
     world: int,
     round_bytes: int,
 ) -> tuple[RankMove, Program]:
-    """Make the move as one rank, on meta tensors."""
+    """Make the move as one rank, on meta tensors; return its bytes and memory, and its messages for `check_order`.
+
+    Args:
+        rank: the rank.
+        source: this rank's shards of the model to move from.
+        destination: this rank's shards of the model to move to.
+        held: which ranks have which blocks of each tensor of the source, by name.
+        wanted: the same of the destination.
+        world: the number of ranks.
+        round_bytes: most bytes that a rank sends in a round, and most that it receives.
+    """
     recorder = MetaRecorder()
     with fake_world(rank, world):
         ends = [LocalTensors(end.values()) for end in (source, destination)]

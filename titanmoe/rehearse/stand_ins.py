@@ -107,7 +107,11 @@ def gpu_stand_ins() -> Iterator[None]:
 def grouped_product(
     x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return an empty result of torch._grouped_mm, whose shape torch infers only in bfloat16."""
+    """Return an empty result of torch._grouped_mm, in x's dtype; torch infers its shape only in bfloat16.
+
+    x (R, D) times w (e, D, F) is (R, F). x (D, R) times w (R, F) is (e, D, F), one product for each of e groups, which
+    `offs` has the ends of. The other arguments are not used.
+    """
     if w.dim() == 3:
         return x.new_empty(x.shape[0], w.shape[2])
     return x.new_empty(offs.shape[0], x.shape[0], w.shape[1])
@@ -117,7 +121,9 @@ def grouped_product(
 
 
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
-    """Compute in plain PyTorch what the Triton kernel `count_choices` does: (experts, blocks) counts of choices.
+    """Compute in plain PyTorch what the Triton kernel `count_choices` does.
+
+    Returns how many choices each expert has in each block of consecutive choices, (experts, blocks).
 
     Args:
         chosen_N: The expert of each choice.
@@ -132,7 +138,14 @@ def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
 
 
 def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute in plain PyTorch what the Triton kernel `assign_choices` does.
+    """Compute in plain PyTorch what the Triton kernel `assign_choices` does: give every choice a slot, by expert.
+
+    Args:
+        chosen_N: The expert of each choice.
+        ends: Not used.
+        experts: The number of experts.
+        ep: The ranks of expert parallel.
+        etp: The ranks of expert tensor parallel.
 
     Returns:
         The choice in each slot, the slots of each choice, and each expert's count.
@@ -142,6 +155,10 @@ def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: i
 
 def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Compute in plain PyTorch what the Triton kernel `regroup` does.
+
+    Args:
+        count_Ge: The routed tokens received from each rank for each local expert.
+        rows: The number of received tokens.
 
     Returns:
         The order that sorts received tokens by expert, and its inverse.
