@@ -53,7 +53,14 @@ def layout_of(record: Record) -> str:
 
 
 def _from_messages(record: Record, name: str) -> Any:
-    """Return a list of messages, or of ShareGPT's pairs of "from" and "value", either also as JSON text."""
+    """Return the messages in a record's field `name`, ShareGPT's "from" and "value" converted, and JSON text parsed.
+
+    If the field is not "messages", the record's system prompt comes first unless the messages begin with one. A value
+    that is no list is returned as it is, to be refused later.
+
+    Raises:
+        ChatError: the field is another text, or a message cannot be converted.
+    """
     messages = _parsed(record[name])
     if isinstance(messages, str):
         raise ChatError(f"{name!r} is a text that is not a list of messages in JSON")
@@ -66,7 +73,7 @@ def _from_messages(record: Record, name: str) -> Any:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the list that a text is in JSON, other values as they are."""
+    """Return the list that a JSON text holds; any other value, such as a text that is no JSON list, as it is."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             parsed = parse_json(value.encode())
@@ -77,7 +84,11 @@ def _parsed(value: Any) -> Any:
 
 
 def _from_sharegpt(number: int, message: Any) -> Any:
-    """Return a message whose role and text are named "from" and "value" in the usual names, others as they are."""
+    """Return ShareGPT's message, with "from" and "value", as one with "role" and "content"; any other as it is.
+
+    Raises:
+        ChatError: "from" is unknown, or a call of a tool is not JSON.
+    """
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
     speaker, text = message["from"], message.get("value")
@@ -106,6 +117,9 @@ def parse_tool_calls(number: int, message: Any) -> Any:
     Args:
         number: number of the message, for errors.
         message: the message, unchecked.
+
+    Raises:
+        ChatError: the text is not a list of calls in JSON.
     """
     if not isinstance(message, dict) or not isinstance(text := message.get(TOOL_CALLS), str):
         return message

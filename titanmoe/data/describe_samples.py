@@ -130,7 +130,7 @@ def _title(batch: Batch, n: int, begin: int, end: int, number: int, place: Place
 
 
 def _describe_token(token: int, tokenizer: Tokenizer | None) -> str:
-    """Return a token's text and id. Spaces are U+2581, and other characters that do not print are escaped."""
+    """Return a token as TEXT(ID), or its id alone without a tokenizer. The text is in the form of `escape`."""
     if tokenizer is None:
         return str(token)
     return f"{escape(tokenizer.token_text(token))}({token})"

@@ -40,6 +40,8 @@ def format_seq_lens(length_D: np.ndarray, total: int) -> str:
 def describe_needed(long_D: np.ndarray, total: int) -> str:
     """Return text on the seq_len that documents longer than the recipe's need.
 
+    If more than 5 % of all do not fit, it is that of `format_seq_lens`; else it gives the longest one's.
+
     Args:
         long_D: lengths of the documents that do not fit.
         total: number of all documents.

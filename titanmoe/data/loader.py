@@ -190,7 +190,10 @@ class Loader:
         return {self.first + number: digest for number, digest in zip(number_N.tolist(), digests, strict=True)}
 
     def report(self) -> dict[str, float]:
-        """Return the loader's metrics by name: seconds the last step waited for data, epochs of each source."""
+        """Return the loader's metrics: "data_wait_s", seconds that the last step waited, and "data.epoch.NAME".
+
+        The latter is the number of epochs read of the source NAME, with the fraction of the current one.
+        """
         return {"data_wait_s": self.wait_s} | {f"data.epoch.{name}": epoch for name, epoch in self.epochs.items()}
 
     def header_rows(self) -> dict[str, str]:

@@ -58,9 +58,9 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
 
 
 def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan | None:
-    """Return the plan by which `open_documents` would tokenize an entry of data.paths; None for token shards.
+    """Return the plan by which `open_documents` would tokenize an entry of data.paths; None if there is nothing to do.
 
-    Writes nothing.
+    That is if the entry is token shards, or the cache has it already. Writes nothing.
 
     Args:
         config: the recipe.
@@ -77,7 +77,11 @@ def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan |
 
 
 def _find_path(config: Config, entry: str) -> Path:
-    """Return the path of an entry of data.paths, or raise a ConfigError if it does not exist."""
+    """Return the path of an entry of data.paths. URLs, globs and data sets on the hub are not looked for.
+
+    Raises:
+        ConfigError: a file or folder does not exist, or token shards are named by a URL or on the hub.
+    """
     path = Path(entry).expanduser()
     is_remote = is_url(entry) or is_hub_dataset(entry)
     if is_remote and FORMATS.look_up(config.data.format).tokenized:

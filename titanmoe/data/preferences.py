@@ -26,7 +26,7 @@ Document = tuple[np.ndarray, np.ndarray | None]
 def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder | None) -> tuple[Document, Document]:
     """Return the tokens and label weights of a preference pair's two documents, chosen then rejected.
 
-    A missing BOS or EOS is not added.
+    A text completion ends with EOS. Nothing else is added: messages end with what the chat template writes.
 
     Args:
         record: a record in TRL's form.

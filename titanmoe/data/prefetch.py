@@ -99,7 +99,7 @@ class _ErrorsAsItems:
 
 
 def _ignore_rank_signals(_: int) -> None:
-    """Put a worker process in a session of its own and ignore SIGINT in it.
+    """Put a worker process in a session of its own, ignore SIGINT in it, and let SIGTERM end it.
 
     Ctrl-C and torchrun signal the rank's whole process group, but the rank needs its workers to save before it ends.
     """

@@ -110,7 +110,10 @@ def _question(record: Any, line: int) -> Question:
 
 
 def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[EncodedChoice]:
-    """Return the tokens of each (question, choice), and how many of them are the choice's."""
+    """Return the tokens of each (question, choice), and how many of them, at the end, are the choice's.
+
+    BOS comes first, if the tokenizer has one; else an empty question is EOS.
+    """
     contexts = [context.rstrip() for context, _ in pairs]
     alone = tokenizer.encode_all(contexts)
     joined = tokenizer.encode_all([context + choice for context, choice in pairs])

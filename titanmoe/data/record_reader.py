@@ -141,7 +141,13 @@ class RecordReader:
         return data
 
     def lines(self) -> Iterator[tuple[Callable[[], str], bytes]]:
-        """Yield (place, line) for each line of the span, decompressed; `place()` returns FILE:LINE for messages."""
+        """Yield (place, line) for each line that begins in the span, decompressed; `place()` returns FILE:LINE.
+
+        Lines have their line ends. Of a compressed file all lines are in the span.
+
+        Raises:
+            ConfigError: a line is longer than the limit of a document.
+        """
         span, compressed = self.span, self.span.file.endswith(COMPRESSED)
         with open_decompressed(span.file) as (stream, raw):
             place = start = span.start

@@ -128,7 +128,10 @@ def routes_from_sglang(text: str, positions: int, model: Model) -> Tensor:
 
 
 def route_mismatch(one: Routes, other: Routes) -> float:
-    """Return the fraction of recorded choices in `one` that `other` did not make for the same token and layer."""
+    """Return the fraction of the choices in `one` that `other` did not make for the same token and layer.
+
+    Counted are tokens and layers for which both have choices; 0 if there are none.
+    """
     mine, theirs = one.experts_NSLK, other.experts_NSLK
     recorded = (mine >= 0).all(-1, keepdim=True) & (theirs >= 0).all(-1, keepdim=True)
     missing = ~(mine.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1)

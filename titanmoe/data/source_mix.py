@@ -111,7 +111,10 @@ class SourceMix:
         return out
 
     def lengths(self, samples: list[Sample | None]) -> list[np.ndarray]:
-        """Return each planned sample's document lengths, as far as tokens attend; an empty array for padding."""
+        """Return the lengths, in positions, of each planned sample's documents; an empty array for padding.
+
+        A sample whose documents attend to each other has a single length.
+        """
         lengths = [
             iter(source.packer.lengths([sample.segments for sample in samples if sample and sample.source == k]))
             for k, source in enumerate(self.sources)

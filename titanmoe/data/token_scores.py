@@ -305,7 +305,11 @@ class ScoreWriter:
             done += end - begin
 
     def close(self) -> None:
-        """Write checksums and manifest, sync them to disk, and give the folder its final name."""
+        """Write checksums and manifest, sync them to disk, and give the folder its final name.
+
+        Raises:
+            ConfigError: it cannot be written, as on a full disk.
+        """
         self._maps.clear()
         manifest = self.unfinished / MANIFEST
         crc32s: dict[str, int] = {}

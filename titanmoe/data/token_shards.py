@@ -279,7 +279,10 @@ class ShardDocuments:
         return mapped[items]
 
     def first_changed_range(self, shard: int, extension: str) -> str:
-        """Return the first byte range of a shard's file that differs from its checksum, as text; "" if none does."""
+        """Return the first block of a shard's file that differs from its checksum; "" if none does.
+
+        As text that continues a message, such as ", first between bytes 0 and 65,536".
+        """
         for block in range(count_blocks(self._sizes[shard][extension])):
             if where := self._changed_range(shard, extension, block):
                 return f", first {where}"

@@ -80,7 +80,7 @@ def count_cores() -> int:
 
 
 def run_tokenize(args: argparse.Namespace) -> int:
-    """Run `titanmoe tokenize`, print any problems, and return the exit code."""
+    """Run `titanmoe tokenize`; return 0, 2 after printing problems, or 130 if it is interrupted."""
     try:
         return _tokenize(args)
     except ConfigError as error:

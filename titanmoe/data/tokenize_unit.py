@@ -95,9 +95,12 @@ def dtype_name(tokenizer: Tokenizer) -> str:
 
 
 def open_job_chat(job: TokenizeJob, tokenizer: Tokenizer) -> ChatEncoder | None:
-    """Return the chat template of a tokenization with its tokenizer; None if its documents are plain texts.
+    """Return the encoder of a tokenization's chats or pairs; None if its documents are plain texts.
 
     For preference pairs, whose completions may be texts, also None if no template is named or found.
+
+    Raises:
+        ConfigError: the chat template of chats, or one that is named, cannot be used.
     """
     try:
         return open_chat_encoder(job.chat_template, tokenizer) if job.has_label_mask else None
@@ -108,7 +111,7 @@ def open_job_chat(job: TokenizeJob, tokenizer: Tokenizer) -> ChatEncoder | None:
 
 
 def record_name(unit: int, shard: int) -> str:
-    """Return the common file name, without extension, of a unit's n-th shard and of the record of that shard."""
+    """Return the file name, without extension, of a unit's n-th shard and of the record of that shard: "00012-003"."""
     return f"{unit:05d}-{shard:03d}"
 
 

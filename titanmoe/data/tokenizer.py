@@ -208,7 +208,11 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """Open a tokenizer by name: "bytes", a tokenizer.json, or the folder that holds one."""
+    """Open a tokenizer by name: "bytes", a tokenizer.json, or the folder that holds one.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read, or no EOS can be told.
+    """
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()

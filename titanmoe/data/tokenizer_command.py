@@ -57,7 +57,7 @@ def add_tokenizer(commands: argparse._SubParsersAction) -> None:
 
 
 def run_tokenizer(args: argparse.Namespace) -> int:
-    """Run `titanmoe tokenizer train`, print any problems, and return the exit code."""
+    """Run `titanmoe tokenizer train`; return 0, or 2 after printing problems."""
     try:
         print("\n".join(_train(args)))
         return 0

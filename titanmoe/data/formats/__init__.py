@@ -44,7 +44,11 @@ FORMATS = ComponentKind(
 
 @cache
 def format_of_extension(extension: str) -> str:
-    """Return the name of the data format that "auto" chooses for files with this extension."""
+    """Return the name of the data format that "auto" chooses for files with this extension; "text" if none claims it.
+
+    Raises:
+        ConfigError: a format cannot be imported.
+    """
     try:
         formats = {name: FORMATS.look_up(name) for name in FORMATS.table}
     except ComponentError as error:

@@ -68,7 +68,10 @@ def _open_parquet(file: str) -> Any:
 
 
 def _examples(schema: Any) -> dict[str, Any]:
-    """Return columns by name: of lists of structs, a list of one dict with their fields; None for others."""
+    """Return an example value of each column, by name, to check a record's fields by.
+
+    It is [{field: None, ...}] for a list of structs, such as messages, and None for any other type.
+    """
     from pyarrow import types
 
     def example(kind: Any) -> Any:
@@ -87,6 +90,9 @@ def _rows_at_once(reader: RecordReader, file: Any, group: int, columns: list[str
         file: the open Parquet file.
         group: index of the row group.
         columns: names of the columns that are read.
+
+    Raises:
+        ConfigError: the row group is large and packed more than MAX_RATIO to 1.
     """
     row_group = file.metadata.row_group(group)
     chunks = [row_group.column(n) for n in range(row_group.num_columns)]
