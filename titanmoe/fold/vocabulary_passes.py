@@ -101,9 +101,10 @@ def _insert_losses(rows: Sequence[Sequence[Cell]], stages: int) -> list[list[Cel
 
 
 def shard_violations(config: Config, pp: int, tp: int, cp: int, dp_shard: int) -> Iterator[str]:
-    """Yield a message if torch would not find the rows of a rank, where FSDP shards uneven shards of the vocabulary.
+    """Yield a message if FSDP cannot shard the vocabulary's rows once more that pp and tp have sharded unevenly.
 
-    torch takes the i-th chunks of all shards together, and divides their rows as evenly as `torch.chunk` does.
+    torch takes the i-th chunks of all shards together, and divides their rows as evenly as `torch.chunk` does. The
+    message comes if that gives a rank other rows than it has. None if parallelism.vocab is not "pipeline".
     """
     size, ranks, data = config.model.vocab_size, pp * tp, cp * dp_shard
     if config.parallelism.vocab != "pipeline" or size % ranks == 0:

@@ -98,6 +98,8 @@ class Balance(nn.Module):
     ) -> Tensor:
         """Attach the gradients of the balance losses to the routing weights, and record the microbatch's counts.
 
+        Collective over the ranks that the losses count over: those of the same samples, and of all data ranks.
+
         Returns:
             The routing weights (T, K) with unchanged values; their backward also gives the router the balance losses'
             gradients.

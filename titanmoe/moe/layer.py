@@ -64,7 +64,10 @@ class MoE(nn.Module):
         self.experts.rounded.begin_step()
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
-        """Return the weighted sum of each token's experts, plus the shared expert's output: (B, s, D)."""
+        """Return the weighted sum of each token's experts, plus the shared expert's output: (B, s, D).
+
+        Collective over the dispatch group, and by the shared expert over tp.
+        """
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, slots_per_expert = self.route(x_TD, tokens)
         exchange = self.dispatch(x_TD, tokens, weights_TK, chosen_TK, slots_per_expert)

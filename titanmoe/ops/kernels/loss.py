@@ -69,8 +69,8 @@ def loss_slice(
 
     Args:
         logits_Tv: the slice.
-        label_T: the id of each token's label.
-        begin: the id of the slice's first column.
+        label_T: the column of each token's label in this rank's vocabulary; one outside the slice has no effect.
+        begin: the slice's first column in this rank's vocabulary.
         top_T: the largest logit so far.
         total_T: the sum of exp(logit - top_T) so far.
         label_logit_T: the logit of the label, written if the slice has it.
@@ -89,8 +89,9 @@ def loss_slice_backward(logits_Tv: Tensor, label_T: Tensor, begin: int, log_tota
 
     Args:
         logits_Tv: the slice.
-        label_T: the id of each token's label.
-        begin: the id of the slice's first column.
+        label_T: the column of each token's label in this rank's vocabulary; one outside the slice, such as -1, is taken
+            as no label: its one-hot is 0.
+        begin: the slice's first column in this rank's vocabulary.
         log_total_T: the log-sum-exp of each token's logits over the vocabulary.
         scale_T: the factor of each token's loss.
     """

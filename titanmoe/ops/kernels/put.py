@@ -39,7 +39,7 @@ def put_rows(x_ND: Tensor, to_N: Tensor, addresses_G: Tensor, limit: int) -> Non
         x_ND: the rows.
         to_N: the place of each row, rank * limit + row of that rank's buffer; -1 for a row that is not written.
         addresses_G: the addresses of the ranks' buffers, as this GPU maps them, int64.
-        limit: the number of rows of each rank's buffer.
+        limit: the number of rows of each rank's buffer that may be written.
     """
     (N, D), (rows, columns) = x_ND.shape, tile_shape(x_ND.shape[1], TILE)
     if N:
