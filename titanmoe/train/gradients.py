@@ -311,7 +311,10 @@ class Gradients:
         return StepSums(scalars, norm, on_device, own, logits), known["repeat"]
 
     def begin_step(self, totals: Totals) -> None:
-        """Set the layers' counts of tokens and loads to 0, and give the layers the step's number and its totals."""
+        """Set the layers' counts of tokens and loads to 0, and give the layers the step's number and its totals.
+
+        Dropout layers get the number, and the measurement of attention logits begins anew if this step is measured.
+        """
         if self.logits:
             self.logits.begin_step(self.state.step)
         for moe in self.moe_layers.values():

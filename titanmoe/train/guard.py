@@ -146,7 +146,9 @@ class Guard:
     # ---- going back
 
     def run_with_restores(self, train: Callable[[], int]) -> int:
-        """Call `train`, and call it again after each Restore error, at most RESTORES times.
+        """Call `train`, and again after each Restore error, at most RESTORES times; return what it returns.
+
+        Gradients are dropped in between. The Restore error of the last try is raised.
 
         Args:
             train: loads the newest checkpoint and trains until the end of the run; returns the number of the signal

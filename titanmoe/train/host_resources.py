@@ -28,7 +28,10 @@ def resident_memory() -> int:
 
 
 def memory_limit() -> int:
-    """Return in bytes the smallest of the machine's memory and the limits of all control groups of the process."""
+    """Return in bytes the smallest of the machine's memory and the limits of all control groups of the process.
+
+    0 if none of them can be read, as on systems without /proc.
+    """
     limits = [_kib("/proc/meminfo", "MemTotal:")]
     for line in _lines("/proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)

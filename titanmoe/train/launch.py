@@ -51,7 +51,8 @@ def resolve(
     Args:
         config: the config as given.
         world: number of ranks.
-        read_record: returns what the checkpoint that the run resumes from records besides tensors; {} without one.
+        read_record: returns what the checkpoint that the run resumes from records besides tensors; {} without one. A
+            global batch size of -1 becomes that of the record.
     """
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)

@@ -64,7 +64,10 @@ class Reference:
         Called once the weights are loaded, and before the first step. Collective over the world.
 
         Returns:
-            The line "reference" of the header, by label.
+            {"reference": the model's digest, and whether its numbers were stored before or computed now}.
+
+        Raises:
+            ConfigError: if a resumed run finds none of the model that it began with, or the data are not token shards.
         """
         training, run_record = self.training, self.training.checkpoints.run_record
         goes_on = REFERENCE in run_record and not self.config.lora.rank
@@ -120,7 +123,7 @@ class Reference:
     def _load_scores(self, sources: list[ShardDocuments], model: str) -> bool:
         """Give the loader the stored log-probabilities of a model; return whether all ranks found those of all shards.
 
-        Collective over the world.
+        Collective over the world. Raises a ConfigError if files are found that do not fit the shards.
 
         Args:
             sources: the token shards.
@@ -143,7 +146,7 @@ class Reference:
 
 
 def run_scoring(config: Config, training: Training, top_k: bool) -> int:
-    """Run `titanmoe score` on one rank and return its exit code. Collective over the world.
+    """Run `titanmoe score` on one rank and return the exit code 0. Collective over the world.
 
     Args:
         config: the resolved config.
@@ -248,7 +251,7 @@ def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.nd
 
 
 def _to_records(numbers_GLR: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return one record for each label, shape (G, L), from the R numbers that the head gives to each.
+    """Return one record for each label, G samples by L positions, from the R numbers that the head gives to each.
 
     Args:
         numbers_GLR: R = 1: the log-probability of the label. Otherwise, in this order: K ids, their K
@@ -330,9 +333,10 @@ class ScoringSteps:
 
 
 def _forward(slicer: Slicer, training: Training, step: ScoringStep, top_k: TopK | None) -> np.ndarray:
-    """Run the forward pass of a step and return the head's numbers of every label, shape (G, L, R), on every rank.
+    """Run the forward pass of a step and return the head's numbers of every label, float64, on every rank.
 
-    Collective over the world.
+    Shape (G, L, R): samples of all data ranks, positions, and numbers of a label: its log-probability (R = 1), or K
+    ids, their K log-probabilities and that of all other ids. Collective over the world.
 
     Args:
         slicer: takes this rank's slices of the microbatches.

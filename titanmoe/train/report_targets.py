@@ -115,7 +115,10 @@ class RetriedWriter(Generic[P]):
 
 
 class LineFile:
-    """File of lines; `write` returns once the kernel has the line, and removes one that was written only partly."""
+    """File that lines are appended to; `write` returns once the kernel has the line.
+
+    If writing fails, what was written of the line is removed and the OSError raised.
+    """
 
     def __init__(self, path: Path):
         self.descriptor = safe_files.open_in(path.parent, path.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -150,7 +153,9 @@ COLUMNS = 200
 
 
 def chart_name(name: str, balance_losses: Sequence[str]) -> str:
-    """Return a metric's name in TensorBoard and W&B, "group/name"; all layers of a metric are in one group.
+    """Return a metric's name in TensorBoard and W&B: "loss" is "train/loss", "layers.3.load" is "layers load/layer 3".
+
+    Metrics of no group are in the group "more".
 
     Args:
         name: the metric's name in metrics.jsonl.

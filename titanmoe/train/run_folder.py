@@ -61,7 +61,11 @@ class RunFolder:
         self._lock: TextIO | None = None
 
     def claim(self) -> Path:
-        """Choose, create and lock the folder on rank 0 and return its path on all ranks. Collective over the world."""
+        """Choose, create and lock the folder on rank 0 and return its path on all ranks. Collective over the world.
+
+        Raises:
+            ConfigError: on all ranks, if `claim_folder` raises it on rank 0.
+        """
         import torch.distributed as dist
 
         result: list[Any] = [None]
@@ -182,7 +186,10 @@ def refuse_links(folder: Path, checkpoints: str) -> None:
 
 
 def refuse_live_folder(config: Config) -> None:
-    """Raise a ConfigError if this run would continue in the folder of a run that another process is still making."""
+    """Raise a ConfigError if this run would continue in a folder that a live run has locked or that has symbolic links.
+
+    A run that takes a new folder is never refused.
+    """
     folder = choose_checkpoint.run_folder(config.job)
     if choose_checkpoint.is_resumable(config.checkpoint):
         refuse_links(folder, config.checkpoint.folder)
@@ -194,8 +201,8 @@ def refuse_live_folder(config: Config) -> None:
 def rewind(folder: Path, step: int) -> None:
     """Remove lines of steps after `step` from the JSONL files of a resumed run; at step 0 rename the files instead.
 
-    Of later events only spikes, skips, divergences and answers are removed: that the run was started or saved remains
-    true.
+    Of later events only those of REPEATED_EVENTS are removed: that the run was started or saved remains true. Renamed
+    files are metrics-1.jsonl, experts-1.jsonl, ..., or with the next number that is free.
 
     Args:
         folder: the run's folder.

@@ -39,6 +39,8 @@ class SkipRule:
     def find_outlier(self, loss: float, norm: float, sigmas: float) -> str:
         """Return a text on what is unusual about a step's loss or gradient norm; "" if nothing is.
 
+        A value that is not finite always is. The mean counts only once half of optimizer.skip_window steps are known.
+
         Args:
             loss: loss of the step.
             norm: gradient norm of the step.

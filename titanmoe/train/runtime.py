@@ -65,11 +65,13 @@ class Runtime:
     """Whether time-outs must not change, because other runs use the process groups after this one."""
 
     def steady_timeout(self, seconds: int, patient: Sequence[Any] = ()) -> None:
-        """Set the time-out of the process groups once the slow first step is over. Collective over the world.
+        """Set the time-out of the process groups once the slow first step is over, unless `keep_timeouts` is set.
+
+        Collective over the world.
 
         Args:
             seconds: the new time-out.
-            patient: process groups whose time-out is not changed.
+            patient: process groups that keep their time-out.
         """
         if self.keep_timeouts:
             return
@@ -90,7 +92,11 @@ class Runtime:
 
 
 def read_environment() -> Environment:
-    """Return rank and world size from torchrun's variables; raise a ConfigError if some are missing or wrong."""
+    """Return rank and world size from torchrun's variables; rank 0 of 1 if none of VARIABLES is set.
+
+    Raises:
+        ConfigError: if only some are set, one is not a whole number, or RANK is not below WORLD_SIZE.
+    """
     present = [name for name in VARIABLES if os.environ.get(name)]
     if not present:
         return Environment()
@@ -167,7 +173,10 @@ def describe_segments() -> str:
 
 
 def start(config: Config) -> Runtime:
-    """Choose the device and join the other ranks. Collective over the world.
+    """Choose the device, join the other ranks, and return this process's rank, world size and device.
+
+    Collective over the world. Also sets the threads of a rank on CPUs, torch's deterministic algorithms if the recipe
+    asks for them, and the limit of open files.
 
     Raises:
         ConfigError: with one line, the same on all ranks.
@@ -184,7 +193,11 @@ def start(config: Config) -> Runtime:
 
 
 def _choose_device(choice: str, environment: Environment) -> torch.device:
-    """Return this rank's device and make it the current one; raise a ConfigError if there are too few GPUs."""
+    """Return this rank's device, of which a GPU becomes the current one: "auto" is the CPU if there is no GPU.
+
+    Raises:
+        ConfigError: if `choice` is "cuda" and there is no GPU, or the machine has more ranks than GPUs.
+    """
     import torch
 
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
@@ -268,7 +281,8 @@ def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -
     torchrun's agents keep one store for all attempts (pytorch#135712), so restarted ranks would find the addresses of
     dead ones. No variable identifies the attempt on all nodes: each agent counts its own restarts, and does not count
     those for a node that joined. So each rank stores a random token, and rank 0 writes the name under each token. It
-    does so repeatedly, because the token that it read may be that of a dead rank.
+    does so repeatedly, because the token that it read may be that of a dead rank. After `timeout` it raises a
+    RuntimeError.
     """
     token = uuid.uuid4().hex
     store.set(f"rank {environment.rank}", token)

@@ -61,7 +61,11 @@ class TeacherOutputs(CrossEntropy):
         return scores_NBS.new_zeros(())
 
     def add_to(self, slices: list[BatchSlice]) -> list[BatchSlice]:
-        """Return the microbatches with the stored ids and log-probabilities as extra fields, and clear the store."""
+        """Return the microbatches with what is stored of each as extra fields, and clear the store.
+
+        TEACHER_IDS are ids (B, S, K) and TEACHER_LOG_P log-probabilities (B, S, K + 1), the last that of all other ids.
+        Microbatches of which nothing is stored, on ranks without the last stage, are returned as they are.
+        """
         of_slice, self.of_slice = self.of_slice, {}
         return [
             batch_slice._replace(extra_fields={**batch_slice.extra_fields, **of_slice.get(id(batch_slice), {})})

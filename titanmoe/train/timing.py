@@ -49,7 +49,10 @@ class Clock(Observer):
         self._phase = name, now
 
     def region(self, name: str) -> AbstractContextManager[None] | None:
-        """Return a context that measures a region of forward and backward; None if MEASURED_REGIONS lacks it."""
+        """Return a context that measures a region of forward and backward.
+
+        For OTHERS_TURN it pauses the clock instead. None in any other phase, and for a name not in MEASURED_REGIONS.
+        """
         if self._phase is None or self._phase[0] != "forward_backward":
             return None
         if name == OTHERS_TURN:
@@ -146,7 +149,9 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the step made in this context if the recipe's [profile] names it; write the trace at the end.
+        """Profile the step made in this context if the recipe's [profile] names it and this rank; write the trace.
+
+        If the GPU's memory runs out and its history is recorded, write that before the error is raised again.
 
         Args:
             number: number of the step.

@@ -79,6 +79,9 @@ class Trainer:
 
         Returns:
             The number of the signal that stopped training, or 0.
+
+        Raises:
+            NumericalFault: if training must not go on, such as with a loss that is not finite.
         """
         return self.training.guard.run_with_restores(self._train)
 

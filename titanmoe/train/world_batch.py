@@ -167,7 +167,7 @@ class DataRankBatch:
         return all_reduce(out_NS, meshes.world)[self.first : self.end]
 
     def gather_routes(self, routes_of_microbatch: Sequence[Tensor], meshes: Meshes, placement: Placement) -> Routes:
-        """Gather the experts that routers chose, from all ranks, in the order of the given samples.
+        """Gather the experts that routers chose, (N, S, MoE layers, K) on the CPU, in the order of the given samples.
 
         Collective over the world.
 
@@ -203,7 +203,9 @@ def data_rank_batch(
     offset: int,
     per_data_rank: bool,
 ) -> DataRankBatch:
-    """Split a batch into microbatches, and return those of this data rank. Collective over the world.
+    """Split a batch into microbatches, and return those of this data rank, padded to full ones, at least one.
+
+    Collective over the world.
 
     Args:
         batch: all samples, on every rank or on some, None on the others; with `per_data_rank` this data rank's own

@@ -26,7 +26,7 @@ def to_float32(x: Tensor) -> Tensor:
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 to bfloat16, away from zero with a probability equal to the dropped fraction.
+    """Round float32 to bfloat16, away from zero with a probability equal to the dropped fraction; keep inf and NaN.
 
     Args:
         x: float32 numbers.
@@ -148,7 +148,7 @@ class AdamW(Optimizer):
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's shards of the moments "exp_avg" and "exp_avg_sq", by name of the parameter.
 
-        They are zeros before the first step.
+        They are not copies, are zeros before the first step, and are in host memory with optimizer.offload.
         """
         states = self._states()
         if self.offload is not None:
@@ -165,7 +165,10 @@ class AdamW(Optimizer):
         return [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
-        """Return torch's optimizer state of each parameter by name, created with zeros before the first step."""
+        """Return torch's optimizer state of each parameter, by its name; before the first step it is made, of zeros.
+
+        It has "step", a scalar, and unless the moments are offloaded "exp_avg" and "exp_avg_sq".
+        """
         out = {}
         for name, shard in self.local_shards.items():
             state = self.adamw.state[shard]
@@ -216,7 +219,7 @@ class AdamW(Optimizer):
             self.local_shards[name].grad = self.parameters[name].grad = None
 
     def _update_narrow(self, name: str) -> None:
-        """Update one parameter in float32, and round it and its moments to the dtypes in which they are stored."""
+        """Update one parameter in float32, round it and its moments to their stored dtypes, and free its gradient."""
         shard, parameter, options = self.local_shards[name], self.parameters[name], self.options
         group = next(group for group in self.adamw.param_groups if any(p is shard for p in group["params"]))
         state, grad = self.adamw.state[shard], to_float32(local_grad(parameter))

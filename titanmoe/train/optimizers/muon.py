@@ -180,7 +180,10 @@ class Muon(Optimizer):
         self.rounding.store(weight, wide, name, "weight")
 
     def scale(self, matrix: Matrix) -> float:
-        """Return the factor of a matrix's update (optimizer.adjust_lr), computed from the full matrix's shape."""
+        """Return the factor of a matrix's update, by the full matrix's shape.
+
+        It is sqrt(max(1, rows / columns)) with optimizer.adjust_lr = "original", else 0.2 * sqrt(max(rows, columns)).
+        """
         rows, columns = matrix.shape
         if self.options.adjust_lr == "original":
             return math.sqrt(max(1, rows / columns))

@@ -33,7 +33,7 @@ class Copies:
     """Whether host memory has to be page-locked for these copies."""
 
     def copy(self, to: str, target: Tensor, source: Tensor, *after: Any) -> Any:
-        """Start to copy a tensor; return an event (CUDA's) that is complete when the copy is done.
+        """Start to copy a tensor; return a CUDA event that is complete when the copy is done (None without a GPU).
 
         Args:
             to: side that the copy goes to, "device" or "host".
@@ -44,7 +44,7 @@ class Copies:
         target.copy_(source)
 
     def mark(self) -> Any:
-        """Return an event that is complete when the device has done all work that it has been given so far."""
+        """Return a CUDA event that is complete when the device has done all its work so far; None without a GPU."""
 
     def wait_on_device(self, event: Any) -> None:
         """Make later work on the device wait for the event."""
@@ -171,7 +171,7 @@ class Offload:
         return {name: every for bucket in self.buckets for name, every in bucket.unpack(bucket.host).items()}
 
     def visit_buckets(self) -> Iterator[dict[str, Moments]]:
-        """Yield the moments of one bucket after another, on the device, by parameter.
+        """Yield the moments of one bucket after another, on the device: a tuple of tensors by name of the parameter.
 
         The caller updates them in place before it asks for the next bucket; then they are copied to the host.
         """

@@ -37,7 +37,7 @@ class GroupRates(NamedTuple):
 
 
 def group_rates(parameters: Iterable[str], config: Config) -> dict[str, GroupRates]:
-    """Return the rates of each parameter that [[optimizer.groups]] names, by the parameter's name.
+    """Return the rates of each parameter that a group of [[optimizer.groups]] matches, by name; others are absent.
 
     Args:
         parameters: names of parameters.
@@ -62,7 +62,11 @@ def rate_factor(rate: float | None, options: Options) -> float:
 
 
 def group_contradictions(config: Config) -> Iterator[Violation]:
-    """Yield a violation for each mistake in [[optimizer.groups]], such as a pattern that matches no parameter."""
+    """Yield a violation for each mistake in [[optimizer.groups]].
+
+    These are malformed tables; if there are none, patterns that match no trained parameter, and the first parameter
+    that is in two groups.
+    """
     tuning, groups = Tuning.of(config), config.optimizer.groups
     known = [name for name, _ in shapes(config.model, tuning) if not tuning.freezes(name)]
     texts = [text for number, table in enumerate(groups, 1) for text in _malformed(number, table)]
