@@ -152,6 +152,9 @@ class StoredTensors:
 
         Args:
             targets: (name of a stored tensor, shard of it to fill) for each shard; the keys of the dict are not used.
+
+        Raises:
+            CheckpointError: a tensor is not stored, has another shape, or a file cannot be read.
         """
         blocks_by_file: dict[str, dict[StoredBlock, list[tuple[str, TensorShard]]]] = {}
         for name, shard in targets.values():

@@ -70,6 +70,9 @@ class StartPoint:
 def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
     """Return the checkpoint that checkpoint.load asks for, or with "auto" the run's newest intact one.
 
+    Its path is None for "none", and for "auto" in a run without checkpoints. A path in checkpoint.load counts only
+    until the run has checkpoints of its own.
+
     Args:
         options: [checkpoint] of the run's config.
         run: the run's folder.

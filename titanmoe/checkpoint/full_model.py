@@ -76,6 +76,10 @@ def fill_shards(targets: Targets, source_model: FullModel, model: Model) -> None
         targets: the shards to fill, with the names of their stored tensors, as `shards_to_load` returns them.
         source_model: the model to read.
         model: [model] of the model to fill; multi-token prediction in a Hugging Face folder is left out.
+
+    Raises:
+        CheckpointError: a checkpoint lacks a tensor or cannot be read.
+        ConfigError: the tensors of a Hugging Face folder do not fit `model`.
     """
     if source_model.step is not None:
         from titanmoe.checkpoint.checkpoint_folder import Checkpoint

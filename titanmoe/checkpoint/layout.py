@@ -329,7 +329,8 @@ def check_files(folder: Path, files: dict[str, Checksum]) -> dict[str, Checksum]
 def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint whose other files are on disk, then rename its folder to `target`.
 
-    A kill at any moment leaves either no manifest, or a complete checkpoint that lacks only its name.
+    A kill at any moment leaves either no manifest, or a complete checkpoint that lacks only its name. What `target` was
+    before is removed.
     """
     new_file = unfinished / f"{MANIFEST}.new"
     write_text(new_file, manifest.text())

@@ -111,6 +111,9 @@ def merge_layouts(packed: Sequence[bytes]) -> dict[str, TensorPlaces]:
 
     Args:
         packed: the Layout of each rank, as `pack` returns it.
+
+    Raises:
+        ConfigError: ranks have a tensor in different dtypes or full shapes.
     """
     places: dict[str, TensorPlaces] = {}
     problems = []
@@ -392,6 +395,9 @@ class Relayout:
         The shards are those of the plan, with other contents. A destination that has run a forward without backward
         since the last move may hold gathered weights: free them before its next forward
         (`titanmoe.parallel.data_parallel.free_gathered`).
+
+        Raises:
+            ValueError: the shards have other names, shapes or dtypes than those of the plan.
         """
         tensors = LocalTensors(source.values()), LocalTensors(destination.values())
         if [some.layout for some in tensors] != self.layouts:

@@ -95,9 +95,13 @@ def exists(path: Path) -> bool:
 
 
 def safe_path(folder: Path, name: str) -> Path:
-    """Return the resolved path of a regular file in the folder; CheckpointError if a symbolic link leads to it.
+    """Return the resolved path of a regular file in the folder.
 
     Folders of Hugging Face's cache (models--x/snapshots/y) consist of links to models--x/blobs, which are followed.
+
+    Raises:
+        CheckpointError: another symbolic link leads to it, or it is no regular file.
+        FileNotFoundError, NotADirectoryError: there is no such file.
     """
     shown, parts = folder / name, _components(folder, name)
     root = Path(os.path.realpath(folder))
@@ -136,6 +140,8 @@ def open_in(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
 
     Raises:
         NotRegularFile: it is a link, a pipe, a folder or a device.
+        CheckpointError: `name` leads out of the folder, as "../x" does.
+        OSError: it cannot be opened, such as FileNotFoundError.
     """
     *outer, last = _components(folder, name)
     at = os.open(folder, _FOLDER)
@@ -166,7 +172,12 @@ def _open_at(at: int, part: str, flags: int, shown: Path) -> int:
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:
-    """Open a regular file in a folder for reading, with retries; CheckpointError if it is anything else."""
+    """Open a regular file in a folder for reading, with retries.
+
+    Raises:
+        CheckpointError: it is anything else, or cannot be read.
+        FileNotFoundError, NotADirectoryError: there is no such file.
+    """
 
     def opened() -> BinaryIO:
         try:
@@ -195,7 +206,12 @@ def refuse_link(path: Path) -> Path:
 
 
 def read(folder: Path, name: str, limit: int) -> bytes:
-    """Return the contents of a file in a folder; CheckpointError if it has more than `limit` bytes."""
+    """Return the contents of a file in a folder.
+
+    Raises:
+        CheckpointError: it has more than `limit` bytes, is not a regular file, or cannot be read.
+        FileNotFoundError, NotADirectoryError: there is no such file.
+    """
 
     def read_stream() -> bytes:
         with open_file(folder, name) as stream:

@@ -238,7 +238,9 @@ def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) ->
 
 
 def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
-    """Return an error line if the checkpoint has the optimizer state of another optimizer than this run's; else [].
+    """Return an error line if the checkpoint has other optimizer state than this run keeps; else [].
+
+    That is so if optimizer.name has changed, or optimizer.router_matrix.
 
     Args:
         old: the config of the run that saved, by dotted path.

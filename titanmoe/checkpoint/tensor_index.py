@@ -244,13 +244,16 @@ def intersection(block: StoredBlock, offset: Sizes, sizes: Sizes) -> tuple[Sizes
 
 
 def blocks_covering(stored: StoredTensor | None, full_shape: Sizes, offset: Sizes, sizes: Sizes) -> list[StoredBlock]:
-    """Return the stored blocks that overlap with a shard; ValueError if they do not cover all of it.
+    """Return the stored blocks that overlap with a shard.
 
     Args:
         stored: the stored tensor; None if the checkpoint has no tensor of that name.
         full_shape: shape of the full tensor that the shard belongs to.
         offset: where the shard begins in the full tensor.
         sizes: the shard's shape.
+
+    Raises:
+        ValueError: there is no such tensor, its shape is not `full_shape`, or blocks overlap or do not cover the shard.
     """
     if stored is None:
         raise ValueError("is not in it")

@@ -243,6 +243,9 @@ def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> d
         config: the contents of config.json.
         hf: the family's format.
         source: the file's name, for messages.
+
+    Raises:
+        ConfigError: a multimodal model has no text_config.
     """
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return config
@@ -255,7 +258,10 @@ def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> d
 
 
 def misplaced_keys(config: dict[str, Any], hf: HuggingFace) -> list[str]:
-    """Return the text model's keys that stand beside text_config and not in it, where transformers ignores them."""
+    """Return a multimodal model's keys that stand beside text_config and not in it, where transformers ignores them.
+
+    Only keys that its text model would read; [] for other models.
+    """
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return []
     keys_read = *hf.fields.values(), *(conversion.keys for conversion in hf.conversions)

@@ -145,6 +145,10 @@ def to_hf(
         overwrite: replace an existing folder.
         group: ranks that share the work.
         base_name: name of the base weights of adapters; "" for the one in their recipe.
+
+    Raises:
+        ConfigError: on all ranks, if these are not the model's weights, transformers cannot express them, files are
+            damaged, or `out` cannot be written.
     """
 
     def plan_hf() -> FolderPlan:
@@ -184,6 +188,10 @@ def to_peft(
         overwrite: replace an existing folder.
         group: ranks that share the work.
         base_name: name of base weights, to be compared with those that the adapters were trained on; "" to skip that.
+
+    Raises:
+        ConfigError: on all ranks, if PEFT cannot express the adapters, the base weights are others, files are damaged,
+            or `out` cannot be written.
     """
 
     def plan_peft() -> tuple[Adapters, PeftFolder]:

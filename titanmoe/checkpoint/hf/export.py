@@ -141,6 +141,9 @@ def plan_folder(export: Export, shard_bytes: int, tokenizer: Path | None) -> Fol
         export: the weights.
         shard_bytes: most bytes of a safetensors file.
         tokenizer: folder with tokenizer files; None: those that the export carries.
+
+    Raises:
+        ConfigError: transformers cannot express the model, or `tokenizer` has no tokenizer files.
     """
     other_files = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
     if tokenizer is not None:

@@ -92,7 +92,9 @@ def short_name(name: str) -> str:
 
 
 def pin_revision(name: str, folder: Path) -> str:
-    """Return the name with which exactly this folder can be fetched once more: on the hub, OWNER/MODEL@COMMIT.
+    """Return OWNER/MODEL@COMMIT for a model on the hub, with which exactly this folder can be fetched once more.
+
+    Folders and URLs have no revision: their names are returned unchanged.
 
     Args:
         name: the model's name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
@@ -123,6 +125,10 @@ def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
 
     Called before the process group is made, so that no collective waits for a download. Every rank may call it: one
     process of each machine fetches.
+
+    Args:
+        config: the config.
+        say: called with a line for the console before a fetch.
     """
     checkpoint = config.checkpoint
     if is_remote(checkpoint.initial_hf) and checkpoint.load in ("auto", "none") and not has_begun(config):
@@ -213,6 +219,10 @@ def _copy(system: Any, root: str, folder: Path, weights: bool) -> None:
         root: path of the model in it.
         folder: where to copy to.
         weights: whether to copy the safetensors files too.
+
+    Raises:
+        FileNotFoundError: config.json, or a file with weights, is not there.
+        ValueError: the index of the tensors names a file outside the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
 

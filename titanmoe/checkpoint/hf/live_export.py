@@ -138,6 +138,7 @@ class LiveExport:
 
         Raises:
             ConfigError: on all ranks, if a selection bias has an effect that transformers cannot represent.
+            ValueError: if the shards have other names, shapes or dtypes than those that were planned for.
         """
         own = LocalTensors(source.values())
         if own.layout != self.layout:

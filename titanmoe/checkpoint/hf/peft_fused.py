@@ -30,6 +30,8 @@ def fuse_adapters(
 ) -> tuple[Tensor, Tensor]:
     """Merge the adapters of several weights into A and B of the one matrix that transformers fuses them in.
 
+    With R the sum of the weights' ranks, A is (R, inputs) and B (outputs, R).
+
     Args:
         pairs: A (r, inputs) and B (outputs, r) of each weight.
         rows: the row numbers of each weight in the fused matrix.

@@ -87,7 +87,11 @@ def is_peft(path: Path) -> bool:
 
 
 def base_name_of(path: Path) -> str:
-    """Return the base model's name in a PEFT folder's adapter_config.json, with @REVISION if it has one; else ""."""
+    """Return the base model's name in a PEFT folder's adapter_config.json, with @REVISION if it has one; else "".
+
+    Raises:
+        ConfigError: the name or the revision is not a string.
+    """
     settings = read_json(path / CONFIG)
     names = {key: settings.get(key) or "" for key in ("base_model_name_or_path", "revision")}
     for key, name in names.items():
@@ -340,7 +344,9 @@ class _Reader:
                 yield f"{CONFIG} has {key} = {alpha!r:.80}, which is not a number above 0"
 
     def _alpha(self, path: str, ranks: float = 1) -> float:
-        """Return the alpha (numerator of the scale alpha / rank) of an adapter as this run's adapters have it.
+        """Return the alpha with which an adapter, at the rank that it has here, keeps its scale in the folder.
+
+        That is the folder's alpha times `ranks`, or times its square root with use_rslora.
 
         Args:
             path: path of the adapter's module, for the first matching key of alpha_pattern; without one it is

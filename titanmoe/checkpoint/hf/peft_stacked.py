@@ -75,6 +75,8 @@ def fuse_gate_up(gate: AdapterPair, up: AdapterPair, interleaved: bool) -> Adapt
 def is_block_diagonal(both: AdapterPair, interleaved: bool) -> bool:
     """Return whether B has zeros where gate's half of the rank would change up's outputs, and up's half gate's.
 
+    False if the rank is odd.
+
     Args:
         both: adapters of the weight that fuses gate and up.
         interleaved: whether gate and up rows alternate in it; if not, gate's come first.

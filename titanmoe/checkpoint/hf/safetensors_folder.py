@@ -156,6 +156,8 @@ def nbytes(shape: Shape, dtype: torch.dtype) -> int:
 def split_into_files(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int) -> dict[str, FilePlan]:
     """Distribute tensors over files in the order given; return the files by name.
 
+    The names are Hugging Face's: model.safetensors, or of several model-00001-of-00002.safetensors and so on.
+
     Args:
         sizes: shape and dtype of each tensor, by name.
         limit: most bytes of a file, unless a single tensor is larger.

@@ -116,6 +116,9 @@ def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | C
     Args:
         name: a Hugging Face folder, hub name or URL, a checkpoint, or a run (its latest checkpoint).
         model: the [model] to read a Hugging Face model as; None: what its config.json says.
+
+    Raises:
+        ConfigError, CheckpointError: there are none, they do not fit the model, or the checkpoint has adapters alone.
     """
     if not is_hf(name):
         return CheckpointWeights(latest_checkpoint(Path(name)))
@@ -129,7 +132,11 @@ def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | C
 
 
 def has_adapters(path: Path) -> bool:
-    """Return whether a folder has LoRA adapters: a PEFT folder, or a checkpoint of a run that trained adapters."""
+    """Return whether a folder has LoRA adapters: a PEFT folder, or a checkpoint of a run that trained adapters.
+
+    Raises:
+        CheckpointError: it is neither a PEFT folder nor a checkpoint.
+    """
     return is_peft(path) or "base" in layout.read_manifest(path).record
 
 
@@ -184,6 +191,9 @@ def open_export_source(path: Path, base_name: str) -> ExportSource:
     Args:
         path: the folder.
         base_name: name of the base weights of adapters; "" for the one in their recipe.
+
+    Raises:
+        ConfigError: base weights are named for a checkpoint of full weights, or the adapters' cannot be opened.
     """
     seq_len = Config().training.seq_len
     if not is_peft(path):
