@@ -16,7 +16,10 @@ __version__ = "0.1.0"
 
 
 def open(recipe, changes=None, trains=True, ids=0):
-    """Build the run of a recipe, to be trained from your code (`titanmoe.open_session.open_session`)."""
+    """Return a `titanmoe.session.Session` of a recipe, to be trained from your code.
+
+    The arguments are those of `titanmoe.open_session.open_session`.
+    """
     from titanmoe.open_session import open_session  # imports torch
 
     return open_session(recipe, changes, trains, ids)

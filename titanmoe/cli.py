@@ -134,7 +134,7 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
 
 
 def run_fold(args: argparse.Namespace) -> int:
-    """Run `titanmoe fold` (draw, list or explain mappings onto ranks) and return its exit code."""
+    """Run `titanmoe fold`, which draws or lists mappings onto ranks; return 0, or 2 if the mapping is refused."""
     from titanmoe.components import COMPONENTS
 
     degrees = {name: getattr(args, name) for name in DEGREE_PATHS if getattr(args, name) is not None}
@@ -244,7 +244,7 @@ def _describe_nearest(world: int, parallelism: Parallelism, config: Config | Non
 
 
 def _print_mappings(args: argparse.Namespace, world: int, degrees: dict[str, int], config: Config | None) -> int:
-    """Print every legal mapping that has the degrees of the command line; return the exit code.
+    """Print every legal mapping that has the degrees of the command line; return 0, or 2 if there is none.
 
     Args:
         args: the command line.

@@ -23,10 +23,13 @@ from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 
 def read_model_file(values: Mapping[str, Any]) -> ModelFile:
-    """Read the published model that the option model.hf names.
+    """Return the fields of a recipe that the model named by model.hf fixes, and defaults that follow from it.
 
     Args:
         values: values of all fields of the recipe, by path such as "model.hf".
+
+    Raises:
+        ConfigError: there is no such model, or [model] cannot express it.
     """
     # Imported only for a recipe with model.hf, so that reading other recipes stays fast.
     from titanmoe.checkpoint.hf.read_model_file import read_model_file as read

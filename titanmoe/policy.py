@@ -162,7 +162,7 @@ class PolicyLoss:
         return loss
 
     def ratio(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
-        """Return at each label the probability under the model over that under the old policy, by token or by answer.
+        """Return at each label, (B, L), the probability under the model over the old policy's, by token or by answer.
 
         Args:
             log_p_BL: log-probability of each label under the model.
@@ -172,7 +172,7 @@ class PolicyLoss:
         return (apart_BL if self.level == "token" else _over_answers(apart_BL, batch, mean=True)).exp()
 
     def importance(self, batch: Batch) -> Tensor:
-        """Return at each label the probability under the old policy over the generator's, at most `truncation`.
+        """Return at each label, (B, L), the old policy's probability over the generator's, at most `truncation`.
 
         Args:
             batch: the microbatch, with the columns "old" and "generator".
@@ -184,7 +184,7 @@ class PolicyLoss:
         return apart_BL.exp().clamp(max=self.truncation)
 
     def divergence(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
-        """Return at each label the estimate (`estimator`) of the divergence from the reference model.
+        """Return at each label, (B, L), the estimate (`estimator`) of the divergence from the reference model.
 
         Args:
             log_p_BL: log-probability of each label under the model.

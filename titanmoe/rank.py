@@ -69,7 +69,10 @@ def make_loader(config: Config, data_rank: int, data_ranks: int) -> Loader:
 
 
 def make_trainer(config: Config, training: Training) -> Trainer:
-    """Return the training loop of this rank. Collective over the world."""
+    """Return this rank's training loop: with rl.reward that of reinforcement learning, else the usual one.
+
+    Collective over the world.
+    """
     if config.rl.reward:
         from titanmoe.rl.policy_trainer import PolicyTrainer
 

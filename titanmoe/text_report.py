@@ -42,7 +42,7 @@ Report = tuple[list[str], dict[Path | None, str], int]
 
 
 def print_report(problems: list[str], report: Callable[[], Report]) -> int:
-    """Print a command's report and write its files; return the exit code.
+    """Print a command's report and write its files; return the report's exit code, or 2 after an error.
 
     Args:
         problems: messages on what is wrong with the command line; if there are any, only these are printed.

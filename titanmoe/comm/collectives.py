@@ -146,6 +146,11 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
 
     While backward recomputes a checkpointed region, the result that forward cached is returned and nothing is sent
     (titanmoe.comm.recomputation).
+
+    Args:
+        x: this rank's summand, which is not changed.
+        group: the ranks that call this function together; of one rank, x itself is returned.
+        op: how elements are combined: "sum", "max", "min" or another name that torch's collectives know.
     """
     return x if group.size == 1 else cached(lambda: _all_reduce(x, group, op))
 
@@ -186,7 +191,7 @@ def launch_all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Concatenate every rank's x along dim. Not differentiable.
+    """Concatenate every rank's x, all of one shape, along dim. Not differentiable.
 
     While backward recomputes a checkpointed region, the result that forward cached is returned and nothing is sent
     (titanmoe.comm.recomputation).

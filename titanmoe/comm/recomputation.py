@@ -54,7 +54,10 @@ def region_contexts() -> tuple[_Pass, _Pass]:
 
 
 def in_checkpointed_region() -> bool:
-    """Return whether the caller is in a checkpointed region, in its forward or while backward recomputes it."""
+    """Return whether the caller is in a checkpointed region, in its forward or while backward recomputes it.
+
+    Always False in code that torch.compile traces.
+    """
     return not torch.compiler.is_compiling() and _current_pass.get() is not None
 
 

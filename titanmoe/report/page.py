@@ -76,7 +76,10 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
 
 
 def event_marks(run: Run) -> list[Mark]:
-    """Return the events of a run that charts mark at their steps: restarts and warnings."""
+    """Return the events that charts mark at their steps: restarts, spikes, skips, divergences, collapses, stragglers.
+
+    The mark of a restart on another number of ranks has both numbers.
+    """
     marks, ranks = [], None
     for event in run.events:
         kind, environment = event["kind"], event.get("environment", {})

@@ -105,7 +105,10 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read the folders of runs for the report; ConfigError with a line for each folder that cannot be read."""
+    """Read the folders of runs for the report; ConfigError with a line for each folder that cannot be read.
+
+    A run is named by its folder, and by the folder's path if several have the same name.
+    """
     runs, problems = [], []
     for folder in folders:
         try:

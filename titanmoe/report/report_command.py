@@ -26,7 +26,7 @@ def add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Run `titanmoe report`: write the HTML page of some runs, print its path, and return the exit code."""
+    """Run `titanmoe report`: write the HTML page of some runs and print its path; return 0, or 2 after an error."""
     from titanmoe.report.page import write_page
     from titanmoe.report.read_run import read_runs
 

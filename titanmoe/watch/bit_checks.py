@@ -42,7 +42,10 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """Return the tensor's bits as a flat integer tensor, of int64 if its size is a multiple of eight bytes."""
+    """Return the tensor's bits as a flat tensor of int64, or of integers as wide as its elements if those do not fit.
+
+    They do not if the tensor's size is no multiple of eight bytes.
+    """
     flat = tensor.detach().reshape(-1)
     if flat.nbytes % 8:
         return flat.view(WORDS[flat.element_size()])

@@ -223,7 +223,7 @@ def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSum
 
     Returns:
         The sums of this pass, and a text that names module, microbatch, rank and samples of the first non-finite
-        tensor.
+        tensor, or says that this time all are finite.
     """
     trace.passes.drop()
     sums = trace.run(work)
@@ -234,6 +234,8 @@ def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSum
 
 def describe_first_nonfinite(first_by_rank: list[FirstNonFinite | None]) -> str:
     """Return a text that names the first non-finite tensor of all ranks, its ranks, and its samples.
+
+    If no rank has one, it says that the second pass is finite.
 
     Args:
         first_by_rank: The first non-finite tensor of each rank; None where all are finite.

@@ -72,6 +72,8 @@ class LateRanks:
 def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> LateRanks:
     """Return the ranks that a hung training job waits for, with the reasons and the report.
 
+    If no rank is behind, `late` is empty and the report says that the network is to be checked.
+
     Args:
         statuses: The statuses of all ranks.
         groups: The process groups, as `name_groups` numbers them.

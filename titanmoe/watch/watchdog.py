@@ -146,7 +146,10 @@ class Watchdog(threading.Thread):
     # ---- is anything wrong?
 
     def is_alarmed(self) -> bool:
-        """Return whether any rank of this machine raised an alarm; on the machine's leader, or any other machine."""
+        """Return whether any rank of this machine raised an alarm.
+
+        The machine's leader also sees alarms that other machines have posted.
+        """
         if any(heart.numbers[heartbeat.ALARM] for heart in self.machines.local.values()):
             return True
         with contextlib.suppress(RuntimeError, OSError):
@@ -173,7 +176,8 @@ class Watchdog(threading.Thread):
     def _limit(self, heart: Heartbeat) -> float:
         """Return the seconds that the rank of `heart` may be without progress in its current phase.
 
-        Infinite while it starts.
+        Infinite while it starts. Otherwise `limits.between`, unless the rank waits in a communication (with
+        `limits.by_age`: is within a step); then `limits.first` in the first step of this start and `limits.step` later.
         """
         phase, limits = heart.numbers[heartbeat.PHASE], self.limits
         if phase == heartbeat.STARTING:  # loading has no time limit
@@ -201,7 +205,7 @@ class Watchdog(threading.Thread):
             self.end(1)
 
     def respond(self) -> None:
-        """Reply to the alarm, report the hang if it is this rank's task, and end the process."""
+        """Reply to the alarm, report the hang if it is this rank's task, and end the process with exit code 1."""
         reply = {"stack": self.error_stack or main_stack(), "threads": other_stacks(), "note": ""}
         reply["step"] = self.machines.own_heart.numbers[
             heartbeat.STEP
@@ -308,7 +312,7 @@ class Watchdog(threading.Thread):
         return [status for statuses in by_machine.values() for status in statuses]
 
     def _write(self, statuses: list[RankStatus], verdict: LateRanks) -> None:
-        """Append an event with the report and all statuses to the run folder's file of events."""
+        """Append an event with the report and all statuses to the run folder's file of events, if there is a folder."""
         folder = self.folder()
         if folder is None:
             return
