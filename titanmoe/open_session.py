@@ -36,14 +36,14 @@ class NoLoader:
         self.microbatches, self.global_batch_size = layout.microbatches, layout.global_batch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entry "loader" of checkpoints: which data was seen is the caller's to remember."""
+        """Return {}, the entry "loader" of checkpoints: which data was seen is the caller's to remember."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Ignore a checkpoint's place in its data."""
 
     def digest_samples(self, batches: list[Batch]) -> dict[int, str]:
-        """Return no digests: samples have no numbers in a run."""
+        """Return {}: samples have no numbers in such a run, and so no digests by number."""
         return {}
 
 

@@ -150,7 +150,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Number of steps made."""
+        """Number of steps made; a step without its `optim_step` yet does not count."""
         return self.training.state.step - (self._counts is not None)
 
     # ---- batches
@@ -158,7 +158,17 @@ class Session:
     def batch(
         self, ids: Samples, labels: Samples | None = None, *, documents: Samples | None = None, **columns: Any
     ) -> Batch:
-        """Return a batch of any number of samples (see titanmoe.train.world_batch.make_batch). Not collective."""
+        """Check any number of samples and return them as a batch, padded to training.seq_len. Not collective.
+
+        Args:
+            ids: token ids of the samples.
+            labels: next token of each position, -100 where there is no loss; None: every next token of a document.
+            documents: number of the document of each position; None: each sample is one document.
+            columns: further fields that the objective reads, as `titanmoe.train.world_batch.make_batch` takes them.
+
+        Raises:
+            ConfigError: with every problem of the samples.
+        """
         config = self.config
         model = replace(config.model, vocab_size=self.ids)
         return make_batch(
@@ -314,7 +324,16 @@ class Session:
         routes: bool,
         backward: bool = True,
     ) -> _CallResult:
-        """Run the microbatches of a call, as many at a time as the recipe's step has."""
+        """Run the microbatches of a call, as many at a time as the recipe's step has; return their sums and results.
+
+        Args:
+            local: this data rank's microbatches.
+            objective: what is computed from the head's output.
+            divisor: count that the loss is divided by, a scalar.
+            log_probs: whether to gather log-probabilities, and entropies if the head computes them.
+            routes: whether to gather the experts that routers choose.
+            backward: whether to compute gradients.
+        """
         training, most = self.training, self.training.loader.microbatches
         computed = WithLogProbs(objective) if log_probs else objective
         total: PassSums | None = None
@@ -376,10 +395,13 @@ class Session:
         return batch_slice._replace(tokens=tokens._replace(routes_TNK=routes_TNK))
 
     def optim_step(self, rate: float | None = None) -> dict[str, Any]:
-        """Sum the step's gradients over the ranks, clip them and update the weights; return the step's metrics.
+        """Sum the step's gradients over the ranks, clip them and update the weights; return the step's metrics by name.
 
         Args:
             rate: learning rate; None for the recipe's schedule.
+
+        Raises:
+            ConfigError: without a `forward_backward` call since the last step.
         """
         if self._counts is None:
             raise ConfigError(["there are no gradients: call forward_backward before optim_step"])
@@ -544,7 +566,11 @@ class Session:
     # ---- state
 
     def save(self, folder: str | Path) -> Path:
-        """Write a checkpoint to a folder, from which any mapping can go on (checkpoint.load); return its path."""
+        """Write a checkpoint to a folder, from which any mapping can go on (checkpoint.load); return its path.
+
+        Raises:
+            ConfigError: on all ranks, between `forward_backward` and `optim_step`, or if it cannot be written.
+        """
         if self._counts is not None:
             raise ConfigError(["a step is open: call optim_step before save"])
         folder = Path(folder)

@@ -343,7 +343,10 @@ class ChatEncoder:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its reasoning under all keys by which templates read it, as transformers 5 does."""
+    """Return the message with its reasoning under all keys by which templates read it, as transformers 5 does.
+
+    A message without reasoning is returned unchanged.
+    """
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 

@@ -253,7 +253,7 @@ def _find_splits(dataset: HubDataset, names: list[str], card: Mapping[str, Any])
 
 
 def _read_card(file: Path) -> dict[str, Any]:
-    """Return the YAML at the beginning of a card; {} without one."""
+    """Return the YAML at the beginning of a card as a dict; {} without one, ConfigError if it cannot be parsed."""
     import huggingface_hub
 
     try:

@@ -56,7 +56,7 @@ def url_errors(url: str) -> Iterator[None]:
 
 
 def open_url(url: str) -> BufferedIOBase:
-    """Open a file at a URL for reading bytes."""
+    """Open a file at a URL for reading bytes; ConfigError if that fails."""
     system, path = file_system(url)
     with url_errors(url):
         return system.open(path, "rb")

@@ -230,7 +230,11 @@ def _open_sources(config: Config, paths: list[str], fields: list[str]) -> list[D
 
 
 def _open_source(config: Config, path: str, field: str) -> Documents:
-    """Return the documents of one path: of Python's standard library as bytes, or of an entry of data.paths."""
+    """Return the documents of one path: of Python's standard library as bytes, or of an entry of data.paths.
+
+    Raises:
+        ConfigError: they cannot be opened, or the vocabulary is too small for bytes.
+    """
     if config.data.source != "stdlib" or path != STDLIB:
         return open_documents(config, path, field)
     tokenizer = ByteTokenizer()

@@ -136,7 +136,7 @@ class StoredScores:
             )
 
     def _read_sums(self, name: str) -> np.ndarray:
-        """Return the stored CRC-32 of every block of a shard's file."""
+        """Return the stored CRC-32 of each block of a shard's file; ConfigError if they are missing or have changed."""
         file = self.folder / f"{name}.{SUMS}"
         try:
             data = file.read_bytes()

@@ -245,7 +245,11 @@ def _describe_job(plan: ShardPlan) -> dict[str, Any]:
 
 
 def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Tokenize the units whose shards are missing, write the manifest, and return it."""
+    """Tokenize the units whose shards are missing, write the manifest, and return it.
+
+    Raises:
+        ConfigError: the folder has shards of another job, or there are no documents.
+    """
     work = out / WORK
     work.mkdir(exist_ok=True)
     made_from = {"identity": plan.identity, "job": _describe_job(plan)}

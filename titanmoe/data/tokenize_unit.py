@@ -160,7 +160,7 @@ class UnitTokenizer:
     def check(self, span: Span, count: int) -> None:
         """Raise a ConfigError if one of the first `count` records of a span is malformed. Writes nothing.
 
-        Only chats and pairs are tokenized for it.
+        Chats and pairs are tokenized for that; of texts it only looks whether they can be read.
         """
         _, entries = self._open_span(span)
         first = list(islice(entries, count))

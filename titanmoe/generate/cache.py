@@ -37,7 +37,7 @@ class PerToken:
         """The vectors by slot, (G, slots, h); None before the first prompt."""
 
     def read_prompts(self, x_1TGh: Tensor) -> None:
-        """Store the vectors of new prompts."""
+        """Store the vectors of new prompts, one after another in the forward, in the slots that `rows` assigns."""
         self._store(x_1TGh[0, self.rows.source_W])
 
     def add(self, x_BnGh: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class PerWindow:
         """The vectors, (G, B, L, h), zeros before a row's first position; None before the first prompt."""
 
     def read_prompts(self, x_1TGh: Tensor) -> None:
-        """Store the last vectors of new prompts."""
+        """Store the vectors of the last positions of new prompts, which follow each other in the forward."""
         x_TGh, stored = x_1TGh[0], 0 if self.x is None else self.x.shape[2]
         length = max(stored, min(self.window - 1, max(self.rows.num_new, default=0)))
         x_GPLh = x_TGh.new_zeros(x_TGh.shape[1], len(self.rows.num_new), length, x_TGh.shape[2])
@@ -118,7 +118,7 @@ class PerText:
         """The states, (B, ...); None before the first prompt."""
 
     def read_prompts(self, x_P: Tensor) -> None:
-        """Store the states after new prompts."""
+        """Add a row for each row of the new prompts, with the state after its prompt; x_P has one for each prompt."""
         x_B = x_P[self.rows.prompt_B]
         self.x = x_B if self.x is None else torch.cat((self.x, x_B))
 

@@ -82,7 +82,7 @@ class CachedState(Cache):
         decay: Tensor,
         beta_BnH: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the mixer's output for new tokens, and the recurrent state after them.
+        """Return the mixer's output (B, n, H, v) for new tokens, and the recurrent state (B, H, k, v) after them.
 
         Args:
             state_BHkv: the state before the new tokens.

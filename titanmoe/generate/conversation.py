@@ -28,7 +28,11 @@ class Conversation:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, text: str) -> list[int]:
-        """Add a message of the user; return the conversation's token ids up to where the assistant's answer begins."""
+        """Add a message of the user; return the conversation's token ids up to where the assistant's answer begins.
+
+        Raises:
+            ConfigError: the chat template refuses the messages.
+        """
         self.messages.append({"role": "user", "content": text})
         try:
             return self.chat.encode_prompt(self.messages).tolist()
@@ -41,7 +45,10 @@ class Conversation:
 
 
 def read_lines() -> Iterator[str | None]:
-    """Yield the lines of standard input that are not empty, and None every WAIT_MESSAGE_S seconds without one."""
+    """Yield the lines of standard input that are not empty, and None every WAIT_MESSAGE_S seconds without one.
+
+    Lines are stripped. Ends with the input.
+    """
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:

@@ -74,7 +74,10 @@ def has_samples(config: Config) -> bool:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield each contradiction between [validation.samples] and other options of a recipe."""
+    """Yield each contradiction of [validation.samples]: sampling options without effect at temperature 0.
+
+    And prompts in a recipe without validation, or with synthetic data.
+    """
     samples, table = config.validation.samples, "validation.samples"
     if samples.temperature == 0 and (samples.top_k or samples.top_p < 1):
         yield Violation(
@@ -187,7 +190,11 @@ def _read_file(path: str) -> tuple[list[tuple[str, str | Messages]], list[str]]:
 
 
 def read_prompt(record: Any) -> str | Messages:
-    """Return the prompt in a record of a JSONL file; ValueError if it has none."""
+    """Return the prompt in a record of a JSONL file: a text, or the messages before the assistant's last answer.
+
+    Raises:
+        ValueError: the record has none, with a message that goes on after the record's place.
+    """
     from titanmoe.data.chat_layouts import read_chat
 
     if isinstance(record, str):

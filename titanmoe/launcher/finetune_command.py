@@ -67,12 +67,12 @@ class Length(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all."""
+        """Number of tokens of all chats or pairs."""
         return int(self.tokens_D.sum())
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest."""
+        """Number of tokens of the longest chat or pair."""
         return int(self.tokens_D.max())
 
     def seq_len(self, context: int | None) -> int:

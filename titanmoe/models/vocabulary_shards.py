@@ -71,9 +71,9 @@ class VocabularyShards(nn.Module):
             self.head.weight = self.embed.weight
 
     def blocks(self) -> dict[int, nn.Module]:
-        """Return no blocks."""
+        """Return {}: there are no blocks, in the interface of a stage."""
         return {}
 
     def moe_layers(self) -> dict[int, nn.Module]:
-        """Return no MoE layers."""
+        """Return {}: there are no MoE layers, in the interface of a stage."""
         return {}

@@ -96,7 +96,11 @@ class MoE(nn.Module):
     def dispatch(
         self, x_TD: Tensor, tokens: Tokens, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int
     ) -> Exchange:
-        """Start to send these tokens to their experts: `Dispatcher.dispatch`. Collective over the dispatch group."""
+        """Start to send these tokens to their experts' ranks; return the exchange, from which to receive and combine.
+
+        Collective over the dispatch group. Arguments are those of `Dispatcher.dispatch`; `tokens`, the metadata of the
+        tokens, is for dropout of adapters.
+        """
         return self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
 
     def run_shared(self, x_BsD: Tensor, tokens: Tokens) -> Tensor | None:

@@ -135,9 +135,13 @@ class VocabularyPasses:
         divisor: Tensor,
         backward: bool,
     ) -> Iterator[None]:
-        """Run passes within this context, for a step. Its last pass with a backward sums the gradients.
+        """Run passes within this context, for a step. Its last pass with a backward sums the gradients over the ranks.
 
-        Arguments as of `titanmoe.parallel.pipeline.Pipeline.run`.
+        Args:
+            slices: this rank's slices of the step's microbatches.
+            loss_sum: returns the sum of the loss over a microbatch, from the head's numbers of its labels.
+            divisor: count that the losses of all ranks are divided by, a scalar.
+            backward: whether backward passes follow; if not, no gradients are computed.
         """
         self.slices, self.loss_sum, self.divisor, self.backward = slices, loss_sum, divisor, backward
         self.losses = []

@@ -154,7 +154,7 @@ class Candidates:
         return max(seconds, launches) / fold.pp * (m + min(schedule.idle for schedule in schedules))
 
     def _bounded(self, group: CandidateGroup) -> Iterator[Candidate]:
-        """Yield the candidates of a group."""
+        """Yield the candidates of a group: each variant with each dispatcher, in halves or pairs if these are faster."""
         totals, pricer, fold, samples = self.totals, self.pricer, group.fold, group.samples
         tp, cp, ep, etp, m, model = fold.tp, fold.cp, fold.ep, fold.etp, group.microbatches, self.config.model
         seconds = totals.non_experts(tp, cp, samples)
@@ -181,7 +181,10 @@ class Candidates:
 
 
 def _schedules(config: Config, pp: int, m: int) -> list[TriedSchedule]:
-    """Return the schedules to try with `m` microbatches."""
+    """Return the schedules to try with `m` microbatches on `pp` ranks: 1F1B, or GPipe if these are fewer than ranks.
+
+    Where they are legal also Interleaved1F1B, with several numbers of stages per rank, and DualPipeV.
+    """
     names, most = [("1F1B" if m >= pp else "GPipe", 1)], config.model.num_layers // pp
     if pp > 1 and m % pp == 0:
         names += [("Interleaved1F1B", v) for v in sorted({2, 4, most}) if 1 < v <= min(most, MOST_STAGES)]

@@ -73,5 +73,5 @@ def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
 
 
 def usable_bytes(config: Config, fold: Fold, device: Device) -> float:
-    """Return the bytes of the device's memory that are left for tensors."""
+    """Return the bytes of the device's memory that CUDA and NCCL leave for tensors."""
     return device.memory - device.reserved - nccl_bytes(config, fold, device)

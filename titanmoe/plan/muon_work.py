@@ -72,7 +72,7 @@ def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning
 
 
 def muon_work(config: Config, fold: Fold) -> MuonWork:
-    """Return the FLOPs and message bytes of one step's Newton-Schulz. Replicas repeat the work."""
+    """Return the FLOPs and sent bytes of one step's Newton-Schulz, the mean of all ranks. Replicas repeat the work."""
     model, options = config.model, config.optimizer
     width = 8 if config.training.dtype == "float64" else WIDTHS[options.ns_dtype]
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp

@@ -59,7 +59,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Run `titanmoe plan` and return its exit code."""
+    """Run `titanmoe plan`; return 0, 1 if a mapping that --explain prices does not fit, or 2 after an error."""
     from titanmoe.components import COMPONENTS
     from titanmoe.plan.devices import read_device
     from titanmoe.plan.training_stacks import stack_of

@@ -76,7 +76,7 @@ def stages_per_rank(config: Config) -> int:
 
 
 def is_tie(mapping: PricedMapping, best: PricedMapping) -> bool:
-    """Return whether the mapping is as fast as the best within the planner's own error."""
+    """Return whether the mapping's step is at most 1 + TIE times the best's: within the planner's own error."""
     return mapping.price.step <= (1 + TIE) * best.price.step
 
 
@@ -169,7 +169,10 @@ def days_and_cost(mapping: PricedMapping, tokens: float, device: Device) -> tupl
 
 
 def as_json(mapping: PricedMapping) -> dict[str, Any]:
-    """Return a priced mapping as data for `--json`. Times are in seconds, memory in bytes."""
+    """Return a priced mapping as data for `--json`: degrees, options, time by component, memory of each pipeline rank.
+
+    Times are in seconds, memory in bytes.
+    """
     config, fold, price = mapping.config, mapping.fold, mapping.price
     return {
         "mapping": {name: getattr(fold, name) for name in DEGREE_PATHS},

@@ -97,7 +97,10 @@ class Flow(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
-    """Return for each block which gradients backward computes, and so what forward has to save."""
+    """Return for each block which gradients backward computes, and so what forward has to save.
+
+    A gradient of a block's input is computed only if something before the block is trained.
+    """
     model, flows = key.model, []
     if tuning.trains_all:
         return (Flow(),) * len(key.mixers)

@@ -30,7 +30,10 @@ from titanmoe.parallel.context import placement
 
 
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:
-    """Return the experts (tokens, top_k) of tokens, by index in the step, as `[moe] force_balance` routes."""
+    """Return the experts (tokens, top_k) of tokens, by index in the step, as `[moe] force_balance` routes: in turn.
+
+    The k-th expert of token t is number (t * top_k + k) % num_experts.
+    """
     return (index_T.unsqueeze(1) * top_k + torch.arange(top_k)) % num_experts
 
 

@@ -139,7 +139,11 @@ class CodeSites(Observer):
         return [str(x) for x in self.current_site()]
 
     def current_site(self) -> CodeSite:
-        """Return the code site of the operation that runs in this thread."""
+        """Return the code site of the operation that runs in this thread: line, block, region and phase of the step.
+
+        The phase is "forward", "backward", "recomputed" or "update". In backward the line is that of the forward whose
+        gradient is computed, unless code of ours runs.
+        """
         node = torch._C._current_autograd_node()
         stored = None if node is None else node.metadata.get(TRACEBACK_KEY)
         regions = self._regions()

@@ -59,7 +59,11 @@ def message_rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict
 
 
 def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
-    """Return the full rehearsal of a rank as a JSON object, for `--json`."""
+    """Return the full rehearsal of a rank as a JSON object, for `--json`.
+
+    It has "world", "rank", "step", "hardware", the assumed routing, notes, "bytes" of parameters, gradients and
+    optimizer, "memory" (`memory_as_json`), "work" (`costs_as_json`), "messages", "start_up", "syncs" and "groups".
+    """
     used = {message.group for message in rehearsal.log.messages}
     return {
         "world": rehearsal.fold.world,
@@ -201,7 +205,10 @@ def sent_bytes(rehearsal: Rehearsal) -> tuple[int, int]:
 
 
 def memory_as_json(memory: Memory) -> dict[str, Any]:
-    """Return the memory of a step as a JSON object."""
+    """Return the memory of a step as a JSON object: bytes at the peak and at the start, and where the peak is.
+
+    "components" are the bytes at the peak by component, "at_peak" the storages by component and line of code.
+    """
     return {
         "peak": memory.peak,
         "at_start": memory.at_start,

@@ -252,6 +252,6 @@ def format_relayout(
 
 
 def relayout_as_json(moves: list[RankMove], verdict: Verdict) -> dict[str, Any]:
-    """Return a rehearsed move as a JSON object, for `--json`."""
+    """Return a rehearsed move as a JSON object, for `--json`: "ranks", each one's bytes, and "order", the verdict."""
     order = {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.details}
     return {"ranks": [{"rank": rank} | asdict(move) for rank, move in enumerate(moves)], "order": order}

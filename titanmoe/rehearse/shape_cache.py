@@ -63,7 +63,10 @@ class Shapes:
         self._template = dict(template.__dict__)
 
     def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation on fake tensors, a fake tensor or several."""
+        """Return the result of an operation on fake tensors, a fake tensor or several.
+
+        Shapes come from the cache if the operation has run with such arguments before, else from the operation.
+        """
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = self._kind(func)

@@ -48,7 +48,10 @@ def _attention_and_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cau
 def flex_attention(
     q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: Tensor | None, report_lse: LseCallback = None
 ) -> Tensor:
-    """Replace `titanmoe.parallel.flex.flex` by a kernel with the same result and saved shapes."""
+    """Stand in for `titanmoe.parallel.flex.flex`: another kernel of attention that saves tensors of the same shapes.
+
+    Its numbers are those of a causal mask, whatever `mask` says.
+    """
     out, lse = _attention_and_lse(*(x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh)), None, True)
     lse = lse[..., : q_BSHh.shape[1]]
     if report_lse is not None:

@@ -63,7 +63,7 @@ class PromptLoader(NoLoader):
         self.epoch_messages: list[str] = []
 
     def take(self, count: int) -> list[PromptRecord]:
-        """Return the next prompts and advance."""
+        """Return the next `count` prompts and advance; if an epoch begins, add a line to `epoch_messages`."""
         prompts, before = self._next(count), self.epoch
         self.consumed += count
         if self.epoch > before:
@@ -88,7 +88,7 @@ class PromptLoader(NoLoader):
         return [Batch(ids_1S, ids_1S, torch.ones_like(ids_1S, dtype=torch.bool))]
 
     def report(self) -> dict[str, float]:
-        """Return the loader's metrics by name."""
+        """Return {"rl.epoch": the number of times that all prompts have been taken}."""
         return {"rl.epoch": self.epoch}
 
     def header_rows(self) -> dict[str, str]:
@@ -321,7 +321,7 @@ class PolicyTrainer(Trainer):
         return rewards
 
     def _write_answers(self, step: int, records: Sequence[PromptRecord], rollouts: Sequence[Rollout]) -> None:
-        """Append answers to a file of the run's folder.
+        """Append answers, with their prompts and rewards, as lines of JSON to rollouts.jsonl in the run's folder.
 
         Args:
             step: number of the step.

@@ -44,7 +44,10 @@ BUILT_IN = {"exact": exact, "regex": regex}
 
 
 def find_function(name: str) -> Reward:
-    """Return the reward function with this name: a built-in one, or "module:function", imported."""
+    """Return the reward function with this name: a built-in one, or "module:function", imported.
+
+    Errors of the import are raised, and a TypeError if what is found is no function.
+    """
     if name in BUILT_IN:
         return BUILT_IN[name]
     module, _, function = name.partition(":")

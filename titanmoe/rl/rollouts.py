@@ -41,9 +41,10 @@ class Rollout:
 
 
 def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: int) -> tuple[list[float], list[float]]:
-    """Return each answer's advantage, and the weight of each of its tokens in the loss.
+    """Return each answer's advantage, and the weight in the loss of any of its tokens: one number of each per answer.
 
-    Answers without a reward have weight 0 and take no part in the mean of their prompt.
+    Answers without a reward have weight 0 and take no part in the mean of their prompt. Answers that were cut have
+    weight 0 if rl.cut is "mask".
 
     Args:
         rollouts: all answers of a step.
@@ -85,7 +86,10 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
 def columns(
     rollouts: Sequence[Rollout], advantages: Sequence[float], weights: Sequence[float], seq_len: int, replay: bool
 ) -> dict[str, Any]:
-    """Return the arguments of `Session.batch` for these answers: ids, labels, documents and columns of samples.
+    """Return the arguments of `Session.batch` by name, with several answers packed into each sample.
+
+    They are "ids", "labels", "documents", "advantage", "weight", "generator" (log-probabilities), and with `replay`
+    "routes": a list with one entry for each sample.
 
     Args:
         rollouts: the answers.
@@ -121,7 +125,11 @@ def columns(
 
 
 def summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return metrics of answers by name: rewards, lengths, answers that were cut, and prompts that teach nothing."""
+    """Return metrics of answers by name.
+
+    Mean reward (0 without any), number of answers without one, mean tokens, fraction of answers that were cut, and
+    fraction of prompts whose answers all have the same reward.
+    """
     rewards = [one.reward for one in rollouts if not math.isnan(one.reward)]
     by_prompt: dict[int, set[float]] = {}
     for one in rollouts:

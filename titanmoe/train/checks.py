@@ -44,7 +44,7 @@ class Checks(Observer):
         """
 
     def report(self) -> dict[str, float]:
-        """Return metrics of the checks by name, to add to those of the step."""
+        """Return metrics of the checks by name, to add to those of the step; {} by default."""
         return {}
 
     def explained(self) -> str:

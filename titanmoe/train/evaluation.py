@@ -64,7 +64,7 @@ class Evaluation:
 
     @property
     def is_due(self) -> bool:
-        """True if the evaluation runs after the step just made."""
+        """True if the evaluation runs after the step just made: every `interval` steps, and after the last."""
         return self.state.step % self.interval == 0 or self.state.step == self.last
 
     def after_step(self) -> dict[str, Any]:

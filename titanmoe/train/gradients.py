@@ -143,7 +143,7 @@ class FirstPass(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics about the buffers by name, to report with every step."""
+        """Return metrics about the buffers by name, to report with every step; perhaps {}."""
         ...
 
 

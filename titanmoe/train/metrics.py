@@ -327,7 +327,7 @@ class Metrics(Observer):
             writer.put(lambda target: target.event(step, kind, text))
 
     def close(self) -> None:
-        """Close all files and report targets, and print how the run ended."""
+        """Close all files and report targets, and print how the run ended. Does nothing on ranks that do not report."""
         if not self.writes:
             return
         for writer in (self._file, self._experts, self._ranks, self._quiz, self._events, *self._targets):

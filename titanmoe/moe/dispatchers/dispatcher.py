@@ -138,7 +138,7 @@ class SharedBuffers:
         return ranks > 0
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics about the buffers by name, for the metrics of every step."""
+        """Return metrics about the buffers by name, for the metrics of every step; {} by default."""
         return {}
 
     @contextmanager

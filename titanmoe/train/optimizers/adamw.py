@@ -58,7 +58,7 @@ class Rounding:
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], config: Config) -> Rounding:
-        """Make the rounding that the recipe asks for."""
+        """Make the recipe's rounding: stochastic with optimizer.stochastic_rounding, else to nearest."""
         seed = config.training.seed if config.optimizer.stochastic_rounding else None
         return cls(parameters, seed, config.model.tie_embeddings)
 
