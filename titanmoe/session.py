@@ -192,6 +192,9 @@ class Session:
             objective: as in `forward_backward`.
             divisor: count of the objective over the batch; None: its own, which is the number of labels for a function.
             per_data_rank: as in `forward_backward`.
+
+        Raises:
+            ConfigError: `divisor` is not above 0, or there is no such objective or no batch.
         """
         if divisor is not None and not 0 < divisor < math.inf:
             raise ConfigError([f"divisor = {divisor} divides the loss: give more than 0, or leave the step out"])
@@ -276,6 +279,10 @@ class Session:
             entropy: whether to return the entropy of the distribution of each label.
             routes: whether to return the experts that the routers choose.
             per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone.
+
+        Raises:
+            ConfigError: the calls of a step have different counts, the run trains nothing, or the objective cannot be
+                computed with the model.
         """
         local, computed = self._local(batch, per_data_rank), self._objective(objective)
         if self._counts is not None and counts is not self._counts:
@@ -366,7 +373,11 @@ class Session:
 
     @contextmanager
     def _head_options(self, temperature: float, entropy: bool = False) -> Iterator[None]:
-        """Inside the context the head divides logits by a temperature, and returns entropies if asked for."""
+        """Inside the context the head divides logits by a temperature, and returns entropies if asked for.
+
+        Raises:
+            ConfigError: the temperature is not above 0, or the objective's head can do neither.
+        """
         if not 0 < temperature < math.inf:
             raise ConfigError([f"temperature = {temperature} divides the logits: give more than 0, or 1 for none"])
         own = self.config.training.objective

@@ -21,7 +21,7 @@ def format_bytes(count: float) -> str:
 
 
 def columns(body: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    """Format a table as indented lines with aligned columns.
+    """Format a table as indented lines with aligned columns; [] without rows.
 
     Args:
         body: the cells of each row.

@@ -359,7 +359,7 @@ def write_latest(folder: Path, name: str) -> None:
 
 
 def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int, best_step: int = -1) -> list[str]:
-    """Remove old checkpoints; return lines for the log on what could not be removed.
+    """Remove old checkpoints; return lines for the log on what could not be removed, [] if all could be.
 
     Args:
         folder: the folder of a run's checkpoints.

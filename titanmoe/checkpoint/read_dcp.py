@@ -70,6 +70,9 @@ class DcpFolder(StoredTensors):
 
         Returns:
             By tensor name: a dict with the tensor's "dtype", "shape" and "blocks".
+
+        Raises:
+            ValueError: something in it is not what torch writes, or the files are compressed or encrypted.
         """
         fields = _fields(metadata, "Metadata")
         places = {}

@@ -179,6 +179,9 @@ class StridedData(NamedTuple):
             file: the open file.
             offset: where the block begins in the tensor.
             sizes: the block's shape.
+
+        Raises:
+            ValueError: the file ends before the block does.
         """
         first, last = self._flat_index(offset), self._flat_index(tuple(map(add, offset, [n - 1 for n in sizes])))
         length = 1 + last - first

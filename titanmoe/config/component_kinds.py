@@ -53,7 +53,7 @@ class Spec:
     """
 
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return defaults of fields that this component changes, by path.
+        """Return defaults of fields that this component changes, by path; {} by default.
 
         Args:
             values: the values of all fields so far, by path.
@@ -65,7 +65,7 @@ class Spec:
         yield from ()
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """Return the sizes that have to be divisible by parallel degrees.
+        """Return the sizes that have to be divisible by parallel degrees; {} by default.
 
         Returns:
             A dict by degree, such as "tp", of dicts {name of the size: size}. A size of type

@@ -84,7 +84,10 @@ def _counts_file(documents: Any) -> Path | None:
 
 
 def _read_counts(file: Path | None) -> dict[str, list[int]]:
-    """Return the sequences of each epoch in `sequences.json`, by shards and packing. Drops malformed entries."""
+    """Return the sequences of each epoch in `sequences.json`, by shards and packing. Drops malformed entries.
+
+    {} without a file, or if it cannot be read.
+    """
     try:
         stored = parse_json(file.read_bytes()) if file else {}
     except (OSError, ValueError):

@@ -97,6 +97,9 @@ def one_at_a_time(folder: Path, key: str) -> Iterator[None]:
     Args:
         folder: the cache.
         key: name of what is fetched.
+
+    Raises:
+        ConfigError: the cache cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

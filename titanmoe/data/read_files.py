@@ -80,7 +80,10 @@ def _find_remote_inputs(url: str, format: str, problems: list[str]) -> list[Inpu
 
 
 def _find_hub_inputs(name: str, format: str, problems: list[str]) -> list[InputFile]:
-    """Return the files of a data set on the hub, fetched if need be; append error messages to `problems`."""
+    """Return the files of a data set on the hub, fetched if need be; [] if that fails.
+
+    Error messages, also about a data set without files of the format, are appended to `problems`.
+    """
     spec = FORMATS.look_up(format)
     try:
         by_extension = [(file, _uncompressed_extension(file.path)) for file in fetch_files(name)]

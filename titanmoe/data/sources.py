@@ -135,6 +135,9 @@ def open_validation_sources(config: Config, held_out: Sequence[Documents]) -> So
     Args:
         config: the recipe.
         held_out: the held-out documents of each training source.
+
+    Raises:
+        ConfigError: nothing is held out, or the data cannot be opened or is too short.
     """
     training, validation = config.training, config.validation
     if validation.paths:

@@ -277,7 +277,11 @@ class ScoreWriter:
             (data["log_p"] if top_k else data).fill(np.nan)
 
     def _begin(self) -> None:
-        """Lock a temporary folder and create the files of scores in it, with all their space allocated on the disk."""
+        """Lock a temporary folder and create the files of scores in it, with all their space allocated on the disk.
+
+        Raises:
+            ConfigError: the disk is full, or cannot be written to.
+        """
         self.folder.parent.mkdir(exist_ok=True)
         _remove_leftovers(self.folder.parent)
         # Locked before the folder exists: a folder without a held lock counts as a leftover.

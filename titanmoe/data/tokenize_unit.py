@@ -196,7 +196,10 @@ class UnitTokenizer:
         yield batch, done - reported
 
     def _encode_batch(self, batch: list[Record | BadRecord]) -> Iterator[tuple[Record | BadRecord, list[Document]]]:
-        """Yield each record with the documents that it gives, as tokens; no documents if it is malformed or empty."""
+        """Yield each record with the documents that it gives, as tokens; no documents if it is malformed or empty.
+
+        A chat that cannot be used becomes a BadRecord. Raises a ConfigError for a chat template that cannot be used.
+        """
         masked = self.job.has_label_mask
         texts = [] if masked else [entry.value for entry in batch if _is_text(entry)]
         tokens_of_texts = iter(self.tokenizer.encode_all(texts) if texts else [])
@@ -232,7 +235,11 @@ class UnitTokenizer:
         return pair
 
     def _add_bos_and_eos(self, tokens_T: np.ndarray, weight_T: np.ndarray) -> Document:
-        """Return a document with BOS and EOS where the template did not write them; they have weight 0 as labels."""
+        """Return a document with BOS and EOS where the template did not write them; they have weight 0 as labels.
+
+        Raises:
+            ChatError: a weight is neither 0 nor 1, and the job has no label_weights.
+        """
         if not self.job.label_weights and (other := np.setdiff1d(weight_T, [0, 1])).size:
             raise ChatError(
                 f"a message has the weight {other[0]:g}, and without label_weights a message counts (1) or does not "

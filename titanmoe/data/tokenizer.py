@@ -235,7 +235,10 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str | None:
-    """Return the text of a special token in tokenizer_config.json, a string or an object with its content."""
+    """Return the text of a special token in tokenizer_config.json, a string or an object with its content.
+
+    None if the entry is null or has no content.
+    """
     return token.get("content") if isinstance(token, dict) else token
 
 

@@ -69,7 +69,11 @@ def run_tokenizer(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> list[str]:
-    """Check the options, train the tokenizer and write its folder; return lines to print about it."""
+    """Check the options, train the tokenizer and write its folder; return lines to print about it.
+
+    Raises:
+        ConfigError: with every problem of the options, or if the texts cannot be read.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     problems, sources = [], []

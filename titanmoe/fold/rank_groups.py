@@ -103,7 +103,7 @@ def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:
 
 
 def coordinates(fold: Fold, view: View, rank: int) -> dict[str, int]:
-    """Return the rank's coordinate on every axis of a view by name, outermost first."""
+    """Return the rank's coordinate on every axis of a view by name, outermost first; ValueError beyond the world."""
     if not 0 <= rank < fold.world:
         raise ValueError(f"rank {rank} is not in a world of {fold.world} ranks: use 0 to {fold.world - 1}")
     return {name: rank // stride % size for name, (size, stride) in _sizes_and_strides(fold, view).items()}

@@ -60,7 +60,8 @@ def insert_passes(rows: Sequence[Sequence[Cell]], stages: int) -> list[list[Cell
 def _insert_losses(rows: Sequence[Sequence[Cell]], stages: int) -> list[list[Cell]]:
     """Return each rank's cells with the losses: when the last stage has finished a forward, ranks meet for its loss.
 
-    A rank that waits for others meanwhile runs what it can finish before they come.
+    A rank that waits for others meanwhile runs what it can finish before they come. Raises a ValueError if the schedule
+    deadlocks.
     """
     queues, out = [[cell for cell in row if cell] for row in rows], [[] for _ in rows]
     clock, finished_at, due = [0.0] * len(queues), dict[tuple[int, str, int], float](), list[tuple[float, int]]()

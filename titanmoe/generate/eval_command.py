@@ -98,7 +98,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _weights_and_adapters(run: Path, adapter: Path | None) -> tuple[Path | None, Path | None]:
-    """Return what `find_model` needs: RUN as the weights, or as the adapters if it has nothing else."""
+    """Return what `find_model` needs, weights and adapters: RUN is the weights, or the adapters if it has nothing else.
+
+    Weights are None then: those that the adapters were trained on.
+    """
     from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
     from titanmoe.checkpoint.hf.peft_read import is_peft
     from titanmoe.checkpoint.hf.weight_sources import is_hf

@@ -232,7 +232,8 @@ def _encode(
 ) -> list[Prompt]:
     """Encode the texts of prompts as token ids, each with the begin token that documents have in training.
 
-    Text that looks like a special token is text, except in chats, as in training, and with --special-tokens.
+    Text that looks like a special token is text, except in chats, as in training, and with --special-tokens. Raises a
+    ConfigError if a prompt is empty and the tokenizer has no begin token.
     """
     from titanmoe.generate.conversation import Conversation
     from titanmoe.generate.loop import Prompt

@@ -161,6 +161,9 @@ class Generator:
             stop: what ends a text.
             sampling: how tokens are chosen.
             on_token: called after each token of this rank's texts with the text that it was added to.
+
+        Raises:
+            ConfigError: a prompt has more answers than `size`.
         """
         if (answers := max((prompt.answers for prompt in prompts), default=1)) > size:
             raise ConfigError(

@@ -217,7 +217,11 @@ def read_prompt(record: Any) -> str | Messages:
 
 
 def _tokenizer_of_data(config: Config) -> tuple[Tokenizer, bool]:
-    """Open the tokenizer that makes a run's tokens; also return whether the run is trained on chats or preferences."""
+    """Open the tokenizer that makes a run's tokens; also return whether the run is trained on chats or preferences.
+
+    Raises:
+        ConfigError: it cannot be opened, or is another than the one that made the run's token shards.
+    """
     from titanmoe.data.token_shards import ShardDocuments, is_shards
     from titanmoe.data.tokenizer import FILE, open_tokenizer
 

@@ -384,7 +384,10 @@ def exit_status(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bo
 
 
 def _search_path() -> dict[str, str]:
-    """Return environment variables that keep ranks from searching the current folder for modules first."""
+    """Return environment variables that keep ranks from searching the current folder for modules first.
+
+    {} if titanmoe itself is in that folder.
+    """
     if Path(titanmoe.__file__).parents[1] == Path.cwd():  # perhaps it is not installed
         return {}
     return {"PYTHONSAFEPATH": "1"}

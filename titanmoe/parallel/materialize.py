@@ -25,7 +25,8 @@ INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's shard of a tensor, as a plain tensor, and the index of its first element in each full dim.
 
-    A tensor that is no DTensor is its own shard.
+    A tensor that is no DTensor is its own shard. Raises a RuntimeError if torch gives the shard another shape than its
+    region has.
     """
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()

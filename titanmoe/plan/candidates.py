@@ -154,7 +154,7 @@ class Candidates:
         return max(seconds, launches) / fold.pp * (m + min(schedule.idle for schedule in schedules))
 
     def _bounded(self, group: CandidateGroup) -> Iterator[Candidate]:
-        """Yield the candidates of a group: each variant with each dispatcher, in halves or pairs if these are faster."""
+        """Yield the candidates of a group: each variant with each dispatcher, in halves or pairs if that is faster."""
         totals, pricer, fold, samples = self.totals, self.pricer, group.fold, group.samples
         tp, cp, ep, etp, m, model = fold.tp, fold.cp, fold.ep, fold.etp, group.microbatches, self.config.model
         seconds = totals.non_experts(tp, cp, samples)

@@ -208,7 +208,7 @@ def _short(cells: tuple[str, ...]) -> str:
 def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
     """Return the recipe, and notes to print on what the plan assumes or leaves out.
 
-    The recipe's own mapping has to be legal only for --explain.
+    The recipe's own mapping has to be legal only for --explain. Raises a ConfigError if the recipe is refused.
     """
     from titanmoe.components import COMPONENTS
     from titanmoe.fold.degrees import derive

@@ -70,7 +70,11 @@ def run_rehearse(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> Report:
-    """Rehearse as the options say, and return the lines to print, the files to write, and the exit code."""
+    """Rehearse as the options say, and return the lines to print, the files to write, and the exit code.
+
+    Raises:
+        ConfigError: the recipe or an option is refused.
+    """
     from titanmoe.components import COMPONENTS
     from titanmoe.rehearse.many_ranks import check_ranks, rehearse_ranks
     from titanmoe.rehearse.recorded_routing import recorded_routing

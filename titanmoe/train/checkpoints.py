@@ -73,7 +73,13 @@ class Checkpoints:
         self.signals = Signals()
 
     def in_folder(self, run: Path) -> Checkpoints:
-        """Set the run's folder and return self, which the caller enters as a context manager."""
+        """Set the run's folder and return self, which the caller enters as a context manager.
+
+        Collective over the world.
+
+        Raises:
+            ConfigError: checkpoints are saved, and their folder cannot be written to.
+        """
         self.run, self.signals = run, Signals()
         try:
             self.saver = (
@@ -155,6 +161,9 @@ class Checkpoints:
 
         Args:
             find: called on rank 0; returns the path of each file by the name of the copy.
+
+        Raises:
+            ConfigError: on all ranks, if a file cannot be found or copied.
         """
         self.find_carried = find
         try:
@@ -201,6 +210,9 @@ class Checkpoints:
 
         Args:
             choose: called on rank 0; it may call `find_damage`, for which each rank verifies some of the files.
+
+        Raises:
+            ConfigError: on all ranks, if `choose` raises a CheckpointError.
         """
         try:
             while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
@@ -241,6 +253,9 @@ class Checkpoints:
 
         Returns:
             One line for each option that differs from the checkpoint's config; [] with `model_only`.
+
+        Raises:
+            ConfigError: the checkpoint does not fit the run, its model or its data, or cannot be read.
         """
         before, now = (flatten_record(record.get("config", {})) for record in (saved.record, self.run_record))
         problems = self._refusals(saved, now, model_only)

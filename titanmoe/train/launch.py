@@ -53,6 +53,9 @@ def resolve(
         world: number of ranks.
         read_record: returns what the checkpoint that the run resumes from records besides tensors; {} without one. A
             global batch size of -1 becomes that of the record.
+
+    Raises:
+        ConfigError: the record's global batch size cannot be used on so many ranks, or the data cannot be counted.
     """
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
@@ -79,6 +82,9 @@ def _steps_of_epochs(config: Config, record: dict[str, Any]) -> int:
     Args:
         config: the config.
         record: what the checkpoint that the run resumes from records besides tensors; {} without one.
+
+    Raises:
+        ConfigError: profile.steps has a step after the last, or the data cannot be opened.
     """
     from titanmoe.data.sources import count_steps_of_epochs
 

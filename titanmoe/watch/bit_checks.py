@@ -220,7 +220,7 @@ class ReplicaCheck:
 
 
 def differing_ranks(group: tuple[int, ...], values: list[int]) -> list[int]:
-    """Return the ranks of `group` whose value is not the majority's; all of them if there is no majority.
+    """Return the ranks of `group` whose value is not the majority's, [] if all are equal; all if there is no majority.
 
     Args:
         group: The ranks.

@@ -101,7 +101,7 @@ def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups]
 
 
 def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
-    """Return (rank -> reason) of failed ranks; if there are none, of ranks that are gone; if none, of stopped ranks.
+    """Return (rank -> reason) of failed ranks; if none, of ranks that are gone; if none, of stopped ranks; else {}.
 
     "Gone" includes ranks whose machine does not answer, "stopped" ranks none of whose Python threads runs.
     """
@@ -182,7 +182,10 @@ def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups])
 
 
 def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
-    """Return (rank -> reason) of ranks whose n-th collective in a process group is another operation than most have."""
+    """Return (rank -> reason) of ranks whose n-th collective in a process group is another operation than most have.
+
+    {} if there is none.
+    """
     issued: dict[tuple[int, int, tuple[int, ...]], dict[int, str]] = {}
     for status in statuses:
         for collective in status.recorded.last:
@@ -204,7 +207,7 @@ def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups
 def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
     """Return (rank -> reason) of ranks whose n-th collective of a step differs from that of most ranks of their stage.
 
-    If a pipeline stage is split evenly, the ranks of other stages decide.
+    If a pipeline stage is split evenly, the ranks of other stages decide. {} if all agree.
     """
     issued: dict[tuple[int, int], dict[int, CollectiveKind]] = {}  # by step and index in it, then by rank
     for status in statuses:

@@ -172,6 +172,9 @@ def _from_hub(repo: HubRepo, patterns: tuple[str, ...], complete: Callable[[Path
         repo: the model's repository.
         patterns: patterns of the files to download.
         complete: returns whether a folder has all that is needed.
+
+    Raises:
+        ConfigError: it cannot be downloaded, or it is the small model, which has to be made on this machine.
     """
     if repo.name == SMALL_MODEL:
         make = f"make it and its data with {MAKE_SMALL_MODEL}, in titanmoe's folder"

@@ -67,6 +67,9 @@ def _read_from_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
 
     Args:
         values: the recipe's fields by path.
+
+    Raises:
+        ConfigError: its record, or the tokenizer that it carries, cannot be read.
     """
     path, record = checkpoint_to_resume(build(values))
     if path is None:

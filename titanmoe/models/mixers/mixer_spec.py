@@ -122,7 +122,7 @@ class MixerSpec(Spec, ABC):
         """
 
     def max_tp(self, model: Model) -> dict[str, int]:
-        """Return the largest tp that shards a module of the mixer, by the name of each module that has a limit.
+        """Return the largest tp that shards a module of the mixer, by the name of each module that has a limit, or {}.
 
         For the projections of keys and values it is the number of key heads. A larger tp replicates the module: each
         rank has the full parameters and uses a part of them, and their gradients are summed over tp.
@@ -140,7 +140,7 @@ class MixerSpec(Spec, ABC):
     def matrix_rows(self, model: Model) -> dict[str, MatrixRows]:
         """Return how the rows of each weight divide into matrices for Muon, by parameter name.
 
-        Parameters without an entry are trained by AdamW (titanmoe.models.matrices).
+        Parameters without an entry, by default all, are trained by AdamW (titanmoe.models.matrices).
         """
         return {}
 

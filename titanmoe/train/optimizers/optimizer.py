@@ -67,7 +67,7 @@ class Optimizer:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Lines that the optimizer adds to the header that a run prints at the start, by label."""
+        """Lines that the optimizer adds to the header that a run prints at the start, by label; {} by default."""
         return {}
 
     def resume(self, updates: int) -> None:
