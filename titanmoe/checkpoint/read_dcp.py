@@ -101,7 +101,13 @@ class DcpFolder(StoredTensors):
 
 
 def _fields(value: Any, class_name: str, wrong: str = "") -> dict[str, Any]:
-    """Return the attributes of a pickled object by name; ValueError if its class is not `class_name`."""
+    """Return the attributes of a pickled object by name; ValueError, with the text `wrong`, if its class is another.
+
+    Args:
+        value: what the pickle describes.
+        class_name: the class, in torch.distributed.checkpoint.metadata unless it is "MODULE NAME".
+        wrong: the error's text; "" for one that names the class.
+    """
     name = class_name if " " in class_name else f"{_CLASSES} {class_name}"
     if not isinstance(value, PickledCall) or value.function != GlobalName(name):
         raise ValueError(wrong or f"something in it is not a {class_name.rpartition(' ')[2]}")

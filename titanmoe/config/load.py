@@ -63,6 +63,10 @@ def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
 
     Rank 0 prints at once. Another rank waits 5 seconds and prints only if it is still running then, which means that
     the problem is its own, such as data that its machine lacks.
+
+    Args:
+        problems: the messages.
+        source: where they are, such as the recipe's file; "" if they say so themselves.
     """
     if _first_rank():
         print(format_problems(problems, source), file=sys.stderr, flush=True)

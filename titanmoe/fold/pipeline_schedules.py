@@ -214,9 +214,9 @@ def bubble(
 def simulate(
     rows: Sequence[Sequence[Cell]], stages: int, stage_costs: Sequence[float] = (), loss_cost: float = 0.0
 ) -> tuple[float, float]:
-    """Return the fraction of all ranks' time that is idle, and the time until the last rank has finished.
+    """Simulate a schedule; return the fraction of all ranks' time that is idle, and the time until the last rank ends.
 
-    Arguments and errors as of `bubble`.
+    Times are in units of `stage_costs`. Arguments are those of `bubble`, and so is the ValueError for a deadlock.
     """
     queues, costs = [[cell for cell in row if cell] for row in rows], stage_costs or [1.0] * stages
     finished_at: dict[tuple[int, str, int], float] = {}

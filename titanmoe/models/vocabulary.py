@@ -395,7 +395,14 @@ class Head(Vocabulary):
         return numbers_NT.unflatten(1, labels_BS.shape).clone()  # on a view, FSDP would lose its hooks
 
     def scores(self, normed_BsD: Tensor, labels_BS: Tensor, with_entropy: bool, temperature: float = 1.0) -> Tensor:
-        """Return each label's cross-entropy (1, B, S), or cross-entropy and entropy (2, B, S). Collective over tp."""
+        """Return each label's cross-entropy (1, B, S), or cross-entropy and entropy (2, B, S). Collective over tp.
+
+        Args:
+            normed_BsD: normed hidden states of this rank's owned tokens.
+            labels_BS: ids of the labels, IGNORE where there is none.
+            with_entropy: whether to compute the entropy of each label's distribution too.
+            temperature: divides the logits.
+        """
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         label_T = labels_BS.flatten()
         over = self.sharded_over

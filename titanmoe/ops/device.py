@@ -89,7 +89,11 @@ def choose(
 
 
 def capability(device: torch.device | None = None) -> tuple[int, int]:
-    """Return the compute capability of the GPU, or of the hardware that a rehearsal imitates."""
+    """Return the compute capability (major, minor) of the GPU, or of the hardware that a rehearsal imitates.
+
+    Args:
+        device: the GPU; None for the current one.
+    """
     return torch.cuda.get_device_capability(device) if _instead is None else _instead.capability
 
 

@@ -63,7 +63,14 @@ _checkpointed = partial(checkpoint, use_reentrant=False, preserve_rng_state=Fals
 
 
 def _checkpoint_method(owner: nn.Module, name: str, remember: Remember = _remember_nothing) -> None:
-    """Make a method of this module a checkpointed region, in place: backward calls it a second time, messages too."""
+    """Make a method of this module a checkpointed region, in place: backward calls it a second time, messages too.
+
+    Args:
+        owner: the module.
+        name: the method's name.
+        remember: wraps the method in each forward, so that its second call computes what the first one did, although
+            state outside of its arguments has changed.
+    """
     plain = getattr(owner, name)
 
     def run(*args: Any) -> Any:

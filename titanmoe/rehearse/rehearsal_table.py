@@ -182,7 +182,10 @@ def _unseen(first: Rehearsal, count: int) -> list[str]:
 
 
 def _heading(rehearsal: Rehearsal, ranks: str, which: str = "") -> list[str]:
-    """Return the lines above a report: ranks, hardware, routing, mapping, overlap, and an empty line."""
+    """Return the lines above a report: ranks, hardware, routing, mapping, overlap, and an empty line.
+
+    `ranks` and `which` are texts that begin and end the first line.
+    """
     step = f", step {rehearsal.step}" if rehearsal.step > 1 else ""
     views = {"attention": rehearsal.fold.attention_axes, "experts": rehearsal.fold.expert_axes}
     texts = {view: " x ".join(f"{name} {n}" for name, n in axes.items()) for view, axes in views.items()}

@@ -83,7 +83,7 @@ class BestStep:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tracker's state as a dict of JSON values, to store in a checkpoint's manifest."""
+        """Return the tracker's state for a checkpoint's manifest: "metric", "value", "step" and "without_gain"."""
         return {
             "metric": self.metric,
             "value": None if math.isnan(self.value) else self.value,

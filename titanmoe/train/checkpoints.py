@@ -322,7 +322,10 @@ class Checkpoints:
         return state.refused_record(saved.record, now, saved.path, trains_adapters, model_only, initial)
 
     def _targets(self, with_moments: bool) -> state.Targets:
-        """Return this rank's shards of all tensors that a checkpoint of this run contains, by name."""
+        """Return this rank's shards of all tensors that a checkpoint of this run contains, by name.
+
+        Moments of the optimizer are among them `with_moments`.
+        """
         moments = self.optimizer.moments() if with_moments else None
         return state.shards_to_load(self.parameters, self.buffers, moments, self.model.tie_embeddings)
 
@@ -331,7 +334,7 @@ class Checkpoints:
         return self._targets(with_moments=False)
 
     def _stored_targets(self, saved: Checkpoint, with_moments: bool) -> state.Targets:
-        """Return this rank's shards of the tensors to load from `saved`, by name."""
+        """Return this rank's shards of the tensors to load from `saved`, by name, with or without moments."""
         return self._targets(with_moments)
 
     # ---- saving

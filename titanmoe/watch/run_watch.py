@@ -42,7 +42,10 @@ DUMPS = "flight_recorder"
 
 
 def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
-    """Return how long the watchdog tolerates no progress, in seconds, from the time-outs of the config."""
+    """Return how long the watchdog tolerates no progress, in seconds, from the time-outs of the config.
+
+    `gpu` is whether ranks run on GPUs, where the limit of a step holds whatever the host does.
+    """
     between = checkpoint.timeout_s if checkpoint.enable else options.first_step_timeout_s
     return Limits(
         step=options.timeout_s - min(EARLY_S, options.timeout_s / 5),

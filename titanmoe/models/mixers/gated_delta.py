@@ -131,7 +131,8 @@ class GatedDeltaSpec(MixerSpec):
         """Return the bytes of activations that one rank saves for backward of a microbatch.
 
         Saved are inputs and outputs of the convolution and of SiLU, which are queries, keys and values; the gates; the
-        recurrence's output and z; and the gated norm's inputs and output.
+        recurrence's output and z; and the gated norm's inputs and output. With `selective` (activation_checkpoint.mode)
+        those of the convolution and the norm are recomputed instead.
         """
         value, w, W = Heads.of(model).value_width // batch.tp, batch.width, max(4, batch.width)
         normed = 0 if selective else (3 * value + Heads.of(model).values // batch.tp) * W
@@ -141,7 +142,7 @@ class GatedDeltaSpec(MixerSpec):
         """Return the most bytes that the mixer holds in backward of a microbatch.
 
         They are those of the recurrence's recomputed chunks, of the two gradients that enter these, and of queries,
-        keys, values and gates.
+        keys, values and gates, of which `selective` (activation_checkpoint.mode) saves a part.
         """
         heads, W = Heads.of(model), max(4, batch.width)
         chunks = chunk_elements(heads) * W + 2 * heads.value_width * batch.width

@@ -199,7 +199,8 @@ class MixerSpec(Spec, ABC):
     def backward_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
         """Return the most bytes that the mixer holds in backward of one microbatch, without the block's input.
 
-        For the planner. 0 if that is no more than `saved_bytes`. It is more where much is recomputed.
+        For the planner. 0 if that is no more than `saved_bytes`. It is more where much is recomputed. `selective` is
+        whether activation_checkpoint.mode is "selective".
         """
         return 0
 
