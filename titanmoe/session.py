@@ -31,7 +31,7 @@ from titanmoe.checkpoint.hf.model_card import model_card
 from titanmoe.checkpoint.on_all_ranks import from_rank
 from titanmoe.checkpoint.relayout import Relayout
 from titanmoe.checkpoint.safe_files import CheckpointError
-from titanmoe.checkpoint.state import Targets, shards_to_load
+from titanmoe.checkpoint.state import Targets
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.component_kinds import ComponentError
@@ -496,8 +496,7 @@ class Session:
     @property
     def shards(self) -> Targets:
         """This rank's shards of all weights and selection biases, adapters and frozen weights among them."""
-        training = self.training
-        return shards_to_load(training.parameters, training.buffers, None, self.config.model.tie_embeddings)
+        return self.training.shards
 
     def weights(
         self,

@@ -109,12 +109,13 @@ def bytes_of_answers(folder: str, changes: dict[str, Any]) -> tuple[int, int, in
     answers.state.step = 2
     gc.disable()  # as in a run
     try:
-        with LiveBytes(shard.tensor for _, shard in answers.source.values()) as live:
+        with LiveBytes(shard.tensor for _, shard in trainer.training.shards.values()) as live:
             assert answers.after_step().keys() == {"samples", "samples_s"}
             left = live.now
     finally:
         gc.enable()
-    copied = sum(x.numel() for x in reference.initial_weights(answers.config.model, 0).values())
+    model = parity.read(runs.RUN | TEXTS | changes, 1).model
+    copied = sum(x.numel() for x in reference.initial_weights(model, 0).values())
     trainer.training.loader.close()
     return left, live.peak, copied * 8
 

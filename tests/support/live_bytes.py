@@ -12,16 +12,18 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Context that counts the bytes of storages made in it and still referenced: `now`, and at most `peak`.
+    """Context that counts the bytes of storages written in it and still referenced: `now`, and at most `peak`.
 
-    Scratch memory inside a kernel is not counted.
+    Scratch memory inside a kernel is not counted. That a storage was resized is noticed when it is written, or `now` is
+    read.
     """
 
     def __init__(self, but: Iterable[torch.Tensor] = ()) -> None:
         """Leave out the storages of the tensors `but`, and views of them."""
         super().__init__()
-        self.now = self.peak = 0
-        self._seen = {x.untyped_storage()._cdata for x in but}
+        self.peak = self._now = 0
+        self._but = {x.untyped_storage()._cdata for x in but}
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -30,18 +32,27 @@ class LiveBytes(TorchDispatchMode):
                 self._note(tensor.untyped_storage())
         return out
 
+    @property
+    def now(self) -> int:
+        """Bytes of the storages that are referenced now."""
+        for ref, _ in list(self._live.values()):
+            if (storage := ref()) is not None:
+                self._note(storage)
+        return self._now
+
     def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._seen or not size:
+        ref, before = self._live.get(key, (None, 0))
+        if key in self._but or size == before:
             return
-        self._seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key, size)
+        self._live[key] = ref or weakref.ref(storage), size
+        self._now += size - before
+        self.peak = max(self.peak, self._now)
+        if ref is None:
+            weakref.finalize(storage, self._gone, key)
 
-    def _gone(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
+    def _gone(self, key: int) -> None:
+        self._now -= self._live.pop(key)[1]
 
 
 def saved_bytes(function: Callable[[], torch.Tensor], but: Iterable[torch.Tensor] = ()) -> tuple[torch.Tensor, int]:

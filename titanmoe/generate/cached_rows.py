@@ -99,6 +99,10 @@ class Rows:
             self._release(self.pages[row])
         self.num_cached, self.pages = [self.num_cached[i] for i in rows], [self.pages[i] for i in rows]
 
+    def clear(self) -> None:
+        """Remove all rows and pages."""
+        self.num_cached, self.num_new, self.pages, self.num_users, self.free = [], [], [], [], []
+
     def drop_last(self, count: int) -> None:
         """Remove the last `count` positions of the only row, which shares no page."""
         self.num_cached[0] -= count

@@ -302,10 +302,12 @@ class Generator:
         return logits_BV, routes
 
     def clear(self) -> None:
-        """Remove all texts from the caches."""
+        """Remove all texts from the caches, and free the memory of these."""
         self.cached_ids = []
-        if self.rows.num_cached:
-            self._select_rows([])
+        self.rows.clear()
+        for cache in self.caches:
+            for each in cache.stored:
+                each.x = None
 
     def _sum_over_ranks(self, *numbers: int) -> list[int]:
         world = self.meshes.world

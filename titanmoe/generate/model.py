@@ -158,6 +158,11 @@ def samples_config(config: Config, world: int, device: str) -> Config:
     return config_to_run(config, world, degrees | {"pp": 1, "cp": 1, "ep": ep}, None, device)
 
 
+def generation_config(config: Config, world: int, device: str) -> Config:
+    """Return the config that generates answers for [rl], under [generation.parallelism]; as `samples_config`."""
+    return config_to_run(config, world, {"pp": 1, "cp": 1, **vars(config.generation.parallelism)}, None, device)
+
+
 def config_to_run(
     trained_config: Config, world: int, degrees: dict[str, int], dtype: str | None, device: str
 ) -> Config:

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,15 +21,13 @@ import torch
 import torch.distributed as dist
 
 from titanmoe import observe
-from titanmoe.checkpoint.relayout import Relayout
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.shuffle import permute
-from titanmoe.fold.degrees import derive
-from titanmoe.fold.meshes import build_meshes
+from titanmoe.generate.live_generator import LiveGenerator
 from titanmoe.generate.loop import Generated, Generator, Prompt, Stop
-from titanmoe.generate.model import build_empty, config_to_run
+from titanmoe.generate.model import generation_config
 from titanmoe.generate.prompts import continuation
 from titanmoe.generate.sampling import Sampling
 from titanmoe.open_session import NoLoader
@@ -120,37 +117,6 @@ class PromptLoader(NoLoader):
         self.consumed = int(state["consumed"])
 
 
-class LiveGenerator:
-    """A model that generates with the run's present weights, under a mapping of its own."""
-
-    def __init__(self, config: Config, session: Session, prompts: Prompts):
-        """Build the model and plan how weights move to it. Collective over the world."""
-        self.session, self.generation, self.seed = session, config.generation, config.training.seed
-        world, device = session.training.runtime.world, session.device
-        degrees = {"pp": 1, "cp": 1, **vars(config.generation.parallelism)}
-        own = config_to_run(config, world, degrees, None, device.type)
-        timeout = timedelta(seconds=config.training.first_step_timeout_s)
-        meshes = build_meshes(derive(world, own.parallelism), device.type, timeout=timeout, trains=False)
-        model, self.targets = build_empty(own, meshes, device)
-        self.relayout = Relayout(session.shards, self.targets, leave_out=("model.mtp.",))
-        vocab_size = prompts.tokenizer.vocab_size
-        self.generator = Generator(model, meshes, device, vocab_size, prompts.ends, records=True)
-        self.stop = Stop(config.generation.max_tokens, tuple(config.generation.stop), prompts.tokenizer.decode)
-
-    def renew(self) -> None:
-        """Copy the run's weights to the model. Collective over the world."""
-        self.relayout.move(self.session.shards, self.targets)
-
-    def sampling(self, step: int, greedy: bool) -> Sampling:
-        """Return how tokens are chosen for a step.
-
-        Args:
-            step: number of the step.
-            greedy: whether to take the most probable tokens.
-        """
-        return Sampling(0.0 if greedy else self.generation.temperature, seed=self.seed, step=step)
-
-
 class PolicyTrainer(Trainer):
     """The training loop of reinforcement learning on one rank."""
 
@@ -158,8 +124,17 @@ class PolicyTrainer(Trainer):
         super().__init__(training)
         self.config, self.loader = config, training.loader
         self.prompts: Prompts = training.loader.prompts
-        self.session = Session(config, training, ids=self.prompts.tokenizer.vocab_size)
-        self.live = LiveGenerator(config, self.session, self.prompts)
+        tokenizer, generation = self.prompts.tokenizer, config.generation
+        self.session = Session(config, training, ids=tokenizer.vocab_size)
+        self.live = LiveGenerator(
+            generation_config(config, training.runtime.world, training.device.type),
+            training,
+            vocab_size=tokenizer.vocab_size,
+            ends=self.prompts.ends,
+            timeout_s=config.training.first_step_timeout_s,
+            records=True,
+        )
+        self.ending = Stop(generation.max_tokens, tuple(generation.stop), tokenizer.decode)
         self.rewards = Rewards(config.rl) if self.session.rank == 0 else None
         rl = config.rl
         self.loss = PolicyLoss(
@@ -217,11 +192,11 @@ class PolicyTrainer(Trainer):
     def _generate_round(self, step: int) -> list[tuple[Batch, dict[str, Any]]]:
         """Generate answers for `rl.updates` steps, or those that are left; return their batches and metrics."""
         rl, begin = self.config.rl, time.monotonic()
-        self.live.renew()
         updates = min(rl.updates, self.training.steps - self.step)
         parts = [self.loader.take(rl.prompts_per_step) for _ in range(updates)]
         prompts = [prompt for part in parts for prompt in part]
-        rollouts = self._answer(prompts, step, rl.answers, greedy=False)
+        with self.live.loaded() as generator:
+            rollouts = self._answer(generator, prompts, step, rl.answers, greedy=False)
         seconds = time.monotonic() - begin
         rounds, size = [], rl.prompts_per_step * rl.answers
         for first in range(0, len(rollouts), size):
@@ -251,8 +226,8 @@ class PolicyTrainer(Trainer):
             Metrics by name, and "samples": some of the answers, as `Evaluation.after_step` returns them.
         """
         begin = time.monotonic()
-        self.live.renew()
-        rollouts = self._answer(self.prompts.held_out, self.step, 1, greedy=True)
+        with self.live.loaded() as generator:
+            rollouts = self._answer(generator, self.prompts.held_out, self.step, 1, greedy=True)
         found = summary(rollouts)
         samples = [
             {
@@ -266,20 +241,24 @@ class PolicyTrainer(Trainer):
         report = {"samples": samples, "val_length": found["rl.length"], "val_s": time.monotonic() - begin}
         return report if found["rl.unrewarded"] == len(rollouts) else report | {"val_reward": found["rl.reward"]}
 
-    def _answer(self, records: Sequence[PromptRecord], step: int, answers: int, greedy: bool) -> list[Rollout]:
+    def _answer(
+        self, generator: Generator, records: Sequence[PromptRecord], step: int, answers: int, greedy: bool
+    ) -> list[Rollout]:
         """Generate answers to prompts, and reward them. Collective over the world.
 
         Args:
+            generator: what generates.
             records: the prompts.
             step: number of the step.
             answers: number of answers to each.
             greedy: whether to take the most probable tokens.
         """
         prompts = [Prompt(number, one.ids, answers) for number, one in enumerate(records)]
-        size, sampling = self.config.generation.batch_size, self.live.sampling(step, greedy)
+        generation, seed = self.config.generation, self.config.training.seed
+        sampling = Sampling(0.0 if greedy else generation.temperature, seed=seed, step=step)
         rollouts: list[Rollout] = []
         futures: list[Future[Reward]] = []
-        for batch in self.live.generator.batches(prompts, size, self.live.stop, sampling):
+        for batch in generator.batches(prompts, generation.batch_size, self.ending, sampling):
             for generated in batch:
                 record = records[generated.number]
                 rollouts.append(self._rollout(record, generated))

@@ -117,15 +117,14 @@ def check_prompts(config: Config) -> None:
     """
     if not config.rl.reward:
         return
-    from titanmoe.generate.model import config_to_run
+    from titanmoe.generate.model import generation_config
     from titanmoe.rl.rewards import check_reward
 
     problems = []
-    degrees = {"pp": 1, "cp": 1, **vars(config.generation.parallelism)}
     for check, table in (
         (lambda: read_prompts(config), ""),
         (lambda: check_reward(config.rl), ""),
-        (lambda: config_to_run(config, config.job.ranks, degrees, None, "cpu"), "generation: "),
+        (lambda: generation_config(config, config.job.ranks, "cpu"), "generation: "),
     ):
         try:
             check()

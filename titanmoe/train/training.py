@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanmoe.checkpoint.state import Targets, shards_to_load
 from titanmoe.config.schema import Profile
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold
@@ -84,6 +85,11 @@ class RankModel:
     @property
     def device(self) -> torch.device:
         return self.runtime.device
+
+    @property
+    def shards(self) -> Targets:
+        """This rank's shards of all weights and selection biases, adapters and frozen weights among them."""
+        return shards_to_load(self.parameters, self.buffers, None, self.stages[0].shape.tie_embeddings)
 
 
 @dataclass(eq=False, kw_only=True)
