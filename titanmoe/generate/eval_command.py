@@ -12,7 +12,8 @@ from typing import Any
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.config.load import ConfigError
-from titanmoe.generate.generate_command import DEGREES, add_placement, check_vocab_size, exit_code_of, is_rank_0
+from titanmoe.generate.generate_command import DEGREES, add_placement, check_vocab_size
+from titanmoe.train.launch_messages import exit_code_of, is_rank_0
 
 EPILOG = """\
 Under torchrun (torchrun --no-python --nproc-per-node 4 titanmoe eval ...) --tp, --ep and --etp split the model, and

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.allowed_code import add_allow_code
-from titanmoe.config.load import ConfigError, format_problems
+from titanmoe.config.load import ConfigError
 from titanmoe.generate.prompts import begin_tokens, continuation, with_begin
+from titanmoe.train.launch_messages import exit_code_of, is_rank_0
 
 if TYPE_CHECKING:
     from titanmoe.data.chat import ChatEncoder
@@ -115,26 +114,6 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
 def run_generate(args: argparse.Namespace) -> int:
     """Run `titanmoe generate` and return its exit code; rank 0 prints errors."""
     return exit_code_of(lambda: _run(args))
-
-
-def is_rank_0() -> bool:
-    """Return whether this process is rank 0, also before it has joined the others."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def exit_code_of(run: Callable[[], int]) -> int:
-    """Return what `run` returns; 2 after rank 0 has printed what is wrong, 130 if it is interrupted."""
-    try:
-        return run()
-    except ConfigError as error:
-        text = format_problems(error.problems, error.source)
-    except CheckpointError as error:
-        text = format_problems([str(error)])
-    except KeyboardInterrupt:
-        return 130
-    if is_rank_0():
-        print(text, file=sys.stderr)
-    return 2
 
 
 def _run(args: argparse.Namespace) -> int:

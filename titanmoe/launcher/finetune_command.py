@@ -25,10 +25,10 @@ from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
 from titanmoe.launcher.fit_ranks import Machine, this_machine
 from titanmoe.launcher.memory_check import similar_device
-from titanmoe.launcher.train_command import Request, exit_code_of, parse_words, prepare, start
+from titanmoe.launcher.train_command import Request, parse_words, prepare, start
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import fits, search
-from titanmoe.train.launch_messages import show_status
+from titanmoe.train.launch_messages import exit_code_of, show_status
 
 USAGE = """\
 usage: titanmoe finetune MODEL DATA ... [--lora] [--dpo] [--name NAME] [options] [--TABLE.FIELD VALUE ...]

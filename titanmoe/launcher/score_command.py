@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from titanmoe.launcher.train_command import exit_code_of, parse_words, prepare, start
+from titanmoe.launcher.train_command import parse_words, prepare, start
+from titanmoe.train.launch_messages import exit_code_of
 
 USAGE = """\
 usage: titanmoe score RECIPE.toml [--data PATH ...] [--top K] [--temperature T] [options] [--TABLE.FIELD VALUE ...]

@@ -14,7 +14,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,14 +23,21 @@ import titanmoe
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load, other_names
 from titanmoe.config.command_line import split_words
-from titanmoe.config.load import Draft, format_problems, read_draft
+from titanmoe.config.load import Draft, read_draft
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.failure_message import count_oom_kills, failure_message, first_failure
-from titanmoe.train.launch_messages import CONFIG_FILE, CheckedConfig, notes_in_memory, pass_config, show_status
+from titanmoe.train.launch_messages import (
+    CONFIG_FILE,
+    CheckedConfig,
+    exit_code_of,
+    notes_in_memory,
+    pass_config,
+    show_status,
+)
 from titanmoe.train.run_folder import COMMAND
 from titanmoe.train.runtime import port_problem
 
@@ -119,24 +126,6 @@ def run_train(words: Sequence[str]) -> int:
     return exit_code_of(lambda: start(prepare(request)))
 
 
-def exit_code_of(run: Callable[[], int]) -> int:
-    """Return what `run` returns; 2 after printing the message of a ConfigError, 130 if it is interrupted.
-
-    Args:
-        run: prepares and starts ranks, and returns their exit code.
-    """
-    try:
-        return run()
-    except KeyboardInterrupt:  # before there are ranks
-        show_status("")
-        return 130
-    except ConfigError as error:
-        offer = f"\n\n{error.offer}" if isinstance(error, MappingMisfit) and error.offer else ""
-        show_status("")
-        print(f"{format_problems(error.problems, error.source)}{offer}", file=sys.stderr, flush=True)
-        return 2
-
-
 def parse_words(words: Sequence[str]) -> Request:
     """Parse the command line of `titanmoe train`; errors are collected in the request's `problems`.
 
@@ -180,6 +169,9 @@ class MappingMisfit(ConfigError):
     config: Config
     offer: str = ""
     """A sentence that suggests a mapping that fits."""
+
+    def __str__(self) -> str:
+        return super().__str__() + f"\n\n{self.offer}" * bool(self.offer)
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,45 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError, exit_with
 from titanmoe.config.component_kinds import Components
 from titanmoe.config.fields import build, flatten
+from titanmoe.config.load import format_problems
 from titanmoe.config.schema import Config
 
 ERASE = "\r\x1b[K"
 
 
+def is_rank_0() -> bool:
+    """Return whether this process is rank 0 or no rank, also before it has joined the others."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """Return what `run`, the work of a command, returns; 2 after rank 0 has printed what is wrong; 130 if interrupted.
+
+    What is wrong is the message of a ConfigError or CheckpointError.
+    """
+    try:
+        return run()
+    except ConfigError as error:
+        text = str(error)
+    except CheckpointError as error:
+        text = format_problems([str(error)])
+    except KeyboardInterrupt:
+        text = ""
+    show_status("")
+    if not text:
+        return 130
+    if is_rank_0():
+        print(text, file=sys.stderr, flush=True)
+    return 2
+
+
 def show_status(what: str) -> None:
     """Show what the run is waiting for on the last line of the terminal, if this is rank 0; "" removes the line."""
-    if os.environ.get("RANK", "0") != "0" or os.environ.get("TERM") == "dumb":
+    if not is_rank_0() or os.environ.get("TERM") == "dumb":
         return
     with contextlib.suppress(OSError, ValueError):  # a console that fails, or is closed, must not end the run
         if sys.stdout.isatty():
