@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from tests import parity, world
+from tests.support.live_bytes import bytes_alive
+from titanmoe.generate.loop import Generator
 from titanmoe.rl.policy_trainer import PolicyTrainer, PromptLoader
 from titanmoe.train.run_folder import ROLLOUTS
 
@@ -61,13 +64,19 @@ def prompts(tmp_path_factory) -> Path:
     return path
 
 
-def train(folder: str, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """On a rank: train, and return the full weights; the run's folder has the rest."""
+def make_trainer(folder: str, changes: dict[str, Any]) -> PolicyTrainer:
     config = parity.read(RUN | {"job.dump_folder": folder} | changes, parity.runtime_here().world)
     training = parity.build_trainer(
         config, parity.runtime_here(), garbage=parity.no_collection, loader=PromptLoader
     ).training
-    PolicyTrainer(config, training).train()
+    return PolicyTrainer(config, training)
+
+
+def train(folder: str, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """On a rank: train, and return the full weights; the run's folder has the rest."""
+    trainer = make_trainer(folder, changes)
+    trainer.train()
+    training = trainer.training
     return parity.whole(training.parameters, training.runtime.rank, training.fold)
 
 
@@ -141,3 +150,40 @@ def test_other_prompts_do_not_resume(prompts: Path, tmp_path: Path) -> None:
     changed.write_text(prompts.read_text().replace("ab", "ba"))
     with pytest.raises(Exception, match="the prompts of the run have changed since"):
         world.run(1, train, str(tmp_path), {"rl.prompts": [str(changed)]})
+
+
+class Measured(PolicyTrainer):
+    """Notes the bytes of this process's tensors while it generates, without host memory that stands for a GPU's."""
+
+    def _answer(self, generator: Generator, *args: Any, **kwargs: Any) -> Any:
+        host = sum(len(copy.host) for copy in self.live.host_copies or ())
+        self.alive.append(bytes_alive() - host)
+        return super()._answer(generator, *args, **kwargs)
+
+
+def measured(folder: str, changes: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int, int]:
+    """On a rank: train; return the weights, bytes alive when answers began, and those that can be freed."""
+    gc.collect()  # what other tests have left on this rank
+    before = bytes_alive()
+    trainer = make_trainer(folder, changes)
+    trainer.__class__, trainer.alive = Measured, []
+    trainer.train()
+    training, live = trainer.training, trainer.live
+    weights = sum(shard.tensor.nbytes for _, shard in training.shards.values())
+    assert not any(storage.nbytes() for storage, _ in live.memory), "the generator's weights are freed"
+    assert all(each.x is None for cache in live.generator.caches for each in cache.stored), "so are its caches"
+    whole = parity.whole(training.parameters, training.runtime.rank, training.fold)
+    least = min(trainer.alive[2:])  # of later steps, because gloo's threads may hold a message for a while
+    return whole, least - before, weights + sum(x.nbytes for x in training.optimizer.device_tensors if x.dim())
+
+
+@pytest.mark.parametrize("mapping", list(MAPPINGS)[:2])
+def test_training_gives_up_its_memory_while_generating(mapping: str, prompts: Path, tmp_path: Path) -> None:
+    """Compare runs with and without it to the bit."""
+    changes = MAPPINGS[mapping] | {"rl.prompts": [str(prompts)], "optimizer.lr": 0.05}
+    stays = world.run(4, measured, str(tmp_path / "stays"), changes)
+    leaves = world.run(4, measured, str(tmp_path / "leaves"), changes | {"generation.offload_training": True})
+    assert all(torch.equal(value, leaves[0][0][name]) for name, value in stays[0][0].items())
+    assert lines(tmp_path / "stays", ROLLOUTS) == lines(tmp_path / "leaves", ROLLOUTS)
+    for (_, before, held), (_, after, _) in zip(stays, leaves, strict=True):
+        assert before - after == pytest.approx(held, rel=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -68,3 +69,9 @@ def saved_bytes(function: Callable[[], torch.Tensor], but: Iterable[torch.Tensor
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         out = function()
     return out, sum(storage.nbytes() for storage in saved.values())
+
+
+def bytes_alive() -> int:
+    """Return the bytes of the storages of all tensors that Python code of this process refers to."""
+    plain = (x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu")
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in plain}.values())

@@ -409,6 +409,8 @@ class Generation:
     """Strings that end an answer, which keeps them."""
     batch_size: Annotated[int, COUNT] = 32
     """Answers that a data rank generates at a time. At least rl.answers."""
+    offload_training: bool = False
+    """Whether weights and optimizer state of training are in the host's memory while answers are generated, which takes time to copy them there and back. Numbers are the same. It saves memory on GPUs only."""
     parallelism: GenerationParallelism = field(default_factory=GenerationParallelism)
 
 

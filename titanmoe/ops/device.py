@@ -97,6 +97,12 @@ def capability(device: torch.device | None = None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if _instead is None else _instead.capability
 
 
+def free_unused_memory(device: torch.device) -> None:
+    """Give a GPU's memory back that torch's allocator holds without a tensor in it; do nothing on other devices."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def kind_of_setting(setting: str) -> Kind:
     """Return the device type that the value of training.device selects on this machine."""
     if setting == "cpu":

@@ -133,6 +133,7 @@ class PolicyTrainer(Trainer):
             ends=self.prompts.ends,
             timeout_s=config.training.first_step_timeout_s,
             records=True,
+            offloads=generation.offload_training,
         )
         self.ending = Stop(generation.max_tokens, tuple(generation.stop), tokenizer.decode)
         self.rewards = Rewards(config.rl) if self.session.rank == 0 else None
