@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -181,17 +181,37 @@ class Generator:
             num_rest, num_ended = self._sum_over_ranks(len(work.queue) + len(work.running), len(ended))
             if num_rest and num_ended < size * world.size:
                 continue
-            of_ranks = [ended]
-            if world.size > 1:
-                of_ranks = [[] for _ in range(world.size)]
-                dist.all_gather_object(of_ranks, ended)
-            # The ranks of a tp group have generated the same tokens.
-            by_text |= {(text.number, text.answer): text for of_rank in of_ranks for text in of_rank}
+            by_text |= {(text.number, text.answer): text for text in self._gather(ended)}
             ended = []
             count = next((i for i, text in enumerate(order) if text not in by_text), len(order))
             if count:
                 yield [by_text.pop(text) for text in order[:count]]
             del order[:count]
+
+    def _gather(self, ended: list[Generated]) -> list[Generated]:
+        """Return the texts of all ranks. Collective over the world."""
+        world, tp = self.meshes.world, self.meshes.tp
+        if world.size == 1:
+            return ended
+        own = ended if tp.rank == 0 else []  # the ranks of a tp group have generated the same tokens
+        routes = [route_nNK for text in own for route_nNK in text.routes]
+        message = [(replace(text, routes=[]), sum(map(len, text.routes))) for text in own]
+        of_ranks: list[list[tuple[Generated, int]]] = [[] for _ in range(world.size)]
+        dist.all_gather_object(of_ranks, message)
+        counts = [sum(count for _, count in of_rank) for of_rank in of_ranks]
+        if not (most := max(counts)):
+            return [text for of_rank in of_ranks for text, _ in of_rank]
+        model = self.model.shape
+        routes_TNK = torch.zeros(most, moe_layers(model), model.top_k, dtype=torch.int16)
+        if routes:
+            torch.cat(routes, out=routes_TNK[: counts[world.rank]])
+        # As bytes, because gloo gathers no int16.
+        routes_RTNK = all_gather(routes_TNK.view(torch.uint8).to(self.device), 0, world).cpu().view(torch.int16)
+        for rank, of_rank in enumerate(of_ranks):
+            first = rank * most
+            for text, count in of_rank:
+                text.routes, first = [routes_RTNK[first : first + count]], first + count
+        return [text for of_rank in of_ranks for text, _ in of_rank]
 
     @torch.no_grad()
     def _advance(self, work: _Work) -> list[Generated]:
