@@ -15,8 +15,9 @@ from torch.compiler import is_compiling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-PHASES = ("data", "forward_backward", "optimizer", "validation", "checkpoint", "other")
-"""The phases of a step, in their order; the first three are the step itself."""
+PHASES = ("data", "generate", "reward", "forward_backward", "optimizer", "validation", "checkpoint", "other")
+"""The phases of a step, in their order; up to the optimizer they are the step itself. Reinforcement learning has
+"generate" and "reward" in steps that begin with new answers."""
 OTHERS_TURN = "the other half's turn"
 """Name of the region in which another thread computes, whose work belongs to no region of this thread."""
 

@@ -157,8 +157,11 @@ class Counter:
 OWN = {"of the world": 0, "of ep": 1}
 
 
-def step(times: StepTimes, clock: Any, number: int, update: bool = True) -> None:
-    """1 s between steps, then 2 s of data with 0.5 of waiting in it, 3 s of computing, 4 s of waiting in ep."""
+def step(times: StepTimes, clock: Any, number: int, update: bool = True, generates: bool = False) -> None:
+    """1 s between steps, then 2 s of data with 0.5 of waiting in it, 3 s of computing, 4 s of waiting in ep.
+
+    With `generates` there are answers and rewards before computing.
+    """
 
     def wait(group: str, seconds: float) -> None:
         times.waits(group)
@@ -172,6 +175,10 @@ def step(times: StepTimes, clock: Any, number: int, update: bool = True) -> None
     times.phase("data", number)
     clock.now += 1.5
     wait("of the world", 0.5)
+    for name in ("generate", "reward") if generates else ():
+        times.phase(name, number)
+        clock.now += 5
+        wait("of ep", 2)
     times.phase("forward_backward", number)
     clock.now += 2
     wait("of ep", 1)
@@ -193,6 +200,13 @@ def test_what_is_between_steps_does_not_count() -> None:
     assert steps == [8, 10], "not the first of the process, nor one without an update"
     assert rows == [[3.0, 1.5, 0.5, 4.0]] * 2 and times.messages == [1, 2]
     assert times.take() == ([], [])
+
+
+def test_answers_and_rewards_do_not_count() -> None:
+    times = StepTimes(["world", "ep", "world"], OWN, clock := Counter())
+    for number in (1, 2, 3):
+        step(times, clock, number, generates=number == 2)
+    assert times.take() == ([2, 3], [[3.0, 0.0, 0.0, 4.0], [3.0, 1.5, 0.5, 4.0]])
 
 
 def test_on_a_gpu_events_are_read_a_step_later() -> None:

@@ -75,7 +75,8 @@ class Watched:
         self.watchdogs = []
         for rank, heart in enumerate(self.hearts):
             heart.numbers[heartbeat.PID] = self.bodies[rank].pid
-            heart.numbers[heartbeat.FIRST_STEP], heart.numbers[heartbeat.STEP], heart.numbers[heartbeat.PHASE] = 1, 3, 2
+            heart.numbers[heartbeat.FIRST_STEP], heart.numbers[heartbeat.STEP] = 1, 3
+            heart.numbers[heartbeat.PHASE] = heartbeat.PHASE_NAMES.index("forward and backward")
             number = rank // 2
             local = {r: Heartbeat(folder / str(r)) for r in RANKS[number]} | {rank: heart}
             machines = Machines(heart, local, number, RANKS, ["node0", "node1"], "token")

@@ -26,6 +26,8 @@ PHASES = {
     "forward_backward": ("forward and backward", "c0"),
     "optimizer": ("optimizer", "c1"),
     "data": ("data", "c2"),
+    "generate": ("generate", "c5"),
+    "reward": ("reward", "c6"),
     "checkpoint": ("checkpoint", "c3"),
     "validation": ("validation", "c4"),
     "other": ("other", "muted"),

@@ -34,7 +34,7 @@ from titanmoe.open_session import NoLoader
 from titanmoe.ops import counter_rng
 from titanmoe.policy import PolicyLoss
 from titanmoe.rl.prompt_records import PromptRecord, Prompts, read_prompts
-from titanmoe.rl.rewards import Reward, Rewards
+from titanmoe.rl.rewards import START_S, Reward, Rewards
 from titanmoe.rl.rollouts import Rollout, advantages_and_weights, columns, summary
 from titanmoe.session import Session
 from titanmoe.train.run_folder import ROLLOUTS
@@ -42,7 +42,7 @@ from titanmoe.train.trainer import Trainer
 from titanmoe.train.training import Training
 
 MESSAGE_S = 10
-"""Seconds between messages while ranks wait for rewards; shorter than any timeout of a collective."""
+"""Most seconds between messages while ranks wait for rewards."""
 SHOWN = 4
 """Answers to held-out prompts that the console and the report show after an evaluation."""
 
@@ -196,8 +196,10 @@ class PolicyTrainer(Trainer):
         updates = min(rl.updates, self.training.steps - self.step)
         parts = [self.loader.take(rl.prompts_per_step) for _ in range(updates)]
         prompts = [prompt for part in parts for prompt in part]
+        observe.active.phase("generate", step)
         with self.live.loaded() as generator:
             rollouts = self._answer(generator, prompts, step, rl.answers, greedy=False)
+        observe.active.phase("forward_backward", step)
         seconds = time.monotonic() - begin
         rounds, size = [], rl.prompts_per_step * rl.answers
         for first in range(0, len(rollouts), size):
@@ -265,7 +267,7 @@ class PolicyTrainer(Trainer):
                 rollouts.append(self._rollout(record, generated))
                 if self.rewards:
                     futures.append(self.rewards.submit(record.text, rollouts[-1].text, record.record))
-        rewards = self._share_rewards(futures, step)
+        rewards = self._share_rewards(futures, step, "validation" if greedy else "reward")
         for rollout, reward in zip(rollouts, rewards, strict=True):
             rollout.reward = reward.value
         if self.rewards:
@@ -284,17 +286,30 @@ class PolicyTrainer(Trainer):
             text=continuation(self.prompts.tokenizer, record.ids, generated.content),
         )
 
-    def _share_rewards(self, futures: Sequence[Future[Reward]], step: int) -> list[Reward]:
-        """Return the rewards on every rank, once all are computed. Collective over the world."""
-        while True:
-            values: list[Any] = [None]
-            if self.rewards and not wait(futures, MESSAGE_S).not_done:
-                values = [[future.result() for future in futures]]
+    def _share_rewards(self, futures: Sequence[Future[Reward]], step: int, phase: str) -> list[Reward]:
+        """Return the rewards on every rank, once all are computed. Collective over the world.
+
+        Each message of rank 0 counts as progress, until no reward has come for longer than any may take.
+
+        Args:
+            futures: the rewards; none on other ranks than 0.
+            step: number of the step.
+            phase: name of the step's phase.
+        """
+        seconds, left, late_at = min(MESSAGE_S, self.training.timeout_s / 4), -1, 0.0
+        rewards: list[Reward] | None = None
+        while rewards is None:
+            message: list[Any] = [None, None]
+            if self.rewards:
+                not_done = wait(futures, seconds).not_done
+                message = [len(not_done), None if not_done else [future.result() for future in futures]]
             if self.session.group:
-                dist.broadcast_object_list(values, src=0, group=self.session.group)
-            if values[0] is not None:
-                break
-        (rewards,) = values
+                dist.broadcast_object_list(message, src=0, group=self.session.group)
+            now, before, (left, rewards) = time.monotonic(), left, message
+            if left != before:
+                late_at = now + START_S + self.config.rl.reward_timeout_s
+            if now < late_at:
+                observe.active.phase(phase, step)
         if problems := [reward.problem for reward in rewards if reward.problem]:
             text = f"{len(problems)} of {len(rewards)} answers got no reward and are left out: {problems[0]}"
             observe.active.event(step, "reward", text)

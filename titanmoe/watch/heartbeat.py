@@ -13,7 +13,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import NamedTuple
 
-PHASE_NAMES = ("starting", "data", "forward and backward", "norm and update", "between steps")
+PHASE_NAMES = ("starting", "data", "generate", "reward", "forward and backward", "norm and update", "between steps")
 STARTING, BETWEEN = 0, PHASE_NAMES.index("between steps")
 RUNNING, ENDED, FAILED = range(3)
 

@@ -56,7 +56,8 @@ def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
     )
 
 
-PHASE_NAME_OF = {"data": "data", "forward_backward": "forward and backward", "optimizer": "norm and update"}
+PHASE_NAME_OF = {name: name for name in ("data", "generate", "reward")}
+PHASE_NAME_OF |= {"forward_backward": "forward and backward", "optimizer": "norm and update"}
 
 
 class HeartbeatListener(Observer):

@@ -81,7 +81,8 @@ class StepTimes(Observer):
     """Observer that measures this rank's steps: seconds of computing, of reading data, and of waiting on each axis.
 
     A step lasts from the beginning of its first phase to the end of its update. Not measured are the time between
-    steps, such as a checkpoint or a validation, the first step of a process, and steps without an update.
+    steps, such as a checkpoint or a validation, generation and rewards and what is before them, the first step of a
+    process, and steps without an update.
 
     Only waits of our own code are measured. On a GPU, FSDP communicates on streams of its own: where computation has to
     wait for them, that counts as computing.
@@ -116,8 +117,12 @@ class StepTimes(Observer):
             self.step = step if step > self._first and step % self.timer.every == 0 else 0
             self._data, self._wait_begin, self.current_waits = None, None, []
             self._begin = self.mark() if self.step else None
+        elif name in ("generate", "reward"):
+            self._begin, self.current_waits = None, []
         elif name == "forward_backward" and self.step and self._data is None:
             self._data, self._data_waits, self.current_waits = self.mark(), self.current_waits, []
+            if self._begin is None:
+                self._begin, self._data_waits = self._data, []
         elif name not in ("forward_backward", "optimizer"):
             self.step = 0
 
