@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +138,9 @@ def test_several_updates_take_old_log_probabilities(replay: bool, prompts: Path,
     )
     of_steps = lines(tmp_path, "metrics.jsonl")
     ratios = [line["policy.ratio_p99"] - line["policy.ratio_p1"] for line in of_steps]
-    assert ratios[0] < 1e-9 < ratios[1] and ratios[2] < 1e-9 < ratios[3], "a round's second step has other weights"
+    assert ratios[0] < 1e-9 < ratios[1] and ratios[2] < 1e-9 < ratios[3], (
+        "the second step from the same answers has other weights"
+    )
 
 
 def test_the_divergence_is_from_the_weights_under_the_adapters(prompts: Path, tmp_path: Path) -> None:
@@ -150,6 +156,55 @@ def test_other_prompts_do_not_resume(prompts: Path, tmp_path: Path) -> None:
     changed.write_text(prompts.read_text().replace("ab", "ba"))
     with pytest.raises(Exception, match="the prompts of the run have changed since"):
         world.run(1, train, str(tmp_path), {"rl.prompts": [str(changed)]})
+
+
+def train_and_listen(folder: str, changes: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str]:
+    """On a rank: train, and return the full weights and what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        weights = train(folder, changes)
+    return weights, out.getvalue()
+
+
+def killed(folder: str, changes: dict[str, Any], where: str) -> None:
+    """On a rank: train until the process of rank 0 is killed in step 3 or 4."""
+    trainer = make_trainer(folder, changes)
+
+    def kill_after(step: int, owner: Any, name: str, calls: int) -> None:
+        whole, seen = getattr(owner, name), []
+
+        def struck(*args: Any, **kwargs: Any) -> Any:
+            seen.extend([name] * (trainer.step == step))
+            if len(seen) == calls:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return whole(*args, **kwargs)
+
+        setattr(owner, name, struck)
+
+    if trainer.session.rank:
+        pass
+    elif where == "generation":
+        kill_after(2, trainer.live.generator, "_advance", 9)  # after those of the evaluation
+    elif where == "reward":
+        kill_after(2, trainer.rewards, "submit", 5)  # likewise
+    else:  # gradients count the step
+        kill_after(4, trainer.session, "optim_step", 1)
+    trainer.train()
+
+
+@pytest.mark.parametrize(("where", "count"), [("generation", 0), ("reward", 0), ("second update", 18)])
+def test_a_killed_run_resumes_to_the_bit(where: str, count: int, prompts: Path, tmp_path: Path) -> None:
+    """Kill it while it generates, is rewarded, or makes the second step from the same answers."""
+    changes = {"rl.prompts": [str(prompts)], "rl.updates": 2, "optimizer.lr": 0.05}
+    changes |= {"parallelism.experts.ep": 2, "generation.parallelism.tp": 2}
+    weights = world.run(2, train, str(tmp_path / "calm"), changes)[0]
+    with pytest.raises(world.RankError):
+        world.run(2, killed, str(tmp_path / "struck"), changes, where)
+    assert [line["step"] for line in lines(tmp_path / "struck", "metrics.jsonl")][-1] == (3 if count else 2)
+    resumed, printed = world.run(2, train_and_listen, str(tmp_path / "struck"), changes)[0]
+    assert all(torch.equal(value, resumed[name]) for name, value in weights.items())
+    assert lines(tmp_path / "struck", ROLLOUTS) == lines(tmp_path / "calm", ROLLOUTS)
+    said = f"{count} answers of later steps, which no checkpoint has, are generated again"
+    assert (said in " ".join(printed.split())) == (count > 0)
 
 
 class Measured(PolicyTrainer):

@@ -2,8 +2,8 @@
 
 For every `rl.updates` steps the run's weights are copied by messages to a model that generates under a mapping of its
 own; it answers prompts, workers of rank 0 reward the answers as they are finished, and each step then learns from those
-of its own prompts. Checkpoints are made only between such rounds, and draws are functions of (seed, step, prompt,
-answer, position): so a run that resumes generates the answers that it would have generated.
+of its own prompts. No checkpoint is made while answers are left to learn from, and draws are functions of (seed, step,
+prompt, answer, position): so a run that resumes generates the answers that it would have generated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from titanmoe.rl.prompt_records import PromptRecord, Prompts, read_prompts
 from titanmoe.rl.rewards import START_S, Reward, Rewards
 from titanmoe.rl.rollouts import Rollout, advantages_and_weights, columns, summary
 from titanmoe.session import Session
-from titanmoe.train.run_folder import ROLLOUTS
+from titanmoe.train.run_folder import ROLLOUTS, read_records
 from titanmoe.train.trainer import Trainer
 from titanmoe.train.training import Training
 
@@ -135,13 +135,14 @@ class PolicyTrainer(Trainer):
             records=True,
             offloads=generation.offload_training,
         )
+        self.prepare_run, training.prepare = training.prepare, self._prepare
         self.ending = Stop(generation.max_tokens, tuple(generation.stop), tokenizer.decode)
         self.rewards = Rewards(config.rl) if self.session.rank == 0 else None
         rl = config.rl
         self.loss = PolicyLoss(
             clip_low=rl.clip_low, clip_high=rl.clip_high, level=rl.ratio, truncation=rl.truncation, truncate=rl.ratio
         )
-        self.rounds: list[tuple[Batch, dict[str, Any]]] = []
+        self.coming: list[tuple[Batch, dict[str, Any]]] = []
         """Batches of the coming steps, made from answers that are generated already, and metrics of these answers."""
 
     def train(self) -> int:
@@ -152,8 +153,21 @@ class PolicyTrainer(Trainer):
                 self.rewards.close()
 
     def _train(self) -> int:
-        self.rounds = []  # of steps after the checkpoint that the run may have gone back to
+        self.coming = []  # of steps after the checkpoint that the run may have gone back to
         return super()._train()
+
+    def _prepare(self, training: Training) -> dict[str, str]:
+        """Return lines of the header by label; a resumed run says how many answers it generates again."""
+        lines, rl, steps = {}, self.config.rl, 0
+        held_out = {prompt.number for prompt in self.prompts.held_out}
+        if self.session.rank == 0:
+            records = read_records(training.folder.path, ROLLOUTS)
+            begun = {one["step"] for one in records if one["step"] > self.step and one["prompt"] not in held_out}
+            steps = sum(min(rl.updates, training.steps - step + 1) for step in begun)
+        if steps:
+            count = steps * rl.prompts_per_step * rl.answers
+            lines["again"] = f"{count:,} answers of later steps, which no checkpoint has, are generated again"
+        return lines | self.prepare_run(training)
 
     def train_step(self) -> dict[str, Any]:
         """Generate answers if none are left, and make one step. Collective over the world.
@@ -164,9 +178,9 @@ class PolicyTrainer(Trainer):
         session, step, temperature = self.session, self.step + 1, self.config.generation.temperature
         observe.active.phase("data", step)
         self.loader.epoch_messages = []
-        if not self.rounds:
-            self.rounds = self._generate_round(step)
-        batch, metrics = self.rounds.pop(0)
+        if not self.coming:
+            self.coming = self._generate(step)
+        batch, metrics = self.coming.pop(0)
         report: dict[str, Any] = {}
         if batch.extra_fields["weight"].any():
             observe.active.phase("forward_backward", step)
@@ -183,14 +197,14 @@ class PolicyTrainer(Trainer):
         stop = torch.tensor(int(self.training.checkpoints.wants_to_stop()))
         if session.group:
             dist.all_reduce(stop, dist.ReduceOp.MAX, group=session.group)
-        self.stopping = bool(stop) and not self.rounds  # a checkpoint has no answers that were not learned from
+        self.stopping = bool(stop) and not self.coming  # a checkpoint has no answers that were not learned from
         interval = self.config.rl.eval_interval
         if report and interval and (self.step % interval == 0 or self.step >= self.training.steps):
             observe.active.phase("validation", self.step)
             report |= self._evaluate()
         return report
 
-    def _generate_round(self, step: int) -> list[tuple[Batch, dict[str, Any]]]:
+    def _generate(self, step: int) -> list[tuple[Batch, dict[str, Any]]]:
         """Generate answers for `rl.updates` steps, or those that are left; return their batches and metrics."""
         rl, begin = self.config.rl, time.monotonic()
         updates = min(rl.updates, self.training.steps - self.step)
@@ -201,13 +215,13 @@ class PolicyTrainer(Trainer):
             rollouts = self._answer(generator, prompts, step, rl.answers, greedy=False)
         observe.active.phase("forward_backward", step)
         seconds = time.monotonic() - begin
-        rounds, size = [], rl.prompts_per_step * rl.answers
+        coming, size = [], rl.prompts_per_step * rl.answers
         for first in range(0, len(rollouts), size):
             own = rollouts[first : first + size]
             metrics = summary(own) | {"rl.generate_s": seconds}
-            rounds.append((self._batch(own), metrics))
+            coming.append((self._batch(own), metrics))
             seconds = 0.0
-        return rounds
+        return coming
 
     def _batch(self, rollouts: Sequence[Rollout]) -> Batch:
         """Return the batch that a step learns from, the same on all ranks. Collective over the world."""

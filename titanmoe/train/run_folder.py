@@ -225,6 +225,15 @@ def rewind(folder: Path, step: int) -> None:
             os.replace(fresh, file)
 
 
+def read_records(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return the parsed lines of a JSONL file of a run, without one that was cut off by a kill; [] without the file."""
+    records = []
+    for line in _read_lines(folder, name) if (folder / name).exists() else []:
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
 def _read_lines(folder: Path, name: str) -> list[str]:
     with open(safe_files.open_in(folder, name), encoding="utf-8", errors="replace") as stream:
         return stream.read().splitlines(keepends=True)
