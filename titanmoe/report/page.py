@@ -35,6 +35,8 @@ WIDE = (854.0, 488.0)
 SHOWN_EVENTS = 200
 SHOWN_ANSWERS = 10
 """Number of last steps of a run whose answers are shown, after those of the first."""
+SHOWN_ROLLOUTS = 3
+"""Likewise of answers with rewards, which are more in a step."""
 FOLD_COLOURS = {"#008000": "c1", "#808000": "c2", "#800000": "event"}
 """Roles in place of a terminal's green, yellow and red, which are invisible on a dark page."""
 
@@ -56,6 +58,13 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
         "accuracy": curves_chart("Preferences", "fraction of pairs won", curves("preference.accuracy"), percent),
         "chosen": curves_chart("Reward of chosen completions", "nats times beta", curves("preference.chosen")),
         "rejected": curves_chart("Reward of rejected completions", "nats times beta", curves("preference.rejected")),
+        "reward": curves_chart("Reward", "mean of a step's answers", curves("rl.reward"), smoothed=True, marks=marks),
+        "val_reward": curves_chart("Reward of held-out prompts", "most probable answers", curves("val_reward")),
+        "length": curves_chart("Length of answers", "tokens, mean", curves("rl.length")),
+        "policy_entropy": curves_chart("Entropy of the policy", "nats per token", curves("policy.entropy")),
+        "clipped": curves_chart("Clipped", "fraction of tokens", curves("policy.clipped"), percent),
+        "policy_kl": curves_chart("KL to the weights under adapters", "nats per token", curves("policy.kl")),
+        "mismatch": curves_chart("Mismatch", "generator against trainer, nats", curves("policy.mismatch")),
         "kl": curves_chart("KL to the reference", "nats per completion, estimated", curves("preference.kl")),
         "grad_norm": curves_chart("Gradient norm", "before clipping", curves("grad_norm")),
         "max_logit": curves_chart("Largest attention logit", "worst layer", curves("max_logit")),
@@ -120,6 +129,7 @@ def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
         *_charts(charts),
         *_quizzes(runs),
         *_answers(runs),
+        *_rollouts(runs),
         *_loads(runs),
         *_ranks(runs),
         *_events(runs),
@@ -169,6 +179,7 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
             "steps": f"{last['step']:,}{of_steps}",
             "started (UTC)": escape(run.events[0]["time"][:16].replace("T", " ")) if run.events else "-",
             "training took": _format_or_dash(run.seconds, format_duration),
+            "reward": _format_or_dash(last.get("rl.reward"), lambda reward: f"{reward:.4f}"),
             "loss": "not finite" if last["loss"] is None else f"{last['loss']:.4f}",
             "tokens/s": _format_or_dash(run.median("tokens_per_s"), number),
             "MFU": _format_or_dash(run.median("mfu"), percent),
@@ -230,6 +241,22 @@ def _answers(runs: list[Run]) -> Iterator[str]:
         for event in answers[:1] + answers[1:][-SHOWN_ANSWERS:]:
             text = event["text"].partition("\n")[2]
             yield f"<tr><td>{event['step']:,}</td><td><pre>{escape(text)}</pre></td></tr>"
+        yield "</table></div>"
+
+
+def _rollouts(runs: list[Run]) -> Iterator[str]:
+    """Yield HTML with sampled answers of reinforcement learning and their rewards, step by step."""
+    for run in runs:
+        if not run.rollouts:
+            continue
+        steps = list(dict.fromkeys(line["step"] for line in run.rollouts))
+        shown = {*steps[:1], *steps[1:][-SHOWN_ROLLOUTS:]}
+        yield f"<h2>Answers and their rewards{f': {escape(run.name)}' if len(runs) > 1 else ''}</h2>"
+        yield '<div class="scroll"><table><tr><th>step</th><th>prompt</th><th>answer</th><th>reward</th></tr>'
+        for line in run.rollouts:
+            if line["step"] in shown:
+                texts = "".join(f"<td><pre>{escape(line[name])}</pre></td>" for name in ("text", "answer"))
+                yield f"<tr><td>{line['step']:,}</td>{texts}<td>{_format_or_dash(line.get('reward'), number)}</td></tr>"
         yield "</table></div>"
 
 

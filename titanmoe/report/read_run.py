@@ -25,7 +25,7 @@ from titanmoe.config.parse_json import MAX_DEPTH, TooDeep, parse_json
 from titanmoe.config.recipe import MAX_BYTES, Recipe, RecipeError, parse_recipe
 from titanmoe.config.schema import QUIZ_METRICS, Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
-from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, OLD_QUIZ, QUIZ, RANKS
+from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, OLD_QUIZ, QUIZ, RANKS, ROLLOUTS
 
 EVENT_TEXTS = ("kind", "text", "time")
 LARGE = 1e15
@@ -49,6 +49,8 @@ class Run:
     """Seconds of each rank without waiting, at busy_steps, (R, C)."""
     quiz: dict[str, dict[int, dict[str, np.ndarray]]] = field(default_factory=dict)
     """Each quantity of every quiz question, (Q,), by task and step."""
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    """The lines of rollouts.jsonl: answers of reinforcement learning."""
     config_text: str = ""
     config: Config | None = None
     """The run's config; None if this version cannot read it."""
@@ -139,8 +141,10 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
     times, time_warnings = _read_lines_if_exists(folder, RANKS, _accept_times)
     old_quiz, old_warnings = _read_lines_if_exists(folder, OLD_QUIZ, _accept_quiz)
     quiz, quiz_warnings = _read_lines_if_exists(folder, QUIZ, _accept_quiz)
+    rollouts, rollout_warnings = _read_lines_if_exists(folder, ROLLOUTS, _accept_rollout)
     warnings = [*warnings, *event_warnings, *load_warnings, *time_warnings, *old_warnings, *quiz_warnings]
-    run = Run(folder.resolve().name, folder, lines, events, warnings=warnings)
+    warnings += rollout_warnings
+    run = Run(folder.resolve().name, folder, lines, events, rollouts=rollouts, warnings=warnings)
     for line in [*old_quiz, *quiz]:
         run.quiz.setdefault(line["task"], {})[line["step"]] = {name: np.array(line[name]) for name in QUIZ_METRICS}
     for by_step in run.quiz.values():  # the questions may have changed when it resumed
@@ -277,6 +281,11 @@ def _accept_times(line: dict[str, Any]) -> dict[str, Any] | None:
     columns = [seconds.get(name) for name in ("compute", "data")] if isinstance(seconds, dict) else []
     fits = columns and all(isinstance(x, list) and x and all(map(_number, x)) for x in columns)
     return line if fits and len(columns[0]) == len(columns[1]) else None
+
+
+def _accept_rollout(line: dict[str, Any]) -> dict[str, Any] | None:
+    texts = all(isinstance(line.get(name), str) for name in ("text", "answer"))
+    return line if texts and (line.get("reward") is None or _number(line["reward"])) else None
 
 
 def _accept_quiz(line: dict[str, Any]) -> dict[str, Any] | None:
