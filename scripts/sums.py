@@ -1,12 +1,12 @@
 """Teach a small model sums by rewards alone, from an empty folder, and print how its mean reward rises.
 
-    mkdir new && cd new && python ../scripts/sums.py [--seeds 0 1 2 3 4] [--without-replay] [--table.field value ...]
+    mkdir new && cd new && python ../scripts/sums.py [--seeds 0 1 2 3 4] [--replay off rollout] [--table.field value]
 
-It takes two minutes per seed on 2 CPU cores, and as long again without replay. A first run of
+It takes two minutes per seed on 2 CPU cores, and as long for each further value of rl.replay. A first run of
 train_configs/rl_debug.toml trains a new model on the format alone (SFT), with answers that are random digits; a second
-one rewards right answers. Other options go to the second. Chance is 0.1, and so is every constant answer: each digit is
-right equally often. The script fails unless each run's mean reward is below 0.3 in its first 20 steps and above 0.8 in
-its last 20.
+one rewards right answers. Other options go to the second, such as --rl.updates 2 for --replay old. Chance is 0.1, and
+so is every constant answer: each digit is right equally often. The script fails unless each run's mean reward is below
+0.3 in its first 20 steps and above 0.8 in its last 20.
 """
 
 from __future__ import annotations
@@ -79,7 +79,13 @@ def learn_sums(name: str, seed: int, begin: str, options: list[str]) -> tuple[li
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a run for each; default 0")
-    parser.add_argument("--without-replay", action="store_true", help="a second run for each, with rl.replay = false")
+    parser.add_argument(
+        "--replay",
+        nargs="+",
+        default=["rollout"],
+        choices=["off", "old", "rollout"],
+        help="a run of each seed for each value of rl.replay; default rollout",
+    )
     parser.add_argument("--only-files", action="store_true", help=f"write {PROMPTS} and {FORMAT}, and train nothing")
     args, options = parser.parse_known_args()
     if not args.only_files and any(Path().iterdir()):
@@ -91,13 +97,12 @@ def main() -> int:
     rows, learned = [], True
     for seed in args.seeds:
         begin = learn_format(seed)
-        for replay in (True, False) if args.without_replay else (True,):
-            name = f"sums_{seed}" if replay else f"sums_{seed}_without_replay"
-            means, seconds = learn_sums(name, seed, begin, [*options, *([] if replay else ["--rl.replay", "false"])])
+        for replay in args.replay:
+            means, seconds = learn_sums(f"sums_{seed}_{replay}", seed, begin, ["--rl.replay", replay, *options])
             learned &= means[0] < 0.3 and means[-1] > 0.8
             curve = " ".join(f"{mean:.2f}" for mean in means)
-            rows.append(f"{seed:4}  {'yes' if replay else 'no ':6}  {seconds:7.0f}  {curve}")
-    print(f"\nseed  replay  seconds  mean reward of each {STEPS} steps; chance is 0.10")
+            rows.append(f"{seed:4}  {replay:7}  {seconds:7.0f}  {curve}")
+    print(f"\nseed  replay   seconds  mean reward of each {STEPS} steps; chance is 0.10")
     print("\n".join(rows))
     return 0 if learned else 1
 

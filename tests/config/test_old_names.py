@@ -118,6 +118,13 @@ def test_an_old_choice_is_read_in_a_record_and_refused_in_a_recipe(tmp_path: Pat
     assert f'activation_checkpoint.mode = "{old}"' in message and f": it is called {new} now" in message
 
 
+def test_booleans_that_became_choices_are_read_in_a_record_and_refused_in_a_recipe(tmp_path: Path) -> None:
+    for old, text, new in ((True, "true", "rollout"), (False, "false", "off")):
+        assert recorded(tmp_path / text, {"rl": {"replay": old}}) == {"rl.replay": new}
+        message = refusal(tmp_path, f"[rl]\nreplay = {text}\n")
+        assert f"rl.replay = {text} is not one of off, old, rollout: it is called {new} now" in message
+
+
 def test_every_new_choice_is_one() -> None:
     for path, values in old_names.OLD_VALUES.items():
         assert set(values.values()) <= set(fields()[path].choices) and not values.keys() & set(fields()[path].choices)

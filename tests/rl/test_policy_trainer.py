@@ -9,15 +9,19 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
 from tests import parity, world
 from tests.support.live_bytes import bytes_alive
+from titanmoe.data.batch import ROUTES, Batch
 from titanmoe.generate.loop import Generator
 from titanmoe.rl.policy_trainer import PolicyTrainer, PromptLoader
+from titanmoe.session import Session
+from titanmoe.tokens import NOT_RECORDED
 from titanmoe.train.run_folder import ROLLOUTS
 
 RUN: dict[str, Any] = {
@@ -130,17 +134,77 @@ def test_a_resumed_run_answers_the_same_prompts_alike(alone, prompts: Path, tmp_
     compare(folder, tmp_path, weights, others)
 
 
-@pytest.mark.parametrize("replay", [True, False])
-def test_several_updates_take_old_log_probabilities(replay: bool, prompts: Path, tmp_path: Path) -> None:
-    changes = {"rl.updates": 2, "rl.replay": replay, "optimizer.lr": 0.05, "rl.truncation": 0.0}
-    world.run(
-        4, train, str(tmp_path), MAPPINGS["tp 2 ep 4, generates tp 2 ep 2"] | changes | {"rl.prompts": [str(prompts)]}
-    )
-    of_steps = lines(tmp_path, "metrics.jsonl")
-    ratios = [line["policy.ratio_p99"] - line["policy.ratio_p1"] for line in of_steps]
-    assert ratios[0] < 1e-9 < ratios[1] and ratios[2] < 1e-9 < ratios[3], (
-        "the second step from the same answers has other weights"
-    )
+class Replayed(NamedTuple):
+    """Result of a run in which each round's second step meets routers that have changed."""
+
+    weights: dict[str, torch.Tensor]
+    ratios: list[float]
+    """Width of the ratio to the old policy, by step."""
+    given: list[torch.Tensor | None]
+    """Experts that the routers were given for all valid tokens, by step."""
+    fresh: list[torch.Tensor]
+    """Experts that they would choose themselves."""
+
+
+def replayed(folder: str, changes: dict[str, Any]) -> Replayed:
+    """On a rank: train two rounds of two steps, and record the experts."""
+    given, fresh, make = [], [], Session.forward_backward
+
+    def forward_backward(session: Session, batch: Batch, *args: Any, **options: Any) -> Any:
+        result = make(session, batch, *args, routes=True, **options)
+        routes = batch.extra_fields.get(ROUTES)
+        given.append(None if routes is None else routes[batch.valid_BS])
+        fresh.append(result.routes.experts_NSLK[batch.valid_BS])
+        return result
+
+    two = {"rl.updates": 2, "optimizer.lr": 0.05, "rl.truncation": 0.0, "rl.eval_interval": 0, "rl.held_out": 0}
+    with mock.patch.object(Session, "forward_backward", forward_backward):
+        weights = train(folder, two | {"checkpoint.enable": False} | changes)
+    of_steps = lines(Path(folder), "metrics.jsonl")
+    return Replayed(weights, [one["policy.ratio_p99"] - one["policy.ratio_p1"] for one in of_steps], given, fresh)
+
+
+@pytest.fixture(scope="module")
+def replayed_alone(prompts: Path, tmp_path_factory) -> dict[str, Replayed]:
+    """Runs on one rank, by rl.replay."""
+    return {
+        replay: world.run(
+            1, replayed, str(tmp_path_factory.mktemp(replay)), {"rl.prompts": [str(prompts)], "rl.replay": replay}
+        )[0]
+        for replay in ("off", "old", "rollout")
+    }
+
+
+def test_the_experts_are_the_routers_own_those_of_the_old_policy_or_those_of_the_generator(
+    replayed_alone: dict[str, Replayed],
+) -> None:
+    """In float64 generator and old policy choose the same experts, so the two kinds of replay make the same run."""
+    off, old, rollout = replayed_alone.values()
+    assert off.given == [None] * 4
+    for step in range(4):
+        is_recorded = rollout.given[step] != NOT_RECORDED
+        assert (~is_recorded).any(), "the generator has no route of the last token of an answer"
+        assert torch.equal(old.given[step][is_recorded], rollout.given[step][is_recorded])
+        assert (old.given[step] >= 0).all(), "the old policy has one"
+        assert torch.equal(old.given[step], old.fresh[step]) == (step in (0, 2)), "a second step's routers have changed"
+    for run in replayed_alone.values():
+        assert run.ratios[0] < 1e-9 < run.ratios[1] and run.ratios[2] < 1e-9 < run.ratios[3]
+    for name, value in old.weights.items():
+        torch.testing.assert_close(rollout.weights[name], value, rtol=1e-9, atol=1e-11, msg=name)
+    assert not all(torch.allclose(off.weights[name], value, atol=1e-6) for name, value in old.weights.items())
+
+
+@pytest.mark.parametrize("replay", ["old", "rollout"])
+@pytest.mark.parametrize("mapping", [*MAPPINGS][:2])
+def test_replayed_experts_are_those_of_one_rank_under_any_mapping(
+    mapping: str, replay: str, replayed_alone: dict[str, Replayed], prompts: Path, tmp_path: Path
+) -> None:
+    changes = MAPPINGS[mapping] | {"rl.prompts": [str(prompts)], "rl.replay": replay}
+    got, expected = world.run(4, replayed, str(tmp_path), changes)[0], replayed_alone[replay]
+    for mine, theirs in zip(got.given + got.fresh, expected.given + expected.fresh, strict=True):
+        assert torch.equal(mine, theirs)
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(got.weights[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
 def test_the_divergence_is_from_the_weights_under_the_adapters(prompts: Path, tmp_path: Path) -> None:

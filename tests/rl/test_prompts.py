@@ -174,6 +174,12 @@ def test_five_problems_stand_for_all(folder: Path) -> None:
         ({"rl.held_out": 2}, "rl.eval_interval = 0 and rl.held_out = 2: set both, or none"),
         ({"rl.eval_interval": 2}, "rl.eval_interval = 2 and rl.held_out = 0: set both, or none"),
         ({"rl.kl": 0.1}, "there are none: set lora.rank, or kl = 0"),
+        (
+            {"rl.replay": "old"},
+            'rl.replay = "old" with rl.updates = 1 gives the experts that the routers choose anyway',
+        ),
+        ({"rl.replay": "R2"}, "is not one of off, old, rollout"),
+        ({"rl.replay": True}, "is not one of off, old, rollout: it is called rollout now"),
         ({"rl.updates": 3, "checkpoint.enable": True, "checkpoint.interval": 4}, "no multiple of rl.updates = 3"),
         (
             {

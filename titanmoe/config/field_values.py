@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from titanmoe.config import ranges
 from titanmoe.config.fields import Field, fields, tables, toml_value
-from titanmoe.config.old_names import OLD_VALUES
+from titanmoe.config.old_names import new_value
 from titanmoe.config.recipe import parse_toml
 
 SAMPLES: dict[type, list] = {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"], dict: [{"match": ["a"]}]}
@@ -81,7 +81,7 @@ def shorten(text: str) -> str:
 
 
 def _correction(value: Any, target: Field) -> str:
-    if isinstance(value, str) and (new := OLD_VALUES.get(target.path, {}).get(value)):
+    if new := new_value(target.path, value):
         return f": it is called {new} now"
     if target.choices:
         near = closest(value if isinstance(value, str) else toml_value(value), target.choices)

@@ -47,6 +47,7 @@ OLD_NAMES: dict[str, NewName | Removed] = {
 
 OLD_VALUES: dict[str, dict[str, str]] = {
     "activation_checkpoint.mode": {"full_but_rows": "full_except_dispatch"},
+    "rl.replay": {"true": "rollout", "false": "off"},
 }
 """The new name of a choice by its old one, by the path of the option."""
 
@@ -65,10 +66,21 @@ def rename(config: dict[str, Any]) -> None:
         if value is None or isinstance(new, Removed) or (value := _converted(new, value)) is None:
             continue
         _table(config, new.path, create=True).setdefault(new.path.rpartition(".")[2], value)
-    for path, new_values in OLD_VALUES.items():
+    for path in OLD_VALUES:
         table, name = _table(config, path), path.rpartition(".")[2]
-        if isinstance(value := table.get(name), str) and value in new_values:
-            table[name] = new_values[value]
+        if new := new_value(path, table.get(name)):
+            table[name] = new
+
+
+def new_value(path: str, value: Any) -> str:
+    """Return the present name of a choice that is given by its old one; "" if it is none.
+
+    Args:
+        path: the path of the option.
+        value: a text, or a boolean of an option that has choices by now.
+    """
+    text = toml_value(value) if isinstance(value, bool) else value
+    return OLD_VALUES.get(path, {}).get(text, "") if isinstance(text, str) else ""
 
 
 def _table(config: dict[str, Any], path: str, create: bool = False) -> dict[str, Any]:

@@ -381,8 +381,8 @@ class RL:
     """What is learned from answers that end at generation.max_tokens. keep: as from others. mask: nothing, though their rewards count in the mean of their prompt."""
     cut_penalty: Annotated[float, NOT_NEGATIVE] = 0.0
     """Subtracted from the reward of an answer that ends at generation.max_tokens."""
-    replay: bool = True
-    """Whether training takes the experts that the generator chose (arXiv 2510.11370), so that both have the same probabilities."""
+    replay: Literal["off", "old", "rollout"] = "rollout"
+    """Which experts training sends the answers' tokens to. rollout: those that the generator chose (R3, arXiv 2510.11370), so that both have the same probabilities. old: those that the trainer chose itself when it computed the old log-probabilities (R2), with updates above 1. off: those that the routers choose at each step."""
 
 
 @dataclass

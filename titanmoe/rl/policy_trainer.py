@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titanmoe import observe
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import Batch
+from titanmoe.data.batch import ROUTES, Batch
 from titanmoe.data.shuffle import permute
 from titanmoe.generate.live_generator import LiveGenerator
 from titanmoe.generate.loop import Generated, Generator, Prompt, Stop
@@ -227,14 +228,18 @@ class PolicyTrainer(Trainer):
         """Return the batch that a step learns from, the same on all ranks. Collective over the world."""
         config, rl, session = self.config, self.config.rl, self.session
         values = advantages_and_weights(rollouts, rl, config.generation.max_tokens)
-        batch = session.batch(**columns(rollouts, *values, config.training.seq_len, rl.replay))
-        temperature, more = config.generation.temperature, {}
-        if rl.updates > 1:
-            more["old"] = session.log_probs(batch, temperature=temperature).cpu()
+        batch = session.batch(**columns(rollouts, *values, config.training.seq_len, rl.replay == "rollout"))
+        temperature = config.generation.temperature
+        if rl.replay == "old":
+            old, routes = session.log_probs_and_routes(batch, temperature=temperature)
+            batch = _with_columns(batch, {"old": old.cpu(), ROUTES: routes.experts_NSLK})
+        elif rl.updates > 1:
+            batch = _with_columns(batch, {"old": session.log_probs(batch, temperature=temperature).cpu()})
         if rl.kl:
-            more["reference"] = session.log_probs(batch, temperature=temperature, adapters=False).cpu()
-            more["kl_weight"] = rl.kl * batch.extra_fields["weight"]
-        return batch._replace(extra_fields=batch.extra_fields | more)
+            reference = session.log_probs(batch, temperature=temperature, adapters=False).cpu()
+            weight = rl.kl * batch.extra_fields["weight"]
+            batch = _with_columns(batch, {"reference": reference, "kl_weight": weight})
+        return batch
 
     def _evaluate(self) -> dict[str, Any]:
         """Return the mean reward of the most probable answers to the held-out prompts. Collective over the world.
@@ -342,3 +347,7 @@ class PolicyTrainer(Trainer):
                 record, reward = records[one.prompt], None if math.isnan(one.reward) else one.reward
                 line = {"step": step, "prompt": record.number, "text": record.text, "answer": one.text}
                 print(json.dumps(line | {"is_cut": one.is_cut, "reward": reward}), file=file)
+
+
+def _with_columns(batch: Batch, columns: dict[str, Tensor]) -> Batch:
+    return batch._replace(extra_fields=batch.extra_fields | columns)

@@ -77,6 +77,12 @@ def contradictions(config: Config) -> Iterator[Violation]:
             f"rl.kl = {rl.kl} keeps the model near the weights under its adapters, and there are none: set lora.rank, "
             "or kl = 0",
         )
+    if rl.replay == "old" and rl.updates == 1:
+        yield Violation(
+            ("rl.replay", "rl.updates"),
+            'rl.replay = "old" with rl.updates = 1 gives the experts that the routers choose anyway, because no step '
+            'lies between: use replay = "off", or updates = 2 or more',
+        )
     checkpoint, seq_len = config.checkpoint, config.training.seq_len
     if generation.max_tokens >= seq_len:
         yield Violation(
