@@ -134,8 +134,15 @@ def read_samples(config: Config) -> SamplePrompts:
     ]
     problems: list[str] = []
     if samples.path:
-        read, problems = _read_file(samples.path)
-        prompts += read
+        for place, record in read_json_lines(samples.path, "validation.samples.path", problems):
+            try:
+                prompts.append((place, read_prompt(record)))
+            except ValueError as error:
+                problems.append(f"{place}: {error}")
+        if len(prompts) == len(samples.prompts) and not problems:
+            problems.append(
+                f"{samples.path} has no prompts: give it lines of JSON, or leave out validation.samples.path"
+            )
     tokenizer, of_chats = _tokenizer_of_data(config)
     as_chat = samples.format == "chat" or (samples.format == "auto" and of_chats)
     chat = None
@@ -171,22 +178,26 @@ def _encode(prompt: str | Messages, tokenizer: Tokenizer, chat: ChatEncoder | No
     return chat.encode_prompt(prompt).tolist()
 
 
-def _read_file(path: str) -> tuple[list[tuple[str, str | Messages]], list[str]]:
-    """Return the prompts of a JSONL file, each with its place for messages, and one line for each problem."""
+def read_json_lines(path: str, option: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield place, for messages, and contents of each line of a JSONL file that is not empty.
+
+    Args:
+        path: the file.
+        option: name of the option that has the path, for messages.
+        problems: list that gets a message for each line that cannot be read.
+    """
     try:
         lines = Path(path).expanduser().read_bytes().splitlines()
     except OSError as error:
-        return [], [f"validation.samples.path: {Path(path).expanduser().absolute()}: {error.strerror}"]
-    prompts, problems = [], []
+        problems.append(f"{option}: {Path(path).expanduser().absolute()}: {error.strerror}")
+        return
     for number, line in enumerate(lines, 1):
+        place = f"{path}:{number}"
         try:
             if line.strip():
-                prompts.append((f"{path}:{number}", read_prompt(parse_json(line))))
+                yield place, parse_json(line)
         except ValueError as error:
-            problems.append(f"{path}:{number}: {error}")
-    if not prompts and not problems:
-        problems.append(f"{path} has no prompts: give it lines of JSON, or leave out validation.samples.path")
-    return prompts, problems
+            problems.append(f"{place}: {error}")
 
 
 def read_prompt(record: Any) -> str | Messages:

@@ -10,17 +10,16 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanmoe.config.load import ConfigError
-from titanmoe.config.parse_json import parse_json
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
 
 if TYPE_CHECKING:  # titanmoe.components imports this module for every command, which may not need numpy
     from titanmoe.data.chat import ChatEncoder
     from titanmoe.data.tokenizer import Tokenizer
+    from titanmoe.generate.prompts import Messages
 
 
 class PromptRecord(NamedTuple):
@@ -144,46 +143,28 @@ def read_prompts(config: Config) -> Prompts:
     """Return the prompts of [rl]; ConfigError with everything that is wrong with them."""
     from titanmoe.data.chat import open_chat_encoder
     from titanmoe.data.tokenizer import open_tokenizer
-    from titanmoe.generate.prompts import read_prompt, with_begin
+    from titanmoe.generate.prompts import read_json_lines, read_prompt
 
     rl, longest = config.rl, config.training.seq_len - config.generation.max_tokens
     tokenizer = open_tokenizer(config.data.tokenizer)
     chat: ChatEncoder | None = None
     records: list[PromptRecord] = []
     problems: list[str] = []
-    for place, record in _records(rl.prompts, problems):
-        try:
-            prompt = read_prompt(record)
-            json.dumps(prompt, ensure_ascii=False).encode()  # each tokenizer fails in its own way
-            if isinstance(prompt, str):
-                ids, text = tokenizer.encode_all([prompt])[0].tolist(), prompt
-            else:
-                chat = chat or open_chat_encoder(config.data.chat_template, tokenizer)
-                ids, text = chat.encode_prompt(prompt).tolist(), str(prompt[-1].get("content"))
-            if rl.reward == "regex":
-                re.compile(str(record.get("solution")))
-        except ConfigError:  # of the chat template
-            raise
-        except UnicodeEncodeError:
-            problems.append(f"{place} has half of a surrogate pair, which is no character: leave it out")
-            continue
-        except re.error as error:
-            problems.append(f'{place} has a "solution" that is no regular expression: {error}')
-            continue
-        except ValueError as error:
-            problems.append(f"{place} {error}")
-            continue
-        ids = with_begin(ids, tokenizer)
-        if not ids:
-            problems.append(f"{place} is empty, and the tokenizer has no begin mark: give it some text")
-        if len(ids) > longest:
-            problems.append(
-                f"{place} has {len(ids):,} tokens, more than training.seq_len - generation.max_tokens = {longest:,}: "
-                "shorten it, or raise seq_len"
-            )
-        if rl.reward in ("exact", "regex") and "solution" not in record:
-            problems.append(f'{place} has no "solution", which rl.reward = "{rl.reward}" compares answers with')
-        records.append(PromptRecord(len(records), text, ids, record))
+    for path in rl.prompts:
+        for place, record in read_json_lines(path, "rl.prompts", problems):
+            try:
+                if not isinstance(record, dict):
+                    raise ValueError('is not like {"prompt": "..."}')
+                prompt = read_prompt(record)
+                if isinstance(prompt, list):
+                    chat = chat or open_chat_encoder(config.data.chat_template, tokenizer)
+                text, ids = _encode(prompt, tokenizer, chat, longest)
+                _check_solution(record, rl.reward)
+                records.append(PromptRecord(len(records), text, ids, record))
+            except ConfigError:  # of the chat template
+                raise
+            except ValueError as error:
+                problems.append(f"{place} {error}")
     if len(problems) > 5:
         problems = [*problems[:5], f"and {len(problems) - 5} more lines like these"]
     trained, held_out = [], []
@@ -206,21 +187,49 @@ def read_prompts(config: Config) -> Prompts:
     return Prompts(trained, held_out, tokenizer, ends, digest)
 
 
-def _records(paths: list[str], problems: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield place and contents of each line of JSONL files; add to `problems` for those that cannot be read."""
-    for path in paths:
+def _check_solution(record: dict[str, Any], reward: str) -> None:
+    """Raise a ValueError if a record has no "solution" that a built-in reward can compare answers with.
+
+    Args:
+        record: the line of the file.
+        reward: the recipe's rl.reward.
+    """
+    if reward in ("exact", "regex") and "solution" not in record:
+        raise ValueError(f'has no "solution", which rl.reward = "{reward}" compares answers with')
+    if reward == "regex":
         try:
-            lines = Path(path).expanduser().read_bytes().splitlines()
-        except OSError as error:
-            problems.append(f"rl.prompts: {Path(path).expanduser().absolute()}: {error.strerror}")
-            continue
-        for number, line in enumerate(lines, 1):
-            try:
-                record = parse_json(line) if line.strip() else None
-            except ValueError as error:
-                problems.append(f"{path}:{number}: {error}")
-                continue
-            if isinstance(record, dict):
-                yield f"{path}:{number}", record
-            elif record is not None:
-                problems.append(f'{path}:{number} is not like {{"prompt": "..."}}')
+            re.compile(str(record["solution"]))
+        except re.error as error:
+            raise ValueError(f'has a "solution" that is no regular expression: {error}') from None
+
+
+def _encode(
+    prompt: str | Messages, tokenizer: Tokenizer, chat: ChatEncoder | None, longest: int
+) -> tuple[str, list[int]]:
+    """Return a prompt's text, of a chat its last message, and its token ids; ValueError if it cannot be answered.
+
+    Args:
+        prompt: the prompt.
+        tokenizer: the tokenizer.
+        chat: the chat template; not None if the prompt is a chat.
+        longest: the most tokens that it may have.
+    """
+    from titanmoe.generate.prompts import with_begin
+
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()  # each tokenizer fails in its own way
+    except UnicodeEncodeError:
+        raise ValueError("has half of a surrogate pair, which is no character: leave it out") from None
+    if isinstance(prompt, str):
+        text, ids = prompt, tokenizer.encode_all([prompt])[0].tolist()
+    else:
+        text, ids = str(prompt[-1].get("content")), chat.encode_prompt(prompt).tolist()
+    ids = with_begin(ids, tokenizer)
+    if not ids:
+        raise ValueError("is empty, and the tokenizer has no begin mark: give it some text")
+    if len(ids) > longest:
+        raise ValueError(
+            f"has {len(ids):,} tokens, more than training.seq_len - generation.max_tokens = {longest:,}: shorten it, "
+            "or raise seq_len"
+        )
+    return text, ids
