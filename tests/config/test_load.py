@@ -165,6 +165,8 @@ def test_problems_of_every_source_come_together(recipe):
         ("[metrics]\nlog_freq = 3\n", 2, "unknown key metrics.log_freq: did you mean metrics.log_every?"),
         ("[training]\nnum_epochs = 3\n", 2, "unknown key training.num_epochs: did you mean training.epochs?"),
         ("steps = 3\n", 1, "unknown key steps: did you mean training.steps?"),
+        ("[generation]\ntop_p = 0.9\n", 2, "unknown key generation.top_p: answers are drawn from all ids"),
+        ("[rl]\ntop_k = 20\n", 2, "unknown key rl.top_k: answers are drawn from all ids"),
         ("[checkpoint]\nlocal = 0\n", 2, "unknown key checkpoint.local: a run no longer keeps copies in the"),
         ('[checkpoint]\nlocal_folder = "/a"\n', 2, "unknown key checkpoint.local_folder: a run no longer keeps copies"),
         ("\ntraining = 3\n", 2, "training = 3 is not a table: write [training] and its fields below"),

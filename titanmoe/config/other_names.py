@@ -225,6 +225,11 @@ _ADVICE = {
     "checkpoint.initial_load_in_hf": "--model.hf FOLDER",
     "checkpoint.last_save_in_hf": "titanmoe convert --to-hf does that afterwards",
     "metrics.enable_wandb": "--metrics.wandb PROJECT",
+    **dict.fromkeys(
+        ("top-p", "generation.top_p", "generation.top_k", "generation.min_p", "rl.top_p", "rl.top_k"),
+        "answers are drawn from all ids, because the loss takes the probabilities among all of them: leave it out, or "
+        "lower generation.temperature",
+    ),
     "lora.use_dora": "DoRA is not implemented, only plain LoRA: leave it out",
     "lora.dora": "DoRA is not implemented, only plain LoRA: leave it out",
     "lora.load_in_4bit": "a quantised base is not implemented: weights are in training.mixed_precision_param",
