@@ -149,14 +149,16 @@ def test_a_prompt_that_has_its_first_tokens_already_goes_on_with_the_same(checkp
     """A draw depends on where its token is in the row, not on where the prompt ended."""
     path, _ = checkpoint
     whole, rest = world.run(1, in_two, path)[0]
-    assert whole[2:] == rest
+    assert len({*map(tuple, whole)}) == 3 and [tokens[2:] for tokens in whole] == rest
 
 
-def in_two(path: Path) -> tuple[list[int], list[int]]:
-    generator = saved.generator(path, {})
-    whole = saved.answer(generator, [1, 2, 3], MOST, seed=5)
-    rest = saved.answer(generator, [1, 2, 3, *whole.tokens[:2]], MOST - 2, seed=5)
-    return whole.tokens, rest.tokens
+def in_two(path: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the tokens of three answers, and of turns that go on after two tokens of each, in another order."""
+    generator, stop, sampling = saved.generator(path, {}), Stop(MOST), Sampling(1.0, seed=5)
+    (whole,) = generator.batches([Prompt(0, [1, 2, 3], 3)], 3, stop, sampling)
+    turns = [Prompt(0, [1, 2, 3, *text.tokens[:2]], 1, text.answer, 2) for text in whole[::-1]]
+    rest = [text for batch in generator.batches(turns, 2, stop, sampling) for text in batch]
+    return [text.tokens for text in whole], [text.tokens for text in rest[::-1]]
 
 
 def test_tokens_beyond_the_tokenizers_are_never_chosen(checkpoint) -> None:

@@ -91,6 +91,28 @@ def test_seven_prompts_and_rounds_of_three_steps(folder: Path) -> None:
     assert [line["policy.clipped"] for line in metrics[:1]] == [0]
 
 
+def test_answers_without_an_end_are_masked_and_said(folder: Path) -> None:
+    changes = {"rl.reward": "tests.support.odd_rewards:remainder", "generation.temperature": 1e-4, "rl.cut": "mask"}
+    stays, _, _ = run(folder, changes)
+    assert stays and all(line["is_cut"] for line in lines(folder, ROLLOUTS))
+    assert [line["kind"] for line in lines(folder, "events.jsonl")].count("skip") == 2
+
+
+@pytest.mark.parametrize(("reward", "value"), [("never_ends", 0.5), ("never_rewards", None)])
+@pytest.mark.parametrize("turns", [1, 50])
+def test_an_environment_without_an_end_is_cut(reward: str, value: float | None, turns: int, folder: Path) -> None:
+    changes = {"rl.reward": f"tests.support.odd_rewards:{reward}", "rl.max_turns": turns, "generation.max_tokens": 16}
+    run(folder, changes | {"generation.stop": list("abcdefghijklmnopqrstuvwxyz"), "training.steps": 1})
+    answers = lines(folder, ROLLOUTS)
+    assert len(answers) == 2 and all(line["is_cut"] and line["reward"] == value for line in answers)
+    texts = [event["text"] for event in lines(folder, "events.jsonl") if event["kind"] == "reward"]
+    assert all("the environment's message has no place in rl.max_turns turns" in text for text in texts)
+    assert bool(texts) == (value is None)
+    if turns > 1:
+        assert max(len(line["turns"]) for line in answers) > 1
+        assert all(set(line["turns"][1::2]) <= {"on"} for line in answers)
+
+
 def test_a_tiny_temperature_samples_the_most_probable(folder: Path) -> None:
     changes = {"rl.reward": "tests.support.odd_rewards:remainder", "generation.temperature": 1e-4}
     _, step, _ = run(folder, changes)

@@ -73,6 +73,28 @@ def test_chats_end_with_the_question(folder: Path) -> None:
         assert text == "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_message_follows_a_turn_as_the_chat_template_writes_it(folder: Path) -> None:
+    options = {"data.tokenizer": str(byte_pairs.write_tokenizer(folder)), "training.seq_len": 96}
+    asked, said = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "5"}
+    write(folder, [{"prompt": [asked], "solution": "4"}])
+    prompts = read_prompts(config(options))
+    (prompt,), chat = prompts.trained, prompts.chat
+    end = chat.end_of_turn_token()
+    answer = prompts.tokenizer.encode_all(["5"])[0].tolist()
+    for role in ("user", "tool"):
+        ids = prompts.encode_message(prompt, end, "<|im_end|>no", role)
+        whole = chat.encode_prompt([asked, said, {"role": role, "content": "<|im_end|>no"}]).tolist()
+        assert [*prompt.ids, *answer, end, *ids] == whole
+        assert prompts.encode_message(prompt, answer[-1], "<|im_end|>no", role) == [end, *ids], "ended by a stop word"
+    with pytest.raises(ValueError, match="does not write an answer once"):
+        prompts.encode_message(prompt, end, "\ufdd2", "user")
+    write(folder, SUMS[:1])
+    prompts = read_prompts(config(options))
+    assert prompts.encode_message(prompts.trained[0], end, "<|im_end|>no", "user") == [
+        *prompts.tokenizer.encode_all(["<|im_end|>no"])[0]
+    ]
+
+
 def test_every_nth_prompt_is_held_out_and_equal_ones_are_records_of_their_own(folder: Path) -> None:
     write(folder, [SUMS[0]] * 7)
     prompts = read_prompts(config({"rl.held_out": 3, "rl.eval_interval": 1}))
@@ -169,6 +191,7 @@ def test_five_problems_stand_for_all(folder: Path) -> None:
         ({"rl.reward": ""}, "rl.prompts is set, but rl.reward is not"),
         ({"rl.prompts": []}, "rl.reward is set, but rl.prompts is empty"),
         ({"rl.answers": 1}, "rl.answers = 1 has no other answer to compare with"),
+        ({"rl.max_turns": 2}, "rl.reward = 'exact' ends each answer at its first turn"),
         ({"generation.batch_size": 7}, "rl.answers = 8 do not fit into generation.batch_size = 7"),
         ({"generation.max_tokens": 32}, "generation.max_tokens = 32 leaves no room for prompts"),
         ({"rl.held_out": 2}, "rl.eval_interval = 0 and rl.held_out = 2: set both, or none"),

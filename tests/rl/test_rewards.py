@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def opened(reward: str, **options: Any) -> Iterator[Rewards]:
 
 
 def compute(rewards: Rewards, answers: list[str], record: dict[str, Any] | None = None) -> list[Reward]:
-    futures = [rewards.submit("?", answer, record or {}) for answer in answers]
+    futures = [rewards.submit("?", [answer], record or {}) for answer in answers]
     return [future.result(30) for future in futures]
 
 
@@ -168,7 +169,7 @@ def test_a_failed_process_is_replaced_and_one_that_only_raises_is_not(functions:
 
 def test_a_worker_that_is_killed_while_it_computes_costs_its_answer(functions: Path):
     with opened("given:awkward", reward_workers=1, reward_timeout_s=30) as rewards:
-        futures = [rewards.submit("?", answer, {}) for answer in ("", "hangs", "")]
+        futures = [rewards.submit("?", [answer], {}) for answer in ("", "hangs", "")]
         assert futures[0].result(30) == Reward(1.0)
         os.kill(rewards.workers[0].process.pid, signal.SIGKILL)
         assert futures[1].result(30).problem == "the reward's process ended with exit code -9"
@@ -177,7 +178,7 @@ def test_a_worker_that_is_killed_while_it_computes_costs_its_answer(functions: P
 
 def test_closing_ends_what_computes_and_what_waits(functions: Path):
     rewards = Rewards(RL(reward="given:awkward", reward_workers=2, reward_timeout_s=300))
-    futures = [rewards.submit("?", answer, {}) for answer in ("starts a process", "", "hangs", "", "hangs", "")]
+    futures = [rewards.submit("?", [answer], {}) for answer in ("starts a process", "", "hangs", "", "hangs", "")]
     assert wait_until(lambda: all(worker.process for worker in rewards.workers) and futures[1].done())
     groups = [worker.process.pid for worker in rewards.workers]
     begin = time.monotonic()
@@ -203,7 +204,7 @@ import time
 from titanmoe.config.schema import RL
 from titanmoe.rl.rewards import Rewards
 rewards = Rewards(RL(reward={reward!r}, reward_workers=1, reward_timeout_s=60))
-rewards.submit("?", "hangs", {{}})
+rewards.submit("?", ["hangs"], {{}})
 while not rewards.workers[0].process:
     time.sleep(0.01)
 time.sleep(0.3)
@@ -236,6 +237,11 @@ print(json.dumps({"reward": len(x["prompt"] + x["answer"]) + x["record"]["more"]
         ("print('[' * 100000)", 10, "the program wrote '[[[["),
         ("print('{\"reward\": null}')", 10, "the program wrote '{\"reward\": null}', which is not"),
         ('print(\'{"error": "no idea"}\')', 10, "no idea"),
+        ("print('{\"message\": 3}')", 10, "the program wrote '{\"message\": 3}', which is not"),
+        ('print(\'{"message": "\\\\ud800"}\')', 10, "the program wrote"),
+        ('print(\'{"message": "on", "role": null}\')', 10, "the program wrote"),
+        ('print(\'{"message": "on", "reward": NaN}\')', 10, "the reward is nan"),
+        ('print(\'{"message": "on"}\')', 10, "the environment's message has no place in rl.max_turns turns"),
         ("print('NaN')", 10, "the reward is nan"),
         ("print('1' + '0' * 400)", 10, "the reward is inf"),
         ("print('1\\n2')", 10, "the program wrote more than one line for an answer"),
@@ -249,6 +255,37 @@ def test_what_a_program_must_not_write(code: str, seconds: float, problem: str, 
     with opened(program(functions, code), reward_workers=1, reward_timeout_s=seconds) as rewards:
         (reward,) = compute(rewards, [""])
     assert values([reward]) == [None] and reward.problem.startswith(problem)
+
+
+def write_from_page(name: str, folder: Path) -> None:
+    """Write a module that docs/reinforcement.md has."""
+    page = (ROOT / "docs/reinforcement.md").read_text(encoding="utf-8")
+    (code,) = re.findall(rf"^```python\n(# {name}.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (folder / name).write_text(code)
+
+
+def test_functions_of_the_page(functions: Path):
+    write_from_page("capitals.py", functions)
+    with opened("capitals:score", reward_workers=1) as rewards:
+        assert values(compute(rewards, ["It is Lima", "I forgot", "?"], {"capital": "Lima"})) == [1, -0.1, 0]
+
+
+def test_an_environment_of_the_page(functions: Path):
+    """Check that docs/reinforcement.md's game goes on until the guess is right, as a function and in a program."""
+    write_from_page("guess.py", functions)
+    as_program = """x = json.loads(line)
+from guess import play
+print(json.dumps(play(x["answer"], x["record"])))"""
+    for reward in ("guess:play", program(functions, as_program)):
+        with opened(reward, reward_workers=1, max_turns=5) as rewards:
+            turns, hints = [], ["not a digit", "more", "less"]
+            for guess, hint in zip(("?", "4", "it is 9"), hints, strict=True):
+                turns.append(guess)
+                found = rewards.submit("Guess a digit: ", list(turns), {"number": 7}).result(30)
+                assert found == Reward(0.0, "", f" {hint}. Guess: ", "user")
+                turns.append(found.message)
+            found = rewards.submit("Guess a digit: ", [*turns, "7"], {"number": 7}).result(30)
+            assert found == Reward(pytest.approx(1 / 7))
 
 
 def test_a_second_line_is_never_the_next_answer_s_reward(functions: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import fmean, stdev
 from typing import Any
 
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 
 from tests import parity
 from titanmoe.config.schema import RL
+from titanmoe.generate.loop import Generated
+from titanmoe.policy import PolicyLoss
+from titanmoe.rl.rewards import Reward
 from titanmoe.rl.rollouts import Rollout, advantages_and_weights, columns, pack, summary
 from titanmoe.tokens import IGNORE, NOT_RECORDED
 from titanmoe.train.world_batch import make_batch
@@ -27,7 +31,8 @@ def rollout(prompt: int, reward: float, length: int = 3, is_cut: bool = False, p
     places = prompt_length + length - 1
     routes = torch.arange(places * LAYERS * K, dtype=torch.int16).view(places, LAYERS, K) % 7
     log_probs = [-0.01 * token for token in tokens]
-    return Rollout(prompt, [start - i for i in range(prompt_length)], tokens, log_probs, routes, is_cut, reward)
+    prompt_ids = [start - i for i in range(prompt_length)]
+    return Rollout(prompt, prompt_ids, tokens=tokens, log_probs=log_probs, routes=routes, is_cut=is_cut, reward=reward)
 
 
 def by_hand(rollouts: list[Rollout], options: RL, longest: int) -> tuple[list[float], list[float]]:
@@ -106,12 +111,54 @@ def test_every_document_is_packed_once_and_fits(lengths: list[int]) -> None:
     assert sum(2 * n <= 16 for n in filled) <= 1  # two samples that are half empty would have been one
 
 
+def with_message(one: Rollout, places: range) -> Rollout:
+    """Return the answer with an environment's message in these places."""
+    for place in places:
+        one.log_probs[place] = 0.0
+    return replace(one, messages=[places])
+
+
+def test_turns_are_added_to_an_answer() -> None:
+    one = Rollout(0, [1, 2])
+    experts = [torch.full((places, LAYERS, K), float(number)) for number, places in enumerate((3, 7))]
+    one.add_turn(Generated(0, tokens=[5, 6], end="stop", log_probs=[-0.1, -0.2], routes=[experts[0]]), "ab")
+    one.add_reward(Reward(-1.0, message="c", ids=[7, 8, 9]))
+    one.add_turn(Generated(0, tokens=[5], end="eos", log_probs=[-0.3], routes=[experts[1]]), "a")
+    assert one.ids == [1, 2, 5, 6, 7, 8, 9, 5] and one.labels == [5, 6, *[IGNORE] * 3, 5] and one.num_generated == 3
+    assert one.log_probs == [-0.1, -0.2, 0, 0, 0, -0.3] and one.turns == ["ab", "c", "a"] and not one.is_cut
+    assert one.routes[:, 0, 0].tolist() == [0, 0, 0, 1, 1, 1, 1]  # a token that was read again keeps its first experts
+    assert math.isnan(one.reward)
+    one.add_reward(Reward(2.0))
+    assert one.reward == 2 and not one.is_cut
+    one.add_reward(Reward(0.5, message="c"))
+    assert one.reward == 0.5 and one.is_cut, "a message that nothing follows"
+
+
+def test_messages_have_no_gradient_and_no_weight() -> None:
+    rollouts = [with_message(rollout(0, 1.0, 6), range(2, 4)), rollout(0, 0.0, 6)]
+    advantages, weights = advantages_and_weights(rollouts, RL(normalisation="sample"), 8)
+    assert weights == pytest.approx([1 / 2 / 4, 1 / 2 / 6])
+    found = columns(rollouts, advantages, weights, 8, False)
+    ids, labels, documents = (found.pop(name) for name in ("ids", "labels", "documents"))
+    model = parity.read({"model.vocab_size": 320, "model.top_k": K}, 1).model
+    batch = make_batch(ids, labels, documents=documents, columns=found, seq_len=8, model=model)
+    has_label = batch.labels_BS != IGNORE
+    changed = {name: x + 0.5 * ~has_label for name, x in batch.extra_fields.items()}
+    results = []
+    for own, shift in ((batch, 0.0), (batch._replace(extra_fields=changed), -0.5)):
+        log_p = (torch.where(has_label, -0.3, -0.3 + shift)).double().requires_grad_()
+        loss = PolicyLoss(truncation=2.0)(log_p, own)
+        results.append((loss.detach(), *torch.autograd.grad(loss, log_p)))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert torch.equal(results[0][1] != 0, has_label) and int(has_label.sum()) == 10
+
+
 @pytest.mark.parametrize("replay", [False, True])
 def test_columns_are_aligned(replay: bool) -> None:
     rollouts = [
         rollout(0, 1.0, 1, prompt_length=1),  # a token after a token
         rollout(1, 0.0, 6, prompt_length=2),  # fills a sample
-        rollout(2, 0.5, 3, is_cut=True, prompt_length=2),
+        with_message(rollout(2, 0.5, 3, is_cut=True, prompt_length=2), range(1, 2)),
         rollout(3, math.nan, 1, prompt_length=4),
     ]
     advantages, weights = [1.0, -1.0, 0.5, 0.0], [0.1, 0.2, 0.3, 0.0]
@@ -130,7 +177,8 @@ def test_columns_are_aligned(replay: bool) -> None:
             one, seen = rollouts[index], [*seen, index]
             last_of_prompt = len(one.prompt_ids) - 1
             for j, i in enumerate(places):
-                has_label = last_of_prompt <= j < len(own) - 1
+                is_message = any(j - last_of_prompt in places for places in one.messages)
+                has_label = last_of_prompt <= j < len(own) - 1 and not is_message
                 assert found["labels"][n][i] == (own[j + 1] if has_label else IGNORE)
                 assert found["advantage"][n][i] == (advantages[index] if has_label else 0)
                 assert found["weight"][n][i] == (weights[index] if has_label else 0)
@@ -160,6 +208,7 @@ def test_the_summary_counts_what_teaches_nothing() -> None:
         "rl.reward": pytest.approx((1 + 0.5 + 0.6 + 2) / 6),
         "rl.unrewarded": 4,
         "rl.length": pytest.approx(25 / 10),
+        "rl.turns": 1,
         "rl.cut": pytest.approx(0.2),
         "rl.equal_rewards": pytest.approx(3 / 4),  # all equal, one alone, none
     }

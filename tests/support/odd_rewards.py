@@ -16,5 +16,19 @@ def every_second(answer: str, record: dict[str, Any]) -> float:
     return float("inf") if next(CALLS) % 2 else 1.0
 
 
+def asks(turns: list[str], record: dict[str, Any]) -> dict[str, Any]:
+    """Say something after two turns of three."""
+    total = sum("".join(turns).encode())
+    return {"message": f"{total % 10}?", "reward": -1.0} if total % 3 else {"reward": total % 5}
+
+
+def never_ends(turns: list[str], record: dict[str, Any]) -> dict[str, Any]:
+    return {"message": "on", "reward": 0.5}
+
+
+def never_rewards(turns: list[str], record: dict[str, Any]) -> dict[str, Any]:
+    return {"message": "on"}
+
+
 def remainder(answer: str, record: dict[str, Any]) -> float:
     return float(sum(answer.encode()) % 3)

@@ -345,6 +345,8 @@ class RL:
 
     reward: str = ""
     """How an answer is rewarded; setting it makes the run one of reinforcement learning. exact: 1 if the answer is the record's "solution", else 0. regex: 1 if that regular expression is found in it. "module:function": a Python function of the answer and the record. "run PROGRAM ...": a program that reads and writes lines of JSON."""
+    max_turns: Annotated[int, COUNT] = 1
+    """Turns of an answer. Above 1 the reward may be an environment, which answers a turn with a message and lets the model go on (docs/reinforcement.md)."""
     prompts: list[str] = field(default_factory=list)
     """JSONL files of prompts. A record has "prompt", a text or a list of messages, or "messages"; the reward gets all of its fields."""
     prompts_per_step: Annotated[int, COUNT] = 8
@@ -378,9 +380,9 @@ class RL:
     kl: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the divergence (k3) from the weights under the adapters, which needs [lora]. 0: none."""
     cut: Literal["keep", "mask"] = "keep"
-    """What is learned from answers that end at generation.max_tokens. keep: as from others. mask: nothing, though their rewards count in the mean of their prompt."""
+    """What is learned from answers that end at generation.max_tokens or rl.max_turns. keep: as from others. mask: nothing, though their rewards count in the mean of their prompt."""
     cut_penalty: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Subtracted from the reward of an answer that ends at generation.max_tokens."""
+    """Subtracted from the reward of such an answer."""
     replay: Literal["off", "old", "rollout"] = "rollout"
     """Which experts training sends the answers' tokens to. rollout: those that the generator chose (R3, arXiv 2510.11370), so that both have the same probabilities. old: those that the trainer chose itself when it computed the old log-probabilities (R2), with updates above 1. off: those that the routers choose at each step."""
 
@@ -402,11 +404,11 @@ class Generation:
     """Generating answers during reinforcement learning ([rl])."""
 
     max_tokens: Annotated[int, Range(1, TOKENS)] = 256
-    """Largest number of tokens of an answer. training.seq_len is prompt and answer together."""
+    """Largest number of tokens of an answer, with all of its turns and the messages between them. training.seq_len is prompt and answer together."""
     temperature: Annotated[float, POSITIVE] = 1.0
     """Logits are divided by it, when training too."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end an answer, which keeps them."""
+    """Strings that end an answer, or a turn of it, which keeps them."""
     batch_size: Annotated[int, COUNT] = 32
     """Answers that a data rank generates at a time. At least rl.answers."""
     offload_training: bool = False

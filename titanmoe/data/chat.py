@@ -34,6 +34,8 @@ NAME_ONE = (
     f"{SHIPPED / 'chatml.jinja'}, which is ChatML"
 )
 """Advice of messages about a missing chat template."""
+ANSWER = "\ufdd2"
+"""Stands for an assistant's answer while a template renders what follows it: a character that is never used, too."""
 PROBE = "zebra"
 """Text of an assistant message that shows what a template writes after one."""
 MAX_TEMPLATE = 1 << 17
@@ -160,6 +162,25 @@ class ChatEncoder:
     def encode_prompt(self, messages: list[dict[str, str]]) -> np.ndarray:
         """Return the token ids of a conversation followed by the generation prompt, for sampling a reply."""
         return self.tokenizer.encode_with_offsets(self._render_without_marks(messages, prompt=True)).tokens_T
+
+    def encode_reply(self, messages: list[dict[str, str]], reply: dict[str, str]) -> np.ndarray:
+        """Return the token ids between an answer's text and the next one, if a message follows the answer.
+
+        They begin with what the template writes after an answer, such as <|im_end|>, and end with the generation
+        prompt.
+
+        Args:
+            messages: the messages before the answer.
+            reply: the message after it.
+
+        Raises:
+            ChatError: the template refuses the messages, or writes the answer not once.
+        """
+        answer = {"role": "assistant", "content": ANSWER}
+        _, *rest = self._render_without_marks([*messages, answer, reply], prompt=True).split(ANSWER)
+        if len(rest) != 1:
+            raise ChatError(f"the chat template {self.origin} does not write an answer once: nothing can follow it")
+        return self.tokenizer.encode_with_offsets(rest[0]).tokens_T
 
     def end_of_turn_token(self) -> int | None:
         """Return the id of the special token that ends an assistant message, such as <|im_end|>; None without."""

@@ -41,6 +41,10 @@ class Prompt(NamedTuple):
     ids: list[int]
     answers: int = 1
     """Number of texts to generate."""
+    first_answer: int = 0
+    """Index of the first of these texts among those of the prompt."""
+    num_earlier: int = 0
+    """Number of the last ids that are earlier turns of the text, which count against `Stop.most`."""
 
 
 @dataclass
@@ -51,6 +55,8 @@ class Generated:
     """Index of the prompt."""
     answer: int = 0
     """Index of the text among those of the prompt."""
+    num_earlier: int = 0
+    """Number of tokens of earlier turns, with which its prompt ends."""
     tokens: list[int] = field(default_factory=list)
     """The generated tokens, without the prompt but with the token that ended the text."""
     end: str = ""
@@ -75,20 +81,26 @@ class Stop:
     """What ends a text."""
 
     most: int
-    """Largest number of tokens after each prompt."""
+    """Largest number of tokens after each prompt, earlier turns included."""
     words: tuple[str, ...] = ()
     """Strings that end a text, which keeps them."""
     decode: Callable[[list[int]], str] | None = None
     """Returns the text of token ids; needed with `words`."""
 
-    def end(self, tokens: list[int], marks: Container[int]) -> str:
-        """Return why a text with these generated tokens ends (`Generated.end`), or ""."""
+    def end(self, tokens: list[int], marks: Container[int], num_earlier: int = 0) -> str:
+        """Return why a text with these generated tokens ends (`Generated.end`), or "".
+
+        Args:
+            tokens: the generated tokens.
+            marks: the tokens that end a text.
+            num_earlier: number of tokens of earlier turns.
+        """
         if tokens[-1] in marks:
             return "eos"
         # A token has at least a byte, so a stop word lies in as many tokens; decoding may change the first of them.
         if any(word in self.decode(tokens[-len(word.encode()) - 4 :]) for word in self.words):
             return "stop"
-        return "length" if len(tokens) == self.most else ""
+        return "length" if num_earlier + len(tokens) == self.most else ""
 
 
 @dataclass
@@ -170,7 +182,7 @@ class Generator:
                 [f"a prompt has {answers} answers, and {size} texts are generated at a time: let it be {answers}"]
             )
         data, world = self.meshes.data, self.meshes.world
-        order = [(prompt.number, answer) for prompt in prompts for answer in range(prompt.answers)]
+        order = [(prompt.number, prompt.first_answer + i) for prompt in prompts for i in range(prompt.answers)]
         work = _Work(deque(prompts[data.rank :: data.size]), size, stop, sampling, on_token)
         # What a generator records is of all tokens, and of weights that may have changed.
         self.keeps_row = len(work.queue) == 1 and work.queue[0].answers == 1 and not self.records
@@ -218,7 +230,11 @@ class Generator:
         """Run a forward and add a token to each text that it read; return texts that end. Collective over the world."""
         running = work.running
         if prompts := work.next_prompts():
-            texts = [Generated(prompt.number, answer) for prompt in prompts for answer in range(prompt.answers)]
+            texts = [
+                Generated(prompt.number, prompt.first_answer + i, prompt.num_earlier)
+                for prompt in prompts
+                for i in range(prompt.answers)
+            ]
             running += texts
             ids = self._begin(prompts)
         elif running:
@@ -253,7 +269,7 @@ class Generator:
         tokens = choose_tokens(logits_BV, work.sampling, [(text.number, text.answer) for text in texts], positions)
         for text, token in zip(texts, tokens, strict=True):
             text.tokens.append(token)
-            text.end = work.stop.end(text.tokens, self.ends)
+            text.end = work.stop.end(text.tokens, self.ends, text.num_earlier)
         if not self.records:
             return
         log_probs = log_probs_of(logits_BV, tokens, work.sampling.temperature)

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import ROUTES, Batch
 from titanmoe.data.shuffle import permute
 from titanmoe.generate.live_generator import LiveGenerator
-from titanmoe.generate.loop import Generated, Generator, Prompt, Stop
+from titanmoe.generate.loop import Generator, Prompt, Stop
 from titanmoe.generate.model import generation_config
 from titanmoe.generate.prompts import continuation
 from titanmoe.generate.sampling import Sampling
@@ -211,7 +212,6 @@ class PolicyTrainer(Trainer):
         updates = min(rl.updates, self.training.steps - self.step)
         parts = [self.loader.take(rl.prompts_per_step) for _ in range(updates)]
         prompts = [prompt for part in parts for prompt in part]
-        observe.active.phase("generate", step)
         with self.live.loaded() as generator:
             rollouts = self._answer(generator, prompts, step, rl.answers, greedy=False)
         observe.active.phase("forward_backward", step)
@@ -255,7 +255,7 @@ class PolicyTrainer(Trainer):
             {
                 "prompt": self.prompts.held_out[one.prompt].text,
                 "answer": one.text,
-                "tokens": len(one.tokens),
+                "tokens": one.num_generated,
                 "end": "length" if one.is_cut else "eos",
             }
             for one in rollouts[:SHOWN]
@@ -275,35 +275,31 @@ class PolicyTrainer(Trainer):
             answers: number of answers to each.
             greedy: whether to take the most probable tokens.
         """
-        prompts = [Prompt(number, one.ids, answers) for number, one in enumerate(records)]
         generation, seed = self.config.generation, self.config.training.seed
         sampling = Sampling(0.0 if greedy else generation.temperature, seed=seed, step=step)
-        rollouts: list[Rollout] = []
-        futures: list[Future[Reward]] = []
-        for batch in generator.batches(prompts, generation.batch_size, self.ending, sampling):
-            for generated in batch:
-                record = records[generated.number]
-                rollouts.append(self._rollout(record, generated))
-                if self.rewards:
-                    futures.append(self.rewards.submit(record.text, rollouts[-1].text, record.record))
-        rewards = self._share_rewards(futures, step, "validation" if greedy else "reward")
-        for rollout, reward in zip(rollouts, rewards, strict=True):
-            rollout.reward = reward.value
+        generate, reward_phase = ("validation", "validation") if greedy else ("generate", "reward")
+        rollouts = [Rollout(n, one.ids, answer) for n, one in enumerate(records) for answer in range(answers)]
+        prompts = [Prompt(number, one.ids, answers) for number, one in enumerate(records)]
+        while prompts:  # a turn of the answers that go on
+            observe.active.phase(generate, step)
+            running: list[Rollout] = []
+            futures: list[Future[Reward]] = []
+            for batch in generator.batches(prompts, generation.batch_size, self.ending, sampling):
+                for generated in batch:
+                    one, record = rollouts[generated.number * answers + generated.answer], records[generated.number]
+                    one.add_turn(generated, continuation(self.prompts.tokenizer, one.ids, generated.content))
+                    running.append(one)
+                    if self.rewards:
+                        encode = partial(self._encode_message, record, one)
+                        futures.append(self.rewards.submit(record.text, one.turns, record.record, encode))
+            prompts = []
+            for one, reward in zip(running, self._share_rewards(futures, step, reward_phase), strict=True):
+                one.add_reward(reward)
+                if reward.ids is not None:
+                    prompts.append(Prompt(one.prompt, one.ids, 1, one.answer, len(one.tokens)))
         if self.rewards:
             self._write_answers(step, records, rollouts if greedy else rollouts[:answers])
         return rollouts
-
-    def _rollout(self, record: PromptRecord, generated: Generated) -> Rollout:
-        return Rollout(
-            prompt=generated.number,
-            prompt_ids=list(record.ids),
-            tokens=generated.tokens,
-            log_probs=generated.log_probs,
-            routes=torch.cat(generated.routes),
-            is_cut=generated.end == "length",
-            reward=math.nan,
-            text=continuation(self.prompts.tokenizer, record.ids, generated.content),
-        )
 
     def _share_rewards(self, futures: Sequence[Future[Reward]], step: int, phase: str) -> list[Reward]:
         """Return the rewards on every rank, once all are computed. Collective over the world.
@@ -334,6 +330,17 @@ class PolicyTrainer(Trainer):
             observe.active.event(step, "reward", text)
         return rewards
 
+    def _encode_message(self, record: PromptRecord, rollout: Rollout, reward: Reward) -> Reward:
+        """Return the reward with the ids of its message, if it has one and the answer may go on."""
+        if reward.message is None or len(rollout.messages) + 1 == self.config.rl.max_turns:
+            return reward
+        try:
+            ids = self.prompts.encode_message(record, rollout.tokens[-1], reward.message, reward.role)
+        except ValueError as error:  # of the chat template
+            return Reward(math.nan, str(error))
+        has_room = len(rollout.tokens) + len(ids) < self.config.generation.max_tokens
+        return reward._replace(ids=ids, problem="") if has_room else reward
+
     def _write_answers(self, step: int, records: Sequence[PromptRecord], rollouts: Sequence[Rollout]) -> None:
         """Append answers, with their prompts and rewards, as lines of JSON to rollouts.jsonl in the run's folder.
 
@@ -346,7 +353,8 @@ class PolicyTrainer(Trainer):
             for one in rollouts:
                 record, reward = records[one.prompt], None if math.isnan(one.reward) else one.reward
                 line = {"step": step, "prompt": record.number, "text": record.text, "answer": one.text}
-                print(json.dumps(line | {"is_cut": one.is_cut, "reward": reward}), file=file)
+                turns = {"turns": one.turns} if self.config.rl.max_turns > 1 else {}
+                print(json.dumps(line | turns | {"is_cut": one.is_cut, "reward": reward}), file=file)
 
 
 def _with_columns(batch: Batch, columns: dict[str, Tensor]) -> Batch:

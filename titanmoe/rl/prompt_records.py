@@ -41,10 +41,29 @@ class Prompts(NamedTuple):
     trained: list[PromptRecord]
     held_out: list[PromptRecord]
     tokenizer: Tokenizer
+    chat: ChatEncoder | None
+    """The chat template; None if no prompt is a chat."""
     ends: set[int]
     """Token ids that end an answer."""
     digest: str
     """Digest of the prompts' token ids."""
+
+    def encode_message(self, prompt: PromptRecord, last: int, message: str, role: str) -> list[int]:
+        """Return the token ids that go between a turn of an answer and the next one; ValueError if there are none.
+
+        Args:
+            prompt: the prompt that is answered.
+            last: the turn's last token.
+            message: what the environment says to it.
+            role: role of the message in a chat.
+        """
+        from titanmoe.generate.prompts import read_prompt
+
+        messages = read_prompt(prompt.record)
+        if isinstance(messages, str):
+            return self.tokenizer.encode_all([message])[0].tolist()
+        ids = self.chat.encode_reply(messages, {"role": role, "content": message}).tolist()
+        return ids[1:] if ids[:1] == [last] else ids  # the end mark has been sampled
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
@@ -58,6 +77,12 @@ def contradictions(config: Config) -> Iterator[Violation]:
         return
     if not rl.prompts:
         yield Violation(("rl.reward", "rl.prompts"), "rl.reward is set, but rl.prompts is empty: name JSONL files")
+    if rl.max_turns > 1 and rl.reward in ("exact", "regex"):
+        yield Violation(
+            ("rl.max_turns", "rl.reward"),
+            f"rl.max_turns = {rl.max_turns}, but rl.reward = {rl.reward!r} ends each answer at its first turn: use "
+            "max_turns = 1, or a function or program that is an environment",
+        )
     if rl.answers < 2:
         yield Violation(("rl.answers",), "rl.answers = 1 has no other answer to compare with: use 2 or more")
     if rl.answers > generation.batch_size:
@@ -184,7 +209,7 @@ def read_prompts(config: Config) -> Prompts:
         raise ConfigError(problems)
     ends = {tokenizer.eos} | ({chat.end_of_turn_token()} - {None} if chat else set())
     digest = hashlib.blake2b(json.dumps([one.ids for one in records]).encode(), digest_size=8).hexdigest()
-    return Prompts(trained, held_out, tokenizer, ends, digest)
+    return Prompts(trained, held_out, tokenizer, chat, ends, digest)
 
 
 def _check_solution(record: dict[str, Any], reward: str) -> None:

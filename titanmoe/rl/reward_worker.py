@@ -7,6 +7,7 @@ program WHAT, which does the same. It writes an empty line first, when it is rea
     {"prompt": "2 + 3 =", "answer": " 5", "record": {"prompt": "2 + 3 =", "solution": "5"}}     read
     {"reward": 1.0}                                                                             written
 
+With rl.max_turns above 1 the answer is a list of turns, and {"message": "..."} lets the model go on.
 It imports no torch.
 """
 
@@ -26,8 +27,10 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 """Linux's prctl option that sets the signal which a process gets when its parent dies."""
 
-Reward = Callable[[str, dict[str, Any]], float]
-"""Returns the reward of an answer to the prompt of a record, which is a line of the prompts' file."""
+Reward = Callable[[Any, dict[str, Any]], Any]
+"""Returns the reward of an answer to the prompt of a record, which is a line of the prompts' file; or a reply as a
+program writes it. The answer is a text, or with rl.max_turns above 1 the texts of its turns and of the messages between
+them."""
 
 
 def exact(answer: str, record: dict[str, Any]) -> float:
@@ -71,12 +74,13 @@ def call_for_lines(name: str) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            reply: dict[str, Any] = {"reward": float(function(request["answer"], request["record"]))}
+            found = function(request["answer"], request["record"])
+            reply = json.dumps(found if isinstance(found, dict) else {"reward": float(found)}, default=float)
         except MemoryError:
             raise
         except Exception as error:  # the function is the user's
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), file=replies, flush=True)
+            reply = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        print(reply, file=replies, flush=True)
 
 
 def main(words: list[str]) -> None:

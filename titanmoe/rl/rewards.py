@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -29,15 +30,25 @@ START_S = 60
 """Seconds after which a process that is not ready is given up."""
 LONGEST_REPLY = 1 << 20
 """Bytes of the longest line that a program may write."""
+UNFINISHED = (
+    "the environment's message has no place in rl.max_turns turns and generation.max_tokens tokens, and no reward is "
+    "beside it"
+)
 
 
 class Reward(NamedTuple):
-    """The reward of an answer."""
+    """The reward of an answer, or the message of an environment to its turns so far."""
 
     value: float
-    """The reward; NaN if there is none."""
+    """The reward, if the answer is over; NaN if there is none."""
     problem: str = ""
     """Why there is no reward; "" if there is one."""
+    message: str | None = None
+    """What the environment says, so that the model goes on; None if the answer is finished."""
+    role: str = "user"
+    """Role of the message in a chat."""
+    ids: list[int] | None = None
+    """Token ids of the message; None if the answer is over, finished or not."""
 
 
 class _Failed(Exception):
@@ -61,15 +72,24 @@ class Rewards:
         for worker in self.workers:
             self.idle.put(worker)
 
-    def submit(self, prompt: str, answer: str, record: dict[str, Any]) -> Future[Reward]:
+    def submit(
+        self,
+        prompt: str,
+        turns: list[str],
+        record: dict[str, Any],
+        encode: Callable[[Reward], Reward] = lambda one: one,
+    ) -> Future[Reward]:
         """Compute the reward of an answer in the background.
 
         Args:
             prompt: the prompt's text.
-            answer: the answer's text.
+            turns: texts of the answer's turns and of the messages between them.
             record: the prompt's line of its file.
+            encode: called in the background with the reward; returns it with the ids of its message.
         """
-        return self.executor.submit(self._compute, {"prompt": prompt, "answer": answer, "record": record})
+        answer = turns if self.options.max_turns > 1 else turns[0]
+        request = {"prompt": prompt, "answer": answer, "record": record}
+        return self.executor.submit(lambda: encode(self._compute(request)))
 
     def _compute(self, request: dict[str, Any]) -> Reward:
         worker = self.idle.get()
@@ -131,20 +151,26 @@ def check_reward(options: RL) -> None:
 
 
 def parse_reply(line: bytes) -> Reward:
-    """Return the reward that a worker's line of JSON has, or why it has none; raise _Failed if it is no reply."""
+    """Return the reward or message in a worker's line of JSON, or why it has none; raise _Failed if it is no reply."""
     try:
         reply = parse_json(line)
         if not isinstance(reply, dict):
             reply = {"reward": reply}
         if "error" in reply:
             return Reward(math.nan, str(reply["error"]))
+        message, role = reply.get("message"), reply.get("role", "user")
+        if message is not None:
+            "".join([message, role]).encode()  # an error if they are no texts
+            if "reward" not in reply:
+                return Reward(math.nan, UNFINISHED, message, role)
         value = float(reply["reward"])
     except OverflowError:
         value = math.inf
     except (ValueError, KeyError, TypeError):
         text = line.strip()[:80].decode(errors="replace")
         raise _Failed(f'the program wrote {text!r}, which is not like {{"reward": 1.0}}') from None
-    return Reward(value) if math.isfinite(value) else Reward(math.nan, f"the reward is {value}")
+    problem = "" if math.isfinite(value) else f"the reward is {value}"
+    return Reward(math.nan if problem else value, problem, message, role)
 
 
 class _Worker:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,33 +15,91 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.config.schema import RL
+from titanmoe.generate.loop import Generated
 from titanmoe.policy import group_advantages, token_weights
+from titanmoe.rl.rewards import Reward
 from titanmoe.tokens import IGNORE, NOT_RECORDED
 
 
 @dataclass
 class Rollout:
-    """An answer to a prompt, with its reward."""
+    """An answer to a prompt, with its reward.
+
+    An answer may have several turns, with a message of an environment between each and the next.
+    """
 
     prompt: int
     """Number of the prompt."""
     prompt_ids: list[int]
-    tokens: list[int]
-    """Token ids of the answer, the end mark included."""
-    log_probs: list[float]
-    """The generator's log-probability of each token of the answer."""
-    routes: Tensor
-    """Experts of each token but the last, (tokens, MoE layers, K)."""
-    is_cut: bool
-    """Whether the answer ends because it has as many tokens as it may have."""
-    reward: float
+    answer: int = 0
+    """Number of the answer among those of the prompt."""
+    tokens: list[int] = field(default_factory=list)
+    """Token ids of the answer, with end marks and messages."""
+    log_probs: list[float] = field(default_factory=list)
+    """The generator's log-probability of each token of the answer; 0 for those of messages."""
+    messages: list[range] = field(default_factory=list)
+    """Places of each message in `tokens`."""
+    routes: Tensor | None = None
+    """Experts of each token but the last, (tokens, MoE layers, K); None before the first turn."""
+    is_cut: bool = False
+    """Whether the answer ends because it has as many tokens or turns as it may have."""
+    reward: float = math.nan
     """NaN if there is none."""
-    text: str = ""
-    """The answer's text."""
+    turns: list[str] = field(default_factory=list)
+    """Texts of the turns and of the messages between them."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of the prompt and the answer."""
+        return self.prompt_ids + self.tokens
+
+    @property
+    def labels(self) -> list[int]:
+        """The answer's tokens, with IGNORE in the place of those of messages."""
+        labels = list(self.tokens)
+        for places in self.messages:
+            labels[places.start : places.stop] = [IGNORE] * len(places)
+        return labels
+
+    @property
+    def num_generated(self) -> int:
+        """Number of the answer's tokens that the model chose."""
+        return len(self.tokens) - sum(map(len, self.messages))
+
+    @property
+    def text(self) -> str:
+        """The answer's text for people."""
+        return "\n".join(self.turns)
+
+    def add_turn(self, generated: Generated, text: str) -> None:
+        """Add what the model generated.
+
+        Args:
+            generated: the turn's tokens.
+            text: their text.
+        """
+        routes = torch.cat(generated.routes)
+        # Tokens of earlier turns were read again, but keep the experts with which they were chosen.
+        self.routes = routes if self.routes is None else torch.cat([self.routes, routes[len(self.routes) :]])
+        self.tokens += generated.tokens
+        self.log_probs += generated.log_probs
+        self.turns.append(text)
+        self.is_cut = generated.end == "length"
+
+    def add_reward(self, reward: Reward) -> None:
+        """Add the reward, or the message after which the answer goes on."""
+        if reward.ids is None:
+            self.reward = reward.value
+            self.is_cut |= reward.message is not None
+            return
+        self.messages.append(range(len(self.tokens), len(self.tokens) + len(reward.ids)))
+        self.tokens += reward.ids
+        self.log_probs += [0.0] * len(reward.ids)
+        self.turns.append(reward.message)
 
 
 def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: int) -> tuple[list[float], list[float]]:
-    """Return each answer's advantage, and the weight in the loss of any of its tokens: one number of each per answer.
+    """Return the advantage of each answer, and the weight in the loss of each token of it that the model chose.
 
     Answers without a reward have weight 0 and take no part in the mean of their prompt. Answers that were cut have
     weight 0 if rl.cut is "mask".
@@ -61,7 +119,7 @@ def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: in
     learned = torch.tensor(
         [not math.isnan(one.reward) and not (one.is_cut and options.cut == "mask") for one in rollouts]
     )
-    length_A = torch.tensor([len(one.tokens) for one in rollouts])
+    length_A = torch.tensor([one.num_generated for one in rollouts])
     has_loss_AL = (torch.arange(int(length_A.max())) < length_A.unsqueeze(1)) & learned.unsqueeze(1)
     weight_AL = (
         token_weights(has_loss_AL, options.normalisation, longest) if has_loss_AL.any() else has_loss_AL.double()
@@ -94,7 +152,7 @@ def columns(
     Args:
         rollouts: the answers.
         advantages: the advantage of each answer.
-        weights: the weight of each token of each answer.
+        weights: the weight of each token of each answer that the model chose.
         seq_len: positions of a sample.
         replay: whether to give the routers the generator's choices.
     """
@@ -103,16 +161,16 @@ def columns(
     }
     if replay:
         out["routes"] = []
-    for sample in pack([len(one.prompt_ids) + len(one.tokens) for one in rollouts], seq_len):
+    for sample in pack([len(one.ids) for one in rollouts], seq_len):
         row: dict[str, list[Any]] = {name: [] for name in out}
         for number, i in enumerate(sample):
             one, before = rollouts[i], len(rollouts[i].prompt_ids) - 1
-            length = before + 1 + len(one.tokens)
-            row["ids"] += one.prompt_ids + one.tokens
-            row["labels"] += [IGNORE] * before + one.tokens + [IGNORE]
-            row["documents"] += [number] * length
+            labels = one.labels
+            row["ids"] += one.ids
+            row["labels"] += [IGNORE] * before + labels + [IGNORE]
+            row["documents"] += [number] * len(one.ids)
             for name, value in (("advantage", advantages[i]), ("weight", weights[i])):
-                row[name] += [0.0] * before + [value] * len(one.tokens) + [0.0]
+                row[name] += [0.0] * before + [value * (label != IGNORE) for label in labels] + [0.0]
             row["generator"] += [0.0] * before + one.log_probs + [0.0]
             if replay:
                 row["routes"].append(F.pad(one.routes, (0, 0, 0, 0, 0, 1), value=NOT_RECORDED))
@@ -127,8 +185,8 @@ def columns(
 def summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return metrics of answers by name.
 
-    Mean reward (0 without any), number of answers without one, mean tokens, fraction of answers that were cut, and
-    fraction of prompts whose answers all have the same reward.
+    Mean reward (0 without any), number of answers without one, mean tokens and turns, fraction of answers that were
+    cut, and fraction of prompts whose answers all have the same reward.
     """
     rewards = [one.reward for one in rollouts if not math.isnan(one.reward)]
     by_prompt: dict[int, set[float]] = {}
@@ -139,7 +197,8 @@ def summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {
         "rl.reward": sum(rewards) / max(1, len(rewards)),
         "rl.unrewarded": len(rollouts) - len(rewards),
-        "rl.length": sum(len(one.tokens) for one in rollouts) / len(rollouts),
+        "rl.length": sum(one.num_generated for one in rollouts) / len(rollouts),
+        "rl.turns": sum(len(one.messages) + 1 for one in rollouts) / len(rollouts),
         "rl.cut": sum(one.is_cut for one in rollouts) / len(rollouts),
         "rl.equal_rewards": sum(len(values) <= 1 for values in by_prompt.values()) / len(by_prompt),
     }
