@@ -264,10 +264,18 @@ def write_from_page(name: str, folder: Path) -> None:
     (folder / name).write_text(code)
 
 
-def test_functions_of_the_page(functions: Path):
+def test_a_function_of_the_page(functions: Path):
     write_from_page("capitals.py", functions)
     with opened("capitals:score", reward_workers=1) as rewards:
         assert values(compute(rewards, ["It is Lima", "I forgot", "?"], {"capital": "Lima"})) == [1, -0.1, 0]
+
+
+def test_answers_in_latex_are_compared_as_the_page_does_it(functions: Path):
+    pytest.importorskip("math_verify")
+    write_from_page("equal.py", functions)
+    with opened("equal:score", reward_workers=1) as rewards:
+        answers = ["so $x$ is $\\frac{1}{2}$", "0.5", "\\boxed{2}", "no idea"]
+        assert values(compute(rewards, answers, {"solution": "1/2"})) == [1, 1, 0, 0]
 
 
 def test_an_environment_of_the_page(functions: Path):
