@@ -94,7 +94,8 @@ def test_what_a_pair_makes_is_there_when_both_halves_are_done() -> None:
     ],
 )
 def test_stages_form_loops_or_a_v(schedule: str, virtual: int, ranks: list[int]) -> None:
-    assert stage_ranks(Pipeline(schedule=schedule, virtual_stages=virtual), 3) == ranks
+    options = Pipeline(schedule=schedule, virtual_stages=virtual)
+    assert stage_ranks(options, 3) == ranks and stage_ranks(options, 1) == [0]
 
 
 def test_a_file_says_where_its_stages_lie(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_the_head_makes_the_last_stage_shorter() -> None:
 
 def test_an_explicit_split_is_taken_as_it_is() -> None:
     assert split_layers(Model(num_layers=6), 64, 3, [1, 3, 2]) == [range(1), range(1, 4), range(4, 6)]
+    assert split_layers(Model(num_layers=6), 64, 1, [1, 3, 2]) == [range(6)], "without a pipeline"
     assert split_layers(Model(num_layers=4), 64, 3, [0, 4, 0]) == [range(0), range(4), range(4, 4)]
 
 

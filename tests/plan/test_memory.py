@@ -29,6 +29,12 @@ LATENT = (
 )
 CASES = {
     "alone": (1, 0, "--training.global_batch_size 1"),
+    "no pipeline, but stages": (
+        1,
+        0,
+        "--training.global_batch_size 1 --pipeline.schedule Interleaved1F1B --pipeline.virtual_stages 2 "
+        "--pipeline.layers_per_stage 1 3",
+    ),
     "tiny": (
         1,
         0,

@@ -94,9 +94,11 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
     """Return the pipeline rank that runs each stage, in the order of stages.
 
     Args:
-        options: the recipe's [pipeline].
+        options: the recipe's [pipeline], which does not count without a pipeline.
         pp: the number of pipeline ranks.
     """
+    if pp == 1:
+        return [0]
     if options.schedule_csv:
         owner = {
             action.stage: rank

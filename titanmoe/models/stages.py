@@ -20,10 +20,10 @@ def split_layers(
         model: the recipe's [model].
         seq_len: length of a sequence.
         stages: number of stages.
-        explicit: number of layers of each stage; empty to balance them.
+        explicit: number of layers of each stage; empty to balance them. One stage has all layers.
         shares_vocabulary: whether parallelism.vocab is "pipeline".
     """
-    if explicit:
+    if explicit and stages > 1:
         ends = list(accumulate(explicit))
         return [range(end - count, end) for end, count in zip(ends, explicit, strict=True)]
     layer, head = layer_flops(model, seq_len)
