@@ -166,8 +166,41 @@ def test_moments_are_offered_a_place_in_the_hosts_memory_if_the_optimizer_can_ha
     assert list(memory_check._alternatives(config, 2, GPUS))[-2] == [{}]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "gib", "device", "figures"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.3, "a100", "A100"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100", "H100"),
+        ("NVIDIA H200", 139.8, "h200", "H200"),
+        ("NVIDIA B200", 178.4, "b200", "B200"),
+        ("NVIDIA GB200", 184.0, "gb200", "GB200"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "", "A100 but for memory"),
+        ("", 80, "h100", "H100 by memory, as the planner does not know the name of these GPUs"),
+        ("GPU of tomorrow", 140, "h200", "H200 by memory, as the planner does not know GPU of tomorrow"),
+        ("NVIDIA RTX A1000", 6, "", "H100 but for memory, as the planner does not know NVIDIA RTX A1000"),
+    ],
+)
+def test_the_name_of_a_gpu_decides_for_what_it_is_planned(gpu: str, gib: float, device: str, figures: str):
+    memory = int(gib * 2**30)
+    similar, words = memory_check.similar_device(Machine(8, 64, memory, gpu))
+    assert (similar.name, words) == (device, figures)
+    bandwidth = read_device(figures.split()[0].lower()).bandwidth
+    assert similar.bandwidth == bandwidth and similar.memory == pytest.approx(memory, rel=0.1)
+
+
+def test_the_advice_says_whose_figures_it_has_if_not_by_name(on):
+    for gpu, end in (
+        ("NVIDIA A100-SXM4-80GB", "--hardware a100 shows; --memory ignore starts it all the same"),
+        ("GPU of tomorrow", "shows (figures of H100 by memory, as the planner does not know GPU of tomorrow); --memory "
+         "ignore starts it all the same"),
+    ):  # fmt: skip
+        on(Machine(8, 64, 80 << 30, gpu))
+        (problem,) = refused("mixtral_8x22b", "--ranks", "8", "--fit").problems
+        assert problem.endswith(end), problem
+
+
 def test_ranks_fit_the_smallest_gpu():
     with FakeGPU(2):
         machine = fit_ranks.this_machine("auto")
-        assert (machine.gpus, machine.memory) == (2, fake_gpu.ROOM)
+        assert (machine.gpus, machine.memory, machine.gpu_name) == (2, fake_gpu.ROOM, "NVIDIA H100 80GB HBM3")
         assert fit_ranks.this_machine("cpu").gpus == 0

@@ -220,7 +220,7 @@ class FakeGPU:
             "set_device": called("set_device"),
             "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
             "get_device_capability": lambda device=None: (9, 0),
-            "get_device_properties": lambda device: SimpleNamespace(total_memory=ROOM),
+            "get_device_properties": lambda device: SimpleNamespace(total_memory=ROOM, name="NVIDIA H100 80GB HBM3"),
             "mem_get_info": lambda device=None: (FREE, ROOM),
             "memory_reserved": lambda device=None: RESERVED,
             "max_memory_reserved": lambda device=None: RESERVED,

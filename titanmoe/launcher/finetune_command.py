@@ -48,7 +48,7 @@ Options of fields go into the recipe. Other options are those of titanmoe train.
 UNIT, MOST_POSITIONS = 64, 8192
 """seq_len is a multiple of UNIT and at most MOST_POSITIONS, unless an option sets it."""
 PLANNED = "of the fastest mapping that fits, by titanmoe plan"
-"""Comment on what the planner chose."""
+"""Comment on what the planner chose, before the device that it planned for."""
 MAPPING = "parallelism.", "pipeline.", "activation_checkpoint.", "moe.dispatcher", "moe.overlap", "training.local_batch"
 """Options of which the planner is not asked if one is given."""
 MOST_GPUS = 1024
@@ -293,11 +293,12 @@ def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
     Raises:
         ConfigError: if none fits, with remedies, such as a number of GPUs on which one does.
     """
-    ranks, device, factors = config.job.ranks, similar_device(machine), Factors()
+    ranks, (device, figures), factors = config.job.ranks, similar_device(machine), Factors()
     if best := search(config, ranks, device, factors, 1).best:
         before, after = flatten(config), flatten(best[0].config)
         shown = "parallelism.experts.ep", "training.local_batch_size", "activation_checkpoint.mode"
-        return {path: (value, PLANNED) for path, value in after.items() if value != before[path] or path in shown}
+        changed = [path for path in after if after[path] != before[path] or path in shown]
+        return {path: (after[path], f"{PLANNED} ({figures})") for path in changed}
 
     def fits_on(gpus: int) -> bool:
         training = replace(config.training, global_batch_size=max(gpus, config.training.global_batch_size))

@@ -27,6 +27,8 @@ class Machine:
     cores: int
     memory: int = 0
     """Bytes of the smallest GPU's memory, or of the machine's if it has no GPUs; 0 if unknown."""
+    gpu_name: str = ""
+    """Name of the smallest GPU, such as "NVIDIA H100 80GB HBM3"; "" if unknown."""
 
     @property
     def ranks(self) -> int:
@@ -45,8 +47,10 @@ def this_machine(device: str) -> Machine:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    gpu_memories = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus)]
-    return Machine(gpus, cores, min(gpu_memories, default=host_resources.memory_limit()))
+    if not gpus:
+        return Machine(0, cores, host_resources.memory_limit())
+    smallest = min(map(torch.cuda.get_device_properties, range(gpus)), key=lambda gpu: gpu.total_memory)
+    return Machine(gpus, cores, smallest.total_memory, smallest.name)
 
 
 def choose_ranks(requested: str, nodes: int, recipe_ranks: int, machine: Machine) -> int:

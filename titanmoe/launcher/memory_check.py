@@ -20,14 +20,14 @@ from titanmoe.launcher.fit_ranks import Machine, with_values
 from titanmoe.models.count import parameters
 from titanmoe.moe.dispatchers.dispatcher_spec import with_planned_dispatcher
 from titanmoe.plan import memory
-from titanmoe.plan.devices import Device, names, read_device
+from titanmoe.plan.devices import Device, known_device, names, read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import fits
 from titanmoe.text_report import format_bytes
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 MEMORY_TOLERANCE = 0.1
-"""Largest relative difference between the memory of this machine's GPU and of a known one that it is taken for."""
+"""Largest relative difference between the memory of this machine's GPU and of a known device that stands for it."""
 DOUBLINGS = 4
 """How many numbers of GPUs are tried, each twice the one before, from the first that could hold the weights."""
 
@@ -163,7 +163,7 @@ def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> 
         machine: this machine; all are taken to be alike.
         command: the recipe and its overrides, for the command.
     """
-    training, device = config.training, similar_device(machine)
+    training, (device, figures) = config.training, similar_device(machine)
     usable = device.memory - device.reserved
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     state = 2 * WIDTHS[training.dtype] * parameters(config.model).total  # with gradients
@@ -177,23 +177,30 @@ def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> 
         if fits(replace(config, training=gpus_training), gpus, device, Factors()):
             kind = f"{device.name.upper()} GPU" if device.name else f"GPU of {format_bytes(device.memory)}"
             kind = f"1 {kind} is" if gpus == 1 else f"{gpus} {kind.replace('GPU', 'GPUs')} are"
+            taken = f" (figures of {figures})" if " " in figures else ""
             how = " with another mapping" if machine.gpus and gpus == world else ""
             plan = f"titanmoe plan {command} --ranks {gpus} --hardware"
             shows = f"{plan} {device.name} shows" if device.name else f"{plan} FILE shows, with their figures in FILE"
-            return f"{kind} enough{how}, as {shows}"
+            return f"{kind} enough{how}, as {shows}{taken}"
     return f"titanmoe plan {command} --ranks {count} says what helps"
 
 
-def similar_device(machine: Machine) -> Device:
-    """Return the planner's device whose memory is nearest to this machine's GPUs; an H100 if it has none, or unknown.
+def similar_device(machine: Machine) -> tuple[Device, str]:
+    """Return the planner's device for this machine's GPUs, an H100 if it has none, and words on how it was chosen.
 
-    Only memory matters: an unknown size gets an H100's other figures.
+    Their name decides; if it is unknown, the nearest memory. GPUs with other memory than the device, such as A100s of
+    40 GB, get it with their memory and without its name.
     """
-    shipped = [read_device(name) for name in names() if name != "cpu"]
-    h100 = next(device for device in shipped if device.name == "h100")
-    if not (machine.gpus and machine.memory):
-        return h100
-    nearest = min([h100, *shipped], key=lambda device: abs(device.memory - machine.memory))
-    if abs(nearest.memory - machine.memory) <= MEMORY_TOLERANCE * machine.memory:
-        return nearest
-    return replace(h100, name="", memory=machine.memory, reserved=min(h100.reserved, machine.memory / 10))
+    h100 = read_device("h100")
+    if not machine.gpus:
+        return h100, "H100"
+    named = known_device(machine.gpu_name)
+    why = "" if named else f", as the planner does not know {machine.gpu_name or 'the name of these GPUs'}"
+    candidates = [named] if named else [h100, *(read_device(name) for name in names() if name != "cpu")]
+    memory = machine.memory or candidates[0].memory
+    device = min(candidates, key=lambda device: abs(device.memory - memory))
+    if abs(device.memory - memory) <= MEMORY_TOLERANCE * memory:
+        return device, device.name.upper() + (why and f" by memory{why}")
+    device = candidates[0]
+    own = replace(device, name="", memory=memory, reserved=min(device.reserved, memory / 10))
+    return own, f"{device.name.upper()} but for memory{why}"

@@ -5,6 +5,7 @@ Bytes and FLOPs per second, seconds, bytes. A link's rate is that of one device 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
@@ -112,8 +113,7 @@ def device_like(gpu: str) -> Device:
 
 def known_device(gpu: str) -> Device | None:
     """Return the shipped device that a GPU's own name contains, such as "NVIDIA H100 80GB HBM3"; None if none is."""
-    longest_first = sorted(names(), key=len, reverse=True)
-    found = next((name for name in longest_first if name.upper() in gpu.upper()), None)
+    found = next((name for name in names() if re.search(rf"\b{name}\b", gpu, re.IGNORECASE)), None)
     return found and read_device(found)
 
 
