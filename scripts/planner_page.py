@@ -1,16 +1,17 @@
-"""The planner against published runs, what folding gains, and planned memory against rehearsals: tables of the docs.
+"""Compare the planner with published runs and with rehearsals, and find what folding gains: tables of the docs.
 
-    python scripts/planner_page.py            accuracy by source and by kind of mapping, in docs/planner.md; every row
-                                              in docs/planner_rows.jsonl
+    python scripts/planner_page.py            time and memory of published runs, in docs/planner.md; each run's time in
+                                              docs/planner_rows.jsonl
     python scripts/planner_page.py --memory   planned memory of the shipped recipes, in docs/planner.md and
                                               docs/planned_memory.jsonl: rehearses them, ten CPU-minutes
     python scripts/planner_page.py --folding  what folding gains, in docs/folding.md and docs/folding_gains.jsonl: some
                                               CPU-minutes
     python scripts/planner_page.py --fit      print the factors that the calibration rows give
 
-scripts/published_runs.py makes configurations of the rows. The calibration rows were chosen before anything was
-compared; a row marked "fit" has fitted a figure of its stack (titanmoe/plan/training_stacks.py). Both are left out of
-errors.
+Published runs are rows of tests/data/published_runs.jsonl and published_later.jsonl, each with its source. Rows whose
+"split" is "calibration" were chosen before anything was compared, one of each kind of strategy and of each thing that a
+factor stands for; those with "fit" have fitted a figure of their stack (titanmoe/plan/training_stacks.py). Both are
+left out of errors in time.
 """
 
 from __future__ import annotations
@@ -19,133 +20,207 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import lru_cache
 from itertools import combinations
 from math import exp, log
 from pathlib import Path
 from statistics import mean, median
 from textwrap import wrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from scripts.published_runs import (  # noqa: E402
-    LATER,
-    PAPER,
-    device_of,
-    price_of,
-    published_step,
-    read_rows,
-    run_of,
-    why_not_compared,
-)
 from titanmoe.components import COMPONENTS  # noqa: E402
+from titanmoe.config.fields import flatten  # noqa: E402
 from titanmoe.config.load import load, read_draft  # noqa: E402
 from titanmoe.config.recipe import find_recipe, shipped_recipes  # noqa: E402
-from titanmoe.config.schema import Config  # noqa: E402
+from titanmoe.config.schema import Config, Model  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
-from titanmoe.fold.degrees import Fold, derive  # noqa: E402
+from titanmoe.fold.degrees import DEGREE_PATHS, Fold, derive  # noqa: E402
+from titanmoe.launcher.fit_ranks import with_values  # noqa: E402
+from titanmoe.models.count import flops_per_token  # noqa: E402
+from titanmoe.models.families import preset  # noqa: E402
+from titanmoe.plan.devices import read_device  # noqa: E402
 from titanmoe.plan.links import Factors  # noqa: E402
 from titanmoe.plan.memory import rank_memories  # noqa: E402
 from titanmoe.plan.plan_table import TIE, kind_of_mapping  # noqa: E402
-from titanmoe.plan.price import Price  # noqa: E402
+from titanmoe.plan.price import Price, Pricer  # noqa: E402
 from titanmoe.plan.search import PricedMapping, search  # noqa: E402
+from titanmoe.plan.training_stacks import AUTOMODEL, MEGATRON, TORCHTITAN, Stack  # noqa: E402
 from titanmoe.text_report import format_bytes  # noqa: E402
+
+Json = dict[str, Any]
+Cells = tuple[str, ...]
 
 PAGE, EVERY, MEMORY, FOLDING_PAGE, FOLDING = (
     ROOT / "docs" / name
     for name in ("planner.md", "planner_rows.jsonl", "planned_memory.jsonl", "folding.md", "folding_gains.jsonl")
 )
-ACCURACY = "<!-- from here: python scripts/planner_page.py -->\n"
-REHEARSED = "<!-- from here: python scripts/planner_page.py --memory -->\n"
-FOLDING_MARK = "<!-- from here: python scripts/planner_page.py --folding -->\n"
-END = "<!-- to here -->\n"
-CALIBRATION = (
-    "mpf-t3-mixtral-8x22b-mcore-128g-s4096",
-    "mpf-t3-mixtral-8x22b-fsdp+ep-128g-s4096",
-    "mpf-t3-mixtral-8x22b-g8t8-mcore-128g-s4096",
-    "mpf-t3-qwen2-57b-a14b-tp+ep+dp-64g-s4096",
-    "mpf-t4-mixtral-8x22b-folding-1024g-s4096",
-    "zoo-qwen235-deepep-tp2pp8ep32",
-    "zoo-qwen235-long128k-force-balance",
-)
-"""One of each kind of strategy and of each thing that a factor stands for."""
-START = Factors(matrix=1.0, attention=1.0, memory=0.8, link=0.7, network=0.7, rows=0.85, block=6e-4)
-"""First guesses of the factors, to which the fit is drawn, because seven rows cannot tell seven factors apart."""
-DRAWN = {"matrix": 0.1, "attention": 0.15, "memory": 0.2, "link": 0.25, "network": 0.25, "rows": 0.25, "block": 0.7}
-"""Standard deviation of each factor's logarithm around START in the fit; that of a row around its plan is NOISE."""
-NOISE = 0.05
-
+ROWS, LATER = (ROOT / "tests" / "data" / name for name in ("published_runs.jsonl", "published_later.jsonl"))
 
 # ---- published runs
 
+PAPER = "arXiv 2504.14960"
+MODES = {"full": "full", "selective": "selective", "moe": "moe", "layernorm": "selective", "norm": "selective"}
+"""Mode of recomputation by a word of the row; others cost next to nothing in time."""
+PRIOR = {
+    "matrix": (1.0, 0.1),
+    "attention": (1.0, 0.15),
+    "memory": (0.8, 0.2),
+    "link": (0.7, 0.25),
+    "network": (0.7, 0.25),
+    "rows": (0.85, 0.25),
+    "block": (6e-4, 0.7),
+}
+"""First guess of each factor and the standard deviation of its logarithm in the fit, because seven rows cannot tell
+seven factors apart. That of a row around its plan is NOISE."""
+NOISE = 0.05
 
-@dataclass
-class Row:
-    """A published run and the planner's price of its configuration."""
 
-    row: dict[str, Any]
+class Row(NamedTuple):
+    """A published run, and the planner's price of its configuration."""
+
+    row: Json
     published: float
     """Published seconds of a step."""
+    stack: Stack
     price: Price
     kind: str
     """Kind of the run's mapping (`kind_of_mapping`)."""
+    fitted: bool
+    """True if a factor or a figure of a stack was fitted to this run."""
 
     @property
     def error(self) -> float:
         """Planned seconds of a step over the published ones, minus 1."""
         return self.price.step / self.published - 1
 
-    @property
-    def fitted(self) -> bool:
-        """True if a factor or a figure of a stack was fitted to this run."""
-        return self.row["id"] in CALIBRATION or "split" in self.row
+
+def read_rows(path: Path = ROWS) -> list[Json]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def priced_rows(rows: list[dict[str, Any]], factors: Factors) -> list[Row]:
-    """Price those published runs that state enough to be compared, and return them with their prices."""
-    priced = []
-    for row in rows:
-        if not why_not_compared(row) and (published := published_step(row)):
-            price, run = price_of(row, factors), run_of(row)
-            priced.append(Row(row, published, price, kind_of_mapping(run.fold, price)))
-    return priced
+@lru_cache(maxsize=16)
+def model_of(family: str, size: str) -> Model:
+    return Model(**preset(family, size))
 
 
-def fit(rows: list[dict[str, Any]]) -> Factors:
+def stack_of(row: Json) -> Stack:
+    """Return the software stack that a published run used."""
+    software = row["framework"]
+    return AUTOMODEL if "AutoModel" in software else TORCHTITAN if software[0].islower() else MEGATRON
+
+
+def run_of(row: Json) -> tuple[Config, Fold]:
+    """Return a published run as a configuration and its degrees.
+
+    What the row leaves out is filled in by one rule, which was written before anything was compared; no row has a
+    parameter of its own. Microbatch: 1. Virtual stages: one layer each if the layers divide by pp and the microbatches
+    by pp, else 1. etp: as tp, Megatron's default, or 1 where ep times that exceeds the stage. Recomputation: none.
+    Dispatcher: all-to-all.
+    """
+    model, world, software = model_of(*row["preset"]), row["gpus"], row["framework"]
+    tp, cp, pp, samples = row["tp"], row["cp"], row["pp"], row["mbs"] or 1
+    dp = world // (tp * cp * pp)
+    microbatches = row["gbs"] // (samples * dp)
+    fine = model.num_layers // pp if model.num_layers % pp == 0 and microbatches % pp == 0 else 1
+    stages = 1 if pp == 1 else row["vpp"] or fine
+    if stages > 1 and (microbatches % pp or stages * pp > model.num_layers):
+        stages = 1
+    etp = row["etp"]
+    if etp is None:
+        etp = 1 if world // pp % (row["ep"] * tp) else tp
+    words = (row["recompute"] or "").split(",")
+    gathers_often = stack_of(row) is TORCHTITAN or "FSDP+EP" in software or software == "TRL"
+    values = {
+        "training.seq_len": row["seq"],
+        "training.local_batch_size": samples,
+        "training.global_batch_size": row["gbs"],
+        "training.dtype": row.get("weights", "float32"),
+        "training.mixed_precision_reduce": "bfloat16" if "Bridge" in software else "float32",
+        "parallelism.pp": pp,
+        "parallelism.dp_replicate": row.get("replicas", 1),
+        "parallelism.cp": cp,
+        "parallelism.tp": tp,
+        "parallelism.experts.ep": row["ep"],
+        "parallelism.experts.etp": etp,
+        "parallelism.experts.edp_replicate": 1,
+        "parallelism.reshard_after_forward": "always" if gathers_often else "never",
+        "parallelism.reduce_once": not gathers_often,
+        "pipeline.schedule": "Interleaved1F1B" if stages > 1 else "1F1B",
+        "pipeline.virtual_stages": stages,
+        "moe.dispatcher": "alltoall" if (row["dispatcher"] or "alltoall").startswith("alltoall") else "deepep",
+        "activation_checkpoint.mode": next((MODES[word] for word in words if word in MODES), "none"),
+    }
+    if "LoRA" in software:
+        values |= {"lora.rank": 16, "lora.experts_rank": 16}
+    config = with_values(Config(model=model), values)
+    return config, derive(world, config.parallelism)
+
+
+def published_step(row: Json) -> float | None:
+    """Return the seconds of a step of a published run; None if its source states neither time nor rate.
+
+    The FLOPs of a stated rate count causal attention once, but in PAPER in full, as Megatron counted then.
+    """
+    if row["step_s"]:
+        return row["step_s"]
+    tokens = row["gbs"] * row["seq"]
+    if row["tok_s_gpu"]:
+        return tokens / row["tok_s_gpu"] / row["gpus"]
+    if not row["tflops_per_gpu"]:
+        return None
+    model = model_of(*row["preset"])
+    flops = flops_per_token(model, row["seq"])
+    if row["source"].startswith(PAPER):
+        flops += 3 * model.num_layers * model.num_heads * 2 * model.head_dim * row["seq"]
+    return tokens * flops / (row["tflops_per_gpu"] * 1e12) / row["gpus"]
+
+
+def price_of(row: Json, factors: Factors) -> Row:
+    """Price a published run. Its routing is learned unless it was forced or a capacity of 1 drops the rest."""
+    (config, fold), stack = run_of(row), stack_of(row)
+    forced = any(word in (row["routing"] or "") for word in ("capacity", "balance"))
+    imbalance = stack.busiest if row["ep"] > 1 and not forced else 1.0
+    price = Pricer(config, read_device(row["gpu"].lower()), factors, imbalance, stack).price(config, fold)
+    return Row(row, published_step(row), stack, price, kind_of_mapping(fold, price), "split" in row)
+
+
+def priced_rows(rows: list[Json], factors: Factors) -> list[Row]:
+    """Price the published runs whose time can be compared: of a known model, with length, batch and time stated."""
+    stated = (row for row in rows if "preset" in row and row["comparable"] and row["seq"] and row["gbs"])
+    return [price_of(row, factors) for row in stated if published_step(row)]
+
+
+def fit(rows: list[Json]) -> Factors:
     """Fit the planner's factors to the calibration rows by least squares, and return them.
 
     Gauss-Newton on logarithms; residuals are the rows' errors and the factors' distances from START.
     """
-    rows = [row for row in rows if row["id"] in CALIBRATION]
-    keys = [field.name for field in fields(Factors)]
-    start, spread = (np.array([float(x) for x in values]) for values in (
-        [log(getattr(START, key)) for key in keys], [DRAWN[key] for key in keys]
-    ))  # fmt: skip
+    rows = [row for row in rows if row.get("split") == "calibration"]
+    start, spread = np.array([(log(guess), deviation) for guess, deviation in PRIOR.values()]).T
 
     def residuals(at: np.ndarray) -> np.ndarray:
-        factors = Factors(**dict(zip(keys, np.exp(at).tolist(), strict=True)))
-        errors = [log(price_of(row, factors).step / published_step(row)) / NOISE for row in rows]
+        factors = Factors(**dict(zip(PRIOR, np.exp(at).tolist(), strict=True)))
+        errors = [log(1 + price_of(row, factors).error) / NOISE for row in rows]
         return np.array([*errors, *((at - start) / spread)])
 
     at = start.copy()
     for _ in range(6):
         here = residuals(at)
-        slopes = np.stack([(residuals(at + 0.02 * unit) - here) / 0.02 for unit in np.eye(len(keys))], 1)
+        slopes = np.stack([(residuals(at + 0.02 * unit) - here) / 0.02 for unit in np.eye(len(PRIOR))], 1)
         at += np.clip(np.linalg.lstsq(slopes, -here, rcond=None)[0], -0.3, 0.3)
-    return Factors(**{key: float(f"{exp(x):.3g}") for key, x in zip(keys, at, strict=True)})
+    return Factors(**{key: float(f"{exp(x):.3g}") for key, x in zip(PRIOR, at, strict=True)})
 
 
-def quantile(values: list[float], fraction: float) -> float:
-    """Return the value below which this fraction of the values is."""
-    return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
+# ---- the accuracy of step times
 
-
-SOURCES: dict[str, Callable[[dict[str, Any]], bool]] = {
+SOURCES: dict[str, Callable[[Json], bool]] = {
     "Folding paper: FSDP + EP": lambda row: row["framework"] == "FSDP+EP" and row["id"][:3] == "mpf",
     "Folding paper: TP + EP + DP (experts sharded by etp)": lambda row: row["framework"] == "TP+EP+DP",
     "Folding paper: pipelines, unfolded and folded": lambda row: row["id"].startswith("mpf") and row["pp"] > 1,
@@ -159,18 +234,24 @@ SOURCES: dict[str, Callable[[dict[str, Any]], bool]] = {
 }
 
 
-def by_source(priced: list[Row]) -> list[tuple[str, ...]]:
+def quantile(values: list[float], fraction: float) -> float:
+    """Return the value below which this fraction of the values is."""
+    return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
+
+
+def by_source(priced: list[Row]) -> list[Cells]:
     """Return the cells of a table with a row for each source: number of runs, and median, mean and worst error."""
-    body = []
-    for name, belongs in SOURCES.items():
-        errors = [one.error for one in priced if belongs(one.row) and ("fit" in name or not one.fitted)]
-        worst = max(errors, key=abs)
-        middle = f"{median(map(abs, errors)):.0%}"
-        body.append((name, str(len(errors)), middle, f"{mean(errors):+.0%}", f"{worst:+.0%}"))
+
+    def cells(name: str, errors: list[float]) -> Cells:
+        middle, worst = median(map(abs, errors)), max(errors, key=abs)
+        return name, str(len(errors)), f"{middle:.0%}", f"{mean(errors):+.0%}", f"{worst:+.0%}"
+
+    lines = [
+        cells(name, [one.error for one in priced if belongs(one.row) and ("fit" in name or not one.fitted)])
+        for name, belongs in SOURCES.items()
+    ]
     held_out = [one.error for one in priced if not one.fitted]
-    worst = max(held_out, key=abs)
-    total = f"{median(map(abs, held_out)):.0%}", f"{mean(held_out):+.0%}", f"{worst:+.0%}"
-    return [*body, ("all rows that were not used in the fit", str(len(held_out)), *total)]
+    return [*lines, cells("all rows that were not used in the fit", held_out)]
 
 
 def ranges(priced: list[Row]) -> dict[str, float]:
@@ -203,25 +284,34 @@ def order(priced: list[Row]) -> tuple[int, int, int, int, float]:
     return sum(pairs), len(pairs), sum(first), len(first), quantile(ratios, 0.8)
 
 
-def table_of(head: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
-    rows = ["| " + " | ".join(cells) + " |" for cells in body]
-    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *rows, ""]
+def table_of(head: Cells, body: list[Cells]) -> list[str]:
+    rows = ["| " + " | ".join(cells) + " |" for cells in (head, *body)]
+    return [rows[0], "|" + "---|" * len(head), *rows[1:], ""]
 
 
-CELLS = ("row", "published, s", "planned, s", "error", "kind of mapping", "stack", "after matrix work", "fitted")
-
-
-def cells(one: Row) -> tuple[str, ...]:
-    times = f"{one.published:.2f}", f"{one.price.step:.2f}", f"{one.error:+.0%}"
-    return one.row["id"], *times, one.kind, run_of(one.row).stack.name, one.price.bottleneck, "yes" * one.fitted
+def json_lines(rows: Iterable[Json]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def every_row(priced: list[Row]) -> str:
-    return "".join(json.dumps(dict(zip(CELLS, cells(one), strict=True))) + "\n" for one in priced)
+    """Return the text of docs/planner_rows.jsonl."""
+    return json_lines(
+        {
+            "row": one.row["id"],
+            "published, s": f"{one.published:.2f}",
+            "planned, s": f"{one.price.step:.2f}",
+            "error": f"{one.error:+.0%}",
+            "kind of mapping": one.kind,
+            "stack": one.stack.name,
+            "after matrix work": one.price.bottleneck,
+            "fitted": "yes" * one.fitted,
+        }
+        for one in priced
+    )
 
 
 def accuracy(priced: list[Row]) -> str:
-    """Return the text of docs/planner.md on the planner's accuracy, which stands between the marks ACCURACY and END."""
+    """Return the part of docs/planner.md on the accuracy of step times."""
     right, pairs, first, groups, ratio = order(priced)
     body = [(kind, f"{error:.0%}") for kind, error in sorted(ranges(priced).items())]
     text = (
@@ -234,7 +324,42 @@ def accuracy(priced: list[Row]) -> str:
     return "\n".join([*lines, *table_of(("kind of mapping", "error"), body)]) + "\n"
 
 
-# ---- memory of the shipped recipes, planned and rehearsed
+# ---- the memory of published runs
+
+MEASURES = {"Megatron-Bridge": "allocated", "torchtitan": "reserved", "prime-rl": "reserved", "TRL": "not stated"}
+"""What a published figure of memory measures, by software: the peak of allocated or reserved bytes. Megatron Bridge
+says so of one run (docs/training/moe-optimization.md). The unit is 1e9 bytes, of reserved bytes 2**30."""
+SAVED_ALIKE = (None, "none", "core_attn", "full")
+"""Recomputation that saves what a mode of titanmoe saves; attention's kernels recompute their scores anyway."""
+
+
+def published_peaks(rows: list[Json]) -> list[tuple[Json, str, float, int]]:
+    """Return the published peaks that can be compared: the row, what it measures, and published and planned bytes."""
+    peaks = {}
+    for row in rows:
+        if row["peak_mem_gib"] and "preset" in row and row["recompute"] in SAVED_ALIKE:
+            measures = next(words for software, words in MEASURES.items() if row["framework"].startswith(software))
+            published = row["peak_mem_gib"] * (2**30 if measures == "reserved" else 1e9)
+            planned = max(rank.peak for rank in rank_memories(*run_of(row)))
+            peaks.setdefault((published, planned), (row, measures, published, planned))  # one of two kinds of GPU
+    return list(peaks.values())
+
+
+def published_memory(rows: list[Json]) -> str:
+    """Return the part of docs/planner.md on the memory of published runs."""
+    body, errors = [], defaultdict(list)
+    for row, measures, published, planned in published_peaks(rows):
+        errors[measures].append(error := planned / published - 1)
+        body.append((row["id"], measures, format_bytes(published), format_bytes(planned), f"{error:+.1%}"))
+    lines = ["", *table_of(("run", "measures", "published", "planned", "error"), body)]
+    for measures, found in {"all": [error for some in errors.values() for error in some], **errors}.items():
+        lines += [f"* {measures}: {len(found)} rows, median {median(map(abs, found)):.1%}, mean {mean(found):+.1%}"]
+    return "\n".join([*lines, "", ""])
+
+
+# ---- the memory of shipped recipes, planned and rehearsed
+
+MEMORY_HEAD = ("recipe", "pipeline rank", "planned", "rehearsed", "error")
 
 
 def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
@@ -246,22 +371,19 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     """
     from titanmoe.rehearse.rehearsal import recipe_to_rehearse  # only here, because it takes torch seconds to start
 
-    path = find_recipe(name)
-    world = recipe_ranks(read_draft([str(path)], COMPONENTS))
-    config = recipe_to_rehearse(["--config", str(path)], world, "h100")
+    path = str(find_recipe(name))
+    world = recipe_ranks(read_draft([path], COMPONENTS))
+    config = recipe_to_rehearse(["--config", path], world, "h100")
     fold = derive(world, config.parallelism)
     peaks = [rank.peak for rank in rank_memories(config, fold)]
     return config, fold, {i: peaks[i] for i in sorted({0, fold.pp - 1, peaks.index(max(peaks))})}
 
 
-MEMORY_HEAD = ("recipe", "pipeline rank", "planned", "rehearsed", "error")
-
-
-def read_memory() -> list[tuple[str, ...]]:
+def read_memory() -> list[Cells]:
     return [tuple(json.loads(line).values()) for line in MEMORY.read_text(encoding="utf-8").splitlines()]
 
 
-def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
+def memory_rows(recipes: list[str]) -> list[Cells]:
     """Rehearse recipes; return a row of cells for each rehearsed rank, as in MEMORY_HEAD.
 
     Args:
@@ -285,41 +407,41 @@ def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
     return rows
 
 
-def memory_table(rows: list[tuple[str, ...]]) -> str:
+def memory_table(rows: list[Cells]) -> str:
     """Return the table of docs/planner.md: of each recipe for GPUs the rank whose rehearsed memory is largest."""
-    fullest: dict[str, tuple[str, ...]] = {}
+
+    def rehearsed(row: Cells) -> float:
+        return float(row[3].removesuffix(" GB"))
+
+    fullest: dict[str, Cells] = {}
     for row in rows:
-        name, rehearsed = row[0], row[3]
-        if "debug" not in name and (name not in fullest or in_gb(rehearsed) > in_gb(fullest[name][3])):
-            fullest[name] = row
+        if "debug" not in row[0] and (row[0] not in fullest or rehearsed(row) > rehearsed(fullest[row[0]])):
+            fullest[row[0]] = row
     return "\n".join(table_of(MEMORY_HEAD, list(fullest.values())))
-
-
-def in_gb(text: str) -> float:
-    return float(text.removesuffix(" GB"))
 
 
 # ---- what folding gains
 
 LONG = 131072
+FOLDING_HEAD = ("recipe", "setting", "GPUs", "fastest: attention / experts", "fastest unfolded", "takes longer by")
 
 
-def with_long_samples(config: Config, ranks: int) -> tuple[list[str], int]:
+def long_samples(config: Config, ranks: int) -> list[str]:
     training = config.training
     samples = max(ranks // 8, training.global_batch_size * training.seq_len // LONG)
-    options = {"seq_len": LONG, "local_batch_size": 1, "global_batch_size": samples}
-    return ["--moe.overlap=none", *(f"--training.{key}={value}" for key, value in options.items())], ranks
+    values = {"seq_len": LONG, "local_batch_size": 1, "global_batch_size": samples}
+    return ["--moe.overlap=none", *(f"--training.{key}={value}" for key, value in values.items())]
 
 
 SETTINGS: dict[str, Callable[[Config, int], tuple[list[str], int]]] = {
     "as it is": lambda config, ranks: ([], ranks),
     "4 x the GPUs": lambda config, ranks: ([], 4 * ranks),
-    "128K tokens": with_long_samples,
+    "128K tokens": lambda config, ranks: (long_samples(config, ranks), ranks),
 }
 """Changes to a recipe and its number of GPUs: the same batch on more of them, and samples of 128K tokens."""
 
 
-def folding_gains() -> list[dict[str, Any]]:
+def folding_gains() -> list[Json]:
     """Find the fastest mapping and the fastest unfolded one of each recipe and setting.
 
     Returns:
@@ -331,7 +453,7 @@ def folding_gains() -> list[dict[str, Any]]:
         own = recipe(name)
         for setting, change in SETTINGS.items():
             changed, ranks = change(own, recipe_ranks(read_draft([str(find_recipe(name))], COMPONENTS)))
-            result = search(recipe(name, changed), ranks, device_of("H100"), Factors(), 1)
+            result = search(recipe(name, changed), ranks, read_device("h100"), Factors(), 1)
             mappings = {"best": result.best[0] if result.best else None, "unfolded": result.best_unfolded}
             found = {
                 kind: {"seconds": one.price.step, "kind": kind_of_mapping(one.fold, one.price)} | overrides(one)
@@ -347,27 +469,27 @@ def recipe(name: str, changed: Sequence[str] = ()) -> Config:
     return load(["--config", str(find_recipe(name)), *changed], COMPONENTS, lambda config: [])
 
 
-def overrides(mapping: PricedMapping) -> dict[str, Any]:
-    config, fold = mapping.config, mapping.fold
-    return {
-        "training.local_batch_size": config.training.local_batch_size,
-        **{f"parallelism.{axis}": getattr(fold, axis) for axis in ("pp", "dp_replicate", "cp", "tp")},
-        **{f"parallelism.experts.{axis}": getattr(fold, axis) for axis in ("edp_replicate", "ep", "etp")},
-        "pipeline.schedule": config.pipeline.schedule,
-        "pipeline.virtual_stages": config.pipeline.virtual_stages,
-        "activation_checkpoint.mode": config.activation_checkpoint.mode,
-        "moe.dispatcher": config.moe.dispatcher,
-        "moe.overlap": config.moe.overlap,
-        "parallelism.reshard_after_forward": config.parallelism.reshard_after_forward,
-    }
+CHOSEN = (
+    "training.local_batch_size",
+    *(DEGREE_PATHS[name] for name in ("pp", "dp_replicate", "cp", "tp", "edp_replicate", "ep", "etp")),
+    *("pipeline.schedule", "pipeline.virtual_stages", "activation_checkpoint.mode", "moe.dispatcher", "moe.overlap"),
+    "parallelism.reshard_after_forward",
+)
+"""Options that say which mapping the search chose."""
 
 
-def gain(row: dict[str, Any]) -> float:
+def overrides(mapping: PricedMapping) -> Json:
+    degrees = {path: getattr(mapping.fold, name) for name, path in DEGREE_PATHS.items()}
+    values = flatten(mapping.config) | degrees
+    return {path: values[path] for path in CHOSEN}
+
+
+def gain(row: Json) -> float:
     """Return how much longer the fastest unfolded mapping takes than the fastest one, as a fraction."""
     return row["unfolded"]["seconds"] / row["best"]["seconds"] - 1
 
 
-def verdict(row: dict[str, Any]) -> str:
+def verdict(row: Json) -> str:
     if "best" not in row:
         return "nothing fits"
     if "unfolded" not in row:
@@ -375,7 +497,7 @@ def verdict(row: dict[str, Any]) -> str:
     return f"{gain(row):.0%}" + ("" if gain(row) > TIE else ", a tie" if gain(row) > 0.005 else ", the same")
 
 
-def folding_cells(row: dict[str, Any]) -> tuple[str, ...]:
+def folding_cells(row: Json) -> Cells:
     def mapping(kind: str) -> str:
         if kind not in row:
             return "-"
@@ -387,35 +509,27 @@ def folding_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return row["recipe"], row["setting"], f"{row['ranks']:,}", mapping("best"), mapping("unfolded"), verdict(row)
 
 
-FOLDING_HEAD = ("recipe", "setting", "GPUs", "fastest: attention / experts", "fastest unfolded", "takes longer by")
-
-
-def gains_by_recipe(gains: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return a row of cells for each recipe: what folding gains in each setting, "-" for nothing."""
-    cells: dict[str, list[str]] = defaultdict(list)
-    for row in gains:
-        percent = verdict(row).partition(",")[0]
-        cells[row["recipe"]].append("-" if verdict(row).endswith("the same") else percent)
-    return [(name, *found) for name, found in cells.items()]
-
-
-def folding_tables(gains: list[dict[str, Any]]) -> str:
+def folding_tables(gains: list[Json]) -> str:
     """Return two tables in Markdown: what folding gains for each recipe, and the mappings with a gain above TIE."""
-    lines = table_of(("recipe", *SETTINGS), gains_by_recipe(gains))
+    by_recipe: dict[str, list[str]] = defaultdict(list)
+    for row in gains:
+        percent, _, words = verdict(row).partition(", ")
+        by_recipe[row["recipe"]].append("-" if words == "the same" else percent)
+    large = [row for row in gains if "best" in row and ("unfolded" not in row or gain(row) > TIE)]
+    lines = table_of(("recipe", *SETTINGS), [(name, *cells) for name, cells in by_recipe.items()])
     lines += [f"The mappings where the gain is above {TIE:.0%}:", ""]
-    lines += table_of(FOLDING_HEAD, [folding_cells(row) for row in gains if "best" in row and is_large(row)])
-    return "\n".join(lines)
+    return "\n".join(lines + table_of(FOLDING_HEAD, [folding_cells(row) for row in large]))
 
 
-def is_large(row: dict[str, Any]) -> bool:
-    """Return whether folding gains more than TIE, the error of a planned ratio, or only folded mappings fit."""
-    return "unfolded" not in row or gain(row) > TIE
+# ---- the pages
 
 
-def replace_marked(page: Path, mark: str, text: str) -> None:
-    """Replace the text of a page between a mark and the next END."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(mark)
-    page.write_text(before + mark + text + END + rest.partition(END)[2], encoding="utf-8")
+def replace_marked(page: Path, option: str, *texts: str) -> None:
+    """Replace what stands on a page between each mark with this option and the next mark of an end."""
+    mark, end = f"<!-- from here: {f'python scripts/planner_page.py {option}'.strip()} -->\n", "<!-- to here -->\n"
+    before, *parts = page.read_text(encoding="utf-8").split(mark)
+    parts = [text + end + part.partition(end)[2] for text, part in zip(texts, parts, strict=True)]
+    page.write_text(mark.join([before, *parts]), encoding="utf-8")
 
 
 def main() -> None:
@@ -426,22 +540,19 @@ def main() -> None:
     args = parser.parse_args()
     if args.folding:
         gains = folding_gains()
-        FOLDING.write_text("".join(json.dumps(row) + "\n" for row in gains), encoding="utf-8")
-        replace_marked(FOLDING_PAGE, FOLDING_MARK, "\n" + folding_tables(gains) + "\n")
-        return
-    if args.memory is not None:
+        FOLDING.write_text(json_lines(gains), encoding="utf-8")
+        replace_marked(FOLDING_PAGE, "--folding", "\n" + folding_tables(gains) + "\n")
+    elif args.memory is not None:
         rows = memory_rows(args.memory)
-        lines = (json.dumps(dict(zip(MEMORY_HEAD, row, strict=True))) + "\n" for row in rows)
-        MEMORY.write_text("".join(lines), encoding="utf-8")
-        replace_marked(PAGE, REHEARSED, "\n" + memory_table(rows) + "\n")
-        return
-    rows = read_rows()
-    if args.fit:
-        print(json.dumps(asdict(fit(rows))))
-        return
-    priced = priced_rows(rows + read_rows(LATER), Factors())
-    replace_marked(PAGE, ACCURACY, accuracy(priced))
-    EVERY.write_text(every_row(priced), encoding="utf-8")
+        MEMORY.write_text(json_lines(dict(zip(MEMORY_HEAD, row, strict=True)) for row in rows), encoding="utf-8")
+        replace_marked(PAGE, "--memory", "\n" + memory_table(rows) + "\n")
+    elif args.fit:
+        print(json.dumps(asdict(fit(read_rows()))))
+    else:
+        rows = read_rows() + read_rows(LATER)
+        priced = priced_rows(rows, Factors())
+        replace_marked(PAGE, "", accuracy(priced), published_memory(rows))
+        EVERY.write_text(every_row(priced), encoding="utf-8")
 
 
 if __name__ == "__main__":
