@@ -86,6 +86,17 @@ CASES = {
         f"{EP} 2 {MODE} full --moe.overlap halves --training.local_batch_size 2 --training.global_batch_size 4",
     ),
     "auto, which is symm_mem": (4, 0, f"{EP} 4 --moe.dispatcher auto --moe.symm_mem_factor 1.5"),
+    "documents that flex_attention cannot take, whose mask is saved": (
+        1,
+        0,
+        "--training.global_batch_size 1 --model.dim 64 --model.head_dim 8 --model.expert_hidden 128 "
+        "--data.source files --data.paths none.jsonl --data.packing documents",
+    ),
+    "keys and values gathered over cp": (
+        4,
+        0,
+        f"{CP} 4 --parallelism.cp_kind allgather --training.seq_len 8192 --training.global_batch_size 1",
+    ),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {
@@ -128,6 +139,11 @@ MORE = {
     "interleaved full": (2, 1, f"{PP} 2 --pipeline.schedule Interleaved1F1B {MODE} full --model.num_layers 8"),
     "DualPipeV": (2, 1, f"{PP} 2 --pipeline.schedule DualPipeV"),
     "uneven stages": (2, 0, f"{PP} 2 --pipeline.schedule DualPipeV --model.num_layers 8 --model.vocab_size 16384"),
+    "latents gathered over cp": (
+        4,
+        0,
+        f"{LATENT} {CP} 4 --parallelism.cp_kind allgather --training.seq_len 8192 --training.global_batch_size 1",
+    ),
     "chunked loss": (1, 0, f"--training.seq_len 8192 --model.vocab_size 65536 {MODE} full"),
 }
 

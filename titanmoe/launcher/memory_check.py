@@ -56,6 +56,8 @@ def memory_need(config: Config, world: int, per_machine: int, machine: Machine) 
     fold = derive(world, config.parallelism)
     if config.moe.overlap != "auto":  # with halves, which that may become, it is alltoall
         config = with_planned_dispatcher(config, fold, per_machine, machine.gpus > 0)
+    if not machine.gpus:  # there attention is by blocks, without a mask of documents
+        config = with_values(config, {"data.packing": "stream"})
     stages = memory.rank_memories(config, fold)
     offloaded = config.optimizer.offload and machine.gpus > 0
     rank_bytes = [stage.peak - stage.moments * offloaded for stage in stages]

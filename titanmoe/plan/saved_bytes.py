@@ -15,6 +15,7 @@ from typing import NamedTuple
 from titanmoe.config.blocks import has_experts, splits_router_product
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
+from titanmoe.fold.attention_backend import FLEX_NARROWEST, head_widths, pick_backend
 from titanmoe.fold.degrees import Fold, sequence_chunks
 from titanmoe.models import tensors
 from titanmoe.models.lora_spec import is_adapter
@@ -59,7 +60,23 @@ class Widths:
         self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
         ring = fold.cp > 1 and config.parallelism.cp_kind == "ring"
         segments = training.local_batch_size * sequence_chunks(fold.cp, config.parallelism.cp_placement)
-        self.batch = LocalBatch(self.T, self.X, fold.tp, self.w, ring, segments)
+        gathered = fold.cp if config.parallelism.cp_kind == "allgather" else 1
+        mask = training.local_batch_size * training.seq_len**2 * self.w * saves_mask(config, fold.cp)
+        self.batch = LocalBatch(self.T, self.X, fold.tp, self.w, ring, segments, gathered, mask)
+
+
+def saves_mask(config: Config, cp: int) -> bool:
+    """Return whether attention on GPUs gets a mask of full sequences: for documents, if flex_attention cannot take it.
+
+    Our attention by blocks, which rings, windows and sinks have, needs none.
+    """
+    model, options = config.model, config.parallelism
+    by_blocks = model.attention_sinks or model.sliding_window or (cp > 1 and options.cp_kind != "ulysses")
+    if config.data.packing == "stream" or by_blocks:
+        return False
+    narrow = min(head_widths(model)) < FLEX_NARROWEST
+    backend, _ = pick_backend(options.attention_backend, options.cp_kind, cp, "cuda", False, True, False, "", narrow)
+    return backend == "plain"
 
 
 class Flow(NamedTuple):

@@ -110,7 +110,9 @@ class GroupedQuery(MixerSpec):
             inner = 2 * X * (query + key) * max(4, w)
         output = attention_output_bytes(heads, model.head_dim, batch, model.attention_sinks)
         gate = 2 * X * query * w * model.attention_gate  # its sigmoid, and what that lets through
-        return output + X * (query + 2 * key) * w + inner + gate
+        # With a mask torch's kernel gets the keys and values of each query head.
+        keys = 2 * (query if batch.mask else key) * batch.gathered
+        return output + X * (query + keys) * w + batch.mask + inner + gate
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         model = config.model

@@ -95,7 +95,8 @@ class Latent(MixerSpec):
             return output + X * query * w * (not model.q_lora_rank) + latents + gathered
         # Values stay where they were made, beside keys without positions, which are copied to the rotated keys.
         made = heads * (model.qk_nope_head_dim + model.v_head_dim)
-        return output + latents + 2 * T * max(4, w) + gathered + X * (2 * query + made) * w
+        keys = query + made if batch.gathered == 1 else batch.gathered * (query + heads * model.v_head_dim)
+        return output + batch.mask + latents + 2 * T * max(4, w) + gathered + X * (query + keys) * w
 
     def input_positions(self, model: Model, batch: LocalBatch) -> int:
         """Return for how many positions the projections save the block's normed input for backward.

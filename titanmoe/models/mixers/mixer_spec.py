@@ -93,6 +93,10 @@ class LocalBatch(NamedTuple):
     """Whether context parallelism passes keys and values from rank to rank (parallelism.cp_kind = "ring")."""
     segments: int = 0
     """Segments that context parallelism splits the microbatch's samples into, over all ranks of cp; 0 without cp."""
+    gathered: int = 1
+    """Number of ranks whose keys and values attention saves: those of cp if it gathers them."""
+    mask: int = 0
+    """Bytes of the mask of full sequences that attention saves, where documents are apart and no kernel skips them."""
 
 
 class MixerSpec(Spec, ABC):
