@@ -67,6 +67,7 @@ CASES = {
         f"{TP} 2 {EP} 4 --training.global_batch_size 4 --training.freeze embed.* head.* *norm* *attention* *router*",
     ),
     "adapters": (4, 0, f"{TP} 2 {EP} 2 {ETP} 2 --training.global_batch_size 4 --lora.rank 32"),
+    "dropout before adapters": (4, 0, f"{TP} 2 {EP} 2 {ETP} 2 --lora.rank 32 --lora.dropout 0.1"),
     "first half frozen": (2, 0, "--training.freeze embed.* layers.0.* layers.1.*"),
     "full except dispatch": (4, 0, f"{EP} 2 {MODE} full_except_dispatch --training.global_batch_size 4"),
     "muon, key heads on two ranks of tp each": (
@@ -101,6 +102,7 @@ CASES = {
 }
 MORE = {
     "adapters full": (4, 0, f"{EP} 2 {MODE} full --training.global_batch_size 4 --lora.rank 32"),
+    "dropout before adapters full": (1, 0, f"{MODE} full --training.seq_len 4096 --lora.rank 32 --lora.dropout 0.1"),
     "adapters edp": (4, 0, "--parallelism.experts.ep 1 --lora.rank 32"),
     "adapters full edp": (4, 0, f"--parallelism.experts.ep 1 {MODE} full --lora.rank 32"),
     "adapters moe": (4, 0, f"{EP} 2 {MODE} moe --lora.rank 32"),

@@ -195,6 +195,21 @@ def test_adapters_cost_two_narrow_products_and_a_sum() -> None:
     assert experts.matrix > none.matrix and experts.memory > none.memory
 
 
+@pytest.mark.parametrize("targets", ["*.attention.*", "*.experts.*"])
+def test_dropout_before_adapters_moves_the_bytes_of_a_rehearsal(targets: str) -> None:
+    recipe = "--model.family mixtral --model.size debug --model.dim 512 --model.num_layers 2 --model.num_heads 8 "
+    recipe += "--model.num_kv_heads 4 --model.head_dim 64 --model.expert_hidden 1024 --training.seq_len 4096 "
+    recipe += "--training.local_batch_size 1 --training.global_batch_size 1 --data.source synthetic --lora.rank 16 "
+    rehearsed, planned = [], []
+    for rate in ("0", "0.1"):
+        config = recipe_to_rehearse([*recipe.split(), "--lora.targets", targets, "--lora.dropout", rate], 1, "h100")
+        rehearsed.append(rehearse(config, 1, 0, "h100").operations.total().moved)
+        costs = evaluate(config, 1, H100, Factors()).price.components["memory-bound work"]
+        planned.append(costs * H100.bandwidth * Factors().memory)
+    dropped = rehearsed[1] - rehearsed[0]
+    assert dropped > 0.3 * rehearsed[0] and planned[1] - planned[0] == pytest.approx(dropped, rel=0.15)
+
+
 def test_replicas_of_experts_in_no_unit_sum_their_gradients_once_a_step() -> None:
     """Of FSDP's units each microbatch's are summed."""
 

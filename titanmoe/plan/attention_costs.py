@@ -18,7 +18,7 @@ from titanmoe.models.mixers.mixer_spec import MixerSpec, MixerWork
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.dispatch_costs import BLOCK_KERNELS, DispatchCosts
 from titanmoe.plan.links import LinkGroup
-from titanmoe.plan.sizes import ADDED, KERNELS, Adapter
+from titanmoe.plan.sizes import ADDED, DROPPED, DROPPED_KERNELS, KERNELS, Adapter
 
 BACKWARD = 2.0
 """FLOPs of matrix products in backward, relative to forward."""
@@ -116,6 +116,7 @@ class AttentionCosts(DispatchCosts):
             groups: number of equal products, such as one for each expert.
         """
         forward = backward = Cost()
+        drops = self.config.lora.dropout > 0
         for adapter in adapters:
             if not adapter.name.startswith(prefix):
                 continue
@@ -125,10 +126,12 @@ class AttentionCosts(DispatchCosts):
             costs = [
                 Cost(
                     matrix=products * factor,
-                    memory=self.move_seconds(groups * rows * width * ADDED),
-                    host=self.factors.block * kernels / BLOCK_KERNELS,
+                    memory=self.move_seconds(groups * rows * (width * ADDED + inputs * dropped * drops)),
+                    host=self.factors.block * (kernels + more * drops) / BLOCK_KERNELS,
                 )
-                for factor, width, kernels in zip((1.0, BACKWARD), (outputs, inputs), KERNELS, strict=True)
+                for factor, width, kernels, dropped, more in zip(
+                    (1.0, BACKWARD), (outputs, inputs), KERNELS, DROPPED, DROPPED_KERNELS, strict=True
+                )
             ]
             forward, backward = forward + costs[0], backward + costs[1]
         return forward, backward

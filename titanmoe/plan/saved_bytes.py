@@ -56,6 +56,7 @@ class Widths:
         self.sizes = Sizes(
             model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config), vocabulary_ranks(config, fold)
         )
+        self.drops_inputs = config.lora.rank > 0 and config.lora.dropout > 0
         self.mixers = ModelKey.of(model).mixers
         self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
         ring = fold.cp > 1 and config.parallelism.cp_kind == "ring"
@@ -100,6 +101,8 @@ class Flow(NamedTuple):
     """Sum of the ranks of adapters of the dense network or the shared expert."""
     expert_ranks: tuple[int, ...] = ()
     """Rank of each of the experts' adapters."""
+    adapter_inputs: tuple[tuple[str, int, bool], ...] = ()
+    """Each adapter's name, the width of its input, and whether tp or etp splits that."""
 
     @property
     def attention(self) -> bool:
@@ -132,7 +135,8 @@ def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
         def any_of(prefix: str, but: str | tuple[str, ...] = (), trained: list[str] = trained) -> bool:
             return any(part.startswith(prefix) and not part.startswith(but) for part in trained)
 
-        downs = [(part, shape[-2]) for part, (shape, _) in parts.items() if is_adapter(part) and part.endswith("A")]
+        adapters = [(part, *split) for part, split in parts.items() if is_adapter(part) and part.endswith("A")]
+        downs = [(part, shape[-2]) for part, shape, _ in adapters]
         attention, routed = "attention.", "moe.experts."
         into_attention = reached or any_of("attention_norm")
         into_ffn = into_attention or any_of(attention) or any_of("ffn_norm")
@@ -149,6 +153,7 @@ def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
                 sum(rank for part, rank in downs if part.startswith(attention)),
                 sum(rank for part, rank in downs if not part.startswith((attention, routed))),
                 tuple(rank for part, rank in downs if part.startswith(routed)),
+                tuple((part, shape[-1], dim is not None) for part, shape, dim in adapters),
             )
         )
     return tuple(flows)
@@ -192,12 +197,30 @@ def mode_of(config: Config, layer: int) -> str:
     return options.mode if layer % options.every == 0 else "none"
 
 
+def dropped_bytes(s: Widths, layer: int, prefix: str) -> int:
+    """Return the bytes that dropout of adapters' inputs saves in a block: each adapter's input, and what was dropped.
+
+    Args:
+        prefix: first part of the adapters' names, "attention." or "moe.experts.", or "" for all others.
+    """
+    if not s.drops_inputs:
+        return 0
+    out = 0
+    for name, inputs, is_split in s.flows[layer].adapter_inputs:
+        routed = name.startswith("moe.experts.")
+        if name.startswith(prefix) if prefix else not (routed or name.startswith("attention.")):
+            ranks = (s.fold.etp if routed else s.fold.tp) if is_split else 1
+            out += (s.R if routed else s.X) * (inputs // ranks) * (s.w + 1)
+    return out
+
+
 def input_bytes(s: Widths, layer: int) -> int:
     """Return the bytes that a block saves before its mixer: the norm's input and scales, and the projections' input."""
     flow, D, w = s.flows[layer], s.model.dim, s.w
-    # The adapters' narrow products are kept for the gradients of B.
-    inputs = s.mixers[layer].input_positions(s.model, s.batch) * D * flow.attention_weights
-    products = (inputs + s.X * flow.attention_ranks) * w
+    # The adapters' narrow products are kept for the gradients of B. Under dropout each A reads an input of its own.
+    shared = flow.attention_weights and not s.drops_inputs
+    inputs = s.mixers[layer].input_positions(s.model, s.batch) * D * shared
+    products = (inputs + s.X * flow.attention_ranks) * w + dropped_bytes(s, layer, "attention.")
     return s.T * (D * w + s.W) * flow.into_attention + products
 
 
@@ -216,19 +239,24 @@ def saved_bytes(s: Widths, layer: int, mode: str = "") -> SavedBytes:
     selective = mode == "selective"
     flow, norm = s.flows[layer], T * D * w + T * W  # a norm's input, and one scale per token
     attention = input_bytes(s, layer) + s.mixers[layer].saved_bytes(model, s.batch, selective) * flow.attention
-    ffn, rows = norm * flow.into_ffn + X * flow.dense_ranks * w, 0
+    shared = not s.drops_inputs  # whether weights that read one input save it once
+    ffn, rows = norm * flow.into_ffn + X * flow.dense_ranks * w + dropped_bytes(s, layer, ""), 0
     if not experts:
-        ffn += X * D * w * flow.ffn_weights + _dense(s, model.dense_hidden, selective) * flow.ffn
+        ffn += X * D * w * (flow.ffn_weights and shared) + _dense(s, model.dense_hidden, selective) * flow.ffn
     else:
         narrow = sum(rank + -rank % (16 // w) for rank in flow.expert_ranks)
-        rows = s.R * (D * w * flow.ffn_weights + (4 + 2 * s.F * w) * flow.out_of_ffn + narrow * w)
+        rows = dropped_bytes(s, layer, "moe.experts.")
+        rows += s.R * (D * w * (flow.ffn_weights and shared) + (4 + 2 * s.F * w) * flow.out_of_ffn + narrow * w)
         ffn += _router(s, flow.router_weights) * flow.ffn + rows
         if model.shared_hidden:
-            ffn += X * D * w * flow.shared_weights + _dense(s, model.shared_hidden, selective) * flow.out_of_ffn
+            ffn += (
+                X * D * w * (flow.shared_weights and shared)
+                + _dense(s, model.shared_hidden, selective) * flow.out_of_ffn
+            )
             ffn += model.shared_gate * T * (D + 2) * w * flow.into_ffn
     if mode in ("full", "full_except_dispatch", "moe"):
         with_rows = mode == "full_except_dispatch" and experts
         kept = (T * D * w + (_saved_of_recomputed(s, with_rows) if experts else 0)) * flow.out_of_ffn
-        recomputed = ffn - with_rows * s.R * D * w * flow.ffn_weights
+        recomputed = ffn - with_rows * s.R * D * w * (flow.ffn_weights and shared)
         return SavedBytes(attention if mode == "moe" else T * D * w * flow.attention, kept, 0, recomputed)
     return SavedBytes(attention, ffn, rows, 0)

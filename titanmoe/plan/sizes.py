@@ -249,6 +249,9 @@ ADDED, KERNELS = 6, (4, 6)
 """Cost of an adapter beside its products: bytes moved, in 16 bits, per element to which its term is added (outputs; in
 backward gradients of inputs), and kernels forward and backward: two narrow products, a scale and a sum; four products
 and two sums."""
+DROPPED, DROPPED_KERNELS = (72, 12), (20, 3)
+"""Cost of dropout before an adapter: bytes moved, in 16 bits, per element of its input, and kernels, forward (most of
+them draw random numbers) and backward. Counted in rehearsals (tests/plan/test_price.py); a compiler fuses them."""
 
 
 class Adapter(NamedTuple):
