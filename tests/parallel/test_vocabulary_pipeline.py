@@ -13,8 +13,8 @@ from tests.parallel.test_pipeline import forward_alone
 from tests.support.families import has_attention_only
 from titanmoe.comm.collectives import to_local
 from titanmoe.fold.legality import violations
-from titanmoe.fold.pipeline_schedules import Cell, single_order
-from titanmoe.fold.vocabulary_passes import SCHEDULES, insert_passes
+from titanmoe.fold.pipeline_schedules import Action, Cell, inputs_of, is_pass, result_of, single_order
+from titanmoe.fold.vocabulary_passes import EARLIER_FORWARDS, SCHEDULES, insert_passes, with_earlier_forwards
 from titanmoe.models.families import names
 from titanmoe.plan.schedule_cost import schedule_rows
 from titanmoe.tokens import IGNORE
@@ -26,35 +26,74 @@ EIGHT = {"training.global_batch_size": 8}
 # ---- passes in a schedule's table
 
 
-def passes(row: list[Cell]) -> list[str]:
-    return [str(action) for (action,) in row if action.does in "ELD"]
+ORDERS = [
+    ("GPipe", 2, 1, 3),
+    ("1F1B", 4, 1, 9),
+    ("1F1B", 2, 1, 2),
+    ("1F1B", 16, 1, 20),
+    ("Interleaved1F1B", 4, 2, 8),
+    ("Interleaved1F1B", 2, 3, 6),
+]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "pp", "virtual", "microbatches"),
-    [("GPipe", 2, 1, 3), ("1F1B", 4, 1, 9), ("1F1B", 2, 1, 2), ("Interleaved1F1B", 4, 2, 8)],
-)
+def plain_rows(schedule: str, pp: int, virtual: int, microbatches: int) -> list[list[Cell]]:
+    return [[cell for cell in row if cell] for row in schedule_rows(schedule, pp, virtual, microbatches)]
+
+
+@pytest.mark.parametrize(("schedule", "pp", "virtual", "microbatches"), ORDERS)
 def test_each_rank_has_all_passes_in_the_same_order(schedule: str, pp: int, virtual: int, microbatches: int) -> None:
-    plain = [[cell for cell in row if cell] for row in schedule_rows(schedule, pp, virtual, microbatches)]
-    stages = pp * virtual
+    stages, plain = pp * virtual, plain_rows(schedule, pp, virtual, microbatches)
     rows = insert_passes(plain, stages)
-    assert [[cell for cell in row if cell[0].does in "FB"] for row in rows] == plain
-    assert all(passes(row) == passes(rows[0]) for row in rows)
-    assert sorted(passes(rows[0])) == sorted(
-        f"{stage}{does}{m}" for m in range(microbatches) for stage, does in ((0, "E"), (stages - 1, "L"), (0, "D"))
-    )
-    for rank, stage, order in (0, 0, "EFBD"), (pp - 1, stages - 1, "FLB"):
+    assert [[cell for cell in row if not is_pass(cell)] for row in rows] == list(map(with_earlier_forwards, plain))
+    passes = [[str(action) for (action,) in row if is_pass((action,))] for row in rows]
+    assert passes == [passes[0]] * pp
+    owners = {"E": 0, "D": 0} | dict.fromkeys("HSLT", stages - 1)
+    assert sorted(passes[0]) == sorted(f"{owners[does]}{does}{m}" for m in range(microbatches) for does in owners)
+    for rank, stage, order in (0, 0, "EFBD"), (pp - 1, stages - 1, "FHSLTB"):
         place = {str(action): i for i, (action,) in enumerate(rows[rank])}
         for m in range(microbatches):
             steps = [place[f"{stage}{does}{m}"] for does in order]
             assert steps == sorted(steps)
 
 
+@pytest.mark.parametrize(("schedule", "pp", "virtual", "microbatches"), ORDERS)
+def test_nothing_deadlocks_if_all_ranks_meet_in_each_pass(
+    schedule: str, pp: int, virtual: int, microbatches: int
+) -> None:
+    stages, finished = pp * virtual, set()
+    queues = insert_passes(plain_rows(schedule, pp, virtual, microbatches), stages)
+
+    def is_ready(cell: Cell) -> bool:
+        return finished.issuperset(inputs_of(cell[0], stages, shared=True))
+
+    while any(queues):
+        left = sum(map(len, queues))
+        for queue in queues:
+            while queue and not is_pass(queue[0]) and is_ready(queue[0]):
+                finished.add(result_of(queue.pop(0)[0]))
+        if all(queue and is_pass(queue[0]) for queue in queues):
+            (cell,) = {queue.pop(0) for queue in queues}
+            assert is_ready(cell)
+            finished.add(result_of(cell[0]))
+        assert sum(map(len, queues)) < left
+
+
+def test_1f1b_runs_two_more_forwards_before_its_first_backward() -> None:
+    plain = single_order("1F1B", 4, 9)
+    for row, longer in zip(plain, map(with_earlier_forwards, plain), strict=True):
+        first = row.index((Action(row[0][0].stage, "B", 0),))
+        assert [cell[0].does for cell in longer].index("B") == first + EARLIER_FORWARDS
+        assert sorted(longer) == sorted(row)
+
+
 def test_1f1b_embeds_no_microbatch_before_it_is_needed() -> None:
-    (first, *_) = insert_passes(single_order("1F1B", 2, 5), 2)
+    (first, *_) = insert_passes(single_order("1F1B", 2, 9), 2)
     order = [str(action) for (action,) in first]
-    assert order[:4] == ["0E0", "0E1", "0F0", "0F1"]
-    assert order.index("1L0") < order.index("0E2") < order.index("0F2")
+    assert order[:4] == ["0E0", "0E1", "0F0", "0E2"]
+    for m in range(2, 9):  # while the first rank runs what is before the forward
+        forward = order.index(f"0F{m}")
+        between = [one for one in order[order.index(f"0E{m}") : forward] if one[1] in "FB"]
+        assert len(between) == 1
 
 
 # ---- parity
@@ -82,11 +121,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         ODD | dict.fromkeys(parity.NUMERICS, "float32") | {"training.loss_chunks": 2},
     ),
+    "compiled": (2, ODD | {"compile.enable": True, "compile.backend": "aot_eager"}),
     "tied, four stages, slices": (4, TIED | {"parallelism.pp": 4, "model.num_layers": 4, "training.loss_chunks": 3}),
 }
 
 
-SLOW = ("eight stages", "interleaved, tied", "frozen head")
+SLOW = ("eight stages", "interleaved, tied", "frozen head", "compiled")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
@@ -157,7 +197,7 @@ def test_loading_kernels_first_leaves_no_trace() -> None:
         ({"parallelism.pp": 1}, "parallelism.pp = 1"),
         ({"pipeline.schedule": "DualPipeV", "model.num_layers": 8}, "schedule = DualPipeV"),
         ({"model.vocab_size": 9, "parallelism.tp": 4}, "the last would have none"),
-        ({"model.mtp_depth": 1}, "model.mtp_depth = 1"),
+        ({"model.mtp_depth": 1}, "multi-token prediction"),
         ({"model.vocab_size": 25, "parallelism.dp_shard": 4}, "over dp_shard * cp = 4 ranks: pad the vocabulary to 26"),
     ],
 )

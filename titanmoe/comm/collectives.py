@@ -3,7 +3,7 @@
 Functions named like `all_gather_autograd`, and the all-to-all in two calls, are differentiable; the others are not.
 Each one waits for its result before it returns: a collective still in flight that enters a compiled region gives
 silently wrong gradients in torch 2.13. The exceptions are `start_all_to_all`, whose result nothing can touch before
-`finish_all_to_all`, and those named like `launch_all_to_all`, whose callers call `wait` next.
+`finish_all_to_all`, and those named like `launch_all_to_all`, whose callers call `wait`.
 
 All ranks of the group call each function together.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -159,30 +160,42 @@ def _all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     return wait(_ops.all_reduce(x.contiguous(), op, group.name), group)
 
 
-def broadcast(x: Tensor, source: int, group: Group) -> Tensor:
-    """Return a copy of the source rank's x on every rank of the group. Not differentiable.
+def launch_broadcast(x: Tensor, source: int, group: Group) -> Tensor:
+    """Start to send the source rank's x to every rank of the group. Call `wait` on the result before it is used.
 
     Args:
         x: the values on the source rank; on other ranks a tensor of the same shape and dtype, whose values are ignored.
         source: the rank in the group whose values are sent.
         group: the ranks that call this function together.
     """
-    return x if group.size == 1 else wait(_ops.broadcast(x.contiguous(), source, group.name), group)
+    return _ops.broadcast(x.contiguous(), source, group.name)
 
 
-def reduce(x: Tensor, destination: int, group: Group) -> Tensor:
-    """Sum x over the group, in place on the destination rank; on others the values are undefined. Return x.
+def launch_reduce(x: Tensor, destination: int, group: Group) -> Callable[[], Tensor]:
+    """Start to sum x over the group, in place on the destination rank; on others the values are undefined afterwards.
+
+    Returns:
+        A function that waits for the message and returns x.
 
     Args:
-        x: this rank's summand, contiguous.
+        x: this rank's summand, contiguous, which nothing else uses meanwhile.
         destination: the rank in the group that gets the sum.
         group: the ranks that call this function together.
     """
-    if group.size > 1:
+    work = dist.reduce(x, group=group.process_group, group_dst=destination, async_op=True)
+
+    def finish() -> Tensor:
         observe.waits(group.name)
-        dist.reduce(x, group=group.process_group, group_dst=destination)
+        work.wait()
         observe.arrived()
-    return x
+        return x
+
+    return finish
+
+
+def launch_all_gather(x: Tensor, group: Group) -> Tensor:
+    """Start to concatenate every rank's x along dim 0. Call `wait` on the result before it is used."""
+    return _ops.all_gather_into_tensor(x.contiguous(), group.size, group.name)
 
 
 def launch_all_reduce(x: Tensor, group: Group) -> Tensor:

@@ -27,7 +27,8 @@ from titanmoe.fold.rank_groups import View, coordinates, group_of, groups
 CommunicatorKind = Literal["blocking", "dispatch", "shards", "replicas", "stages"]
 """The kind of a communicator, by what it is used for. docs/parallelism.md has the table.
 
-    blocking  what computation waits for: tp, cp, sums of counts, losses and norms; the default group too
+    blocking  what computation waits for: tp, cp, sums of counts, losses and norms; the default group too, and a
+              vocabulary over all stages, whose messages all ranks start in one order
     dispatch  the dispatchers' all-to-alls, in flight while the device computes
     shards    FSDP's all-gathers and reduce-scatters, of either view
     replicas  HSDP's all-reduces, of either view
@@ -122,7 +123,7 @@ class Meshes:
     within: Group  # of expert_group, those on this rank's node
     etp: Group  # where gradients are summed over it: with adapters
     across: Group  # of expert_group, those with this rank's place on the group's other nodes
-    stages: Group  # pp, for collectives that computation waits for: with a vocabulary sharded over pp and tp
+    stages: Group  # pp, for the collectives of a vocabulary that is sharded over pp and tp
     vocabulary: Group  # pp x tp: ranks that shard this vocabulary
     vocabulary_mesh: DeviceMesh | None  # (dp_replicate, fsdp, vocabulary) of all ranks, vocabulary being pp x tp
 

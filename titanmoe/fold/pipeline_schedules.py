@@ -38,8 +38,10 @@ SCHEDULES = {
 SINGLE = ("GPipe", "1F1B")
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Relative time of a forward, a full backward, and its gradients of inputs and of weights."""
-PASSES = ("E", "L", "D")
+PASSES = ("E", "H", "S", "L", "T", "D")
 """The passes of a vocabulary that all stages share (titanmoe.fold.vocabulary_passes)."""
+PASS_COST = {"E": 0, "H": 0, "S": 1 / 3, "L": 0, "T": 2 / 3, "D": 0}
+"""Time of each pass over that of a loss, forward and backward; lookups and messages count as none."""
 _ACTION = re.compile(r"(\d+)(F|I|B|W)(\d+)")
 _MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")  # torch adds these itself
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -177,18 +179,33 @@ def result_of(action: Action) -> tuple[int, str, int]:
     return action.stage, "I" if action.does == "B" else action.does, action.microbatch
 
 
-def inputs_of(action: Action, stages: int) -> list[tuple[int, str, int]]:
-    """Return (stage, kind, microbatch) of the results that an action waits for in a pipeline of so many stages."""
+def inputs_of(action: Action, stages: int, shared: bool = False) -> list[tuple[int, str, int]]:
+    """Return (stage, kind, microbatch) of the results that an action waits for in a pipeline of so many stages.
+
+    Args:
+        action: a forward, a backward or one half of it, or a pass of the vocabulary.
+        stages: the number of stages.
+        shared: whether all stages share the vocabulary.
+    """
     stage, does, m = action
-    return {
-        "F": [(stage - 1, "F", m)] if stage else [],
+    last = stages - 1
+    inputs = {
+        "F": [(stage - 1, "F", m)] if stage else [(0, "E", m)] * shared,
         "W": [(stage, "I", m)],
-    }.get(does, [(stage, "F", m)] + ([(stage + 1, "I", m)] if stage < stages - 1 else []))
+        "E": [],
+        "H": [(last, "F", m)],
+        "S": [(last, "H", m)],
+        "L": [(last, "S", m)],
+        "T": [(last, "L", m)],
+        "D": [(0, "I", m)],
+    }
+    gradient = [(stage + 1, "I", m)] if stage < last else [(last, "T", m)] * shared
+    return inputs.get(does, [(stage, "F", m), *gradient])
 
 
-def _is_pass(cell: Cell) -> bool:
-    """Return whether a cell is a pass of the vocabulary, which all ranks run together."""
-    return cell[0].does in PASSES
+def is_pass(cell: Cell) -> bool:
+    """Return whether a cell is a pass of the vocabulary, which all ranks have."""
+    return any(action.does in PASSES for action in cell)
 
 
 def bubble(
@@ -197,14 +214,13 @@ def bubble(
     """Simulate a schedule; return the fraction of all ranks' time that is idle.
 
     Two overlapping actions start when both can run and send their results when both are done, as in torch. A pass of
-    the vocabulary begins on all ranks at the same time.
+    the vocabulary has its result when all ranks have run it.
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them.
         stages: the number of stages.
         stage_costs: time of each stage's forward; other actions take as many times that as COST says. () for 1 each.
-        loss_cost: time of the loss of a microbatch, forward and backward, where all stages share the vocabulary; the
-            passes of the embedding take none.
+        loss_cost: time of the loss of a microbatch, forward and backward, where all stages share the vocabulary.
 
     Raises:
         ValueError: if the schedule deadlocks.
@@ -222,35 +238,47 @@ def simulate(
     """
     queues, costs = [[cell for cell in row if cell] for row in rows], stage_costs or [1.0] * stages
     finished_at: dict[tuple[int, str, int], float] = {}
+    passed: defaultdict[Action, list[float]] = defaultdict(list)
     clock, busy = [0.0] * len(queues), 0.0
+    own_stages = [{action.stage for cell in queue for action in cell if action.does in COST} for queue in queues]
+    shared = any(map(is_pass, queues[0]))
 
-    def ready(cell: Cell) -> float | None:
+    def ready(rank: int, cell: Cell) -> float | None:
         own = {result_of(action) for action in cell}
         inputs = [
-            need for action in cell for need in inputs_of(action, stages) if need not in own or need[0] != action.stage
+            need
+            for action in cell
+            # Only the rank of the stage waits for what it sends to the others.
+            if action.does not in "HLD" or action.stage in own_stages[rank]
+            for need in inputs_of(action, stages, shared)
+            if need not in own or need[0] != action.stage
         ]
         return (
             max((finished_at[need] for need in inputs), default=0.0)
-            if all(need in finished_at for need in inputs) and not _is_pass(cell)
+            if all(need in finished_at for need in inputs)
             else None
         )
 
     while any(queues):
-        progressed = all(queue and _is_pass(queue[0]) for queue in queues)
-        if progressed:
-            cost = loss_cost * (queues[0][0][0].does == "L")
-            clock = [max(clock) + cost] * len(clock)
-            busy += cost * len(clock)
-            for queue in queues:
-                queue.pop(0)
+        progressed = False
         for rank, queue in enumerate(queues):
-            while queue and (start := ready(queue[0])) is not None:
+            while queue and (start := ready(rank, queue[0])) is not None:
                 cell = queue.pop(0)
-                cost = sum(COST[action.does] * costs[action.stage] for action in cell)
+                cost = sum(
+                    loss_cost * PASS_COST[action.does]
+                    if action.does in PASSES
+                    else COST[action.does] * costs[action.stage]
+                    for action in cell
+                )
                 clock[rank] = max(clock[rank], start) + cost
                 busy += cost
-                finished_at |= dict.fromkeys(map(result_of, cell), clock[rank])
                 progressed = True
+                if not is_pass(cell):
+                    finished_at |= dict.fromkeys(map(result_of, cell), clock[rank])
+                    continue
+                passed[cell[0]].append(clock[rank])
+                if len(passed[cell[0]]) == len(queues):
+                    finished_at[cell[0]] = max(passed[cell[0]])
         if not progressed:
             raise ValueError("the schedule deadlocks")
     return 1 - busy / (len(clock) * max(clock)), max(clock)

@@ -1,30 +1,56 @@
 """Where pipeline ranks run the layers of the vocabulary that all stages share ([parallelism] vocab = "pipeline").
 
-Such a layer is a pass that all ranks of a pipeline run together, each on its rows of the embedding or the head:
+The work of these layers is cut into passes. Each rank runs every pass, on its rows of the embedding or the head:
 
-    E   the embeddings of a microbatch, for the forward of the first stage
-    L   logits, loss and all gradients of the head, after the forward of the last stage and before its backward
-    D   the embedding's gradient, after the backward of the first stage
+    E   the embeddings of a microbatch, summed for the forward of the first stage
+    H   hidden states of the last stage, sent to all ranks after its forward
+    S   logits of these, and their statistics (largest logit, sum of exponentials, label's logit), sent to all ranks
+    L   loss on the last stage, from all statistics, and its gradients for each token, sent to all ranks
+    T   gradients of the head's weight and of the hidden states; these are summed for the backward of the last stage
+    D   the embedding's gradient, sent to all ranks after the backward of the first stage
 
-`insert_passes` puts them into a schedule's table. Every rank has all passes, in the same order, at the places where a
-simulated run has them; in it all ranks begin a pass at the same time. So ranks that wait for each other in a pass do
-not deadlock. An E or D comes with an L, so that ranks meet once per microbatch; only the first E and last D do not.
+This is Algorithm 1 of arXiv 2411.05288. Each pass starts a message, which nobody waits for until the next needs it, so
+a rank can be late for a pass by as much as an action without keeping others waiting. For that the last stage runs
+`EARLIER_FORWARDS` more forwards before the first backward than the schedule alone.
+
+`insert_passes` puts the passes into a schedule's table. All ranks have them in one order, the order in which they
+become possible in a simulated run, and at places that this run has at the same time: what one rank has before a pass
+needs nothing that another has after it. So nothing deadlocks, even if each message blocks its rank until it ends.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from titanmoe.config.schema import Config
-from titanmoe.fold.pipeline_schedules import COST, Action, Cell, inputs_of, result_of
+from titanmoe.fold.pipeline_schedules import COST, PASS_COST, Action, Cell, alternate, inputs_of, result_of
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
 """The schedules that passes are inserted into."""
+EARLIER_FORWARDS = 2
+"""Microbatches, or with several stages per rank stages of a microbatch, that a rank has in flight more because of the
+passes. With one the waits come back in part (docs/parallelism.md)."""
+LOSS_COST = 0.4
+"""Time of a loss, in forwards of a rank's stages, in the simulated run that gives passes their places."""
+NEXT = {"H": "S", "S": "L", "L": "T"}
+"""The pass that becomes possible when all ranks have run one."""
+
+
+def with_earlier_forwards(row: Sequence[Cell]) -> list[Cell]:
+    """Return a rank's cells with `EARLIER_FORWARDS` more forwards before its first backward, as far as there are any.
+
+    Args:
+        row: cells of one action each: forwards, then backward and forward in turn, then the remaining backwards.
+    """
+    forward = [cell for cell in row if cell[0].does == "F"]
+    backward = [cell for cell in row if cell[0].does == "B"]
+    return alternate(forward, backward, min(len(forward), row.index(backward[0]) + EARLIER_FORWARDS))
 
 
 def insert_passes(rows: Sequence[Sequence[Cell]], stages: int) -> list[list[Cell]]:
-    """Return each rank's cells of a schedule's table, with the passes of the vocabulary.
+    """Return each rank's cells of a schedule's table, with more forwards at the beginning and with all passes.
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them; each of one action, or empty.
@@ -33,72 +59,97 @@ def insert_passes(rows: Sequence[Sequence[Cell]], stages: int) -> list[list[Cell
     Raises:
         ValueError: if the schedule deadlocks.
     """
-    rows = _insert_losses(rows, stages)
-    first = next(row for row in rows if any(action.stage == 0 for (action,) in row))
-    losses = [action.microbatch for (action,) in first if action.does == "L"]
-    after: defaultdict[int, list[Cell]] = defaultdict(list)
-    """The embedding's passes by the number of losses before them."""
-    number = 0
-    for (action,) in first:
-        number += action.does == "L"
-        if action[:2] == (0, "F"):
-            after[number].append((Action(0, "E", action.microbatch),))
-        elif action[:2] == (0, "B"):
-            after[number + 1].append((Action(0, "D", action.microbatch),))
-    with_passes = []
-    for row in rows:
-        number, out = 0, [*after[0]]
-        for cell in row:
-            out.append(cell)
-            if cell[0].does == "L":
-                number += 1
-                out += after[number]
-        with_passes.append(out + after[len(losses) + 1])
-    return with_passes
+    return _Insertion(rows, stages).rows
 
 
-def _insert_losses(rows: Sequence[Sequence[Cell]], stages: int) -> list[list[Cell]]:
-    """Return each rank's cells with the losses: when the last stage has finished a forward, ranks meet for its loss.
+class _Insertion:
+    """A simulated run of a schedule in which ranks run passes as soon as they are possible.
 
-    A rank that waits for others meanwhile runs what it can finish before they come. Raises a ValueError if the schedule
-    deadlocks.
+    S and T take time, and L waits for a message on the last rank, so ranks run these when they have finished what they
+    do. Other passes only start a message. A rank has them before what it does as they become possible, so that the
+    message need not wait for the end of that, unless an earlier pass is still to come.
     """
-    queues, out = [[cell for cell in row if cell] for row in rows], [[] for _ in rows]
-    clock, finished_at, due = [0.0] * len(queues), dict[tuple[int, str, int], float](), list[tuple[float, int]]()
-    last = stages - 1
 
-    def start_of(rank: int) -> float | None:
-        (action,) = queues[rank][0]
-        inputs = inputs_of(action, stages)
-        if (action.stage, action.does) == (last, "B"):
-            inputs.append((last, "L", action.microbatch))
-        if any(need not in finished_at for need in inputs):
-            return None
-        return max([clock[rank], *(finished_at[need] for need in inputs)])
+    def __init__(self, rows: Sequence[Sequence[Cell]], stages: int):
+        """Run the simulation; arguments as of `insert_passes`."""
+        self.queues = [with_earlier_forwards([cell for cell in row if cell]) for row in rows]
+        self.rows: list[list[Cell]] = [[] for _ in rows]
+        self.stages, self.clock, self.passed = stages, [0.0] * len(rows), [0] * len(rows)
+        self.finished_at: dict[tuple[int, str, int], float] = {}
+        self.possible: list[tuple[float, int, Action]] = []
+        """A heap of passes that will be possible, with the time and a number that tells equal times apart."""
+        self.passes: list[tuple[float, Action]] = []
+        """All passes so far, in the order of every rank, with the times at which they became possible."""
+        self.ends: defaultdict[Action, list[float]] = defaultdict(list)
+        """For each pass the times at which ranks have run it."""
+        owners = {action.stage: rank for rank, queue in enumerate(self.queues) for (action,) in queue}
+        self.first, self.last = owners[0], owners[stages - 1]
+        self.costs = COST | {does: LOSS_COST * stages / len(rows) * cost for does, cost in PASS_COST.items()}
+        self._embed_next(0.0)
+        while any(self.queues) or self.possible or any(n < len(self.passes) for n in self.passed):
+            self._advance()
 
-    while any(queues):
-        starts = {rank: start for rank, queue in enumerate(queues) if queue and (start := start_of(rank)) is not None}
-        if due:
-            ready, microbatch = due[0]
-            meet = max([ready, *clock])
-            starts = {r: s for r, s in starts.items() if s < ready or s + COST[queues[r][0][0].does] <= meet}
-        if starts:
-            rank = min(starts, key=starts.__getitem__)
-            cell = queues[rank].pop(0)
-            (action,) = cell
-            out[rank].append(cell)
-            finished_at[result_of(action)] = clock[rank] = starts[rank] + COST[action.does]
-            if (action.stage, action.does) == (last, "F"):
-                due.append((clock[rank], action.microbatch))
-        elif due:
-            due.pop(0)
-            clock = [meet] * len(clock)
-            finished_at[last, "L", microbatch] = meet
-            for row in out:
-                row.append((Action(last, "L", microbatch),))
-        else:
+    def _advance(self) -> None:
+        """Let the next pass become possible, or the rank that can begin something first run it."""
+        starts = [start for rank in range(len(self.queues)) for start in self._starts(rank)]
+        if self.possible and (not starts or self.possible[0][0] <= min(starts)[0]):
+            at, _, action = heapq.heappop(self.possible)
+            self.passes.append((at, action))
+            for rank in range(len(self.queues)):
+                if action.does not in "ST" and (action.does, rank) != ("L", self.last):
+                    self._place_early(rank, at)
+            return
+        if not starts:
             raise ValueError("the schedule deadlocks")
-    return out
+        start, is_action, rank = min(starts)
+        action = self.queues[rank].pop(0)[0] if is_action else self.passes[self.passed[rank]][1]
+        end = self.clock[rank] = start + self.costs[action.does]
+        self.rows[rank].append((action,))
+        if not is_action:
+            self._end_pass(rank, end)
+            return
+        self.finished_at[result_of(action)] = end
+        if (action.stage, action.does) == (self.stages - 1, "F"):
+            self._will_be_possible(end, Action(action.stage, "H", action.microbatch))
+        if (action.stage, action.does) == (0, "B"):
+            self._will_be_possible(end, Action(0, "D", action.microbatch))
+        if rank == self.first:
+            self._embed_next(start)
+
+    def _starts(self, rank: int) -> Iterator[tuple[float, bool, int]]:
+        """Yield when a rank can begin its next pass, if that is possible, and its next forward or backward."""
+        if self.passed[rank] < len(self.passes):
+            yield max(self.clock[rank], self.passes[self.passed[rank]][0]), False, rank
+        for (action,) in self.queues[rank][:1]:
+            inputs = inputs_of(action, self.stages, shared=True)
+            if all(need in self.finished_at for need in inputs):
+                yield max([self.clock[rank], *(self.finished_at[need] for need in inputs)]), True, rank
+
+    def _place_early(self, rank: int, at: float) -> None:
+        """Put the newest pass before what a rank does, if all earlier passes are before that too."""
+        row = self.rows[rank]
+        is_newest, runs = self.passed[rank] == len(self.passes) - 1, self.clock[rank] > at
+        if is_newest and not (runs and row[-1][0].does in PASS_COST):
+            row.insert(len(row) - runs, (self.passes[-1][1],))
+            self._end_pass(rank, at)
+
+    def _end_pass(self, rank: int, at: float) -> None:
+        _, action = self.passes[self.passed[rank]]
+        self.passed[rank] += 1
+        self.ends[action].append(at)
+        if len(self.ends[action]) == len(self.queues):
+            self.finished_at[action] = max(self.ends[action])
+            if action.does in NEXT:
+                self._will_be_possible(self.finished_at[action], action._replace(does=NEXT[action.does]))
+
+    def _embed_next(self, at: float) -> None:
+        """Let the embedding of the first rank's next action be possible, if that is a forward of the first stage."""
+        for (action,) in self.queues[self.first][:1]:
+            if (action.stage, action.does) == (0, "F"):
+                self._will_be_possible(at, action._replace(does="E"))
+
+    def _will_be_possible(self, at: float, action: Action) -> None:
+        heapq.heappush(self.possible, (at, len(self.passes) + len(self.possible), action))
 
 
 def shard_violations(config: Config, pp: int, tp: int, cp: int, dp_shard: int) -> Iterator[str]:
@@ -148,8 +199,8 @@ def vocabulary_violations(config: Config, pp: int, tp: int) -> Iterator[str]:
         )
     if config.model.mtp_depth:
         yield (
-            f"{option} computes one loss per label, and model.mtp_depth = {config.model.mtp_depth} adds another: use "
-            'mtp_depth = 0, or vocab = "tensor"'
+            f"{option} sends embeddings to the first stage alone, and multi-token prediction (model.mtp_depth = "
+            f'{config.model.mtp_depth}) needs them in the last: use mtp_depth = 0, or vocab = "tensor"'
         )
     if -(-vocabulary // ranks) * (ranks - 1) >= vocabulary:
         yield (

@@ -2,7 +2,7 @@
 
 Used by the head's losses (titanmoe.models.vocabulary, titanmoe.models.candidate_classes).
 
-Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it.
+Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it, R ranks that shard the vocabulary, K statistics.
 """
 
 from __future__ import annotations
@@ -103,6 +103,27 @@ def shift_weighted_sum(weighted_T: Tensor, total_T: Tensor, by_T: Tensor) -> Ten
         by_T: number to add to each l of the token; -inf where nothing has been summed yet, which gives 0.
     """
     return (torch.exp(by_T) * (weighted_T + total_T * by_T)).where(total_T > 0, 0)
+
+
+def merge_statistics(statistics_RKT: Tensor, has_label_T: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return each token's log-sum-exp of all logits, its cross-entropy, and its entropy or None.
+
+    The last two are 0 without a label.
+
+    Args:
+        statistics_RKT: for each of R ranks the largest logit, the sum of exp(logit - that), the label's logit, which is
+            0 on other ranks than the label's, and maybe the sum of exp(logit - largest) * (logit - largest).
+        has_label_T: whether there is a label.
+    """
+    top_RT, total_RT, label_logit_RT, *weighted = statistics_RKT.unbind(1)
+    top_T = top_RT.amax(0)
+    by_RT, entropy_T = top_RT - top_T, None
+    total_T = (total_RT * by_RT.exp()).sum(0)
+    if weighted:
+        weighted_T = shift_weighted_sum(weighted[0], total_RT, by_RT).sum(0)
+        entropy_T = (total_T.log() - weighted_T / total_T) * has_label_T
+    log_total_T = top_T + total_T.log()
+    return log_total_T, (total_T.log() - (label_logit_RT.sum(0) - top_T)) * has_label_T, entropy_T
 
 
 def slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 The rows of both are sharded over pp and tp together. No stage has them: each rank has `VocabularyShards` beside its
 stages, and the last stage ends with the norm before the head. titanmoe.parallel.vocabulary_pipeline runs them.
 
-Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model.
+Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), T = B * S tokens, D model, K
+statistics.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class VocabularyShards(nn.Module):
         self.tie()
 
     def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:
-        """Return this stage's summand of the embeddings of ids x (B, S), or with labels their scores (N, B, S).
+        """Return this stage's summand of the embeddings of ids x (B, S), or with labels statistics (K, T) of logits.
 
-        Collective over tp; with labels over pp and tp, and then x are normed hidden states (B, s, D).
+        Collective over tp. With labels x are normed hidden states (B, s, D).
 
         Args:
             x: ids, or normed hidden states.

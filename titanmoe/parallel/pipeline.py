@@ -24,7 +24,17 @@ from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Pipeline as Options
 from titanmoe.config.schema import Training
 from titanmoe.fold.meshes import Meshes
-from titanmoe.fold.pipeline_schedules import COST, SINGLE, Action, Cell, bubble, channels, single_order, stage_ranks
+from titanmoe.fold.pipeline_schedules import (
+    COST,
+    SINGLE,
+    Action,
+    Cell,
+    bubble,
+    channels,
+    is_pass,
+    single_order,
+    stage_ranks,
+)
 from titanmoe.fold.rank_groups import groups
 from titanmoe.fold.vocabulary_passes import insert_passes
 from titanmoe.models.transformer import Transformer
@@ -197,7 +207,7 @@ class Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if self.vocabulary is not None and self.is_first:
-            args = (self.vocabulary.inputs.pop(fwd_chunk_id),), *args[1:]
+            args = (self.vocabulary.input_of(fwd_chunk_id),), *args[1:]
         with self.announce(self.stage_index, fwd_chunk_id, False):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.vocabulary is not None and self.is_last:
@@ -388,17 +398,21 @@ class Pipeline:
             single = enumerate(single_order(options.schedule, pp.size, microbatches))
             self.schedule.pipeline_order = {rank: list(map(_torch_action, row)) for rank, row in single}
             self.schedule._prepare_schedule_with_comms(self.schedule.pipeline_order)
+        order = self.schedule.pipeline_order
+        rows = [[_cell(action) for action in order[rank]] for rank in range(pp.size)]
+        if shards is not None:
+            rows = insert_passes(rows, len(ranks))
+            order = {rank: [_torch_action(cell) for cell in row if not is_pass(cell)] for rank, row in enumerate(rows)}
+            self.schedule.pipeline_order = order
+            self.schedule._prepare_schedule_with_comms(order)
         if keep_gathered:
             table = self.schedule.pipeline_order_with_comms
             self.schedule.pipeline_order_with_comms = {rank: gather_each_stage_once(row) for rank, row in table.items()}
         self.pairs = pairs.Pairs(device) if in_pairs else None
         if self.pairs is not None:
             self.schedule.register_custom_function(torch_schedules._ComputationType.OVERLAP_F_B, self.pairs)
-        order = self.schedule.pipeline_order
-        rows = [[_cell(action) for action in order[rank]] for rank in range(pp.size)]
         self.vocabulary = None
         if shards is not None:
-            rows = insert_passes(rows, len(ranks))
             self.schedule.pipeline_order_with_comms = with_passes(self.schedule.pipeline_order_with_comms, rows)
             self.vocabulary = VocabularyPasses(shards, ranks, meshes, hidden, self.announcer.computing)
             self.schedule._comp_type_to_function_map |= dict.fromkeys(Pass, self.vocabulary)
@@ -419,7 +433,15 @@ class Pipeline:
         torch's own forward-only mode fails in V-shaped schedules, where two neighbouring stages are on one rank.
         """
         table = self.schedule.pipeline_order_with_comms
-        forward = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD", Pass.E, Pass.L)
+        forward = (
+            "F",
+            "SEND_F",
+            "WAIT_SEND_F",
+            "RECV_F",
+            "UNSHARD",
+            "RESHARD",
+            *(one for one in Pass if one != Pass.D),
+        )
         self.schedule.pipeline_order_with_comms = {
             rank: [one for action in row for one in (action.sub_actions or [action]) if one.computation_type in forward]
             for rank, row in table.items()

@@ -1,23 +1,27 @@
 """Run embedding and head over all stages of a pipeline: [parallelism] vocab = "pipeline" (arXiv 2411.05288).
 
 Both layers are sharded over pp and tp together (titanmoe.models.vocabulary_shards). All ranks of a pipeline run their
-passes together, at the places that titanmoe.fold.vocabulary_passes puts into the schedule's table. The messages over
-pp, in this order:
+passes at the places that titanmoe.fold.vocabulary_passes puts into the schedule's table. Each pass starts a message,
+over pp unless another group is named, and a later one waits for it:
 
-    E   sum of the embeddings, for the first stage
-    L   normed hidden states from the last stage; largest logit, sum of exponentials and label's logit of each token;
-        gradient of the loss of each label from the last stage, which alone computes the objective; sum of the gradients
-        of the hidden states, for the last stage
-    D   gradient of the embeddings from the first stage
+    E   sum of the embeddings, to the first stage
+    H   normed hidden states, from the last stage
+    S   largest logit, sum of exponentials and label's logit of each token, among all ranks of pp x tp
+    L   log-sum-exp and the loss's gradient of each label, from the last stage, which alone computes the objective
+    T   sum of the gradients of the hidden states, to the last stage
+    D   gradient of the embeddings, from the first stage
+
+As all ranks run the passes in one order, all start the messages of a group in one order.
 
 The kinds of actions of torch's runtime are closed, and a pass must be neither part of a forward or backward nor next to
-one: the runtime waits for the input of an action before it calls the stage, and sends its output after that, so ranks
-would wait for each other in a pass while one owes the other a message. Hence passes are actions of their own in torch's
+one: the runtime waits for the input of an action before it calls the stage, and sends its output after that, so a rank
+that blocks in a message of a pass might owe another rank its output. Hence passes are actions of their own in torch's
 table, between the sends of one action and the wait of the next. The runtime looks for a function by the kind of an
 action before it runs it itself, and that dict takes kinds of ours, so the runtime needs no subclass, and tables without
 passes run as before.
 
-Shapes: N numbers of the head for each label, B samples, S positions of the attention slice, s owned positions, D model.
+Shapes: N numbers of the head for each label, B samples, S positions of the attention slice, s owned positions, T tokens
+(B * S), D model, R ranks of pp x tp, K statistics.
 """
 
 from __future__ import annotations
@@ -32,12 +36,14 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from titanmoe import observe
-from titanmoe.comm.collectives import broadcast, reduce
+from titanmoe.comm.collectives import launch_all_gather, launch_broadcast, launch_reduce, wait
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import PASSES, Cell
+from titanmoe.models.logit_slices import merge_statistics
 from titanmoe.models.vocabulary_shards import VocabularyShards
 from titanmoe.observe import region
 from titanmoe.parallel.batch_slice import BatchSlice
+from titanmoe.tokens import IGNORE
 
 TorchAction = torch_schedules._Action
 Pass = Enum("Pass", {name: name for name in PASSES}, type=str)
@@ -110,22 +116,45 @@ class VocabularyPasses:
             hidden: a meta tensor with the shape and dtype of a microbatch's hidden states on this rank.
             computing: returns a context that tells observers that this rank does not wait for other stages.
         """
-        self.shards, self.pp, self.hidden, self.computing = shards, meshes.stages, hidden, computing
-        self.first, self.last = ranks[0], ranks[-1]
+        self.shards, self.pp, self.pp_tp, self.hidden = shards, meshes.stages, meshes.vocabulary, hidden
+        self.computing, self.first, self.last = computing, ranks[0], ranks[-1]
+        self.is_first, self.is_last = self.pp.rank == self.first, self.pp.rank == self.last
         self.trains_embedding = shards.embed.weight.requires_grad
-        self.runs = {Pass.E: self._embed, Pass.L: self._loss, Pass.D: self._embedding_gradient}
+        self.runs = {
+            Pass.E: self._embed,
+            Pass.H: self._send_hidden,
+            Pass.S: self._statistics,
+            Pass.L: self._loss,
+            Pass.T: self._gradients,
+            Pass.D: self._embedding_gradient,
+        }
         self.losses: list[Tensor] = []
         """Loss of each microbatch so far on ranks of the last stage, divided by the step's count."""
-        self.embedded: dict[int, Tensor] = {}
-        """This rank's summand of each microbatch's embeddings, until its backward."""
-        self.inputs: dict[int, Tensor] = {}
-        """Embeddings that are the input of the first stage."""
+        # What passes hand to later ones or to the stages, by microbatch.
+        self.summands: dict[int, Tensor] = {}
+        """This rank's summand of the embeddings, until its backward."""
+        self.inputs: dict[int, Callable[[], Tensor]] = {}
+        """Functions that wait for the embeddings, the input of the first stage."""
         self.outputs: dict[int, Tensor] = {}
         """Normed hidden states, the output of the last stage."""
-        self.output_grads: dict[int, Tensor] = {}
-        """Gradients of the last stage's outputs."""
+        self.hidden_states: dict[int, Tensor] = {}
+        """The same on their way to all ranks."""
+        self.scored: dict[int, tuple[Tensor, Tensor]] = {}
+        """Hidden states, and statistics of this rank's logits, until their backward."""
+        self.statistics: dict[int, Tensor] = {}
+        """Statistics of all ranks, on their way."""
+        self.token_grads: dict[int, Tensor] = {}
+        """What the backward of the statistics gets, on its way from the last stage."""
+        self.output_grads: dict[int, Callable[[], Tensor]] = {}
+        """Functions that wait for the gradients of the last stage's outputs."""
         self.input_grads: dict[int, Tensor] = {}
         """Gradients of the first stage's inputs."""
+        self.embedding_grads: dict[int, Tensor] = {}
+        """The same on their way to all ranks."""
+        self.by_microbatch = (
+            *(self.summands, self.inputs, self.outputs, self.hidden_states, self.scored, self.statistics),
+            *(self.token_grads, self.output_grads, self.input_grads, self.embedding_grads),
+        )
 
     @contextmanager
     def step(
@@ -135,7 +164,7 @@ class VocabularyPasses:
         divisor: Tensor,
         backward: bool,
     ) -> Iterator[None]:
-        """Run passes within this context, for a step. Its last pass with a backward sums the gradients over the ranks.
+        """Run passes within this context, for a step. Its last backward sums the gradients over data ranks.
 
         Args:
             slices: this rank's slices of the step's microbatches.
@@ -149,9 +178,12 @@ class VocabularyPasses:
         self.shards.unshard()
         try:
             yield
+            for sent in (self.inputs, self.output_grads):
+                self._finish(sent)
+            self._embedding_backward()
             self.shards.reshard()
         finally:
-            for tensors in (self.embedded, self.inputs, self.outputs, self.output_grads, self.input_grads):
+            for tensors in self.by_microbatch:
                 tensors.clear()
 
     def __call__(self, action: TorchAction, context: Any) -> None:
@@ -165,42 +197,70 @@ class VocabularyPasses:
             self.runs[action.computation_type](action.microbatch_index)
 
     def _embed(self, m: int) -> None:
+        if not self.is_first:
+            self._finish(self.inputs)
         summand_BsD = self.shards(self.slices[m].ids_BS, self.slices[m].tokens)
-        x_BsD = reduce(summand_BsD.detach().clone(), self.first, self.pp)
+        self.inputs[m] = launch_reduce(summand_BsD.detach().clone(), self.first, self.pp)
         if self.backward and self.trains_embedding:
-            self.embedded[m] = summand_BsD
+            self.summands[m] = summand_BsD
             summand_BsD.untyped_storage().resize_(0)  # its backward needs no values
-        if self.pp.rank == self.first:
-            self.inputs[m] = x_BsD.requires_grad_(self.backward and self.trains_embedding)
 
-    def _loss(self, m: int) -> None:
-        batch_slice, computes_loss = self.slices[m], self.pp.rank == self.last
-        if computes_loss:
+    def _finish(self, sent: dict[int, Callable[[], Tensor]]) -> None:
+        """Wait for sums that another rank gets, so that their memory is freed."""
+        while sent:
+            sent.popitem()[1]()
+
+    def _send_hidden(self, m: int) -> None:
+        if self.is_last:
             x_BsD = self.outputs.pop(m).detach()
         else:
             x_BsD = torch.empty_like(self.hidden, device=self.divisor.device, requires_grad=False)
-        x_BsD = broadcast(x_BsD, self.last, self.pp).requires_grad_(self.backward)
-        scores_NBS = self.shards(x_BsD, batch_slice.tokens, batch_slice.labels_BS)
-        grad_NBS = torch.empty_like(scores_NBS)
-        if computes_loss:
-            own_NBS = scores_NBS.detach().requires_grad_(self.backward)
-            loss = self.loss_sum(own_NBS, batch_slice) / self.divisor
+        self.hidden_states[m] = launch_broadcast(x_BsD, self.last, self.pp)
+
+    def _statistics(self, m: int) -> None:
+        x_BsD = wait(self.hidden_states.pop(m), self.pp).requires_grad_(self.backward)
+        statistics_KT = self.shards(x_BsD, self.slices[m].tokens, self.slices[m].labels_BS)
+        self.scored[m] = x_BsD, statistics_KT
+        self.statistics[m] = launch_all_gather(statistics_KT.detach(), self.pp_tp)
+
+    def _loss(self, m: int) -> None:
+        batch_slice, numbers_KT = self.slices[m], torch.zeros_like(self.scored[m][1])
+        if self.is_last:
+            statistics_RKT = wait(self.statistics.pop(m), self.pp_tp).unflatten(0, (-1, len(numbers_KT)))
+            has_label_BS = batch_slice.labels_BS != IGNORE
+            log_total_T, *values = merge_statistics(statistics_RKT, has_label_BS.flatten())
+            scores_NBS = torch.stack([x_T.view_as(has_label_BS) for x_T in values if x_T is not None])
+            loss = self.loss_sum(scores_NBS.requires_grad_(self.backward), batch_slice) / self.divisor
             self.losses.append(loss.detach())
             if self.backward:
-                (grad_NBS,) = torch.autograd.grad(loss, own_NBS)
-        if not self.backward:
-            return
-        self._run_backward(scores_NBS, broadcast(grad_NBS, self.last, self.pp))
-        grad_BsD = reduce(x_BsD.grad.contiguous(), self.last, self.pp)
-        if computes_loss:
-            self.output_grads[m] = grad_BsD
+                (grad_NBS,) = torch.autograd.grad(loss, scores_NBS)
+                grads = (grad_NBS * has_label_BS).flatten(1)
+                entropy = [values[1], grads[1]] if len(grads) > 1 else []
+                numbers_KT[: 2 + len(entropy)] = torch.stack([log_total_T, grads[0], *entropy])
+        if self.backward:
+            self.token_grads[m] = launch_broadcast(numbers_KT, self.last, self.pp)
+
+    def _gradients(self, m: int) -> None:
+        x_BsD, statistics_KT = self.scored.pop(m)
+        if not self.is_last:
+            wait(self.statistics.pop(m), self.pp_tp)
+            self._finish(self.output_grads)
+        if self.backward:
+            self._run_backward(statistics_KT, wait(self.token_grads.pop(m), self.pp))
+            self.output_grads[m] = launch_reduce(x_BsD.grad.contiguous(), self.last, self.pp)
 
     def _embedding_gradient(self, m: int) -> None:
         if not self.trains_embedding:
             return
-        summand_BsD = self.embedded.pop(m)
-        grad_BsD = self.input_grads.pop(m) if self.pp.rank == self.first else torch.empty_like(summand_BsD)
-        self._run_backward(summand_BsD, broadcast(grad_BsD, self.first, self.pp))
+        self._embedding_backward()
+        grad_BsD = self.input_grads.pop(m) if self.is_first else torch.empty_like(self.summands[m])
+        self.embedding_grads[m] = launch_broadcast(grad_BsD, self.first, self.pp)
+
+    def _embedding_backward(self) -> None:
+        """Run the backward of the embedding for the microbatch whose gradient was sent last, if any."""
+        while self.embedding_grads:
+            m, grad_BsD = self.embedding_grads.popitem()
+            self._run_backward(self.summands.pop(m), wait(grad_BsD, self.pp))
 
     def _run_backward(self, output: Tensor, grad: Tensor) -> None:
         """Add gradients of this rank's rows to those of the step; after the last backward FSDP sums them over ranks."""
@@ -227,14 +287,17 @@ class VocabularyPasses:
         for parameter in grads:
             parameter.grad = None
         with observe.unheard(), torch.enable_grad(), self.step([batch_slice], loss_sum, divisor, True):
-            self._embed(0)
             hidden = torch.zeros_like(self.hidden, device=divisor.device, requires_grad=False)
             self.outputs[0] = self.input_grads[0] = hidden
-            self._loss(0)
-            self._embedding_gradient(0)
+            for run in self.runs.values():
+                run(0)
         for parameter, grad in grads.items():
             parameter.grad = grad
 
+    def input_of(self, m: int) -> Tensor:
+        """Wait for the embeddings of a microbatch, and return them, the first stage's input."""
+        return self.inputs.pop(m)().requires_grad_(self.backward and self.trains_embedding)
+
     def loss_of(self, m: int, output_BsD: Tensor) -> Tensor:
-        """Return a scalar whose backward gives the last stage's output the gradient that the pass L has computed."""
-        return _Seed.apply(output_BsD, self.output_grads.pop(m))
+        """Return a scalar whose backward gives the last stage's output the gradient that the pass T has computed."""
+        return _Seed.apply(output_BsD, self.output_grads.pop(m)())

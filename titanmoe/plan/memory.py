@@ -373,7 +373,8 @@ def _loads(s: Widths, rank: int, stages: int) -> list[BackwardLoad]:
         return [BackwardLoad((1.0,), (False,))]
     if options.schedule_csv:
         return largest_loads(read_csv(options.schedule_csv)[rank])
-    return backward_loads(options.schedule, s.fold.pp, stages, s.microbatches, rank)
+    shared = s.config.parallelism.vocab == "pipeline"
+    return backward_loads(options.schedule, s.fold.pp, stages, s.microbatches, rank, shared)
 
 
 def _head(s: Widths, add_candidate, resharded: bool, pipelined: bool, reduced: int) -> None:

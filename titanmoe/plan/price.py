@@ -286,7 +286,8 @@ class Pricer(WeightCosts):
         """Return the seconds of a microbatch's messages over pp where all stages share the vocabulary.
 
         They are the sums of the embeddings and of the gradients of the last hidden states, to one rank, and these
-        states and the embeddings' gradients, from one rank; each is as long as a gather.
+        states and the embeddings' gradients, from one rank; each is as long as a gather. Computation that may hide
+        them is not considered.
         """
         size = samples * self.config.training.seq_len / (fold.tp * fold.cp) * self.model.dim * self.w
         return 4 * self.links.gather(LinkGroup(fold.pp, fold.stage), size)

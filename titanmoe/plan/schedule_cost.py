@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from titanmoe.fold.pipeline_schedules import SCHEDULES, SINGLE, Action, Cell, alternate, bubble, single_order
-from titanmoe.fold.vocabulary_passes import insert_passes
+from titanmoe.fold.vocabulary_passes import EARLIER_FORWARDS, insert_passes, with_earlier_forwards
 
 ROUNDS = 3
 """Microbatches per rank with which a table is evaluated: from 2 on, one more changes neither the idle time nor how many
@@ -103,8 +103,8 @@ def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: in
 def shared_idle(schedule: str, pp: int, stages_per_rank: int, microbatches: int, loss_cost: float) -> float:
     """Return the idle time of a schedule over the busy time of one microbatch, where all stages share the vocabulary.
 
-    Ranks wait for each other at the loss of every microbatch, so idle time grows with the microbatches. It is simulated
-    for few of them, and continued in a straight line.
+    A rank may wait for others at every loss, so idle time may grow with the microbatches. It is simulated for few of
+    them, and continued in a straight line.
 
     Args:
         schedule: name of the schedule.
@@ -137,14 +137,24 @@ def _equivalent_microbatches(schedule: str, pp: int, microbatches: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def backward_loads(schedule: str, pp: int, stages_per_rank: int, microbatches: int, rank: int) -> list[BackwardLoad]:
+def backward_loads(
+    schedule: str, pp: int, stages_per_rank: int, microbatches: int, rank: int, shared: bool = False
+) -> list[BackwardLoad]:
     """Return the loads of a rank's backward passes that can be the memory peak: no load in the list exceeds another.
 
     With few microbatches the most are in flight only before a stage has gradients.
+
+    Args:
+        schedule: name of the schedule.
+        pp: number of pipeline ranks.
+        stages_per_rank: number of stages of a rank.
+        microbatches: number of microbatches of a step.
+        rank: the pipeline rank.
+        shared: whether all stages share the vocabulary, for which more forwards come before the first backward.
     """
     v, m = stages_per_rank, microbatches
     if schedule in SINGLE:
-        most = m if schedule in ALL_AHEAD else min(m, pp - rank)
+        most = m if schedule in ALL_AHEAD else min(m, pp - rank + EARLIER_FORWARDS * shared)
         if most < m:
             return [BackwardLoad((most,), (True,))]
         return [BackwardLoad((m - 1,), (True,))] * (m > 1) + [BackwardLoad((m,), (False,))]
@@ -155,8 +165,10 @@ def backward_loads(schedule: str, pp: int, stages_per_rank: int, microbatches: i
     if schedule not in ALL_AHEAD:
         m = _equivalent_microbatches(schedule, pp, m)
     if schedule == "Interleaved1F1B" and m % pp == 0:
-        return largest_loads(interleaved_row(pp, v, m, rank))
-    return largest_loads(schedule_rows(schedule, pp, v, m)[rank])
+        row = interleaved_row(pp, v, m, rank)
+    else:
+        row = [cell for cell in schedule_rows(schedule, pp, v, m)[rank] if cell]
+    return largest_loads(with_earlier_forwards(row) if shared else row)
 
 
 def interleaved_row(pp: int, stages_per_rank: int, microbatches: int, rank: int) -> list[Cell]:
