@@ -8,9 +8,9 @@ rank's vocabulary, v a slice of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,16 +28,15 @@ from titanmoe.comm.collectives import (
 from titanmoe.models.candidate_classes import candidate_log_probs, top_k_log_probs
 from titanmoe.models.layers import RMSNorm, promote
 from titanmoe.models.logit_slices import (
-    accumulate_slice,
+    LossOptions,
+    Statistics,
+    chunked_cross_entropy,
+    divide,
     existing_rows,
-    shift_weighted_sum,
-    slice_backward,
-    slices,
     vocabulary_rows,
 )
 from titanmoe.ops import device
-from titanmoe.ops.kernels import fused
-from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
+from titanmoe.ops.split_backward import as_non_leaf
 from titanmoe.tokens import IGNORE
 
 
@@ -115,11 +114,6 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_TV, None, None, None
 
 
-def divide(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits divided by a temperature, in float32 at least unless it is 1."""
-    return logits if temperature == 1 else promote(logits) / temperature
-
-
 def cross_entropy(
     logits_TV: Tensor, label_T: Tensor, tp: Group, with_entropy: bool = False, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
@@ -157,198 +151,6 @@ def chunk_count(tokens: int, vocabulary: int, logit_bytes: int, setting: int, sl
     """
     count = -(-tokens * vocabulary * logit_bytes // slice_bytes) if setting == -1 else setting
     return min(max(count, 1), vocabulary)
-
-
-def _entropy_backward(logits_Tv: Tensor, log_total_T: Tensor, entropy_T: Tensor, scale_T: Tensor) -> Tensor:
-    """Return the gradient of a slice of logits through the tokens' entropies, -p (log p + entropy) * scale.
-
-    Args:
-        logits_Tv: the slice.
-        log_total_T: log-sum-exp of all logits of a token.
-        entropy_T: entropy of each token's distribution.
-        scale_T: gradient of the loss with respect to each entropy.
-    """
-    log_p_Tv = promote(logits_Tv) - log_total_T.unsqueeze(1)
-    return (log_p_Tv.exp() * (log_p_Tv + entropy_T.unsqueeze(1))).mul_(-scale_T.unsqueeze(1)).to(logits_Tv.dtype)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """How a loss is computed from slices of the logits."""
-
-    chunks: int
-    kernels: str
-    with_entropy: bool
-    temperature: float
-
-    def use_kernels(self, x_TD: Tensor) -> bool:
-        """Return whether Triton kernels are used for hidden states x. There are none for entropy or temperature."""
-        return not self.with_entropy and self.temperature == 1 and fused(self.kernels, x_TD)
-
-
-def _sum_slices(
-    x_TD: Tensor, weight_VD: Tensor, row_T: Tensor, options: _Options, logits: list[Tensor] | None = None
-) -> list[Tensor]:
-    """Return this rank's largest logit of each token, and its sums as of `accumulate_slice`. Nothing is sent.
-
-    Args:
-        x_TD: normed hidden states.
-        weight_VD: this rank's shard of the head's weight.
-        row_T: row of each label in the shard. A row outside has no effect.
-        options: chunks, kernels, whether to sum for the entropy, and the temperature.
-        logits: gets the logits of all slices, if given.
-    """
-    take = accumulate_slice
-    if options.use_kernels(x_TD):
-        from titanmoe.ops.kernels.loss import loss_slice as take
-    wide = torch.promote_types(x_TD.dtype, torch.float32)
-    top_T = x_TD.new_full(row_T.shape, -torch.inf, dtype=wide)
-    sums = [x_TD.new_zeros(row_T.shape, dtype=wide) for _ in range(3 if options.with_entropy else 2)]
-    begin = 0
-    for weight_vD in slices(weight_VD, options.chunks):
-        logits_Tv = divide(x_TD @ weight_vD.t(), options.temperature)
-        if logits is not None:
-            logits.append(logits_Tv.clone() if take is accumulate_slice else logits_Tv)
-        take(logits_Tv, row_T, begin, top_T, *sums)
-        begin += weight_vD.shape[0]
-    return [top_T, *sums]
-
-
-def _slices_backward(
-    ctx: Any,
-    x_TD: Tensor,
-    weight_VD: Tensor,
-    row_T: Tensor,
-    options: _Options,
-    log_total_T: Tensor,
-    scale_T: Tensor,
-    entropy_T: Tensor | None = None,
-    entropy_scale_T: Tensor | None = None,
-    logits: Sequence[Tensor] = (),
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the hidden states and of this rank's shard of the head's weight, or None.
-
-    Args:
-        ctx: of an autograd function whose first two inputs are these.
-        x_TD: normed hidden states.
-        weight_VD: this rank's shard of the head's weight.
-        row_T: row of each label in the shard; -1 if the label is not there.
-        options: as in forward.
-        log_total_T: log-sum-exp of all logits of a token.
-        scale_T: gradient of the loss with respect to each token's cross-entropy.
-        entropy_T: entropy of each token's distribution; None without.
-        entropy_scale_T: gradient of the loss with respect to each entropy; None without.
-        logits: those of all slices, which are overwritten; () to compute them again.
-    """
-    use_kernel = options.use_kernels(x_TD)
-    if use_kernel:
-        from titanmoe.ops.kernels.loss import loss_slice_backward
-    grad_x_TD = torch.zeros_like(x_TD, dtype=scale_T.dtype) if wants_gradient(ctx, 0) else None
-    grad_w_VD = torch.empty_like(weight_VD) if wants_gradient(ctx, 1) else None
-    begin = 0
-    for i, weight_vD in enumerate(slices(weight_VD, options.chunks)):
-        end = begin + weight_vD.shape[0]
-        grad_Tv = logits[i] if logits else divide(x_TD @ weight_vD.t(), options.temperature)
-        if use_kernel:
-            loss_slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
-        elif entropy_T is None:
-            grad_Tv = slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
-        else:
-            entropy_grad_Tv = _entropy_backward(grad_Tv, log_total_T, entropy_T, entropy_scale_T)
-            grad_Tv = slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T) + entropy_grad_Tv
-        grad_Tv = divide(grad_Tv, options.temperature).to(x_TD.dtype)
-        if grad_x_TD is not None:
-            grad_x_TD += grad_Tv @ weight_vD
-        if grad_w_VD is not None:
-            torch.mm(grad_Tv.t(), x_TD, out=grad_w_VD[begin:end])
-        begin = end
-        del grad_Tv
-    return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of x times the head's weight, with at most one slice of the logits in memory.
-
-    With the entropy or a temperature, which have no kernel, there are at most two slices. The chunks are slices of the
-    vocabulary for all tokens: so every row of the weight's gradient is one product, rounded once, and products stay
-    large. Forward has a running log-sum-exp; backward recomputes the logits.
-    """
-
-    @staticmethod
-    def forward(ctx, x_TD, weight_VD, label_T, tp, options):
-        has_label_T = label_T != IGNORE
-        row_T, is_own_T = vocabulary_rows(label_T, weight_VD.shape[0], tp)
-        top_T, total_T, label_logit_T, *weighted = _sum_slices(x_TD, weight_VD, row_T, options)
-        highest_T, entropy_T = all_reduce(top_T, tp, "max"), None
-        label_logit_T = (label_logit_T - highest_T) * (is_own_T & has_label_T)
-        weighted = [shift_weighted_sum(weighted_T, total_T, top_T - highest_T) for weighted_T in weighted]
-        sums = (total_T * torch.exp(top_T - highest_T), label_logit_T, *weighted)
-        total_T, label_logit_T, *weighted = all_reduce(torch.stack(sums), tp)
-        if options.with_entropy:
-            entropy_T = (total_T.log() - weighted[0] / total_T) * has_label_T
-        log_total_T = highest_T + total_T.log()
-        ctx.save_for_backward(x_TD, weight_VD, row_T.where(is_own_T, -1), has_label_T, log_total_T, entropy_T)
-        ctx.options = options
-        return (total_T.log() - label_logit_T) * has_label_T, entropy_T
-
-    @staticmethod
-    def backward(ctx, grad_T, grad_entropy_T):
-        x_TD, weight_VD, row_T, has_label_T, log_total_T, entropy_T = ctx.saved_tensors
-        entropy = () if entropy_T is None else (entropy_T, has_label_T * grad_entropy_T)
-        inputs = x_TD, weight_VD, row_T, ctx.options, log_total_T, has_label_T * grad_T
-        return *_slices_backward(ctx, *inputs, *entropy), None, None, None
-
-
-class _Statistics(torch.autograd.Function):
-    """Statistics (K, T) of this rank's logits, from which `merge_statistics` computes the losses.
-
-    The gradient that backward gets is not that of the statistics. Its rows are the log-sum-exp of all logits and the
-    gradient of the cross-entropy of each token, and then, if it is computed, the entropy and its gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, x_TD, weight_VD, row_T, options):
-        # Logits of one slice are saved, as without slices.
-        ctx.logits = [] if options.chunks == 1 and any(ctx.needs_input_grad) else None
-        statistics_KT = torch.stack(_sum_slices(x_TD, weight_VD, row_T, options, ctx.logits))
-        ctx.save_for_backward(x_TD, weight_VD, row_T)
-        ctx.options = options
-        return statistics_KT
-
-    @staticmethod
-    def backward(ctx, numbers_KT):
-        logits, ctx.logits = ctx.logits or (), None
-        numbers = numbers_KT if ctx.options.with_entropy else numbers_KT[:2]
-        return *_slices_backward(ctx, *ctx.saved_tensors, ctx.options, *numbers, logits=logits), None, None
-
-
-@torch.compiler.disable  # its graph would repeat the operations for every chunk
-def chunked_cross_entropy(
-    x_TD: Tensor,
-    weight_VD: Tensor,
-    label_T: Tensor,
-    tp: Group,
-    chunks: int,
-    kernels: str = "auto",
-    with_entropy: bool = False,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor | None]:
-    """Return each token's cross-entropy (T,), and the entropy (T,) of its distribution or None. Collective over tp.
-
-    They are computed from slices of the logits. Both are 0 without a label. Full logits are never in memory.
-
-    Args:
-        x_TD: normed hidden states.
-        weight_VD: this rank's shard of the head's weight.
-        label_T: ids of the labels, IGNORE where there is none.
-        tp: the ranks that shard the vocabulary.
-        chunks: largest number of slices.
-        kernels: moe.kernels, whether Triton kernels are used.
-        with_entropy: whether to compute the entropy of each distribution.
-        temperature: divides the logits.
-    """
-    options = _Options(chunks, kernels, with_entropy, temperature)
-    return _ChunkedCrossEntropy.apply(as_non_leaf(x_TD), as_non_leaf(weight_VD), label_T, tp, options)
 
 
 class HeadScores(NamedTuple):
@@ -509,14 +311,14 @@ class Head(Vocabulary):
     def statistics(self, normed_BsD: Tensor, labels_BS: Tensor) -> Tensor:
         """Return statistics (K, T) of this rank's logits, for `merge_statistics`. Collective over tp.
 
-        Their backward gets other numbers than their gradient (`_Statistics`).
+        Their backward gets other numbers than their gradient (`Statistics`).
         """
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         inputs = weight_VD, labels_BS.flatten(), self.ids or self.vocab_size, self.shard_rows
         weight_VD, label_T = existing_rows(*inputs, self.sharded_over)
         row_T, is_own_T = vocabulary_rows(label_T, weight_VD.shape[0], self.sharded_over)
-        options = _Options(chunks, self.kernels, self.with_entropy, self.loss_temperature)
-        return _Statistics.apply(as_non_leaf(x_TD), as_non_leaf(weight_VD), row_T.where(is_own_T, -1), options)
+        options = LossOptions(chunks, self.kernels, self.with_entropy, self.loss_temperature)
+        return Statistics.apply(as_non_leaf(x_TD), as_non_leaf(weight_VD), row_T.where(is_own_T, -1), options)
 
     def _inputs(self, normed_BsD: Tensor) -> tuple[Tensor, Tensor, int]:
         """Gather the hidden states over tp. Return (hidden states (T, D), this rank's weight (V, D), slices of it).

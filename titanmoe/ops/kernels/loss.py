@@ -1,6 +1,6 @@
 """Kernels for the loss over slices of the logits, which are read once in forward, and read and overwritten in backward.
 
-Reference: `titanmoe.models.vocabulary`. With m the largest logit so far, s the sum of exp(l - m):
+Reference: `titanmoe.models.logit_slices`. With m the largest logit so far, s the sum of exp(l - m):
 
     forward     m' = max(m, max l)      s' = s exp(m - m') + sum exp(l - m')
     backward    (exp(l - log-sum-exp) - 1 at the label) * scale, overwriting l
