@@ -116,7 +116,7 @@ ARROWS["parallel"] = ARROWS["models"] | {"models", "data"}
 ARROWS["checkpoint"] = ARROWS["parallel"] | {"parallel"}
 ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
 ARROWS["text_report"] = {"config"}
-ARROWS["plan"] = {"config", "fold", "models", "moe", "components", "text_report", "train"}
+ARROWS["plan"] = {"config", "fold", "models", "moe", "components", "text_report", "train", "checkpoint", "generate"}
 
 
 @functools.cache

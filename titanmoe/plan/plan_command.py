@@ -53,6 +53,12 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         help="count the weights of a frozen copy beside the model, as policy objectives have it (docs/training_api.md)",
     )
     plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of that many tokens, such as 1e12")
+    plan.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="[rl]: mean tokens of a prompt (default: what answers leave)"
+    )
+    plan.add_argument(
+        "--answer-tokens", type=int, metavar="N", help="[rl]: mean tokens of an answer (default generation.max_tokens)"
+    )
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
     plan.set_defaults(run=run_plan, overrides=[])
@@ -90,7 +96,9 @@ def _plan(args: argparse.Namespace, device: Any) -> Plan:
         notes = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(notes or [""])]
     if args.explain:
         _check_imbalance(config, args.imbalance)
-        mapping = evaluate(config, args.ranks, device, Factors(), args.imbalance, args.stack, args.reference)
+        mapping = evaluate(
+            config, args.ranks, device, Factors(), args.imbalance, args.stack, args.reference, args.lengths
+        )
         lines = [*notes, *explanation(mapping, device)]
         budget_lines = budget(mapping, args.tokens, device) if args.tokens else []
         too_large = mapping.peak > usable_bytes(mapping.config, mapping.fold, device)
@@ -126,7 +134,9 @@ def _search(config: Config, args: argparse.Namespace, device: Any) -> Any:
     from titanmoe.plan.search import search
 
     _check_imbalance(config, args.imbalance)
-    result = search(config, args.ranks, device, Factors(), args.top, args.imbalance, args.stack, args.reference)
+    result = search(
+        config, args.ranks, device, Factors(), args.top, args.imbalance, args.stack, args.reference, args.lengths
+    )
     if result.best:
         return result
     if result.nearest is None:
@@ -151,13 +161,18 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     from titanmoe.plan.search import search
     from titanmoe.text_report import format_bytes
 
-    training, gpus = config.training, args.ranks
+    training, generation, gpus = config.training, config.generation, args.ranks
+    smaller = (
+        f"--training.seq_len {training.seq_len // 2}",
+        replace(training, seq_len=training.seq_len // 2),
+        generation,
+    )
+    if config.rl.reward:  # prompts and answers are as long as they are
+        size = max(config.rl.answers, generation.batch_size // 2)
+        smaller = f"--generation.batch_size {size}", training, replace(generation, batch_size=size)
     changes = {
         f"--ranks {2 * args.ranks}": (config, 2 * args.ranks),
-        f"--training.seq_len {training.seq_len // 2}": (
-            replace(config, training=replace(training, seq_len=training.seq_len // 2)),
-            args.ranks,
-        ),
+        smaller[0]: (replace(config, training=smaller[1], generation=smaller[2]), args.ranks),
         "--training.mixed_precision_reduce bfloat16": (
             replace(config, training=replace(training, mixed_precision_reduce="bfloat16")),
             args.ranks,
@@ -165,7 +180,9 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     }
 
     def smallest(changed: Config, world: int) -> Any:
-        result = search(changed, world, device, Factors(), 1, args.imbalance, reference=args.reference)
+        result = search(
+            changed, world, device, Factors(), 1, args.imbalance, reference=args.reference, lengths=args.lengths
+        )
         return result.best[0] if result.best else result.nearest
 
     def available(mapping: Any) -> float:
@@ -232,6 +249,13 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks
         config = replace(config, training=replace(training, global_batch_size=training.local_batch_size * ranks))
         notes.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
+    args.lengths = _text_lengths(config, args)
+    if args.lengths:
+        config = _with_samples(config, args)
+        notes.append(
+            f"[rl]: {config.training.global_batch_size} samples a step are taken, into which its texts of "
+            f"{sum(args.lengths):,} tokens are packed"
+        )
     if moe.dispatcher == "auto" and not args.explain:
         config = with_dispatcher(config, "alltoall")
         notes.append(
@@ -241,7 +265,14 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         (config.compile.enable, "compilation: memory and memory-bound work are those of the uncompiled model"),
         (bool(config.distillation.teacher), "the teacher's forward: its memory is counted, its time is not"),
         (args.reference, "the reference model's forward: its memory is counted, its time is not"),
-        (config.data.packing != "stream", "documents that are kept apart: attention is priced as over whole samples"),
+        (
+            bool(config.rl.reward),
+            "rewards, evaluations, and the log-probabilities that rl.updates above 1 and rl.kl need: their time",
+        ),
+        (
+            config.data.packing != "stream" or bool(config.rl.reward),
+            "documents that are kept apart: attention is priced as over whole samples",
+        ),
         (moe.capacity_factor > 0, "a capacity: rows are those before anything is dropped or padded"),
         (
             moe.overlap == "pairs" and bool(config.pipeline.schedule_csv),
@@ -271,6 +302,45 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         if left_out:
             notes.append(f"left out: {text}")
     return config, [*notes, ""] if notes else []
+
+
+def _text_lengths(config: Config, args: argparse.Namespace) -> Any:
+    """Return the mean lengths of the texts of [rl], None without it; ConfigError for options that contradict it."""
+    from titanmoe.plan.generation_costs import TextLengths
+
+    lengths = {"--prompt-tokens": args.prompt_tokens, "--answer-tokens": args.answer_tokens}
+    given = {name: value for name, value in lengths.items() if value is not None}
+    if not config.rl.reward:
+        if given:
+            raise ConfigError(
+                [f"{name} is of the texts of [rl], which the recipe has not: leave it out" for name in given]
+            )
+        return None
+    most = config.training.seq_len - config.generation.max_tokens, config.generation.max_tokens
+    problems = [
+        f"{name} = {value}: the recipe has 1 to {limit} of these tokens (training.seq_len = "
+        f"{config.training.seq_len}, generation.max_tokens = {config.generation.max_tokens})"
+        for (name, value), limit in zip(lengths.items(), most, strict=True)
+        if value is not None and not 1 <= value <= limit
+    ]
+    if args.tokens:
+        problems.append("--tokens counts tokens that are trained on, and [rl] has steps: leave it out")
+    if problems:
+        raise ConfigError(problems)
+    return TextLengths.of(config, args.prompt_tokens, args.answer_tokens)
+
+
+def _with_samples(config: Config, args: argparse.Namespace) -> Config:
+    """Return a recipe of [rl] whose global batch is a step's samples, and empty ones that fill up microbatches."""
+    from titanmoe.config.ranges import divisors
+    from titanmoe.fold.degrees import derive
+
+    samples, training, unit = args.lengths.samples(config), config.training, args.ranks
+    if args.explain:
+        unit = training.local_batch_size * derive(args.ranks, config.parallelism).dp
+    elif samples < unit:
+        unit = next(n for n in divisors(unit) if n >= samples)
+    return replace(config, training=replace(training, global_batch_size=-(-samples // unit) * unit))
 
 
 def _problems(args: argparse.Namespace) -> list[str]:

@@ -8,6 +8,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import DEGREE_PATHS, Fold
 from titanmoe.plan.communicators import communicators, nccl_bytes, usable_bytes
 from titanmoe.plan.devices import Device
+from titanmoe.plan.generation_costs import GeneratorPlan
 from titanmoe.plan.planned_overlap import overlap_text
 from titanmoe.plan.price import Price
 from titanmoe.plan.search import PricedMapping, Search
@@ -44,8 +45,12 @@ HELPS = {
 """What helps, by what takes the most time of a step after matrix work."""
 
 
+GENERATOR_HEAD = "answers", "answers by"
+"""Further columns of a recipe with [rl]."""
+
+
 def row(mapping: PricedMapping) -> tuple[str, ...]:
-    """Return the cells of a mapping in a plan's table, under HEAD."""
+    """Return the cells of a mapping in a plan's table, under HEAD and with [rl] GENERATOR_HEAD."""
     config, fold, price = mapping.config, mapping.fold, mapping.price
     per_rank, overlap = stages_per_rank(config), config.moe.overlap
     return (
@@ -60,7 +65,15 @@ def row(mapping: PricedMapping) -> tuple[str, ...]:
         _schedule_text(config) if fold.pp > 1 else "-",
         config.moe.dispatcher + " in halves" * (overlap == "halves"),
         price.bottleneck,
+        *_generator_cells(mapping.generator),
     )
+
+
+def _generator_cells(generator: GeneratorPlan | None) -> tuple[str, ...]:
+    if generator is None:
+        return ()
+    degrees = " ".join(f"{name} {n}" for name, n in vars(generator.parallelism).items() if n > 1)
+    return f"{generator.seconds:.3g} s", degrees or "dp"
 
 
 def _schedule_text(config: Config) -> str:
@@ -76,8 +89,8 @@ def stages_per_rank(config: Config) -> int:
 
 
 def is_tie(mapping: PricedMapping, best: PricedMapping) -> bool:
-    """Return whether the mapping's step is at most 1 + TIE times the best's: within the planner's own error."""
-    return mapping.price.step <= (1 + TIE) * best.price.step
+    """Return whether the mapping's seconds are at most 1 + TIE times the best's: within the planner's own error."""
+    return mapping.seconds <= (1 + TIE) * best.seconds
 
 
 def kind_of_mapping(fold: Fold, price: Price) -> str:
@@ -95,28 +108,68 @@ def range_text(mapping: PricedMapping) -> str:
 
 def table(result: Search, device: Device, world: int) -> list[str]:
     """Return the lines that `titanmoe plan` prints about the fastest mappings."""
-    lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit:", ""]
-    lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
-    ties = sum(is_tie(mapping, result.best[0]) for mapping in result.best)
+    best = result.best[0]
+    together = ", by step and answers together" if best.generator else ""
+    lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit{together}:", ""]
+    head = HEAD + (GENERATOR_HEAD if best.generator else ())
+    lines += columns([head, *map(row, result.best)], right=tuple(range(14)))
+    ties = sum(is_tie(mapping, best) for mapping in result.best)
     if ties > 1:
         lines += ["", f"The first {ties} are ties, within {TIE:.0%} of the fastest: take the simplest of them."]
-    best = result.best[0]
     lines += ["", f"Four of five published runs of that kind ({kind_of_mapping(best.fold, best.price)}) would put the "
               f"first at {range_text(best)}."]  # fmt: skip
-    if result.best_unfolded is not None and result.best_unfolded.fold == result.best[0].fold:
+    if result.best_unfolded is not None and result.best_unfolded.fold == best.fold:
         lines += ["", "It is the best unfolded one too (etp = tp, ep within dp)."]
     elif result.best_unfolded is not None:
-        gain = result.best_unfolded.price.step / result.best[0].price.step - 1
-        within = ", which is a tie" if is_tie(result.best_unfolded, result.best[0]) else ""
+        gain = result.best_unfolded.seconds / best.seconds - 1
+        within = ", which is a tie" if is_tie(result.best_unfolded, best) else ""
         lines += [
             "",
             f"The best unfolded one (etp = tp, ep within dp), {gain:.1%} slower than the best of all{within}:",
             "",
         ]
-        lines += columns([HEAD, row(result.best_unfolded)], right=tuple(range(14)))
+        lines += columns([head, row(result.best_unfolded)], right=tuple(range(14)))
     else:
         lines += ["", "No unfolded one (etp = tp, ep within dp) fits."]
+    if best.generator:
+        lines += [
+            "",
+            *generation_lines(best),
+            "",
+            "The fastest mappings as in a recipe:",
+            "",
+            *mapping_tables(best.config),
+        ]
     return lines
+
+
+def generation_lines(mapping: PricedMapping) -> list[str]:
+    """Return the lines on the answers of a step: what generating them takes, and for which lengths."""
+    generator, rl = mapping.generator, mapping.config.rl
+    lines = [
+        f"The answers of a step, {rl.answers} to each of {rl.prompts_per_step} prompts, take {generator.seconds:.3g} s "
+        f"if prompts have {generator.lengths.prompt:,} tokens and answers {generator.lengths.answer:,}. This is a "
+        "roofline, not compared with a GPU.",
+        f"A token of {generator.rows} answers on each data rank takes the device {generator.token * 1000:.3g} ms and "
+        f"the host {generator.launches * 1000:.3g} ms:",
+        "",
+    ]
+    parts = sorted(generator.components.items(), key=lambda item: -item[1])
+    return lines + columns([(name, f"{t:.3g} s", f"{t / generator.seconds:.1%}") for name, t in parts], right=(1, 2))
+
+
+def mapping_tables(config: Config) -> list[str]:
+    """Return the tables of a recipe that have the mappings of generating and training, as indented lines."""
+    axes, experts = config.parallelism, config.parallelism.experts
+    tables = {
+        "generation.parallelism": vars(config.generation.parallelism),
+        "parallelism": {name: getattr(axes, name) for name in ("pp", "dp_replicate", "cp", "tp")},
+        "parallelism.experts": {"ep": experts.ep, "etp": experts.etp},
+    }
+    lines = []
+    for name, degrees in tables.items():
+        lines += ["", f"    [{name}]", *(f"    {axis} = {degree}" for axis, degree in degrees.items())]
+    return lines[1:]
 
 
 def explanation(mapping: PricedMapping, device: Device) -> list[str]:
@@ -153,7 +206,7 @@ def explanation(mapping: PricedMapping, device: Device) -> list[str]:
         lines[-1:] = [f"{note} Leave 5 % free.", ""]
     components = sorted(rank.components.items(), key=lambda item: -item[1])
     lines += columns([(name, format_bytes(n), f"{n / rank.peak:.1%}") for name, n in components], right=(1, 2))
-    return lines
+    return [*lines, "", *generation_lines(mapping)] if mapping.generator else lines
 
 
 def budget(mapping: PricedMapping, tokens: float, device: Device) -> list[str]:
@@ -173,7 +226,7 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
 
     Times are in seconds, memory in bytes.
     """
-    config, fold, price = mapping.config, mapping.fold, mapping.price
+    config, fold, price, generator = mapping.config, mapping.fold, mapping.price, mapping.generator
     return {
         "mapping": {name: getattr(fold, name) for name in DEGREE_PATHS},
         "local_batch_size": config.training.local_batch_size,
@@ -192,6 +245,7 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
         "mfu": price.mfu,
         "binds": price.bottleneck,
         "time": price.components,
+        "generation": generator and generator.as_json(),
         "memory": [
             {
                 "peak": rank.peak,

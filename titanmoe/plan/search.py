@@ -9,7 +9,7 @@ the experts only the default is tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import nsmallest
@@ -29,6 +29,7 @@ from titanmoe.plan.candidates import Candidate, Candidates, MappingKey
 from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
+from titanmoe.plan.generation_costs import GeneratorCosts, GeneratorPlan, TextLengths
 from titanmoe.plan.links import Factors, Links
 from titanmoe.plan.memory import RankMemory, rank_memories
 from titanmoe.plan.planned_overlap import planned_overlap
@@ -55,6 +56,21 @@ class PricedMapping:
     price: Price
     memory: list[RankMemory]
     """Memory of each pipeline rank; empty until it is computed."""
+    generator: GeneratorPlan | None = None
+    """What generates answers for [rl], under `config.generation.parallelism`; None without [rl]."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, with its answers."""
+        return self.price.step + (self.generator.seconds if self.generator else 0.0)
+
+    def beside(self, generator: GeneratorPlan | None) -> PricedMapping:
+        """Return the mapping with a generator beside the training that `memory` is of; itself for None."""
+        if generator is None:
+            return self
+        generation = replace(self.config.generation, parallelism=generator.parallelism)
+        config, memory = replace(self.config, generation=generation), list(map(generator.beside, self.memory))
+        return replace(self, config=config, memory=memory, generator=generator)
 
     @property
     def peak(self) -> int:
@@ -85,21 +101,27 @@ def evaluate(
     imbalance: float = 1.0,
     stack: Stack = TITANMOE,
     reference: bool = False,
+    lengths: TextLengths | None = None,
 ) -> PricedMapping:
-    """Return time and memory of the recipe's own mapping; "auto" overlap and dispatcher are resolved first.
+    """Return time and memory of the recipe's own mappings; "auto" overlap and dispatcher are resolved first.
 
     Args:
         world: number of ranks.
         imbalance: routed tokens of the busiest rank over the mean.
         stack: software that is priced.
         reference: whether a frozen copy of the model lies beside it.
+        lengths: mean tokens of texts of [rl]; None for the most that the recipe allows.
     """
     fold = derive(world, config.parallelism)
     config, _ = planned_overlap(config, world, device)
     node = config.parallelism.node if config.parallelism.node != -1 else min(device.node, device.domain)
     config = with_planned_dispatcher(config, fold, node, device.name != "cpu")
     price = Pricer(config, device, factors, imbalance, stack).price(config, fold)
-    return PricedMapping(config, fold, price, rank_memories(config, fold, imbalance, reference=reference))
+    mapping = PricedMapping(config, fold, price, rank_memories(config, fold, imbalance, reference=reference))
+    if not config.rl.reward:
+        return mapping
+    costs = GeneratorCosts(config, world, device, factors, imbalance, stack, lengths)
+    return mapping.beside(costs.plan(config.generation.parallelism))
 
 
 @dataclass
@@ -130,8 +152,11 @@ def search(
     imbalance: float = 1.0,
     stack: Stack = TITANMOE,
     reference: bool = False,
+    lengths: TextLengths | None = None,
 ) -> Search:
     """Return the fastest mappings among those that divide everything evenly and fit into a device's memory.
+
+    With [rl] they are those that train fastest, each with the fastest generator that fits beside it, sorted by both.
 
     Args:
         config: recipe with a global batch size.
@@ -141,7 +166,9 @@ def search(
         imbalance: routed tokens of the busiest rank over the mean.
         stack: software that is priced.
         reference: whether a frozen copy of the model lies beside it.
+        lengths: mean tokens of texts of [rl]; None for the most that the recipe allows.
     """
+    generators = _generators(config, world, device, factors, imbalance, stack, lengths)
     memories = partial(rank_memories, imbalance=imbalance, reference=reference)
     pricer, one_mesh = (kind(config, device, factors, imbalance, stack) for kind in (Pricer, OneMesh))
     candidates = Candidates(config, world, pricer, device.memory - device.reserved)
@@ -170,13 +197,13 @@ def search(
             if max(rank.peak for rank in ends) > usable:
                 continue
             mapping.memory = memories(mapping.config, mapping.fold)
-            if mapping.peak > usable:
+            if (fitting := _fitting(mapping, generators, usable)) is None:
                 continue
             if improves_unfolded:
-                best_unfolded = replace(unfolded, memory=mapping.memory)
+                best_unfolded = replace(fitting, price=unfolded.price)
                 unfolded_step = unfolded.price.step
             if improves:
-                best[candidate.key] = mapping
+                best[candidate.key] = fitting
                 best = dict(sorted(best.items(), key=lambda item: item[1].price.step)[:count])
                 slowest_shown = [*best.values()][-1].price.step if len(best) == count else inf
     nearest = None
@@ -186,12 +213,35 @@ def search(
         mappings = [mapping for mapping in mappings if not _illegal(mapping.config, world)]
         for mapping in mappings:
             mapping.memory = memories(mapping.config, mapping.fold)
+        smallest_generator = min(generators, key=lambda generator: generator.bytes if generator else 0)
         nearest = min(
-            mappings,
+            (mapping.beside(smallest_generator) for mapping in mappings),
             key=lambda mapping: mapping.peak - usable_bytes(mapping.config, mapping.fold, device),
             default=None,
         )
-    return Search(list(best.values()), best_unfolded, nearest, len(candidates))
+    by_seconds = sorted(best.values(), key=attrgetter("seconds"))
+    return Search(by_seconds, best_unfolded, nearest, len(candidates))
+
+
+def _generators(config: Config, world: int, *costs: Any) -> list[GeneratorPlan | None]:
+    """Return the generators that may be beside training, fastest first; [None] without [rl].
+
+    Args:
+        costs: further arguments of GeneratorCosts.
+    """
+    return [*GeneratorCosts(config, world, *costs).fastest()] if config.rl.reward else [None]
+
+
+def _fitting(mapping: PricedMapping, generators: Iterable[GeneratorPlan | None], usable: float) -> PricedMapping | None:
+    """Return the mapping with the first of the generators with which it fits; None if it fits with none.
+
+    Args:
+        mapping: mapping with the memory of training.
+        generators: what may be beside it.
+        usable: bytes of a device.
+    """
+    both = map(mapping.beside, generators)
+    return next((mapping for mapping in both if mapping.peak <= usable), None)
 
 
 def _step_to_beat(best: dict[MappingKey, PricedMapping], candidate: Candidate, slowest_shown: float) -> float:
@@ -204,9 +254,13 @@ def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
     """Return whether any legal mapping of `world` ranks fits into the devices' memory."""
     pricer = Pricer(config, device, factors)
     candidates = Candidates(config, world, pricer, device.memory - device.reserved)
+    generators = _generators(config, world, device, factors)
     return any(
-        max(rank.peak for rank in rank_memories(mapping.config, mapping.fold))
-        <= usable_bytes(mapping.config, mapping.fold, device)
+        _fitting(
+            replace(mapping, memory=rank_memories(mapping.config, mapping.fold)),
+            generators,
+            usable_bytes(mapping.config, mapping.fold, device),
+        )
         and not _illegal(mapping.config, world)
         for candidate in candidates
         for mapping in _priced_mappings(config, candidate, pricer)

@@ -1,0 +1,353 @@
+"""Memory and time of generating answers for [rl], and the mapping that generates them fastest.
+
+Before every `rl.updates` steps a run copies its weights by messages to a model that generates under a mapping of its
+own, reads its prompts, and then extends all answers of a rank by a token at a time (titanmoe.rl). While it does, what
+training holds between steps is beside that model; while it trains, the model has no memory.
+
+Seconds are a roofline, which no GPU has been compared with. The next tokens of a rank's B answers take
+
+    weights    max(bytes / bandwidth, FLOPs / the best rate of a product): of experts those that a token chose
+    cache      READS times the bytes of all cached positions / bandwidth
+    messages   of tp in each layer, and of ep x etp in each MoE layer: dispatch, combine and counts
+
+together, or the host's time to launch all layers if that is longer. The choice of tokens and rewards are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil, log
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from titanmoe.config import ConfigError
+from titanmoe.config.blocks import has_experts, moe_layers
+from titanmoe.config.laws import WIDTHS
+from titanmoe.config.ranges import divisors
+from titanmoe.config.schema import Config, GenerationParallelism
+from titanmoe.fold.degrees import Fold, derive
+from titanmoe.generate.model import config_to_run
+from titanmoe.models.tensors import Tuning
+from titanmoe.plan.block_costs import BlockCosts
+from titanmoe.plan.candidates import MOST_SPLIT
+from titanmoe.plan.devices import Device
+from titanmoe.plan.dispatch_costs import NEAR, DispatchChoice
+from titanmoe.plan.links import Factors, LinkGroup
+from titanmoe.plan.memory import RankMemory
+from titanmoe.plan.sizes import Sizes, WeightUnit
+from titanmoe.plan.training_stacks import TITANMOE, Stack
+
+READS = 3
+"""Times that attention to cached positions moves them: they are read and written to be in order, and read again
+(titanmoe.generate.cached_attention)."""
+CHOICE = 32
+"""Bytes that the choice of a token holds of each logit: three float64 and an int64 (titanmoe.generate.sampling)."""
+LAUNCHES = 0.3
+"""Host time of a layer's forward without FSDP, over that of forward and backward with it: a half, less two fifths
+(docs/benchmarks.md, "Host time of a layer")."""
+RESTING = ("weights", "moments", "teacher", "reference", "symmetric buffers")
+"""Components of memory that training holds between steps."""
+
+
+class TextLengths(NamedTuple):
+    """Mean tokens of a text."""
+
+    prompt: int
+    answer: int
+
+    @classmethod
+    def of(cls, config: Config, prompt: int | None = None, answer: int | None = None) -> TextLengths:
+        """Return the given numbers, in place of None the most that the recipe allows."""
+        most = config.generation.max_tokens
+        return cls(prompt or config.training.seq_len - most, answer or most)
+
+    def samples(self, config: Config) -> int:
+        """Return the samples of a step, into which all of its answers are packed with their prompts."""
+        texts = config.rl.prompts_per_step * config.rl.answers
+        return ceil(texts / max(1, config.training.seq_len // sum(self)))
+
+
+@dataclass(frozen=True)
+class GeneratorPlan:
+    """Memory and time of a generator under one mapping, on the rank that has most of each."""
+
+    parallelism: GenerationParallelism
+    fold: Fold
+    offloads: bool
+    """Whether training's weights and optimizer state are in host memory meanwhile."""
+    weights: int
+    """Bytes of the weights."""
+    cache: int
+    """Most bytes of the caches."""
+    activations: int
+    """Most bytes of a forward's activations, or of logits and their probabilities."""
+    messages: int
+    """Bytes of the messages that copy weights."""
+    communicators: float
+    """Bytes that NCCL takes for the generator's messages, also while the run trains."""
+    copying: float
+    """Seconds of a round's copy of the weights."""
+    reading: float
+    """Seconds of a round's forwards of prompts."""
+    token: float
+    """The device's seconds of a forward of one more token of all answers."""
+    launches: float
+    """The host's seconds of a forward."""
+    tokens: int
+    """Number of forwards of one more token in a round."""
+    updates: int
+    """Steps of a round."""
+    rows: int
+    """Answers that a data rank generates at a time."""
+    lengths: TextLengths
+
+    @property
+    def components(self) -> dict[str, float]:
+        """Seconds of generating for one step, by component."""
+        tokens = self.tokens * max(self.token, self.launches)
+        parts = {"next tokens": tokens, "reading prompts": self.reading, "copying weights": self.copying}
+        return {name: seconds / self.updates for name, seconds in parts.items()}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of generating for one step."""
+        return sum(self.components.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as data for `--json`. Times are in seconds of a step, memory in bytes."""
+        return {
+            "mapping": vars(self.parallelism),
+            "seconds": self.seconds,
+            "time": self.components,
+            "token": {"device": self.token, "host": self.launches},
+            "rows": self.rows,
+            "lengths": self.lengths._asdict(),
+            "memory": {"weights": self.weights, "cache": self.cache, "activations": self.activations},
+        }
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """Key by which plans are sorted: seconds to within NEAR, then those of the device alone, then memory."""
+        return round(log(self.seconds, NEAR)), self.token, self.bytes
+
+    @property
+    def bytes(self) -> int:
+        """Bytes while generating."""
+        return self.weights + self.cache + self.activations
+
+    def beside(self, memory: RankMemory) -> RankMemory:
+        """Return a rank's memory in the fullest moment of training and of generating."""
+        resting = {name: memory.components.get(name, 0) for name in RESTING}
+        if self.offloads:
+            resting |= {"weights": 0, "moments": 0}
+        buffers = {"communicators of the generator": round(self.communicators)}
+        own = buffers | {"weights of the generator": self.weights}
+        copying = own | {"weights": memory.weights, "messages": self.messages}
+        generating = own | {"cache of answers": self.cache, "activations": self.activations}
+        moments = {
+            memory.peak_during: memory.components | buffers,
+            "copying weights to the generator": resting | copying,
+            "generating answers": resting | generating,
+        }
+        name, components = max(moments.items(), key=lambda moment: sum(moment[1].values()))
+        return replace(memory, components={k: v for k, v in components.items() if v}, peak_during=name)
+
+
+def generator_weights(config: Config, fold: Fold) -> int:
+    """Return the bytes of a generator's weights on a rank.
+
+    Args:
+        config: the config to generate with.
+        fold: its degrees.
+    """
+    model, w = config.model, WIDTHS[config.training.dtype]
+    sizes, layers = generator_sizes(config, fold), range(config.model.num_layers)
+    head = WeightUnit(((model.dim,),), (0,)) if model.tie_embeddings else sizes.head
+    units = [sizes.embedding, head, *map(sizes.block, layers)]
+    units += [sizes.experts_of(layer) for layer in layers if has_experts(model, layer)]
+    wide = sum(sum(unit.replicated) for unit in units)  # routers
+    return sum(unit.shard_size(1) for unit in units) * w + wide * (max(w, 4) - w)
+
+
+def generator_sizes(config: Config, fold: Fold) -> Sizes:
+    """Return the weight units of a generator on a rank, which has all that tp, ep and etp do not divide."""
+    return Sizes(config.model, fold.tp, fold.ep, fold.etp, 1, Tuning.of(config))
+
+
+class GeneratorCosts:
+    """Plans of a recipe's generator on a number of devices, under any mapping."""
+
+    def __init__(
+        self,
+        config: Config,
+        world: int,
+        device: Device,
+        factors: Factors,
+        imbalance: float = 1.0,
+        stack: Stack = TITANMOE,
+        lengths: TextLengths | None = None,
+    ):
+        """Prepare the prices.
+
+        Args:
+            config: recipe with [rl].
+            world: number of ranks.
+            device: the device of all ranks.
+            factors: efficiencies of links and kernels.
+            imbalance: routed tokens of the busiest rank over the mean.
+            stack: software that is priced.
+            lengths: mean tokens of texts; None for the most that the recipe allows.
+        """
+        self.config, self.world, self.device = config, world, device
+        self.lengths = lengths or TextLengths.of(config)
+        own = self._config(GenerationParallelism())
+        own = replace(own, training=replace(own.training, seq_len=self.lengths.prompt))
+        self.blocks, self.w = BlockCosts(own, device, factors, imbalance, stack), WIDTHS[own.training.dtype]
+        self.links, self.model = self.blocks.links, own.model
+        self.bandwidth = device.bandwidth * factors.memory
+        self.rate = self.blocks.peak * device.curve[-1][1] * factors.matrix
+
+    def _config(self, parallelism: GenerationParallelism) -> Config:
+        """Return the config to generate with; ConfigError if the model cannot generate under the mapping."""
+        try:
+            return config_to_run(self.config, self.world, {"pp": 1, "cp": 1, **vars(parallelism)}, None, "cpu")
+        except ConfigError as error:
+            raise ConfigError([f"generation: {problem}" for problem in error.problems]) from None
+
+    def fastest(self) -> list[GeneratorPlan]:
+        """Return the plans of all legal mappings, fastest first."""
+        plans, experts = [], moe_layers(self.model) > 0
+        splits = [n for n in divisors(self.world) if n <= MOST_SPLIT]
+        ep_degrees = [n for n in divisors(self.world) if self.model.num_experts % n == 0] if experts else [1]
+        for tp, ep, etp in product(splits, ep_degrees, splits if experts else [1]):
+            if self.world % (ep * etp) == 0:
+                try:
+                    plans.append(self.plan(GenerationParallelism(tp, ep, etp)))
+                except ConfigError:
+                    continue
+        return sorted(plans, key=attrgetter("order"))
+
+    def plan(self, parallelism: GenerationParallelism) -> GeneratorPlan:
+        """Return memory and time under a mapping; ConfigError if the model cannot generate under it."""
+        from titanmoe.checkpoint.relayout import ROUND_BYTES
+        from titanmoe.generate.cache import cache_bytes
+
+        own, rl, generation = self._config(parallelism), self.config.rl, self.config.generation
+        fold, weights = derive(self.world, own.parallelism), generator_weights(own, derive(self.world, own.parallelism))
+        prompts = ceil(rl.prompts_per_step * rl.updates / fold.dp)
+        at_once = min(prompts, generation.batch_size // rl.answers)
+        rounds, rows = ceil(prompts / at_once), at_once * rl.answers
+        stack = self.blocks.stack
+        launches = self.model.num_layers * LAUNCHES * (stack.host_tp if fold.tp > 1 else stack.host)
+        token, text = cache_bytes(self.model, fold.tp, self.w)
+        # An evaluation has a text of each prompt, and may have as many prompts as there are texts at a time.
+        most, most_prompts = [generation.batch_size] * 2 if rl.eval_interval else (rows, at_once)
+        return GeneratorPlan(
+            parallelism=parallelism,
+            fold=fold,
+            offloads=False,
+            weights=weights,
+            cache=token * self._slots(most, most_prompts) + text * most,
+            activations=max(
+                self._activations(fold, most_prompts), most * self.model.vocab_size * (2 * self.w + CHOICE)
+            ),
+            messages=2 * min(ROUND_BYTES, weights),
+            communicators=self._communicators(fold),
+            copying=self._copy(weights, ceil(weights / ROUND_BYTES)),
+            reading=rounds * max(self._read(fold, at_once), launches),
+            token=self._token(own, fold, rows, token, text),
+            launches=launches,
+            tokens=rounds * self.lengths.answer,
+            updates=rl.updates,
+            rows=rows,
+            lengths=self.lengths,
+        )
+
+    def _slots(self, texts: int, prompts: int) -> int:
+        """Return the most positions that a cache has room for: half more than the longest texts need.
+
+        Args:
+            texts: texts of a data rank.
+            prompts: prompts of these, whose full pages their texts share.
+        """
+        from titanmoe.generate.cached_rows import PAGE
+
+        longest = self.config.training.seq_len
+        pages = texts * ceil((longest - 1) / PAGE)  # the last token of a text is not cached
+        pages -= (texts - prompts) * ((longest - self.config.generation.max_tokens) // PAGE)
+        return pages * PAGE * 3 // 2
+
+    def _activations(self, fold: Fold, prompts: int) -> int:
+        """Return the most bytes that a forward of the longest prompts of a data rank holds besides weights and caches.
+
+        They are those of experts (titanmoe.plan.memory, "forward of the last block's experts") or of a dense network.
+        """
+        model, D = self.model, self.model.dim
+        T = prompts * (self.config.training.seq_len - self.config.generation.max_tokens) / fold.tp
+        elements = T * 3 * model.dense_hidden
+        if moe_layers(model):
+            F = model.expert_hidden / fold.etp
+            width = D + 2 * F + max(F + D, 2 * D * (fold.ep * fold.etp > 1))
+            elements = max(elements, T * model.top_k * fold.etp * self.blocks.imbalance * width)
+        return round((elements + 3 * T * D) * self.w)
+
+    def _communicators(self, fold: Fold) -> float:
+        """Return the bytes that NCCL takes beyond those of training: for tp, routed tokens, and copies of weights."""
+        groups = [LinkGroup(fold.ep * fold.etp, 1), LinkGroup(self.world, 1)]  # all ranks of which send to each other
+        peers = sum(group.ranks_per_domain(self.device.domain) - 1 for group in groups)
+        return self.device.communicator * ((fold.tp > 1) + (fold.ep * fold.etp > 1)) + self.device.peer * peers
+
+    def _copy(self, weights: int, rounds: int) -> float:
+        """Return the seconds in which a rank receives its weights by all-to-alls, and reads and writes them twice.
+
+        Args:
+            weights: bytes of the rank's weights.
+            rounds: number of all-to-alls.
+        """
+        return rounds * self.links.exchange(LinkGroup(self.world, 1), weights / rounds) + 4 * weights / self.bandwidth
+
+    def _read(self, fold: Fold, prompts: int) -> float:
+        """Return the device's seconds of a forward of a data rank's prompts."""
+        choice, blocks = DispatchChoice(self.blocks.config.moe.dispatcher), self.blocks
+        costs = (blocks.attention_and_ffn(fold, prompts, i, choice) for i in range(self.model.num_layers))
+        return sum(attention[0].seconds + ffn[0].seconds for attention, ffn in costs)
+
+    def _token(self, own: Config, fold: Fold, rows: int, token: int, text: int) -> float:
+        """Return the device's seconds of a forward of one more token of each answer of a data rank.
+
+        Args:
+            own: the config to generate with.
+            fold: its degrees.
+            rows: answers of the data rank.
+            token: bytes that a rank caches of a token.
+            text: bytes that a rank caches of a text besides.
+        """
+        model, sizes, layers, moe = (
+            self.model,
+            generator_sizes(own, fold),
+            self.model.num_layers,
+            moe_layers(self.model),
+        )
+
+        def products(weights: float, multiplied: float) -> float:
+            return max(weights * self.w / self.bandwidth, 2 * multiplied / self.rate)
+
+        dense = sum(sizes.block(i).whole for i in range(layers)) + sizes.head.whole
+        seconds = products(dense, dense * rows)
+        cached = token * (self.lengths.prompt + self.lengths.answer / 2)
+        seconds += rows * (READS * cached + 2 * text) / self.bandwidth
+        networks = layers - moe + moe * (model.shared_hidden > 0)  # that tp divides, as it does attention
+        hidden = rows * model.dim * self.w
+        tp, routed = LinkGroup(fold.tp, 1), LinkGroup(fold.ep * fold.etp, 1)
+        seconds += 2 * (layers + networks) * self.links.gather(tp, hidden)
+        seconds += self.links.gather(tp, rows * model.vocab_size * self.w)
+        if moe:
+            tokens = rows / fold.tp  # that a rank owns
+            chosen = 1 - (1 - model.top_k / model.num_experts) ** (tokens * routed.size)
+            weights = sizes.experts.whole
+            multiplied = tokens * model.top_k * fold.etp * self.blocks.imbalance * weights
+            seconds += moe * products(chosen * weights, multiplied * fold.ep / model.num_experts)
+            messages = self.blocks.exchange(own.moe.dispatcher, tokens, fold.ep, fold.etp)
+            seconds += moe * (messages + self.links.exchange(routed, 0))
+        return seconds
