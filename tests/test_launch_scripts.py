@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import processes
 from titanmoe.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +42,12 @@ if [[ -n ${FAILS:-} && $* == *"--node-rank 1 "* ]]; then sleep 0.5; echo boom; e
 echo $$ > "$(dirname "$0")/pid.$$"
 [[ -n ${STAY:-} ]] && exec sleep 300
 exit 0
+"""
+# Replaces a node's Python: writes down its words and its environment.
+NOTING_PYTHON = """\
+#!/bin/bash
+printf '%s\\0' "$@" > "$0.words$SLURM_NODEID"
+env -0 > "$0.env$SLURM_NODEID"
 """
 
 
@@ -245,15 +252,36 @@ def small(fake: Path) -> list[object]:
     ]
 
 
+def has_trained(fake: Path, submitted: subprocess.CompletedProcess, log: str) -> None:
+    steps = [json.loads(line) for line in (fake / "runs" / "it's small" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2] and "1 rank on each of 2 nodes" in log
+    assert "nodes: 2, ranks on each: 1, meeting at 127.0.0.1:" in submitted.stdout
+
+
 def test_a_slurm_job_of_two_nodes_trains(fake, capsys):
-    script = job_of(fake, capsys, *small(fake))
-    done = submit(fake, script, timeout=150)
+    """What the job has two nodes start, in processes that need not import torch."""
+    python = fake / "venv" / "bin" / "python"
+    python.write_text(NOTING_PYTHON)
+    submitted = submit(fake, job_of(fake, capsys, *small(fake), "--python", python))
+    assert submitted.returncode == 0, submitted.stderr
+    (words, variables) = (
+        [Path(f"{python}.{kind}{node}").read_text().split("\0")[:-1] for node in (0, 1)] for kind in ("words", "env")
+    )
+    nodes = [
+        processes.Started(each, dict(line.split("=", 1) for line in environment), fake, forks=True)
+        for each, environment in zip(words, variables, strict=True)
+    ]
+    done = [node.wait(150) for node in nodes]
+    assert [each.returncode for each in done] == [0, 0], done
+    has_trained(fake, submitted, done[0].stdout)
+
+
+def test_a_slurm_job_of_two_nodes_trains_in_new_processes(fake, capsys):
+    submitted = submit(fake, job_of(fake, capsys, *small(fake)), timeout=150)
     (folder,) = (fake / "runs" / "launch").iterdir()
     logs = [(folder / f"node{node}.log").read_text() for node in (0, 1)]
-    assert done.returncode == 0, done.stderr + "\n".join(logs)
-    steps = [json.loads(line) for line in (fake / "runs" / "it's small" / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2] and "1 rank on each of 2 nodes" in logs[0]
-    assert "nodes: 2, ranks on each: 1, meeting at 127.0.0.1:" in done.stdout
+    assert submitted.returncode == 0, submitted.stderr + "\n".join(logs)
+    has_trained(fake, submitted, logs[0])
 
 
 def test_what_a_slurm_job_asks_for(fake, capsys):
