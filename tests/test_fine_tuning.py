@@ -47,19 +47,32 @@ class FineTuner(Newcomer):
         return self.has(["-m", "titanmoe", *words])
 
 
+def blocks() -> list[tuple[str, str, str]]:
+    """File, language and text of each block up to the adapters, whose sections have no recipes of their own."""
+    page = (ROOT / "docs/fine-tuning.md").read_text(encoding="utf-8")
+    return BLOCK.findall(page.partition("\n## Adapters (LoRA)")[0])
+
+
+def prints(said: str, text: str) -> bool:
+    """Whether a command prints what the page shows, with anything in place of a line of three dots."""
+    return re.search(".*".join(map(re.escape, text.split("...\n"))), said, re.DOTALL) is not None
+
+
+TOKEN = re.compile(r"^ {2,}\d+  [<\[].*$", re.MULTILINE)
+"""A line of tokens as a run's first sample and `titanmoe data show` print it."""
+
+
 def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     for folder in ("scripts", "train_configs"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    page, user = (ROOT / "docs/fine-tuning.md").read_text(encoding="utf-8"), FineTuner(tmp_path)
-    page = page.partition("\n## Adapters (LoRA)")[0]  # the sections from there on have no recipes of their own
-    for file, language, text in BLOCK.findall(page):
+    user = FineTuner(tmp_path)
+    for file, language, text in blocks():
         if language == "console":
             for command in text.splitlines():
                 user.types(command.removeprefix("$ "))
         elif language == "text":
-            pattern = ".*".join(map(re.escape, text.split("...\n")))
-            assert re.search(pattern, user.said["titanmoe data"][-1], re.DOTALL), user.said["titanmoe data"][-1]
+            assert prints(user.said["titanmoe data"][-1], text), user.said["titanmoe data"][-1]
         elif file:
             (tmp_path / file).write_text(text, encoding="utf-8")
         elif language == "toml":
@@ -76,8 +89,7 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
         (file,) = re.findall(r"^first sample +(\S+) *$", header, re.MULTILINE)
         assert file == f"runs/{name}/first_sample.txt" and (tmp_path / file).is_file()
     sample = (tmp_path / "runs/capitals/first_sample.txt").read_text(encoding="utf-8")
-    row = re.compile(r"^ {2,}\d+  [<\[].*$", re.MULTILINE)
-    assert row.findall(sample) == row.findall(said["titanmoe data"][0]) and len(row.findall(sample)) == 9
+    assert TOKEN.findall(sample) == TOKEN.findall(said["titanmoe data"][0]) and len(TOKEN.findall(sample)) == 9
     assert re.search(r"^experts +ep 2 *$", trained, re.MULTILINE)
     assert said["titanmoe generate"] == [f"{ANSWER}\n"] and said["python ask.py"] == [f"{ANSWER}\n"]
 
@@ -139,6 +151,29 @@ def recipe_of(words: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> dict[st
     assert recipe["job"] == {"ranks": gpus or 2} and config.checkpoint.initial_hf == words.split()[0]
     file.rename("recipe.txt")
     return recipe
+
+
+def test_the_pages_recipe_is_written_shown_and_trained(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one epoch instead of the page's 15."""
+    (words,) = re.findall(r"^\$ titanmoe finetune (.*)$", "".join(text for _, _, text in blocks()), re.MULTILINE)
+    recipe_of(words, 0, monkeypatch)
+    written = Path("recipe.txt").rename("capitals.toml").read_text(encoding="utf-8")
+    assert [text for _, language, text in blocks() if language == "toml"] == [written]
+    capsys.readouterr()
+    assert main(["data", "show", "capitals.toml"]) == 0
+    shown = capsys.readouterr().out
+    assert all(prints(shown, text) for _, language, text in blocks() if language == "text"), shown
+    data = "".join(Path(name).read_text(encoding="utf-8") for name in DATA)
+    assert all(text in data for _, language, text in blocks() if language == "json")
+
+    short = words.replace("capitals", "short").replace("epochs 15", "epochs 1")
+    trained = FineTuner(here).has(["-m", "titanmoe", "finetune", *shlex.split(short)])
+    assert re.search(r"^begins from +weights of models/small *$", trained, re.MULTILINE) and "\ndone " in trained
+    assert re.search(r"^epochs +1 of every source: [\d,]+ sequences in \d+ steps", trained, re.MULTILINE)
+    sample = Path("runs/short/first_sample.txt").read_text(encoding="utf-8")
+    assert TOKEN.findall(sample) == TOKEN.findall(shown) and len(TOKEN.findall(sample)) == 9
 
 
 def test_the_recipe_follows_from_machine_model_and_lengths(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
