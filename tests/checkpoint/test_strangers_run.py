@@ -26,6 +26,7 @@ from titanmoe.components import COMPONENTS
 from titanmoe.config.allowed_code import NAMING_FIELDS, VARIABLE
 from titanmoe.config.fields import to_tables
 from titanmoe.config.schema import Checkpoint
+from titanmoe.launcher import agent
 from titanmoe.train.run_folder import CONFIG, EVENTS, METRICS
 
 # ---- code
@@ -146,7 +147,25 @@ def test_train_runs_no_code_that_a_checkpoint_it_reads_names(stranger, capsys, w
     assert Path("ran").exists()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
+SAFE_PATH = pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
+
+
+@SAFE_PATH
+def test_python_as_ranks_start_it_does_not_search_the_current_folder_first(stranger, monkeypatch) -> None:
+    Path("random.py").write_text(PAYLOAD)
+
+    def launch(options, words, logs) -> None:
+        subprocess.run([sys.executable, "-c", "import random"], env=os.environ | logs.environment, check=True)
+        sys.exit("started")
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(agent, "launch", launch)
+    with pytest.raises(SystemExit, match="started"):
+        main(ONE_RANK)
+    assert not Path("ran").exists()
+
+
+@SAFE_PATH
 def test_ranks_do_not_search_the_current_folder_before_the_standard_library(stranger) -> None:
     Path("bin").mkdir()
     Path("bin/titanmoe.py").write_text("import sys; del sys.path[0]; from titanmoe.cli import command; command()\n")
