@@ -234,7 +234,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             '{"rms_norm_eps": 1e-6, "norm_topk_prob": False, "router_aux_loss_coef": 0.01}',
         ),
     ],
-    f"{PAIRS} -k qwen3_moe": [
+    f"{PAIRS} -k glm4_moe": [
         (
             "Attention.forward",
             "keys are normalised with the queries' norm",
