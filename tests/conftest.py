@@ -47,11 +47,15 @@ settings.load_profile("titanmoe")
 providers.is_local_module_file = lambda path: False
 
 LONG = (
-    "test_parity", "test_extending", "test_fine_tuning", "test_bench_scripts", "test_session", "parallel/test_compiled",
-    "rehearse/test_clean", "checkpoint_hf/test_fields", "ops/test_interpreter", "test_get_started", "train/test_muon",
-    "test_launch_scripts", "checkpoint_hf/test_peft", "checkpoint/test_relayout", "watch/test_stragglers",
-    "checkpoint_hf/test_blocks", "data/test_chat_layouts", "moe/test_compile", "train/test_reference",
-    "parallel/test_unsharded", "train/test_validation", "watch/test_first_nonfinite", "test_gpu_ranks",
+    "test_parity", "test_session", "parallel/test_compiled", "rl/test_policy_trainer", "test_bench_scripts",
+    "parallel/test_adapter_dropout", "rehearse/test_clean", "test_extending", "train/test_muon",
+    "checkpoint_hf/test_fields", "ops/test_interpreter", "checkpoint/test_relayout", "data/test_chat_layouts",
+    "parallel/test_unsharded", "checkpoint_hf/test_peft", "plan/test_memory", "parallel/test_vocabulary_pipeline",
+    "models/test_linear_attention", "train/test_reference", "test_fine_tuning", "moe/test_compile",
+    "rehearse/test_faults", "parallel/test_adapters", "train/test_validation", "test_fake_gpu",
+    "plan/test_candidates", "ops/test_kernels_compile", "plan/test_dispatch_costs", "test_get_started",
+    "watch/test_stragglers", "checkpoint_hf/test_blocks", "test_gpu_ranks", "train/test_distillation",
+    "test_launch_scripts", "watch/test_hang", "train/test_restarts",
 )  # fmt: skip
 """The files that take longest. They come first: the worker that got one of them last would be waited for."""
 
