@@ -178,6 +178,7 @@ PRIVATE = (
     ),
     Private("torch.Tensor", ("_version",), "parallel/flex.py", "whether a mask's documents have changed"),
     Private("torch.UntypedStorage", ("_cdata",), "parallel/recompute.py", "whether two tensors share a storage"),
+    Private("torch.UntypedStorage", ("_cdata",), "generate/live_generator.py", "the same"),
     Private("torch.UntypedStorage", ("_cdata",), "rehearse", "the same"),
     Private(
         "torch._functorch.config", ("donated_buffer",), "parallel/compiled.py", "off where backward runs in two parts"
