@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.fold.rank_groups import coordinates, crossing, group_of, groups
+from titanmoe.fold.rank_groups import axes_of, coordinates, crossing, group_of, groups
 
 VIEWS = {
     "attention": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
@@ -163,3 +163,13 @@ def test_impossible_questions():
         groups(fold, "attention", "ep")
     with pytest.raises(ValueError, match="'moe' is not a view: use 'attention' or 'experts'"):
         groups(fold, "moe", "ep")
+
+
+def test_a_blocking_group_has_the_names_of_its_axes() -> None:
+    fold = derive(16, Parallelism(pp=2, cp=2, tp=2, experts=Experts(ep=2, etp=4)))
+    assert axes_of(fold, "blocking", group_of(fold, "attention", "tp", 0)) == "tp"
+    assert axes_of(fold, "blocking", group_of(fold, "experts", "etp", 0)) == "cp x tp = etp"
+    assert axes_of(fold, "blocking", group_of(fold, "attention", "pp", 0)) == "pp"
+    assert axes_of(fold, "blocking", group_of(fold, "attention", ("pp", "tp"), 0)) == "pp x tp"
+    fold = derive(8, Parallelism(tp=4, experts=Experts(etp=2)))
+    assert axes_of(fold, "blocking", group_of(fold, "experts", "etp", 0)) == "etp"

@@ -30,6 +30,12 @@ COMMUNICATOR_AXES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
     "stages": (("attention", ("pp",)),),
 }
 """The axes that the groups of each communicator kind (titanmoe.fold.meshes) may span."""
+OPTIONAL_AXES: tuple[tuple[View, tuple[str, ...]], ...] = (
+    ("experts", ("etp",)),
+    ("attention", ("pp",)),
+    ("attention", ("pp", "tp")),
+)
+"""The axes of blocking groups that only some runs have: with adapters, or with a vocabulary sharded over pp and tp."""
 
 
 def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -88,13 +94,14 @@ def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:
         kind: the group's communicator kind (titanmoe.fold.meshes).
         ranks: the ranks of the group.
     """
-    names = list(
-        dict.fromkeys(
-            " x ".join(axis for axis in axes if getattr(fold, axis) > 1)
-            for view, axes in COMMUNICATOR_AXES[kind.partition(" ")[0]]
-            if group_of(fold, view, axes, ranks[0]) == ranks
-        )
-    )
+
+    def names_among(candidates: tuple[tuple[View, tuple[str, ...]], ...]) -> list[str]:
+        spanned = [axes for view, axes in candidates if group_of(fold, view, axes, ranks[0]) == ranks]
+        return list(dict.fromkeys(" x ".join(axis for axis in axes if getattr(fold, axis) > 1) for axes in spanned))
+
+    names = names_among(COMMUNICATOR_AXES[kind.partition(" ")[0]])
+    if kind == "blocking" and not names:
+        names = names_among(OPTIONAL_AXES)
     if kind == "dispatch" and not names:
         names = ["within a node" if ranks[-1] - ranks[0] == len(ranks) - 1 else "across nodes"]
     if kind == "blocking" and len(ranks) == fold.world:
