@@ -27,7 +27,9 @@ class ScoreFunction(Spec):
     """The formulas of a router's score function, and its spec. The values here are the defaults."""
 
     kernel_mode = ""
-    """The key of titanmoe.ops.kernels.route.MODES whose kernel computes it; "" if only the plain formulas do."""
+    """The key of titanmoe.ops.kernels.route.MODES whose kernel computes it; "" if only the plain formulas do.
+
+    A subclass with formulas of its own does not inherit it."""
     scores_sum_to_one = True
     """Whether a token's scores add up to 1. Balance losses and the entropy normalise them if not."""
     weights_sum_to_one = False
@@ -36,6 +38,10 @@ class ScoreFunction(Spec):
     """The number of a group's best scores whose sum rates it, where experts are chosen by groups."""
     equivalent: dict[str, Any] = {}
     """Fields of [model] with which another score function gives the same routing weights, by name."""
+
+    def __init_subclass__(cls) -> None:
+        if {"scores", "weights"} & vars(cls).keys() and "kernel_mode" not in vars(cls):
+            cls.kernel_mode = ""
 
     @abstractmethod
     def scores(self, logits_TE: Tensor) -> Tensor:
