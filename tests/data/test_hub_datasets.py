@@ -121,6 +121,11 @@ LAYOUTS: dict[str, tuple[str, list[str], dict[str, list[str]]]] = {
             ":all/train": ["3.jsonl", "a/1.jsonl", "a/b/2.jsonl"],
         },
     ),
+    "a pattern beside a split": (
+        "configs:\n- config_name: default\n  data_files:\n  - split: test\n    path: b.jsonl\n  - a*.jsonl\n",
+        ["a1.jsonl", "b.jsonl"],
+        {"": ["a1.jsonl"], ":test": ["b.jsonl"]},
+    ),
     "folders of subsets": (
         "configs:\n- config_name: default\n  data_dir: ./x/\n- config_name: y\n  data_dir: y\n"
         "  data_files:\n  - split: new\n    path: '[0-9]?.jsonl'\n",

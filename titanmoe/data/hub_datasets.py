@@ -265,10 +265,10 @@ def _read_card(file: Path) -> dict[str, Any]:
 def _match_patterns(data_files: Any, names: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each split of a card's `data_files` with its files; files without a split are those of train."""
     entries = data_files if isinstance(data_files, list) else [data_files]
-    if not any(isinstance(entry, dict) for entry in entries):
-        entries = [{"split": "train", "path": entries}]
+    if without_split := [entry for entry in entries if not isinstance(entry, dict)]:
+        entries = [{"split": "train", "path": without_split}, *(one for one in entries if isinstance(one, dict))]
     for entry in entries:
-        paths = entry.get("path", ()) if isinstance(entry, dict) else ()
+        paths = entry.get("path", ())
         patterns = map(_glob_to_regex, paths if isinstance(paths, list) else [paths])
         matches = dict.fromkeys(name for pattern in patterns for name in names if pattern.fullmatch(name))
         yield str(entry.get("split", "train")), [*matches]
