@@ -14,7 +14,9 @@ DOUBLINGS = 2.0
 
 
 def strength(ratio: np.ndarray) -> np.ndarray:
-    """Return how strongly to colour experts' loads: -1 at a quarter of the mean load, 0 at the mean, 1 at four times.
+    """Return how strongly to colour experts' loads, between -1 and 1.
+
+    -1 stands for a quarter of the mean load or less, 0 for the mean, 1 for four times or more; logarithmic in between.
 
     Args:
         ratio: load of each expert over the mean load of the layer; any shape.

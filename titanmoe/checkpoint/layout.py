@@ -422,7 +422,7 @@ def erase(path: Path) -> list[str]:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text file and fsync it; CheckpointError if the disk is full or the file is a link."""
+    """Write a text file, never through a link, and fsync it; CheckpointError if that fails, as on a full disk."""
     try:
         with open(safe_files.open_in(file.parent, file.name, safe_files.WRITE), "w", encoding="utf-8") as stream:
             stream.write(text)

@@ -183,9 +183,10 @@ def to_toml(config: Config) -> str:
 
 @cache
 def docstrings() -> dict[str, str]:
-    """Return the docstring of every field of the schema by path, each on one line, with the range of numbers.
+    """Return the docstring of every field of the schema by path, each on one line; "" for a field without one.
 
-    The placeholder "{components}" in it is not yet replaced.
+    A number's range is added if it has an upper end or leaves out its lower one. The placeholder "{components}" is not
+    yet replaced.
     """
     import ast
 

@@ -47,7 +47,7 @@ def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> 
         components: the components that a recipe can name.
 
     Raises:
-        ConfigError: if neither gives a number of ranks.
+        ConfigError: if neither gives a number of ranks, or the number is below 1.
     """
     if split_words(argv).print_config:
         argv = [*argv, *(["--job.ranks", str(ranks)] if ranks else [])]

@@ -43,11 +43,14 @@ class HubRepo(NamedTuple):
         return folder if folder.is_dir() else None
 
     def fetch(self, is_complete: Callable[[Path], bool], download: Callable[[str], Path | str]) -> Path:
-        """Return the folder of the revision in the hub's cache, downloading what is needed of it if that is not there.
+        """Return the folder of the revision in the hub's cache; if something needed is not there, download it.
+
+        One process of the machine downloads at a time; the others then find what it downloaded.
 
         Args:
             is_complete: returns whether a folder has all that is needed.
-            download: downloads what is needed of the revision that it is given, and returns the folder.
+            download: downloads what is needed of the revision that it is given, and returns the folder. That is the
+                commit of which the cache has a part; `revision` if it has none.
 
         Raises:
             ConfigError: it cannot be downloaded.

@@ -25,7 +25,7 @@ BAR = 40
 
 
 def format_seq_lens(length_D: np.ndarray, total: int) -> str:
-    """Return the smallest seq_len that keep 95, 99 and 100 % of the documents, as text.
+    """Return the smallest values of seq_len that keep 95, 99 and 100 % of the documents, as text.
 
     Args:
         length_D: lengths of the longest documents, more than 5 % of all, or of all.

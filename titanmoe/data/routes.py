@@ -37,9 +37,10 @@ class Routes:
 
 
 def digest_routes(ids_NS: Tensor, experts_NSLK: Tensor, valid_NS: Tensor) -> Tensor:
-    """Return a number per sample that changes if experts move to other tokens, layers or places: (N,), int64.
+    """Return a digest of each sample's token ids and experts: (N,), int64.
 
-    Padding, where `valid_NS` is False, does not count.
+    It changes if an id changes, or if experts move to other tokens, layers or places of the top-k. Padding, where
+    `valid_NS` is False, does not count.
     """
     N, S = ids_NS.shape
     place = torch.arange(1, 1 + experts_NSLK[0, 0].numel()) if N else torch.ones(0)

@@ -80,7 +80,7 @@ class QuantisedWeights:
         self.cache.clear()
 
     def __call__(self, name: str, weight: Tensor) -> Quantised:
-        """Return the weight in 8 bits, from the cache if it is there.
+        """Return the weight in 8 bits: from the cache, or quantised anew, and cached if `keep` is set.
 
         Args:
             name: a key that identifies, within the layer, the weight and the dim along which it is quantised.

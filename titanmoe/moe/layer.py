@@ -73,7 +73,7 @@ class MoE(nn.Module):
         exchange = self.dispatch(x_TD, tokens, weights_TK, chosen_TK, slots_per_expert)
         shared_BsD = self.run_shared(x_BsD, tokens)  # while routed tokens are in flight
         y_RD = self.experts(*exchange.receive_routed())  # of (R, D), weights (R, 1) and counts (e,)
-        y_BsD = exchange.combine(y_RD).view_as(x_BsD)
+        y_BsD = exchange.combine(y_RD).view_as(x_BsD)  # only a sum: experts have multiplied by the weights
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
     def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:

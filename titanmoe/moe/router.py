@@ -161,7 +161,7 @@ class Router(nn.Module):
 
 
 def count_choices(chosen_TK: Tensor, sample_T: Tensor, samples: int, num_experts: int) -> Tensor:
-    """Return how often the tokens of each sample chose each expert: (B, E)."""
+    """Return how often the tokens of each sample chose each expert: (B, E). Number E, of padding, is not counted."""
     bucket = (sample_T.unsqueeze(1) * (num_experts + 1) + chosen_TK).flatten()
     count = bucket.new_zeros(samples * (num_experts + 1)).scatter_add_(0, bucket, torch.ones_like(bucket))
     return count.view(samples, -1)[:, :num_experts]

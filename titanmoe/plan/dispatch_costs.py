@@ -84,8 +84,9 @@ def seconds_in_parts(
 def hidden_by_pairs(pp: int, microbatches: int, layers: float) -> float:
     """Return the fraction of routed tokens' messages that another microbatch's computation hides (DualPipeV).
 
-    It is the fraction on the first pipeline rank, which has the fewest pairs. A layer sends four messages in a pair;
-    the first and the last of the pair have no computation beside them (docs/moe.md#overlap has what was measured).
+    It is the fraction on the first pipeline rank, which has the fewest pairs, and at most PROFILED. A layer sends four
+    messages in a pair; the first and the last of the pair have no computation beside them (docs/moe.md#overlap has what
+    was measured).
 
     Args:
         pp: pipeline ranks.

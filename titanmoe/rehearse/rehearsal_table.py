@@ -27,7 +27,7 @@ STEP_PHASES = ("forward", "backward", "recomputed", "update")
 def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tuple, list[Message]]:
     """Return the messages grouped by communicator, operation, dtype, wait, pass and line, in the order of first use.
 
-    Messages of a group differ only in layer and time.
+    Messages of a group may differ in all else, such as layer, time and size.
     """
     out: dict[tuple, list[Message]] = {}
     for message in messages:
@@ -38,7 +38,7 @@ def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tupl
 
 
 def message_rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object for each group of messages that differ only in layer and time, with their count and bytes."""
+    """Yield a JSON object for each group of `messages_by_kind`, with the count and bytes of its messages."""
     for (group, op, dtype, waited, backward, line), same_kind in messages_by_kind(rehearsal, messages).items():
         layers = Counter(message.site.layer for message in same_kind if message.site.layer)
         yield {

@@ -148,7 +148,7 @@ class Guard:
     def run_with_restores(self, train: Callable[[], int]) -> int:
         """Call `train`, and again after each Restore error, at most RESTORES times; return what it returns.
 
-        Gradients are dropped in between. The Restore error of the last try is raised.
+        Gradients are dropped and gathered weights freed in between. The Restore error of the last try is raised.
 
         Args:
             train: loads the newest checkpoint and trains until the end of the run; returns the number of the signal

@@ -47,7 +47,8 @@ class Latent(MixerSpec):
     def matrix_rows(self, model: Model) -> dict[str, MatrixRows]:
         """Return how the rows of each projection divide into matrices for Muon, by parameter name.
 
-        The rows of wkv_a are two matrices, latent and rotated key; so are those of wkv_b, keys and values of all heads.
+        The rows of wkv_a are two matrices, latent and rotated key; so are those of wkv_b, keys and values of all heads,
+        whose rows alternate by head.
         """
         query, full = MatrixRows((model.head_dim,)), MatrixRows(())
         rows = {"wq_a": full, "wq_b": query} if model.q_lora_rank else {"wq": query}

@@ -19,12 +19,13 @@ FIELD = "moe.balance_losses"
 KEYS = frozenset(field.name for field in fields(MoE))
 """The keys of [moe]. A balance loss of the table that is named like one of them has its coefficient there."""
 
-OTHER_METRICS = {"step", "loss", "mtp_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu"}
-"""The names of reported numbers, and of the counts behind them, that no balance loss may have."""
-OTHER_METRICS |= {"memory_gib", "imbalance", "overflow_reruns", "skipped_steps", "dropped_fraction", "router_entropy"}
-OTHER_METRICS |= {"data_wait_s", "val_loss", "val_perplexity", "val_best", "val_s", "checkpoint_blocked_s", "nonfinite"}
-OTHER_METRICS |= {"quiz", "quiz_s", "samples", "samples_s", "val_reward", "val_length", "flops"}
-OTHER_METRICS |= {"max_logit", "tokens_min", "tokens_mean", "tokens_max", "load", "entropy", "dropped"}
+OTHER_METRICS = {
+    "step", "loss", "mtp_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu", "memory_gib",
+    "imbalance", "overflow_reruns", "skipped_steps", "dropped_fraction", "router_entropy", "data_wait_s", "val_loss",
+    "val_perplexity", "val_best", "val_s", "checkpoint_blocked_s", "nonfinite", "quiz", "quiz_s", "samples",
+    "samples_s", "val_reward", "val_length", "flops", "max_logit", "tokens_min", "tokens_mean", "tokens_max", "load",
+    "entropy", "dropped",
+}  # fmt: skip
 """Names of reported numbers, and of the counts behind them, that no balance loss may have."""
 
 

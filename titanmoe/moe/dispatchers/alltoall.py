@@ -56,8 +56,8 @@ class AllToAll(Dispatcher):
         first.
         """
         G, e = self.group.size, self.local_experts
-        host_waits = device.choose(x_TD, True, cpu=False, compiled=True)
-        if G == 1 and not slots_per_expert and self.allows_unused_slots and host_waits:
+        waiting_costs = device.choose(x_TD, True, cpu=False, compiled=True)
+        if G == 1 and not slots_per_expert and self.allows_unused_slots and waiting_costs:
             return self.dispatch_locally(x_TD, weights_TK, chosen_TK)
         choice_R, slot, count_E, counts = self.assign(chosen_TK, slots_per_expert)
         in_graph = counts is not None and torch.compiler.is_compiling()

@@ -55,7 +55,7 @@ def _quantise(x, q, scale, R, INNER, of_outer, of_inner, of_column, W: tl.conste
 
 
 def _launch_constants(x: Tensor) -> dict[str, int]:
-    """Return the kernel's constants W, ROWS and COLUMNS (its tile) by name, for a tensor of x's shape and strides."""
+    """Return the kernel's constants by name: W, the width of a row of x, and ROWS and COLUMNS of its tile."""
     rows, columns = tile_shape(x.shape[-1], TILE) if x.stride(-1) == 1 else (ACROSS, ACROSS)
     return {"W": x.shape[-1], "ROWS": rows, "COLUMNS": columns}
 
