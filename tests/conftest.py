@@ -48,7 +48,7 @@ providers.is_local_module_file = lambda path: False
 
 LONG = (
     "test_parity", "test_session", "parallel/test_compiled", "rl/test_policy_trainer", "test_bench_scripts",
-    "parallel/test_adapter_dropout", "rehearse/test_clean", "test_extending", "train/test_muon",
+    "parallel/test_adapter_dropout", "rehearse/test_clean", "train/test_muon",
     "checkpoint_hf/test_fields", "ops/test_interpreter", "checkpoint/test_relayout", "data/test_chat_layouts",
     "parallel/test_unsharded", "checkpoint_hf/test_peft", "plan/test_memory", "parallel/test_vocabulary_pipeline",
     "models/test_linear_attention", "train/test_reference", "test_fine_tuning", "moe/test_compile",

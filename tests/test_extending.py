@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -89,17 +90,32 @@ def test_the_examples_work(tmp_path: Path) -> None:
     assert run(copy, *start).returncode == 0
 
 
-def test_a_family_an_objective_and_an_optimizer_outside_the_package(tmp_path: Path) -> None:
-    """In the folder where the run starts, with the options of both pages' commands."""
-    for path, _, text in blocks_of_pages():
-        if Path(path).name in ("conv_moe.py", "early_labels.py", "momentum.py"):
-            (tmp_path / Path(path).name).write_text(text)
+def test_lines_are_added_where_the_pages_say() -> None:
+    for path, language, text in blocks_of_pages():
+        assert (ROOT / path).exists() == (language == "diff"), path
+        if language == "diff" and "conv_moe" not in text:  # it comes after small_moe, which is not there
+            changed((ROOT / path).read_text(encoding="utf-8"), text)
+
+
+def test_all_components_of_the_pages_outside_the_package(tmp_path: Path) -> None:
+    """In the folder where the run starts, with the options of both pages' commands and of the other components."""
+    for path, language, text in blocks_of_pages():
+        if language == "python" and path.startswith("titanmoe/"):
+            own = text.replace('family="small_moe"', 'family="small_moe:FAMILY"')  # its name outside
+            (tmp_path / Path(path).name).write_text(own)
     commands = [re.findall(r"^\$ titanmoe train debug (.*)$", page, re.MULTILINE) for page in PAGES]
     assert list(map(len, commands)) == [1, 1]
     shown = [word for (words,) in commands for word in shlex.split(words)]
+    (tmp_path / "table.tsv").write_text("name\ttext\n" + "one\tsphinx of black quartz, judge my vow\n" * 200)
+    term = "router_variance:RouterVariance 0.1"
+    others = ("--moe.dispatcher", "every_expert:EveryExpert", "--moe.balance_losses", term)
+    others += ("--data.source", "files", "--data.paths", "table.tsv", "--data.format", "tsv:FORMAT")
     small = ("--ranks", "2", "--parallelism.experts.ep", "2", "--training.steps", "2", "--training.seq_len", "64")
     small += ("--validation.interval", "0", "--checkpoint.enable", "false", "--job.dump_folder", "runs/outside")
-    started = run(tmp_path, "-m", "titanmoe", "train", "debug", *shown, *small, forks=True)
+    started = run(tmp_path, "-m", "titanmoe", "train", "debug", *shown, *others, *small, forks=True)
     assert started.returncode == 0, started.stdout[-2000:] + started.stderr[-2000:]
     (metrics,) = (tmp_path / "runs/outside").glob("*/metrics.jsonl")
-    assert len(metrics.read_text().splitlines()) == 2
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert len(lines) == 2 and all(line["router_variance"] > 0 for line in lines)
+    sizes = run(tmp_path, "-m", "titanmoe", "train", "debug", "--model.family", "small_moe:FAMILY", "--print-config")
+    assert sizes.returncode == 0 and 'score_function = "sigmoid"' in sizes.stdout, sizes.stderr
