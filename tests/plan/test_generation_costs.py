@@ -199,9 +199,9 @@ def test_an_explanation_is_of_the_recipes_own_mappings(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("debug --ranks 4 --training.global_batch_size 8 --answer-tokens 9", "which the recipe has not"),
-        ("rl_debug --answer-tokens 5", "--answer-tokens = 5: the recipe has 1 to 4 of these tokens"),
-        ("rl_debug --prompt-tokens 0", "--prompt-tokens = 0: the recipe has 1 to 32 of these tokens"),
+        ("debug --ranks 4 --training.global_batch_size 8 --answer-tokens 9", "is for recipes with [rl]"),
+        ("rl_debug --answer-tokens 5", "--answer-tokens = 5 is not from 1 to 4, which"),
+        ("rl_debug --prompt-tokens 0", "--prompt-tokens = 0 is not from 1 to 32, which"),
         ("rl_debug --tokens 1e9", "[rl] has steps: leave it out"),
     ],
 )

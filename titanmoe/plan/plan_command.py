@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanmoe.config import ConfigError, load
 from titanmoe.config.command_line import split_words
@@ -15,6 +15,9 @@ from titanmoe.config.schema import Config, Parallelism
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS, with_dispatcher
 from titanmoe.text_report import Report, print_report
+
+if TYPE_CHECKING:
+    from titanmoe.plan.generation_costs import TextLengths
 
 MOST_GPUS = 16384
 """The most GPUs that are tried for a model that does not fit."""
@@ -245,10 +248,6 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
             ]
         )
     notes, training, moe = [], config.training, config.moe
-    if training.global_batch_size == -1:
-        ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks
-        config = replace(config, training=replace(training, global_batch_size=training.local_batch_size * ranks))
-        notes.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
     args.lengths = _text_lengths(config, args)
     if args.lengths:
         config = _with_samples(config, args)
@@ -256,6 +255,10 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
             f"[rl]: {config.training.global_batch_size} samples a step are taken, into which its texts of "
             f"{sum(args.lengths):,} tokens are packed"
         )
+    elif training.global_batch_size == -1:
+        ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks
+        config = replace(config, training=replace(training, global_batch_size=training.local_batch_size * ranks))
+        notes.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
     if moe.dispatcher == "auto" and not args.explain:
         config = with_dispatcher(config, "alltoall")
         notes.append(
@@ -304,7 +307,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
     return config, [*notes, ""] if notes else []
 
 
-def _text_lengths(config: Config, args: argparse.Namespace) -> Any:
+def _text_lengths(config: Config, args: argparse.Namespace) -> TextLengths | None:
     """Return the mean lengths of the texts of [rl], None without it; ConfigError for options that contradict it."""
     from titanmoe.plan.generation_costs import TextLengths
 
@@ -313,13 +316,13 @@ def _text_lengths(config: Config, args: argparse.Namespace) -> Any:
     if not config.rl.reward:
         if given:
             raise ConfigError(
-                [f"{name} is of the texts of [rl], which the recipe has not: leave it out" for name in given]
+                [f"{name} is for recipes with [rl], and this one has no rl.reward: leave it out" for name in given]
             )
         return None
     most = config.training.seq_len - config.generation.max_tokens, config.generation.max_tokens
     problems = [
-        f"{name} = {value}: the recipe has 1 to {limit} of these tokens (training.seq_len = "
-        f"{config.training.seq_len}, generation.max_tokens = {config.generation.max_tokens})"
+        f"{name} = {value} is not from 1 to {limit}, which training.seq_len = {config.training.seq_len} and "
+        f"generation.max_tokens = {config.generation.max_tokens} allow"
         for (name, value), limit in zip(lengths.items(), most, strict=True)
         if value is not None and not 1 <= value <= limit
     ]

@@ -45,8 +45,8 @@ HELPS = {
 """What helps, by what takes the most time of a step after matrix work."""
 
 
-GENERATOR_HEAD = "answers", "answers by"
-"""Further columns of a recipe with [rl]."""
+GENERATOR_HEAD = "answers", "generator"
+"""Further columns of a recipe with [rl]: seconds of a step's answers, and the mapping that generates them."""
 
 
 def row(mapping: PricedMapping) -> tuple[str, ...]:
