@@ -127,7 +127,8 @@ def test_memory_is_that_of_the_fullest_moment() -> None:
     held, own = generator.beside(training), 10**12 + generator.weights + generator.activations
     assert held.peak_during == "generating answers"
     assert held.peak == training.weights + training.moments + own + round(generator.communicators)
-    freed = replace(generator, offloads=True).beside(training)
+    config = replace(config, generation=replace(config.generation, offload_training=True))
+    freed = replace(planned(config, 16, ep=8), cache=10**12).beside(training)
     assert freed.peak == own + round(generator.communicators)
 
 

@@ -27,7 +27,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.ranges import divisors
 from titanmoe.config.schema import Config, GenerationParallelism
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.generate.model import config_to_run
+from titanmoe.generate.model import generation_config
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.candidates import MOST_SPLIT
@@ -211,7 +211,8 @@ class GeneratorCosts:
     def _config(self, parallelism: GenerationParallelism) -> Config:
         """Return the config to generate with; ConfigError if the model cannot generate under the mapping."""
         try:
-            return config_to_run(self.config, self.world, {"pp": 1, "cp": 1, **vars(parallelism)}, None, "cpu")
+            generation = replace(self.config.generation, parallelism=parallelism)
+            return generation_config(replace(self.config, generation=generation), self.world, "cpu")
         except ConfigError as error:
             raise ConfigError([f"generation: {problem}" for problem in error.problems]) from None
 
@@ -246,7 +247,7 @@ class GeneratorCosts:
         return GeneratorPlan(
             parallelism=parallelism,
             fold=fold,
-            offloads=False,
+            offloads=generation.offload_training,
             weights=weights,
             cache=token * self._slots(most, most_prompts) + text * most,
             activations=max(

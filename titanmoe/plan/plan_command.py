@@ -273,6 +273,10 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
             "rewards, evaluations, and the log-probabilities that rl.updates above 1 and rl.kl need: their time",
         ),
         (
+            bool(config.rl.reward) and config.generation.offload_training,
+            "generation.offload_training: training's memory takes no time to reach the host and to come back",
+        ),
+        (
             config.data.packing != "stream" or bool(config.rl.reward),
             "documents that are kept apart: attention is priced as over whole samples",
         ),

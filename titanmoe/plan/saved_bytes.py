@@ -73,7 +73,7 @@ def saves_mask(config: Config, cp: int) -> bool:
     """
     model, options = config.model, config.parallelism
     by_blocks = model.attention_sinks or model.sliding_window or (cp > 1 and options.cp_kind != "ulysses")
-    if config.data.packing == "stream" or by_blocks:
+    if by_blocks or (config.data.packing == "stream" and not config.rl.reward):
         return False
     narrow = min(head_widths(model)) < FLEX_NARROWEST
     backend, _ = pick_backend(options.attention_backend, options.cp_kind, cp, "cuda", False, True, False, "", narrow)
