@@ -220,7 +220,8 @@ def test_gradients_are_those_of_plain_code(fold: Fold, choice: dict[str, str], w
     neutral = {key: value for key, value in changed.items() if not key.startswith(parity.NEUTRAL)}
     ours = world.run(fold.world, steps, changed, documents, work)[0]
     for (name, *_), got, want in zip(work, ours, expected(neutral, documents, work), strict=True):
-        assert (0 < got.clipped < 1) == ("old" in OBJECTIVES[name].extra), name
+        if OBJECTIVES[name].loss.level == "token":  # of six answers' ratios none may be clipped
+            assert (0 < got.clipped < 1) == ("old" in OBJECTIVES[name].extra), name
         assert relative_error(got.loss, want.loss) < TOLERANCE["float64"], name
         error, where = worst_error(got.grads, want.grads)
         assert error < TOLERANCE["float64"], f"{name}: {where} is {error:.1e} from plain code"
