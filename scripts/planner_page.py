@@ -200,7 +200,7 @@ def priced_rows(rows: list[Json], factors: Factors) -> list[Row]:
 def fit(rows: list[Json]) -> Factors:
     """Fit the planner's factors to the calibration rows by least squares, and return them.
 
-    Gauss-Newton on logarithms; residuals are the rows' errors and the factors' distances from START.
+    Gauss-Newton on logarithms; residuals are the rows' errors and the factors' distances from their PRIOR.
     """
     rows = [row for row in rows if row.get("split") == "calibration"]
     start, spread = np.array([(log(guess), deviation) for guess, deviation in PRIOR.values()]).T

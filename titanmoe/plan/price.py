@@ -187,10 +187,10 @@ class Pricer(WeightCosts):
         ranks = [0.0] * fold.pp
         for owner, stage in zip(owners, stages, strict=True):
             ranks[owner] += sum(seconds[kind] * count for kind, (count, _) in stage.items()) + 2 * hop
-        meetings = 0.0
+        meetings = of_layers = 0.0
         if shared:  # on every rank, and a message to all from the last or the first, or to it
             meetings = self.vocabulary_messages(fold, samples)
-            loss, layers_alone = ends.seconds + sum(copy for copy, _ in edge_copies) + meetings, list(ranks)
+            loss, of_layers = ends.seconds + sum(copy for copy, _ in edge_copies) + meetings, sum(ranks)
             ranks = [seconds + loss for seconds in ranks]
         else:
             ranks[0] += edge_copies[0][0]
@@ -209,13 +209,14 @@ class Pricer(WeightCosts):
         messages = 2 * hop * owners.count(worst) + meetings
         slowest = slowest + Cost(host=max(0.0, launches[worst] - slowest.seconds - messages))
         busy = m * (slowest.seconds + messages)
+        mean, per_rank = sum(ranks) / fold.pp, len(owners) // fold.pp
         if shared:
-            own = sum(layers_alone) / fold.pp
+            layers_alone = max(of_layers, sum(launches)) / fold.pp
             # A loss is as long as so many forwards of a stage, of which a rank has several.
-            relative = round(loss / (own / sum(COST[does] for does in "FB") / (len(owners) // fold.pp)), 2)
-            bubble = (own + loss) * shared_idle(config.pipeline.schedule, fold.pp, len(owners) // fold.pp, m, relative)
+            relative = round((mean - layers_alone) / (layers_alone / sum(COST[does] for does in "FB") / per_rank), 2)
+            bubble = mean * shared_idle(config.pipeline.schedule, fold.pp, per_rank, m, relative)
         else:
-            bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
+            bubble = mean * self.idle(config, fold, per_rank, m)
 
         first_rank_blocks = self.first_rank_blocks(config, fold)
         exposed_weights = self.weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
