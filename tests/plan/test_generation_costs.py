@@ -84,9 +84,12 @@ def tensors(config: Config) -> tuple[int, int]:
         most = max(most, sum(storages.values()))
 
     ids, count, answers = [1] * (config.training.seq_len - generation.max_tokens), rl.prompts_per_step, rl.answers
+    earlier = 0
     if rl.eval_interval:
         count, answers = generation.batch_size * meshes.data.size, 1
-    prompts = [Prompt(number, ids, answers) for number in range(count)]
+    elif rl.max_turns > 1:  # the last turn of each, of one token
+        count, answers, earlier = count * answers, 1, generation.max_tokens - 1
+    prompts = [Prompt(number, ids + [1] * earlier, answers, num_earlier=earlier) for number in range(count)]
     for _ in generator.batches(prompts, generation.batch_size, Stop(generation.max_tokens), Sampling(0.0), measure):
         pass
     return sum(weight.nbytes for weight in model.parameters()), most
@@ -97,6 +100,7 @@ def tensors(config: Config) -> tuple[int, int]:
     [
         "",
         "--rl.eval_interval 9 --rl.held_out 9 --generation.batch_size 16 --generation.max_tokens 2",
+        "--rl.max_turns 2 --rl.reward run",
         "--model.family deepseek_v3 --generation.parallelism.tp 2",
         "--model.family qwen3_next --model.num_layers 4 --generation.parallelism.tp 2",
     ],

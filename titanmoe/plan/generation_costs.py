@@ -242,8 +242,13 @@ class GeneratorCosts:
         stack = self.blocks.stack
         launches = self.model.num_layers * LAUNCHES * (stack.host_tp if fold.tp > 1 else stack.host)
         token, text = cache_bytes(self.model, fold.tp, self.w)
-        # An evaluation has a text of each prompt, and may have as many prompts as there are texts at a time.
-        most, most_prompts = [generation.batch_size] * 2 if rl.eval_interval else (rows, at_once)
+        most, most_prompts = rows, at_once
+        # An evaluation has a text of each prompt, and may have as many prompts as there are texts at a time. So has a
+        # turn after the first: each answer is a prompt of its own, which is read again.
+        if rl.eval_interval:
+            most = most_prompts = generation.batch_size
+        elif rl.max_turns > 1:
+            most = most_prompts = min(generation.batch_size, prompts * rl.answers)
         return GeneratorPlan(
             parallelism=parallelism,
             fold=fold,
@@ -284,8 +289,10 @@ class GeneratorCosts:
 
         They are those of experts (titanmoe.plan.memory, "forward of the last block's experts") or of a dense network.
         """
-        model, D = self.model, self.model.dim
-        T = prompts * (self.config.training.seq_len - self.config.generation.max_tokens) / fold.tp
+        model, D, longest = self.model, self.model.dim, self.config.training.seq_len
+        if self.config.rl.max_turns == 1:  # later turns read the earlier ones, too
+            longest -= self.config.generation.max_tokens
+        T = prompts * longest / fold.tp
         elements = T * 3 * model.dense_hidden
         if moe_layers(model):
             F = model.expert_hidden / fold.etp

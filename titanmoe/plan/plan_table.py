@@ -146,10 +146,11 @@ def table(result: Search, device: Device, world: int) -> list[str]:
 def generation_lines(mapping: PricedMapping) -> list[str]:
     """Return the lines on the answers of a step: what generating them takes, and for which lengths."""
     generator, rl = mapping.generator, mapping.config.rl
+    turn = " in one turn" if rl.max_turns > 1 else ""
     lines = [
         f"The answers of a step, {rl.answers} to each of {rl.prompts_per_step} prompts, take {generator.seconds:.3g} s "
-        f"if prompts have {generator.lengths.prompt:,} tokens and answers {generator.lengths.answer:,}. This is a "
-        "roofline, not compared with a GPU.",
+        f"if prompts have {generator.lengths.prompt:,} tokens and answers {generator.lengths.answer:,}{turn}. This is "
+        "a roofline, not compared with a GPU.",
         f"A token of {generator.rows} answers on each data rank takes the device {generator.token * 1000:.3g} ms and "
         f"the host {generator.launches * 1000:.3g} ms:",
         "",
