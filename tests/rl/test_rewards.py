@@ -36,7 +36,7 @@ def process(answer, record):
 
 def awkward(answer, record):
     if answer == "raises":
-        raise ValueError("no such thing")
+        raise ValueError("no such thing\\n" + "x" * 10**6)
     if answer == "hangs":
         time.sleep(60)
     if answer == "exits":
@@ -129,7 +129,7 @@ def test_a_function_gets_answer_and_record_and_any_number_of_workers_gives_the_s
 
 def test_what_is_no_reward_is_said_and_costs_its_answer_alone(functions: Path):
     says = {
-        "raises": "ValueError: no such thing",
+        "raises": "ValueError: no such thing xxx",
         "NaN": "the reward is nan",
         "inf": "the reward is inf",
         "text": "ValueError: could not convert string to float: 'good'",
@@ -145,7 +145,7 @@ def test_what_is_no_reward_is_said_and_costs_its_answer_alone(functions: Path):
         found = compute(rewards, answers)
     assert values(found) == [None, 1.0] * len(says) + [1.0]
     for answer, reward in zip(answers, found, strict=True):
-        assert reward.problem.startswith(says.get(answer, "")), answer
+        assert reward.problem.startswith(says.get(answer, "")) and len(reward.problem) <= 300, answer
 
 
 def test_what_hangs_costs_its_answer_alone(functions: Path):
@@ -222,7 +222,7 @@ time.sleep(60)
 
 def test_a_program_reads_and_writes_lines(functions: Path):
     code = """x = json.loads(line)
-print(json.dumps({"reward": len(x["prompt"] + x["answer"]) + x["record"]["more"], "why": "ü"}))"""
+print(json.dumps({"reward": len(x["prompt"] + x["answer"]) + x["record"]["more"], "why": "ü", "error": None}))"""
     with opened(program(functions, code), reward_workers=2) as rewards:
         assert values(compute(rewards, ["", "é\n", "x" * 10**6], {"more": 1})) == [2, 4, 10**6 + 2]
 
@@ -237,6 +237,8 @@ print(json.dumps({"reward": len(x["prompt"] + x["answer"]) + x["record"]["more"]
         ("print('[' * 100000)", 10, "the program wrote '[[[["),
         ("print('{\"reward\": null}')", 10, "the program wrote '{\"reward\": null}', which is not"),
         ('print(\'{"error": "no idea"}\')', 10, "no idea"),
+        ('print(\'{"error": ""}\')', 10, "the program wrote"),
+        ("print('1e300')", 10, "the reward is 1e+300"),
         ("print('{\"message\": 3}')", 10, "the program wrote '{\"message\": 3}', which is not"),
         ('print(\'{"message": "\\\\ud800"}\')', 10, "the program wrote"),
         ('print(\'{"message": "on", "role": null}\')', 10, "the program wrote"),

@@ -30,6 +30,10 @@ START_S = 60
 """Seconds after which a process that is not ready is given up."""
 LONGEST_REPLY = 1 << 20
 """Bytes of the longest line that a program may write."""
+LARGEST = 1e30
+"""Bound of rewards, whose squares are summed, and which float32 has to hold."""
+LONGEST_PROBLEM = 300
+"""Characters of an error of a reward that events show."""
 UNFINISHED = (
     "the environment's message has no place in rl.max_turns turns and generation.max_tokens tokens, and no reward is "
     "beside it"
@@ -156,8 +160,8 @@ def parse_reply(line: bytes) -> Reward:
         reply = parse_json(line)
         if not isinstance(reply, dict):
             reply = {"reward": reply}
-        if "error" in reply:
-            return Reward(math.nan, str(reply["error"]))
+        if error := reply.get("error"):
+            return Reward(math.nan, " ".join(str(error).split())[:LONGEST_PROBLEM])
         message, role = reply.get("message"), reply.get("role", "user")
         if message is not None:
             "".join([message, role]).encode()  # an error if they are no texts
@@ -168,8 +172,9 @@ def parse_reply(line: bytes) -> Reward:
         value = math.inf
     except (ValueError, KeyError, TypeError):
         text = line.strip()[:80].decode(errors="replace")
-        raise _Failed(f'the program wrote {text!r}, which is not like {{"reward": 1.0}}') from None
-    problem = "" if math.isfinite(value) else f"the reward is {value}"
+        like = '{"reward": 1.0} or {"message": "..."}'
+        raise _Failed(f"the program wrote {text!r}, which is not like {like}") from None
+    problem = "" if abs(value) < LARGEST else f"the reward is {value}"
     return Reward(math.nan if problem else value, problem, message, role)
 
 
