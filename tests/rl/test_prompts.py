@@ -88,6 +88,11 @@ def test_a_message_follows_a_turn_as_the_chat_template_writes_it(folder: Path) -
         assert prompts.encode_message(prompt, answer[-1], "<|im_end|>no", role) == [end, *ids], "ended by a stop word"
     with pytest.raises(ValueError, match="does not write an answer once"):
         prompts.encode_message(prompt, end, "\ufdd2", "user")
+    loop = "for message in messages"
+    (folder / "some.jinja").write_text(Path(CHATML).read_text().replace(loop, f"{loop} if message.role != 'judge'"))
+    prompts = read_prompts(config(options | {"data.chat_template": str(folder / "some.jinja")}))
+    with pytest.raises(ValueError, match="writes nothing for a message of role 'judge'"):
+        prompts.encode_message(prompts.trained[0], end, "no", "judge")
     write(folder, SUMS[:1])
     prompts = read_prompts(config(options))
     assert prompts.encode_message(prompts.trained[0], end, "<|im_end|>no", "user") == [

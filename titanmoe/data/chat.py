@@ -174,10 +174,13 @@ class ChatEncoder:
             reply: the message after it.
 
         Raises:
-            ChatError: the template refuses the messages, or writes the answer not once.
+            ChatError: the template refuses the messages, writes the answer not once, or leaves the reply out.
         """
-        answer = {"role": "assistant", "content": ANSWER}
-        _, *rest = self._render_without_marks([*messages, answer, reply], prompt=True).split(ANSWER)
+        answered = [*messages, {"role": "assistant", "content": ANSWER}]
+        text = self._render_without_marks([*answered, reply], prompt=True)
+        if text == self._render_without_marks(answered, prompt=True):
+            raise ChatError(f"the chat template {self.origin} writes nothing for a message of role {reply['role']!r}")
+        _, *rest = text.split(ANSWER)
         if len(rest) != 1:
             raise ChatError(f"the chat template {self.origin} does not write an answer once: nothing can follow it")
         return self.tokenizer.encode_with_offsets(rest[0]).tokens_T
