@@ -39,6 +39,6 @@ def test_the_script_teaches_sums(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     row = done.stdout.splitlines()[-1]
-    assert re.fullmatch(r" +0  yes +\d+(  ?\d\.\d\d){6}", row), row
+    assert re.fullmatch(r" +0  rollout +\d+(  ?\d\.\d\d){6}", row), row
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 2 and "is not empty" in again.stderr
