@@ -18,8 +18,10 @@ import torch
 
 from tests.moe.test_compile import compiled_products
 from tests.support.masks import mask_of
+from tests.test_policy import LOSSES, with_columns
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
+from titanmoe.data.batch import Batch
 from titanmoe.models.attention import causal_attention
 from titanmoe.moe import fp8
 from titanmoe.moe.experts import Experts
@@ -280,6 +282,15 @@ def test_a_block_takes_fewer_key_heads(heads: int, causal: bool, kernel: None) -
         torch.testing.assert_close(lse, want_lse, rtol=1e-2, atol=1e-2)
         for got, expected in zip(grads, want_grads, strict=True):
             torch.testing.assert_close(got.to(dtype), expected, **close)
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo"])
+def test_metrics_of_a_policy_are_those_of_the_host(name: str) -> None:
+    """The session's log-probabilities are on the device, and its batches in host memory."""
+    labels = torch.randint(0, 9, (3, 16), generator=torch.Generator().manual_seed(0))
+    batch = with_columns(Batch(labels, labels, labels == labels), documents=True)
+    log_p = -4 + torch.randn(3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert LOSSES[name].metrics(log_p.cuda(), batch, log_p.cuda()) == LOSSES[name].metrics(log_p, batch, log_p)
 
 
 def test_a_run_is_timed_and_traced(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tests import world
 from tests.test_session import open_session, samples
+from titanmoe import policy
 from titanmoe.config import ConfigError
 from titanmoe.data.batch import ROUTES, Batch
 from titanmoe.policy import PolicyLoss, group_advantages, token_weights
@@ -86,6 +87,18 @@ def test_values_and_gradients_are_the_papers(name: str, documents: bool) -> None
     assert watched["policy.age"] == 1.5 and watched["policy.age_max"] == 3
     assert watched["policy.routes_not_recorded"] == 0.25
     assert 0 < watched["policy.clipped"] < 1 and watched["policy.ratio_p1"] < watched["policy.ratio_p99"]
+
+
+def test_quantiles_of_many_tokens_are_of_every_nth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.quantile refuses more than 2^24 numbers."""
+    labels, ratio = torch.ones(1, 101, dtype=torch.int64), torch.linspace(0.0, 2.0, 101, dtype=torch.float64)
+    column = {"old": torch.zeros(1, 101), "weight": torch.ones(1, 101), "advantage": torch.ones(1, 101)}
+    batch = Batch(labels, labels, labels == 1, extra_fields=column)
+    exact = PolicyLoss().metrics(ratio.log().view(1, 101), batch)
+    monkeypatch.setattr(policy, "MOST_SORTED", 40)
+    watched = PolicyLoss().metrics(ratio.log().view(1, 101), batch)
+    assert watched["policy.ratio_p99"] != exact["policy.ratio_p99"] == pytest.approx(1.98)
+    assert watched["policy.ratio_p99"] == pytest.approx(1.96, abs=0.01)
 
 
 def test_what_the_gradients_of_the_divergences_are() -> None:

@@ -29,6 +29,8 @@ from titanmoe.data.batch import ROUTES, Batch
 from titanmoe.tokens import IGNORE, NOT_RECORDED
 
 Normalisation = Literal["sample", "token", "constant"]
+MOST_SORTED = 1 << 24
+"""Most numbers that torch.quantile takes; of more tokens, quantiles are of every n-th."""
 
 
 def group_advantages(
@@ -201,22 +203,23 @@ class PolicyLoss:
         entropy; with the column "reference" the mean divergence from that model; with the column "generator" the mean
         and largest difference of log-probabilities between generator and old policy; with the column "age" (N,), steps
         made since a sample's generator got its weights, its mean and largest value; and with "routes" the fraction of
-        tokens whose routes were not recorded, which routers choose themselves.
+        tokens whose routes were not recorded, which routers choose themselves. They are computed on the host.
 
         Args:
             log_probs_NL: log-probability of each label, as `forward_backward` returned them.
             batch: the samples, with the columns (`extra_fields`) "weight" and "advantage".
             entropy_NL: entropy of the distribution of each label, likewise.
         """
-        batch = _with_old(batch, log_probs_NL)
-        column = {name: x.to(log_probs_NL.device) for name, x in batch.extra_fields.items()}
-        batch = batch._replace(labels_BS=batch.labels_BS.to(log_probs_NL.device), extra_fields=column)
+        log_probs_NL, entropy_NL = log_probs_NL.cpu(), None if entropy_NL is None else entropy_NL.cpu()
+        column = {name: x.cpu() for name, x in _with_old(batch, log_probs_NL).extra_fields.items()}
+        batch = Batch(*(None if x is None else x.cpu() for x in batch[:-1]), column)
         is_label_NL = (batch.labels_BS != IGNORE) & (column["weight"] != 0)
         if not is_label_NL.any():
             return {}
         ratio, advantage = self.ratio(log_probs_NL, batch)[is_label_NL], column["advantage"][is_label_NL]
         clipped = ((ratio > 1 + self.clip_high) & (advantage > 0)) | ((ratio < 1 - self.clip_low) & (advantage < 0))
-        low, middle, high = ratio.double().quantile(torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64)).tolist()
+        some = ratio[:: 1 + (len(ratio) - 1) // MOST_SORTED].double()
+        low, middle, high = some.quantile(torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64)).tolist()
         out = {"policy.clipped": float(clipped.double().mean())}
         out |= {"policy.ratio_p1": low, "policy.ratio_p50": middle, "policy.ratio_p99": high}
         if entropy_NL is not None:
@@ -230,7 +233,7 @@ class PolicyLoss:
             age = column["age"][is_label_NL.any(1)].double()
             out |= {"policy.age": float(age.mean()), "policy.age_max": float(age.max())}
         if ROUTES in column:
-            is_fresh = column[ROUTES][batch.valid_BS.to(log_probs_NL.device)] == NOT_RECORDED
+            is_fresh = column[ROUTES][batch.valid_BS] == NOT_RECORDED
             out["policy.routes_not_recorded"] = float(is_fresh.double().mean())
         return out
 
