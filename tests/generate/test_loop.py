@@ -161,6 +161,23 @@ def in_two(path: Path) -> tuple[list[list[int]], list[list[int]]]:
     return [text.tokens for text in whole], [text.tokens for text in rest[::-1]]
 
 
+@pytest.mark.parametrize("fold", [{}, {"tp": 2, "etp": 2}, {"etp": 4}])
+def test_texts_that_need_not_be_in_order_come_as_they_end(checkpoint, fold: dict[str, int]) -> None:
+    path, _ = checkpoint
+    for numbers, is_same in world.run(4 if fold else 1, as_they_end, path, fold):
+        assert numbers == [[number] for number in range(7, -1, -1)] and is_same
+
+
+def as_they_end(path: Path, degrees: dict[str, int]) -> tuple[list[list[int]], bool]:
+    """Return the numbers of texts that come together, and whether they are equal in order. The last ends first."""
+    generator, sampling = saved.generator(path, degrees), Sampling(1.0, seed=5)
+    prompts = [Prompt(number, [1] * (number + 1), 1, 0, number) for number in range(8)]
+    (whole,) = generator.batches(prompts, 8, Stop(9), sampling)
+    batches = list(generator.batches(prompts, 8, Stop(9), sampling, in_order=False))
+    texts = [text.tokens for batch in batches[::-1] for text in batch]
+    return [[text.number for text in batch] for batch in batches], [text.tokens for text in whole] == texts
+
+
 def test_tokens_beyond_the_tokenizers_are_never_chosen(checkpoint) -> None:
     path, _ = checkpoint
     tokens = world.run(1, narrow, path)[0]

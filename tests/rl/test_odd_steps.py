@@ -59,6 +59,32 @@ def run(folder: Path, changes: dict[str, Any], ranks: int = 1) -> tuple[bool, in
     return world.run(ranks, train, changes, str(folder))[0]
 
 
+def calls(changes: dict[str, Any], folder: str) -> list[str]:
+    """Train on a rank; return the names of its forwards of a token and of its rewards, in their order."""
+    changes = RUN | {"rl.prompts": [f"{folder}/prompts.jsonl"], "job.dump_folder": folder} | changes
+    training = parity.make_trainer(changes, loader=PromptLoader).training
+    trainer = PolicyTrainer(parity.read(changes, training.runtime.world), training)
+    names = []
+
+    def note(owner: Any, name: str) -> None:
+        whole = getattr(owner, name)
+        setattr(owner, name, lambda *args: names.append(name) or whole(*args))
+
+    note(trainer.live.generator, "_advance")
+    if trainer.rewards:
+        note(trainer.rewards, "submit")
+    trainer.train()
+    return names
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_rewarded_while_others_are_generated(folder: Path, ranks: int) -> None:
+    changes = {"rl.reward": "tests.support.odd_rewards:remainder", "training.steps": 1, "generation.batch_size": 8}
+    changes |= {"generation.max_tokens": 9, "rl.answers": 8, "generation.stop": list("abcdefghijklmnopqrstuvwxyz")}
+    names = world.run(ranks, calls, changes, str(folder))[0]
+    assert names.count("submit") == 16 and "_advance" in names[names.index("submit") :]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_without_rewards_changes_nothing_and_is_said(folder: Path, ranks: int) -> None:
     stays, step, _ = run(folder, {"rl.reward": "tests.support.odd_rewards:nothing"}, ranks)

@@ -32,6 +32,9 @@ from titanmoe.tokens import NO_EXPERT, Tokens
 MOST_PAIRS = 1 << 22
 """Largest new tokens * positions for which a cache is continued, since each head computes a logit for each pair."""
 
+PARTS = 8
+"""Texts of a call that need not be in order are gathered once this part of all has ended: an eighth."""
+
 
 class Prompt(NamedTuple):
     """The token ids of a prompt."""
@@ -161,9 +164,15 @@ class Generator:
         """Token ids of the row that is kept; empty without one."""
 
     def batches(
-        self, prompts: Sequence[Prompt], size: int, stop: Stop, sampling: Sampling, on_token: OnToken | None = None
+        self,
+        prompts: Sequence[Prompt],
+        size: int,
+        stop: Stop,
+        sampling: Sampling,
+        on_token: OnToken | None = None,
+        in_order: bool = True,
     ) -> Iterator[list[Generated]]:
-        """Generate texts for each prompt; yield them in the prompts' order, on every rank, many at a time.
+        """Generate texts for each prompt; yield them on every rank, many at a time.
 
         Collective over the world.
 
@@ -173,6 +182,7 @@ class Generator:
             stop: what ends a text.
             sampling: how tokens are chosen.
             on_token: called after each token of this rank's texts with the text that it was added to.
+            in_order: whether texts are yielded in the prompts' order, instead of whenever an eighth of all have ended.
 
         Raises:
             ConfigError: a prompt has more answers than `size`.
@@ -186,15 +196,20 @@ class Generator:
         work = _Work(deque(prompts[data.rank :: data.size]), size, stop, sampling, on_token)
         # What a generator records is of all tokens, and of weights that may have changed.
         self.keeps_row = len(work.queue) == 1 and work.queue[0].answers == 1 and not self.records
+        least = size * world.size  # the ranks of a tp group count a text each
+        if not in_order:
+            least = min(least, -(-len(order) * self.meshes.tp.size // PARTS))
         ended: list[Generated] = []
         by_text: dict[tuple[int, int], Generated] = {}
         while order:
             ended += self._advance(work)
             num_rest, num_ended = self._sum_over_ranks(len(work.queue) + len(work.running), len(ended))
-            if num_rest and num_ended < size * world.size:
+            if num_rest and num_ended < least:
                 continue
             by_text |= {(text.number, text.answer): text for text in self._gather(ended)}
             ended = []
+            if not in_order:
+                order.sort(key=lambda text: text not in by_text)
             count = next((i for i, text in enumerate(order) if text not in by_text), len(order))
             if count:
                 yield [by_text.pop(text) for text in order[:count]]

@@ -282,18 +282,19 @@ class PolicyTrainer(Trainer):
         prompts = [Prompt(number, one.ids, answers) for number, one in enumerate(records)]
         while prompts:  # a turn of the answers that go on
             observe.active.phase(generate, step)
-            running: list[Rollout] = []
-            futures: list[Future[Reward]] = []
-            for batch in generator.batches(prompts, generation.batch_size, self.ending, sampling):
+            futures: dict[int, Future[Reward] | None] = {}
+            for batch in generator.batches(prompts, generation.batch_size, self.ending, sampling, in_order=False):
                 for generated in batch:
-                    one, record = rollouts[generated.number * answers + generated.answer], records[generated.number]
+                    number = generated.number * answers + generated.answer
+                    one, record = rollouts[number], records[generated.number]
                     one.add_turn(generated, continuation(self.prompts.tokenizer, one.ids, generated.content))
-                    running.append(one)
+                    futures[number] = None
                     if self.rewards:
                         encode = partial(self._encode_message, record, one)
-                        futures.append(self.rewards.submit(record.text, one.turns, record.record, encode))
-            prompts = []
-            for one, reward in zip(running, self._share_rewards(futures, step, reward_phase), strict=True):
+                        futures[number] = self.rewards.submit(record.text, one.turns, record.record, encode)
+            running, prompts = sorted(futures), []
+            rewards = self._share_rewards([futures[number] for number in running], step, reward_phase)
+            for one, reward in zip((rollouts[number] for number in running), rewards, strict=True):
                 one.add_reward(reward)
                 if reward.ids is not None:
                     prompts.append(Prompt(one.prompt, one.ids, 1, one.answer, len(one.tokens)))
@@ -301,13 +302,13 @@ class PolicyTrainer(Trainer):
             self._write_answers(step, records, rollouts if greedy else rollouts[:answers])
         return rollouts
 
-    def _share_rewards(self, futures: Sequence[Future[Reward]], step: int, phase: str) -> list[Reward]:
+    def _share_rewards(self, futures: Sequence[Future[Reward] | None], step: int, phase: str) -> list[Reward]:
         """Return the rewards on every rank, once all are computed. Collective over the world.
 
         Each message of rank 0 counts as progress, until no reward has come for longer than any may take.
 
         Args:
-            futures: the rewards; none on other ranks than 0.
+            futures: the rewards; None for each on other ranks than 0.
             step: number of the step.
             phase: name of the step's phase.
         """
