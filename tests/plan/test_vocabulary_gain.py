@@ -91,6 +91,17 @@ def test_the_price_of_a_large_vocabulary_is_lower_and_that_of_a_small_one_is_not
     assert (steps["tensor"] > GAIN * steps["pipeline"]) is pays
 
 
+@pytest.mark.parametrize(("ids", "microbatches"), [(151_936, 8), (600_000, 64), (600_000, 16)])
+def test_the_bound_of_a_price_is_below_it(ids: int, microbatches: int) -> None:
+    """The search leaves out a simulation where this bound shows no gain."""
+    config = with_pipeline("qwen3_30b_a3b", 8, "pipeline")
+    training = replace(config.training, global_batch_size=8 * microbatches)
+    config = replace(config, model=replace(config.model, vocab_size=ids), training=training)
+    fold, pricer = derive(64, config.parallelism), Pricer(config, read_device("h100"), Factors())
+    least, price = (pricer.price(config, fold, least) for least in (True, False))
+    assert 0.7 * price.step < least.step <= price.step
+
+
 def test_stages_have_as_much_state_as_each_other() -> None:
     """The layers are even, and so are parameters and moments; with the head on the last stage they are not."""
     for vocab, even in ("pipeline", True), ("tensor", False):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.pipeline_schedules import COST, PASS_COST, Action, Cell, alternate, inputs_of, result_of
@@ -85,30 +86,39 @@ class _Insertion:
         owners = {action.stage: rank for rank, queue in enumerate(self.queues) for (action,) in queue}
         self.first, self.last = owners[0], owners[stages - 1]
         self.costs = COST | {does: LOSS_COST * stages / len(rows) * cost for does, cost in PASS_COST.items()}
+        self.starts: list[tuple[float, bool, int] | None] = [None] * len(rows)
+        """When each rank can begin its next pass (False) or action (True), whichever is first; None if neither."""
+        self.waiting: defaultdict[Any, list[int]] = defaultdict(list)
+        """Ranks that wait for an input of their next action, by the key that it will have in `finished_at`."""
+        for rank in range(len(rows)):
+            self._update(rank)
         self._embed_next(0.0)
         while any(self.queues) or self.possible or any(n < len(self.passes) for n in self.passed):
             self._advance()
 
     def _advance(self) -> None:
         """Let the next pass become possible, or the rank that can begin something first run it."""
-        starts = [start for rank in range(len(self.queues)) for start in self._starts(rank)]
-        if self.possible and (not starts or self.possible[0][0] <= min(starts)[0]):
+        first = min((start for start in self.starts if start), default=None)
+        if self.possible and (not first or self.possible[0][0] <= first[0]):
             at, _, action = heapq.heappop(self.possible)
             self.passes.append((at, action))
             for rank in range(len(self.queues)):
                 if action.does not in "ST" and (action.does, rank) != ("L", self.last):
                     self._place_early(rank, at)
+                self._update(rank)
             return
-        if not starts:
+        if not first:
             raise ValueError("the schedule deadlocks")
-        start, is_action, rank = min(starts)
+        start, is_action, rank = first
         action = self.queues[rank].pop(0)[0] if is_action else self.passes[self.passed[rank]][1]
         end = self.clock[rank] = start + self.costs[action.does]
         self.rows[rank].append((action,))
         if not is_action:
             self._end_pass(rank, end)
+            self._update(rank)
             return
-        self.finished_at[result_of(action)] = end
+        self._finish(result_of(action), end)
+        self._update(rank)
         if (action.stage, action.does) == (self.stages - 1, "F"):
             self._will_be_possible(end, Action(action.stage, "H", action.microbatch))
         if (action.stage, action.does) == (0, "B"):
@@ -116,14 +126,24 @@ class _Insertion:
         if rank == self.first:
             self._embed_next(start)
 
-    def _starts(self, rank: int) -> Iterator[tuple[float, bool, int]]:
-        """Yield when a rank can begin its next pass, if that is possible, and its next forward or backward."""
+    def _update(self, rank: int) -> None:
+        """Compute anew when a rank can begin something."""
+        starts, queue = [], self.queues[rank]
         if self.passed[rank] < len(self.passes):
-            yield max(self.clock[rank], self.passes[self.passed[rank]][0]), False, rank
-        for (action,) in self.queues[rank][:1]:
-            inputs = inputs_of(action, self.stages, shared=True)
-            if all(need in self.finished_at for need in inputs):
-                yield max([self.clock[rank], *(self.finished_at[need] for need in inputs)]), True, rank
+            starts.append((max(self.clock[rank], self.passes[self.passed[rank]][0]), False, rank))
+        if queue:
+            inputs = inputs_of(queue[0][0], self.stages, shared=True)
+            missing = next((need for need in inputs if need not in self.finished_at), None)
+            if missing is None:
+                starts.append((max([self.clock[rank], *(self.finished_at[need] for need in inputs)]), True, rank))
+            elif rank not in self.waiting[missing]:
+                self.waiting[missing].append(rank)
+        self.starts[rank] = min(starts, default=None)
+
+    def _finish(self, key: Any, at: float) -> None:
+        self.finished_at[key] = at
+        for rank in self.waiting.pop(key, ()):
+            self._update(rank)
 
     def _place_early(self, rank: int, at: float) -> None:
         """Put the newest pass before what a rank does, if all earlier passes are before that too."""
@@ -138,7 +158,7 @@ class _Insertion:
         self.passed[rank] += 1
         self.ends[action].append(at)
         if len(self.ends[action]) == len(self.queues):
-            self.finished_at[action] = max(self.ends[action])
+            self._finish(action, max(self.ends[action]))
             if action.does in NEXT:
                 self._will_be_possible(self.finished_at[action], action._replace(does=NEXT[action.does]))
 

@@ -161,12 +161,14 @@ class Pricer(WeightCosts):
             blocks[key] = blocks.get(key, (0, 0))[0] + count, layers[kind]
         return blocks
 
-    def price(self, config: Config, fold: Fold) -> Price:
+    def price(self, config: Config, fold: Fold, least: bool = False) -> Price:
         """Return the estimated time of a step by component, the tokens per second and the MFU.
 
         Args:
             config: the pricer's config, of which mapping, microbatch, schedule and recomputation may differ.
             fold: the degrees of `config`.
+            least: whether to return a lower bound where all stages share the vocabulary, without a simulation of them:
+                no shorter idle time than that of the layers alone.
         """
         training, model, shared = config.training, self.model, config.parallelism.vocab == "pipeline"
         samples, m = training.local_batch_size, microbatches(config, fold)
@@ -214,7 +216,10 @@ class Pricer(WeightCosts):
             layers_alone = max(of_layers, sum(launches)) / fold.pp
             # A loss is as long as so many forwards of a stage, of which a rank has several.
             relative = round((mean - layers_alone) / (layers_alone / sum(COST[does] for does in "FB") / per_rank), 2)
-            bubble = mean * shared_idle(config.pipeline.schedule, fold.pp, per_rank, m, relative)
+            if least:
+                bubble = layers_alone * self.idle(config, fold, per_rank, m)
+            else:
+                bubble = mean * shared_idle(config.pipeline.schedule, fold.pp, per_rank, m, relative)
         else:
             bubble = mean * self.idle(config, fold, per_rank, m)
 

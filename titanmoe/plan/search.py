@@ -23,6 +23,7 @@ from titanmoe.fold.legality import violations
 from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.fold.unsharded_experts import has_compute_copies
 from titanmoe.fold.vocabulary_passes import SCHEDULES as PASSES_FIT
+from titanmoe.fold.vocabulary_passes import vocabulary_violations
 from titanmoe.models.count import layer_flops
 from titanmoe.moe.dispatchers.dispatcher_spec import with_planned_dispatcher
 from titanmoe.plan.candidates import Candidate, Candidates, MappingKey
@@ -299,6 +300,10 @@ def _priced_mappings(
             if head_excess(mapped_config, mapped_fold) > GAIN and candidate.schedule in PASSES_FIT:
                 parallelism = replace(mapped_config.parallelism, vocab="pipeline")
                 shared_config = replace(mapped_config, parallelism=parallelism)
+                if any(vocabulary_violations(shared_config, mapped_fold.pp, mapped_fold.tp)):
+                    continue
+                if mapping.price.step <= GAIN * pricer.price(shared_config, mapped_fold, least=True).step:
+                    continue
                 shared = PricedMapping(shared_config, mapped_fold, pricer.price(shared_config, mapped_fold), [])
                 if mapping.price.step > GAIN * shared.price.step:
                     yield shared
