@@ -383,6 +383,11 @@ def read_memory() -> list[Cells]:
     return [tuple(json.loads(line).values()) for line in MEMORY.read_text(encoding="utf-8").splitlines()]
 
 
+def recipes_with_sizes() -> list[str]:
+    """Return the shipped recipes but those whose sizes are in a model that is made when it is needed."""
+    return [name for name in shipped_recipes() if name not in ("sft_debug", "dpo_debug")]
+
+
 def memory_rows(recipes: list[str]) -> list[Cells]:
     """Rehearse recipes; return a row of cells for each rehearsed rank, as in MEMORY_HEAD.
 
@@ -392,9 +397,7 @@ def memory_rows(recipes: list[str]) -> list[Cells]:
     from titanmoe.rehearse.rehearsal import rehearse
 
     old_rows, rows = read_memory(), []
-    for name in shipped_recipes():
-        if name in ("sft_debug", "dpo_debug"):  # their sizes are in a model that is made when it is needed
-            continue
+    for name in recipes_with_sizes():
         if recipes and name not in recipes:
             rows += [row for row in old_rows if row[0] == name]
             continue
@@ -532,12 +535,15 @@ def replace_marked(page: Path, option: str, *texts: str) -> None:
     page.write_text(mark.join([before, *parts]), encoding="utf-8")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="print what the calibration rows give")
-    parser.add_argument("--memory", nargs="*", metavar="RECIPE", help="rehearse these recipes, or all")
-    parser.add_argument("--folding", action="store_true", help="write what folding gains into docs/folding.md")
-    args = parser.parse_args()
+    work = parser.add_mutually_exclusive_group()
+    work.add_argument("--fit", action="store_true", help="print what the calibration rows give")
+    work.add_argument("--memory", nargs="*", metavar="RECIPE", help="rehearse these recipes, or all")
+    work.add_argument("--folding", action="store_true", help="write what folding gains into docs/folding.md")
+    args = parser.parse_args(words)
+    if unknown := set(args.memory or ()) - {*recipes_with_sizes()}:
+        parser.error(f"--memory: {min(unknown)} is no recipe with sizes: use {', '.join(recipes_with_sizes())}")
     if args.folding:
         gains = folding_gains()
         FOLDING.write_text(json_lines(gains), encoding="utf-8")

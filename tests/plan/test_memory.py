@@ -167,6 +167,21 @@ def test_memory_is_that_of_a_rehearsal(case: str) -> None:
     agrees(recipe_to_rehearse([*MIDDLE.split(), *changes.split()], world, "h100"), world, rank)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--memory", "mixtral_8x7"], "--memory: mixtral_8x7 is no recipe with sizes"),
+        (["--fit", "--folding"], "not allowed with"),
+    ],
+)
+def test_the_script_refuses_what_it_cannot_do(
+    words: list[str], says: str, script: ModuleType, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        script.main(words)
+    assert says in capsys.readouterr().err
+
+
 def test_the_page_has_the_plans_of_all_recipes(script: ModuleType) -> None:
     """Small ones, which anyone may add, are left out or right."""
     expected, shown = [], {row[0] for row in script.read_memory()}
