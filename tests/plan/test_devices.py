@@ -22,6 +22,10 @@ def test_the_usual_ones_are_there() -> None:
     assert {"h100", "h200", "h800", "b200", "gb200", "a100", "mi300x", "cpu"} == set(names())
 
 
+def test_the_case_of_a_name_does_not_matter() -> None:
+    assert read_device("H100") == read_device("h100")
+
+
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     text = (SHIPPED / "h100.toml").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("network =")]

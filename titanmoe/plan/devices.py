@@ -118,8 +118,12 @@ def known_device(gpu: str) -> Device | None:
 
 
 def read_device(name: str) -> Device:
-    """Return a shipped device by its name, or one read from a TOML file. Raises ConfigError with all that is wrong."""
-    path = SHIPPED / f"{name}.toml" if name in names() else Path(name)
+    """Return a shipped device by its name, in upper or lower case, or one read from a TOML file.
+
+    Raises:
+        ConfigError: with all that is wrong.
+    """
+    path = SHIPPED / f"{name.lower()}.toml" if name.lower() in names() else Path(name)
     if path.suffix != ".toml":
         raise ConfigError([f"--hardware = {name} is not known: use {', '.join(names())}, or a file of that form"])
     try:
