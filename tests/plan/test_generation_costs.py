@@ -208,6 +208,7 @@ def test_an_explanation_is_of_the_recipes_own_mappings(tmp_path: Path, capsys: p
         ("rl_debug --answer-tokens 5", "--answer-tokens = 5 is not from 1 to 4, which"),
         ("rl_debug --prompt-tokens 0", "--prompt-tokens = 0 is not from 1 to 32, which"),
         ("rl_debug --tokens 1e9", "[rl] has steps: leave it out"),
+        ("rl_debug --reference", "a run of [rl] has no model beside it"),
     ],
 )
 def test_options_that_contradict_the_recipe_are_refused(words: str, says: str, capsys: pytest.CaptureFixture) -> None:

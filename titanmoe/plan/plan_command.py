@@ -247,6 +247,8 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
                 "(log_probs(batch, adapters=False)), which takes no memory: leave --reference out"
             ]
         )
+    if args.reference and config.rl.reward:
+        raise ConfigError(["a run of [rl] has no model beside it: rl.kl needs [lora]. Leave --reference out"])
     notes, training, moe = [], config.training, config.moe
     args.lengths = _text_lengths(config, args)
     if args.lengths:
