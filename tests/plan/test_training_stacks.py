@@ -14,9 +14,9 @@ from titanmoe.fold.degrees import derive
 from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
-from titanmoe.plan.plan_table import explanation
+from titanmoe.plan.plan_table import explanation, table
 from titanmoe.plan.price import Price, Pricer
-from titanmoe.plan.search import evaluate
+from titanmoe.plan.search import Search, evaluate
 from titanmoe.plan.training_stacks import AUTOMODEL, MEGATRON, STACKS, TITANMOE, TORCHTITAN, Stack, stack_of
 
 H100 = read_device("h100")
@@ -85,4 +85,6 @@ def test_memory_within_5_percent_is_warned_of(fraction: float, warns: bool) -> N
     mapping = evaluate(recipe(), 16, H100, Factors())
     usable = usable_bytes(mapping.config, mapping.fold, H100)
     full = replace(mapping, memory=[replace(mapping.memory[0], components={"weights": int(fraction * usable)})])
-    assert any("the allocator may free and allocate again" in line for line in explanation(full, H100)) == warns
+    result = Search([full], None, None, 1)
+    for lines in (explanation(full, H100), table(result, H100, 16)):
+        assert any("the allocator may free and allocate again" in line for line in lines) == warns

@@ -106,6 +106,17 @@ def range_text(mapping: PricedMapping) -> str:
     return f"{mapping.price.step * (1 - error):.3g} to {mapping.price.step * (1 + error):.3g} s"
 
 
+def tight_memory(mapping: PricedMapping, device: Device) -> str:
+    """Return a warning if a mapping needs over TIGHT of the usable memory and fits; else ""."""
+    usable = usable_bytes(mapping.config, mapping.fold, device)
+    if not TIGHT * usable < mapping.peak <= usable:
+        return ""
+    return (
+        f"{format_bytes(mapping.peak)} is over {TIGHT:.0%} of the usable memory: the allocator may free and allocate "
+        "again, which has cost a third of a step. Leave 5 % free."
+    )
+
+
 def table(result: Search, device: Device, world: int) -> list[str]:
     """Return the lines that `titanmoe plan` prints about the fastest mappings."""
     best = result.best[0]
@@ -118,6 +129,8 @@ def table(result: Search, device: Device, world: int) -> list[str]:
         lines += ["", f"The first {ties} are ties, within {TIE:.0%} of the fastest: take the simplest of them."]
     lines += ["", f"Four of five published runs of that kind ({kind_of_mapping(best.fold, best.price)}) would put the "
               f"first at {range_text(best)}."]  # fmt: skip
+    if note := tight_memory(best, device):
+        lines += ["", note]
     if result.best_unfolded is not None and result.best_unfolded.fold == best.fold:
         lines += ["", "It is the best unfolded one too (etp = tp, ep within dp)."]
     elif result.best_unfolded is not None:
@@ -202,9 +215,8 @@ def explanation(mapping: PricedMapping, device: Device) -> list[str]:
         f"Most of it during {rank.peak_during}:",
         "",
     ]
-    if TIGHT * usable < rank.peak <= usable:
-        note = f"Over {TIGHT:.0%} of it: the allocator may free and allocate again, which has cost a third of a step."
-        lines[-1:] = [f"{note} Leave 5 % free.", ""]
+    if note := tight_memory(mapping, device):
+        lines[-1:] = [note, ""]
     components = sorted(rank.components.items(), key=lambda item: -item[1])
     lines += columns([(name, format_bytes(n), f"{n / rank.peak:.1%}") for name, n in components], right=(1, 2))
     return [*lines, "", *generation_lines(mapping)] if mapping.generator else lines
