@@ -54,6 +54,8 @@ def test_each_rank_has_all_passes_in_the_same_order(schedule: str, pp: int, virt
         for m in range(microbatches):
             steps = [place[f"{stage}{does}{m}"] for does in order]
             assert steps == sorted(steps)
+    for row in rows:  # as the planner has it: logits of one microbatch at a time
+        assert [action.does for (action,) in row if action.does in "ST"] == ["S", "T"] * microbatches
 
 
 @pytest.mark.parametrize(("schedule", "pp", "virtual", "microbatches"), ORDERS)

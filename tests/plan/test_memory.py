@@ -21,6 +21,7 @@ MIDDLE = (
 )
 EP, ETP, PP = "--parallelism.experts.ep", "--parallelism.experts.etp", "--parallelism.pp"
 TP, CP = "--parallelism.tp", "--parallelism.cp"
+LARGE = "--parallelism.vocab pipeline --model.vocab_size 131072 --model.dim 256"
 MODE, FAMILY = "--activation_checkpoint.mode", "--model.size debug --model.family"
 LATENT = (
     f"{FAMILY} deepseek_v3 --model.num_kv_heads 8 --model.head_dim 96 --model.qk_nope_head_dim 64 "
@@ -45,6 +46,7 @@ CASES = {
     "pp ep, last stage": (4, 2, f"{PP} 2 {EP} 2"),
     "shared vocabulary, last stage": (4, 2, f"{PP} 2 {EP} 2 --parallelism.vocab pipeline"),
     "shared vocabulary, first stage, tp": (4, 0, f"{PP} 2 {TP} 2 --parallelism.vocab pipeline"),
+    "large shared vocabulary": (4, 1, f"{PP} 4 {LARGE}"),
     "two microbatches": (2, 0, f"{PP} 2 --training.global_batch_size 2"),
     "two microbatches full": (2, 0, f"{PP} 2 --training.global_batch_size 2 {MODE} full"),
     "pp edp, few tokens": (4, 2, f"{PP} 2 {EP} 1 --training.global_batch_size 4 --training.seq_len 128"),
@@ -141,6 +143,10 @@ MORE = {
     "interleaved full": (2, 1, f"{PP} 2 --pipeline.schedule Interleaved1F1B {MODE} full --model.num_layers 8"),
     "DualPipeV": (2, 1, f"{PP} 2 --pipeline.schedule DualPipeV"),
     "uneven stages": (2, 0, f"{PP} 2 --pipeline.schedule DualPipeV --model.num_layers 8 --model.vocab_size 16384"),
+    "large shared vocabulary, GPipe": (2, 0, f"{PP} 2 --pipeline.schedule GPipe {LARGE}"),
+    "large shared vocabulary, tp": (4, 0, f"{PP} 2 {TP} 2 {LARGE}"),
+    "large shared vocabulary, full, tied": (4, 3, f"{PP} 4 {LARGE} {MODE} full --model.tie_embeddings true"),
+    "large shared vocabulary, slices": (2, 1, f"{PP} 2 {LARGE} --training.loss_chunks 4"),
     "latents gathered over cp": (
         4,
         0,

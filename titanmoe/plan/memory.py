@@ -19,10 +19,11 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import read_csv, stage_ranks
 from titanmoe.fold.unsharded_experts import experts_are_unsharded, has_compute_copies, reshards_after_forward
+from titanmoe.fold.vocabulary_passes import EARLIER_FORWARDS
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.muon_work import matrix_buffer_bytes
 from titanmoe.plan.saved_bytes import Widths, input_bytes, mode_of, saved_bytes
-from titanmoe.plan.schedule_cost import BackwardLoad, backward_loads, largest_loads
+from titanmoe.plan.schedule_cost import ALL_AHEAD, BackwardLoad, backward_loads, largest_loads
 from titanmoe.plan.sizes import (
     ModelKey,
     WeightUnit,
@@ -154,6 +155,10 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     ]
     tokens = s.microbatches * s.X * 24
     loads = _loads(s, rank, len(stages))
+    # At most one microbatch is between the passes S and T. On some ranks it never is while another one is in backward;
+    # this is not considered, nor that the embedding has no gradients yet in a step's first backward passes.
+    interleaves = config.pipeline.schedule not in ALL_AHEAD and s.microbatches > EARLIER_FORWARDS
+    held_logits = _scored_bytes(s) * (bool(shared) and interleaves)
     buffers = 0
     if pipelined:
         sides = sum((not first) + (not last) for _, first, last in stages)
@@ -177,7 +182,11 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     def load_bytes(load: BackwardLoad) -> dict[str, int]:
         kept = sum(count * size for count, size in zip(load.in_flight, kept_by_stage, strict=True))
         summed = sum(whole for whole, begun in zip(whole_by_stage, load.begun, strict=True) if begun) * reduced
-        return {"saved activations": round(kept) + tokens, "gradients": summed if pipelined else accumulated_bytes}
+        return {
+            "saved activations": round(kept) + tokens,
+            "gradients": summed if pipelined else accumulated_bytes,
+            "logits": held_logits,
+        }
 
     def add_candidate(name: str, **more: int) -> None:
         components = base | alive | {"pipeline receive buffers": buffers}
@@ -276,7 +285,13 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
                 gradients=shards + gradients + (0 if sharded else sent_gradients),
                 other=R * D * w + hidden,
             )
-    if has_head:
+    if shared:
+        for load in loads:
+            alive |= load_bytes(load)
+            if interleaves or not any(load.begun):  # without, all passes come before the first backward
+                summed = 0 if any(load.begun) else shared[-1].trained.whole * reduced
+                _shared_vocabulary(s, add_candidate, shared, held_logits, summed)
+    elif has_head:
         for load in loads:
             alive |= load_bytes(load)
             _head(s, add_candidate, resharded, pipelined, reduced)
@@ -288,7 +303,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             )
     if pipelined:
         largest = max(unit.trained.whole for unit, _ in (parts if sharded else parts[: len(units)]))
-        alive |= {"saved activations": 0, "gradients": sum(whole_by_stage) * reduced}
+        alive |= {"saved activations": 0, "gradients": sum(whole_by_stage) * reduced, "logits": 0}
         # FSDP frees a unit's gathered weights before it reduces their gradients.
         add_candidate(
             "reducing gradients after the last microbatch",
@@ -388,15 +403,11 @@ def _head(s: Widths, add_candidate, resharded: bool, pipelined: bool, reduced: i
         reduced: bytes of a gradient while it is reduced.
     """
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
-    unit, V = s.sizes.head, -(-s.model.vocab_size // vocabulary_ranks(s.config, s.fold))
-    resharded = resharded and s.config.parallelism.vocab == "tensor"
-    requested = s.config.training.loss_chunks
-    chunks = -(-X * V * s.W // SLICE) if requested == -1 else requested
-    chunks = min(max(chunks, 1), V)
+    unit, (V, width) = s.sizes.head, _head_widths(s)
     normed = T * D * (2 * s.W + w) + (X * D * w if s.fold.tp > 1 else 0)
     gathered = unit.whole * w if resharded else 0
     block = s.sizes.block(model.num_layers - 1).whole * w if resharded else 0
-    if chunks == 1:
+    if width == V:
         logits = X * V * (w if w < 4 else 0) + 3 * X * V * s.W
         # Weights arrive in a buffer that FSDP keeps until the next ones do.
         arrived = gathered * (2 if fsdp(s.fold) > 1 else 1)
@@ -408,11 +419,44 @@ def _head(s: Widths, add_candidate, resharded: bool, pipelined: bool, reduced: i
             gathered_weights=gathered + block,
         )
         return
-    width = -(-V // chunks)
-    width += -width % 128 if width >= 1024 else 0
     add_candidate(
         "backward of the chunked loss",
         logits=normed + X * width * w + X * D * (4 + w),
         gradients=unit.trained.whole * w,
         gathered_weights=gathered + block,
     )
+
+
+def _head_widths(s: Widths) -> tuple[int, int]:
+    """Return the number of ids in a rank's shard of the head, and in a slice of it, which may be all."""
+    V = -(-s.model.vocab_size // vocabulary_ranks(s.config, s.fold))
+    requested = s.config.training.loss_chunks
+    chunks = min(max(-(-s.X * V * s.W // SLICE) if requested == -1 else requested, 1), V)
+    width = -(-V // chunks)
+    return V, min(V, width + (-width % 128 if width >= 1024 else 0))
+
+
+def _scored_bytes(s: Widths) -> int:
+    """Return the bytes that a microbatch has between the passes S and T: hidden states, and logits if not sliced."""
+    V, width = _head_widths(s)
+    return s.T * s.model.dim * s.w + s.X * s.model.dim * s.w * (s.fold.tp > 1) + s.X * V * s.w * (width == V)
+
+
+def _shared_vocabulary(s: Widths, add_candidate, units: list[WeightUnit], held_logits: int, summed: int) -> None:
+    """Add the moments of the passes T and D as candidates for the memory peak, if all stages share the vocabulary.
+
+    Args:
+        s: sizes of the recipe under the mapping.
+        add_candidate: called with the name of a moment, and bytes by component as keywords.
+        units: those of the embedding and, unless it is tied, the head.
+        held_logits: bytes of the logits that candidates have already.
+        summed: bytes of the head's gradients that candidates do not have, since no stage has begun its own.
+    """
+    V, width = _head_widths(s)
+    sliced = s.X * width * s.w * (width < V)
+    add_candidate(
+        "backward of the head",
+        logits=_scored_bytes(s) - held_logits + sliced + s.X * s.model.dim * (s.W + s.w),
+        gradients=summed + units[-1].trained.whole * s.w,
+    )
+    add_candidate("backward of the embedding", gradients=units[0].trained.whole * s.w, other=s.X * s.model.dim * s.w)
