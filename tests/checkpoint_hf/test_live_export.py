@@ -63,6 +63,20 @@ def export(folder: str, changes: dict[str, Any], has_bias: bool, options: dict[s
     return live.export(folder, changes, has_bias, **options)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_vocabulary_over_the_pipeline_is_exported_as_one_over_tp(tied: bool, tmp_path: Path) -> None:
+    odd = family("qwen3_moe", **{"model.vocab_size": 49, "model.tie_embeddings": tied, "parallelism.pp": 2})
+    shared = odd | {"parallelism.tp": 2, "parallelism.vocab": "pipeline"}
+    files = []
+    for name, changes in {"shared": shared, "alone": odd}.items():
+        live_tensors = dict(world.run(4, export, str(tmp_path / name), changes, False, {})[0])
+        assert convert("--to-hf", tmp_path / name, tmp_path / f"{name}_out") == 0
+        files.append((tmp_path / f"{name}_out/model.safetensors").read_bytes())
+        equal(live_tensors, load_file(tmp_path / f"{name}_out/model.safetensors"))
+        assert live_tensors["model.embed_tokens.weight"].shape[0] == 49
+    assert files[0] == files[1]
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_adapters_are_merged(name: str, tmp_path: Path) -> None:
     changes = mapping(pp=2, ep=2) | family(name) | TRAINED["adapters"]
