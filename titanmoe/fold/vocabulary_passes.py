@@ -10,8 +10,8 @@ The work of these layers is cut into passes. Each rank runs every pass, on its r
     D   the embedding's gradient, sent to all ranks after the backward of the first stage
 
 This is Algorithm 1 of arXiv 2411.05288. Each pass starts a message, which nobody waits for until the next needs it, so
-a rank can be late for a pass by as much as an action without keeping others waiting. For that the last stage runs
-`EARLIER_FORWARDS` more forwards before the first backward than the schedule alone.
+a rank can be late for a pass by as much as an action without keeping others waiting. For that each rank runs
+`EARLIER_FORWARDS` more forwards before its first backward than the schedule alone.
 
 `insert_passes` puts the passes into a schedule's table. All ranks have them in one order, the order in which they
 become possible in a simulated run, and at places that this run has at the same time: what one rank has before a pass
