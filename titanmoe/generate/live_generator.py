@@ -47,7 +47,7 @@ class HostMemory:
         sizes = [len(contents) for contents in here]
         if sum(sizes) > len(self.host):
             self.host = torch.empty(sum(sizes), dtype=torch.uint8)
-            if storages[0].device.type == "cuda":
+            if here[0].is_cuda:
                 page_lock(self.host)
         there = self.host[: sum(sizes)].split(sizes)
         for target, source in zip(there, here, strict=True):
