@@ -51,8 +51,10 @@ def test_a_row_moves_no_prediction_unless_it_is_one_of_the_fit(script: ModuleTyp
 
 def test_the_pages_are_what_the_rows_give(script: ModuleType) -> None:
     rows = script.read_rows()
-    priced = script.priced_rows(rows + script.read_rows(script.LATER), Factors())
-    assert script.accuracy(priced) in script.PAGE.read_text(), "run scripts/planner_page.py again"
+    rows = rows + script.read_rows(script.LATER)
+    priced, alone = (script.priced_rows(rows, Factors(), comparable) for comparable in (True, False))
+    assert len(alone) == 3 and not any(one.row["comparable"] for one in alone)
+    assert script.accuracy(priced, alone) in script.PAGE.read_text(), "run scripts/planner_page.py again"
     assert script.EVERY.read_text() == script.every_row(priced)
     assert {kind: round(error, 2) for kind, error in script.ranges(priced).items()} == RANGES
     assert round(script.order(priced)[-1], 2) == TIE
