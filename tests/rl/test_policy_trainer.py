@@ -302,6 +302,7 @@ def test_a_killed_run_resumes_to_the_bit(where: str, count: int, prompts: Path, 
     resumed, printed = world.run(2, train_and_listen, str(tmp_path / "struck"), changes)[0]
     assert all(torch.equal(value, resumed[name]) for name, value in weights.items())
     assert lines(tmp_path / "struck", ROLLOUTS) == lines(tmp_path / "calm", ROLLOUTS)
+    assert re.search(r"reward 0\.\d+ .* length \d+\.\d  answers in \d+\.\d s", printed)
     said = f"{count} answers of later steps, which no checkpoint has, are generated again"
     assert (said in " ".join(printed.split())) == (count > 0)
 

@@ -90,6 +90,8 @@ def format_metrics(record: dict[str, float]) -> dict[str, str]:
         shown["dropped"] = f"{record['dropped_fraction']:.1%}"
     if "rl.length" in record:
         shown["length"] = f"{record['rl.length']:.1f}"
+    if record.get("rl.generate_s"):
+        shown["answers in"] = f"{record['rl.generate_s']:.1f} s"
     if "val_reward" in record:
         shown["val reward"] = f"{record['val_reward']:.4f}"
     if "val_loss" in record:
