@@ -138,6 +138,7 @@ def _end_at_products(moe: MoE) -> None:
                 [inputs] if isinstance(inputs[0], Tensor) else (exchange.receive_routed() for exchange in inputs)
             ):
                 experts.products(*routed)
+        # Reached only if backward needs more than what the products save: else torch stops recomputing in them.
         raise RuntimeError(_RECOMPUTED_TOO_MUCH)
 
     experts.forward = run
