@@ -207,6 +207,7 @@ def _sum_slices(
         if logits is not None:
             logits.append(logits_Tv.clone() if take is accumulate_slice else logits_Tv)
         take(logits_Tv, row_T, begin, top_T, *sums)
+        del logits_Tv  # before the next slice is computed
         begin += weight_vD.shape[0]
     return [top_T, *sums]
 
