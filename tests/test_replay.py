@@ -13,11 +13,16 @@ import pytest
 import torch
 
 from tests import parity, world
+from tests.support.case_features import changes
+from tests.support.covering_mappings import case_id, cover, has_several_ranks
+from tests.test_policy_gradients import OPTIONS, candidates
 from tests.test_session import MAPPINGS, SAMPLES, open_session, samples
 from titanmoe.config import ConfigError
+from titanmoe.config.blocks import moe_layers
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import ROUTES
 from titanmoe.data.routes import Routes, digest_routes, route_mismatch, routes_from_sglang, routes_from_vllm
+from titanmoe.fold.degrees import Fold
 from titanmoe.tokens import NO_EXPERT, NOT_RECORDED
 from titanmoe.train.world_batch import make_batch
 
@@ -51,7 +56,7 @@ COVER: dict[str, tuple[int, dict[str, Any]]] = {
 def random_routes(session: Any, count: int) -> torch.Tensor:
     """Experts at random, and some tokens of sample 1 without, and of sample 2 not recorded."""
     model, length = session.config.model, session.config.training.seq_len
-    layers = model.num_layers - model.num_dense_layers
+    layers = moe_layers(model)
     generator = torch.Generator().manual_seed(1)
     order = torch.rand(count, length, layers, model.num_experts, generator=generator).argsort(-1)
     routes = order[..., : model.top_k].to(torch.int16)
@@ -95,7 +100,27 @@ def on_one_rank(changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 def test_given_experts_give_one_ranks_numbers(name: str) -> None:
     size, mapping = COVER[name]
     (got, *_) = world.run(size, replayed, mapping)
-    expected = on_one_rank(tuple(x for x in mapping.items() if x[0].startswith(("model.", "data."))))
+    compare(got, on_one_rank(tuple(x for x in mapping.items() if x[0].startswith(("model.", "data.")))))
+
+
+def covered() -> list[Any]:
+    """Mappings of 4 ranks that cover each pair of two axes, or of an axis and a feature."""
+    of_4 = candidates(4, 3000)
+    rows = [has_several_ranks(fold) | choice for fold, choice in of_4]
+    chosen = [of_4[i] for i in cover(rows, left_out=lambda a, b: a in OPTIONS and b in OPTIONS)]
+    return [pytest.param(*case, id="-".join([case_id(case[0]), *case[1].values()])) for case in chosen]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fold", "choice"), covered())
+def test_given_experts_give_one_ranks_numbers_under_every_pair(fold: Fold, choice: dict[str, str]) -> None:
+    packing = {"data.packing": "documents"} if choice["documents"] == "yes" else {}
+    changed = changes(fold, choice) | packing
+    neutral = {key: value for key, value in changed.items() if not key.startswith(parity.NEUTRAL)}
+    compare(world.run(4, replayed, changed)[0], world.run(1, replayed, neutral)[0])
+
+
+def compare(got: dict[str, Any], expected: dict[str, Any]) -> None:
     assert torch.equal(got["recorded"], expected["recorded"]) and torch.equal(got["fresh"], expected["fresh"])
     assert got["mismatch"] == expected["mismatch"] > 0.3
     assert not torch.allclose(got["before"], got["log_probs"])
