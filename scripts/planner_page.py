@@ -341,7 +341,7 @@ def accuracy(priced: list[Row], not_judged: list[Row]) -> str:
 # ---- the memory of published runs
 
 MEASURES = {"Megatron-Bridge": "allocated", "torchtitan": "reserved", "prime-rl": "reserved", "TRL": "not stated"}
-"""What a published figure of memory measures, by software: the peak of allocated or reserved bytes. Megatron Bridge
+"""Kind of bytes whose peak a published figure is, by software: allocated or reserved ones. Megatron Bridge
 says so of one run, in its page of MoE optimization. The unit is 1e9 bytes, of reserved bytes 2**30."""
 SAVED_ALIKE = (None, "none", "core_attn", "full")
 """Recomputation that saves what a mode of titanmoe saves; attention's kernels recompute their scores anyway."""

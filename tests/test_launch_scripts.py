@@ -259,7 +259,7 @@ def has_trained(fake: Path, submitted: subprocess.CompletedProcess, log: str) ->
 
 
 def test_a_slurm_job_of_two_nodes_trains(fake, capsys):
-    """What the job has two nodes start, in processes that need not import torch."""
+    """Run what the job starts on two nodes, in processes that need not import torch."""
     python = fake / "venv" / "bin" / "python"
     python.write_text(NOTING_PYTHON)
     submitted = submit(fake, job_of(fake, capsys, *small(fake), "--python", python))

@@ -130,7 +130,7 @@ def with_columns(objective: Objective, batch: Batch) -> Batch:
 
 
 def with_columns_by_hand(objective: Objective, batch: Batch) -> Batch:
-    """The same from the formulas: rewards against those of the group, and what each token counts in the mean."""
+    """Add the columns by the formulas: rewards against those of the group, and what each token counts in the mean."""
     tokens = (batch.labels_BS != IGNORE).sum(1).tolist()
     advantage, weight = torch.zeros(2, *batch.labels_BS.shape, dtype=torch.float64)
     for n in range(SAMPLES):
@@ -146,7 +146,7 @@ def with_columns_by_hand(objective: Objective, batch: Batch) -> Batch:
 
 
 class Outcome(NamedTuple):
-    """Of a step with one objective."""
+    """Result of a step with one objective."""
 
     loss: float
     grads: dict[str, torch.Tensor]
@@ -191,7 +191,7 @@ def steps(changed: dict[str, Any], documents: bool, work: Work) -> list[Outcome]
 
 
 def expected(changed: dict[str, Any], documents: bool, work: Work) -> list[Outcome]:
-    """The same by plain code."""
+    """Compute the results of `steps` by plain code."""
     config = parity.read(changed, 1)
     start = parity.initial_weights(config)
     weights = {name: w.detach().requires_grad_(reference.trains(config, name)) for name, w in start.items()}

@@ -1,4 +1,4 @@
-"""What a plan says of the model that answers prompts of [rl]: its bytes are those of its tensors, and it fits."""
+"""Planned bytes of the model that answers prompts of [rl] are those of its tensors, and it fits."""
 
 from __future__ import annotations
 
