@@ -4,9 +4,10 @@
 
 It takes two minutes per seed on 2 CPU cores, and as long for each further value of rl.replay. A first run of
 train_configs/rl_debug.toml trains a new model on the format alone (SFT), with answers that are random digits; a second
-one rewards right answers. Other options go to the second, such as --rl.updates 2 for --replay old. Chance is 0.1, and
-so is every constant answer: each digit is right equally often. The script fails unless each run's mean reward is below
-0.3 in its first 20 steps and above 0.8 in its last 20.
+one rewards right answers. Other options go to the second, such as --rl.updates 2 for --replay old; options of [job],
+[parallelism] and [training] go to both, such as --job.ranks 1 --parallelism.tp 1 --parallelism.experts.ep 1 on one GPU
+(and --generation.parallelism.ep 1). Chance is 0.1, and so is every constant answer: each digit is right equally often.
+The script fails unless each run's mean reward is below 0.3 in its first 20 steps and above 0.8 in its last 20.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ RECIPE = f"{ROOT}/train_configs/rl_debug.toml"
 FORMAT, PROMPTS = Path("format.jsonl"), Path("prompts.jsonl")
 EXAMPLES = 30_000
 """Lines of the format's file; none is seen twice."""
+FOR_BOTH_RUNS = ("--job.", "--parallelism.", "--training.")
 STEPS = 20
 """Steps that a mean is over."""
 
@@ -44,14 +46,25 @@ def write_files() -> None:
         file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def learn_format(seed: int) -> str:
+def for_both_runs(options: list[str]) -> list[str]:
+    """Return the options of [job], [parallelism] and [training], each with its value."""
+    out, wanted = [], False
+    for word in options:
+        if word.startswith("--"):
+            wanted = word.startswith(FOR_BOTH_RUNS)
+        out += [word] * wanted
+    return out
+
+
+def learn_format(seed: int, options: list[str]) -> str:
     """Train a new model on the format; return the run's folder.
 
     Args:
         seed: seed of its weights and of the order of the data.
+        options: options of `titanmoe train`.
     """
-    words = ["--job.name", f"rl_format_{seed}", "--training.seed", str(seed), "--rl.reward=", "--rl.prompts="]
-    words += ["--checkpoint.load", "auto", "--checkpoint.model_only", "false"]
+    words = [*for_both_runs(options), "--job.name", f"rl_format_{seed}", "--training.seed", str(seed)]
+    words += ["--rl.reward=", "--rl.prompts=", "--checkpoint.load", "auto", "--checkpoint.model_only", "false"]
     titanmoe("train", RECIPE, *words, "--training.steps=-1", "--training.epochs", "1", "--optimizer.lr", "5e-3")
     return f"runs/rl_format_{seed}"
 
@@ -96,7 +109,7 @@ def main() -> int:
         return 0
     rows, learned = [], True
     for seed in args.seeds:
-        begin = learn_format(seed)
+        begin = learn_format(seed, options)
         for replay in args.replay:
             means, seconds = learn_sums(f"sums_{seed}_{replay}", seed, begin, ["--rl.replay", replay, *options])
             learned &= means[0] < 0.3 and means[-1] > 0.8

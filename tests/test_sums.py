@@ -42,3 +42,8 @@ def test_the_script_teaches_sums(tmp_path: Path) -> None:
     assert re.fullmatch(r" +0  rollout +\d+(  ?\d\.\d\d){6}", row), row
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 2 and "is not empty" in again.stderr
+
+
+def test_options_of_the_machine_go_to_both_runs() -> None:
+    options = ["--job.ranks", "1", "--rl.updates", "2", "--parallelism.tp=1", "--optimizer.lr", "1e-3"]
+    assert for_both_runs(options) == ["--job.ranks", "1", "--parallelism.tp=1"]
