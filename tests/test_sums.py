@@ -13,6 +13,9 @@ import pytest
 from tests.test_get_started import Newcomer
 from tests.test_recipes import ROOT
 
+sys.path.insert(0, str(ROOT / "scripts"))
+from sums import for_both_runs
+
 RECIPE = f"{ROOT}/train_configs/rl_debug.toml"
 LETTERS = {
     "job.name": "letters", "job.ranks": 2, "parallelism.experts.ep": 2, "rl.reward": "regex", "rl.prompts_per_step": 8,

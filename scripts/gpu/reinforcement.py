@@ -33,7 +33,6 @@ ALONE = [
     "--generation.parallelism.ep",
     "1",
 ]
-PROMPTS, ANSWERS = 32, 16
 LAYERS = {
     "job.ranks": 1,
     "model.family": "qwen3_moe",
@@ -42,8 +41,8 @@ LAYERS = {
     "model.num_experts": 16,
     "rl.reward": "regex",
     "rl.prompts": "prompts.jsonl",
-    "rl.prompts_per_step": PROMPTS,
-    "rl.answers": ANSWERS,
+    "rl.prompts_per_step": 32,
+    "rl.answers": 16,
     "generation.max_tokens": 128,
     "generation.batch_size": 256,
     "training.steps": 4,
@@ -60,6 +59,8 @@ TINY = {
     "model.expert_hidden": 32,
     "model.vocab_size": 512,
     "model.num_layers": 2,
+    "rl.prompts_per_step": 2,
+    "rl.answers": 4,
     "generation.max_tokens": 8,
     "training.seq_len": 128,
 }
@@ -102,9 +103,13 @@ def sums(device: str) -> dict[str, Any]:
         return {"note": f"mean rewards {' '.join(log.splitlines()[-1].split()[3:])}"}
 
 
+def config_of(device: str) -> dict[str, Any]:
+    return LAYERS | (TINY if device == "cpu" else {})
+
+
 def steps(device: str, *options: str) -> list[dict[str, Any]]:
     """Run steps of real layers and return the metrics of each."""
-    changes = LAYERS | (TINY if device == "cpu" else {}) | {"training.device": device, "job.name": "layers"}
+    changes = config_of(device) | {"training.device": device, "job.name": "layers"}
     words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
     with tempfile.TemporaryDirectory() as folder:
         prompts = [{"prompt": f"{number} is the number " * 4, "solution": "^[a-z]"} for number in range(64)]
@@ -115,11 +120,12 @@ def steps(device: str, *options: str) -> list[dict[str, Any]]:
 
 def speed(device: str) -> dict[str, Any]:
     """Return the seconds of a step of real layers, means without the first step, and its memory."""
-    lines = steps(device)
+    lines, config = steps(device), config_of(device)
+    answers = config["rl.prompts_per_step"] * config["rl.answers"]
     mean = {key: sum(line[key] for line in lines[1:]) / (len(lines) - 1) for key in SUMMED}
     return {
         "s of answers": mean["rl.generate_s"],
-        "tokens/s of answers": PROMPTS * ANSWERS * mean["rl.length"] / mean["rl.generate_s"],
+        "tokens/s of answers": answers * mean["rl.length"] / mean["rl.generate_s"],
         "s of learning": mean["time.forward_backward"] + mean["time.optimizer"],
         "tokens": mean["tokens"],
         "GiB at most": max(line["memory_gib"] for line in lines),
