@@ -25,16 +25,18 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.rank_groups import View, coordinates, group_of, groups
 
 CommunicatorKind = Literal["blocking", "dispatch", "shards", "replicas", "stages"]
-"""The kind of a communicator, by what it is used for. docs/parallelism.md has the table.
+"""The kind of a communicator, by what it is used for, and why messages of one kind may share it:
 
-    blocking  what computation waits for: tp, cp, sums of counts, losses and norms; the default group too, and a
-              vocabulary over all stages, whose messages all ranks start in one order
-    dispatch  the dispatchers' all-to-alls, in flight while the device computes
-    shards    FSDP's all-gathers and reduce-scatters, of either view
-    replicas  HSDP's all-reduces, of either view
-    stages    the pipeline; on GPUs also "stages 1" and so on, over the same ranks (`titanmoe.parallel.pipeline`)
+    blocking  what computation waits for before it sends the next: tp, cp, sums of counts, losses and norms; the default
+              group too, and a vocabulary over all stages, whose messages all ranks start in one order
+    dispatch  the dispatchers' all-to-alls, in flight while the device computes: not shared
+    shards    FSDP's all-gathers and reduce-scatters, of either view: it sends all units from the same two streams
+    replicas  HSDP's all-reduces, of either view: one stream, in the order of backward
+    stages    the pipeline; on GPUs also "stages 1" and so on, over the same ranks (`titanmoe.parallel.pipeline`), so
+              that a rank only sends to one rank in each, or only receives from it
 
-Saving has a group of its own, of no such kind (`titanmoe.checkpoint.saver`).
+Saving, which sends in no fixed order, has a group of its own, of no such kind (`titanmoe.checkpoint.saver`).
+docs/launch.md counts the communicators of a large world.
 """
 
 HIGH_PRIORITY: tuple[CommunicatorKind, ...] = ("dispatch", "shards")

@@ -32,7 +32,8 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B")
 """The schedules that passes are inserted into."""
 EARLIER_FORWARDS = 2
 """Microbatches, or with several stages per rank stages of a microbatch, that a rank has in flight more because of the
-passes. With one the waits come back in part (docs/parallelism.md)."""
+passes. With one the waits come back in part: the gains of docs/parallelism.md over the best split would be 0.98 at pp 8
+and 1.32 at pp 16 for Qwen3-30B-A3B."""
 LOSS_COST = 0.4
 """Time of a loss, in forwards of a rank's stages, in the simulated run that gives passes their places."""
 NEXT = {"H": "S", "S": "L", "L": "T"}
