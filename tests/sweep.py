@@ -196,28 +196,29 @@ def run(optimizer: str, only: str = "", minutes: float = math.inf) -> dict[str, 
 
 
 def summary(rows: list[Row], features: Iterable[str]) -> str:
-    """Return a table of the worst errors of each set, and of all choices of a feature, with how many mappings each of
-    them met and how many of these failed. Balance terms, loads, ... are together in the last column; a mapping that
-    crashed has no errors and is only counted."""
+    """Return a table of the worst errors of each set, and one of how many mappings met each choice of a feature.
 
-    def line(what: str, choice: str, some: list[Row], mappings: str = "") -> str:
+    Balance terms, loads, ... are together in the last column; a mapping that crashed has no errors and is only counted.
+    """
+
+    def line(title: str, some: list[Row]) -> str:
         errors = [row["errors"] for row in some if row["errors"]]
         others = [value for each in errors for name, value in each.items() if name not in COLUMNS]
         worst = [max((each[name] for each in errors), default=0.0) for name in COLUMNS] + [max(others, default=0.0)]
-        failed = sum(bool(row["failure"]) for row in some)
-        cells = [what, choice, mappings or len(some), failed, *(f"{value:.1e}" for value in worst)]
+        cells = [title, len(some), sum(bool(row["failure"]) for row in some), *(f"{value:.1e}" for value in worst)]
         return f"| {' | '.join(map(str, cells))} |"
 
     out = [
-        "| what | choices | mappings | failed | loss | gradients | norm | weights | others |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| set | mappings | failed | loss | gradients | norm | weights | others |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    out += [line("set", title, some) for key, title in SETS.items() if (some := [r for r in rows if r["set"] == key])]
+    out += [line(title, some) for key, title in SETS.items() if (some := [row for row in rows if row["set"] == key])]
+    if features:
+        out += ["", "| feature | choices | mappings of each |", "|---|---|---|"]
     for feature in features:
-        some = [row for row in rows if feature in row["choices"]]
-        met = Counter(row["choices"][feature] for row in some)
-        each = f"{min(met.values())} to {max(met.values())} each" if met else "none yet"
-        out.append(line(feature, ", ".join(c for c in FEATURES[feature] if c in met), some, each))
+        met = Counter(row["choices"][feature] for row in rows if feature in row["choices"])
+        each = f"{min(met.values())} to {max(met.values())}" if met else "none yet"
+        out.append(f"| {feature} | {', '.join(choice for choice in FEATURES[feature] if choice in met)} | {each} |")
     return "\n".join(out)
 
 

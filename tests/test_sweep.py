@@ -116,7 +116,7 @@ def test_failures_stay_in_rows_and_table_until_they_pass(tmp_path: Path, monkeyp
     outcomes += [good, parity.OutsideTolerance("grads is off by 2.0e-03", bad), hung, AssertionError()]
     assert failures() == ["differs", "hangs", "crashes"]
     assert "1 of 4 mappings agree, 4 were run" in page.read_text()
-    assert "| set | 16 ranks | 4 | 3 | 2.0e-03 | 2.0e-03 |" in page.read_text()
+    assert "| 16 ranks | 4 | 3 | 2.0e-03 | 2.0e-03 |" in page.read_text()
     before = rows.read_text()
     assert failures("--minutes", "0") == ["differs", "hangs", "crashes"]
     assert rows.read_text() == before
@@ -126,7 +126,7 @@ def test_failures_stay_in_rows_and_table_until_they_pass(tmp_path: Path, monkeyp
     assert "4 of 5 mappings agree, 5 were run" in page.read_text()
     outcomes += [good]
     assert failures() == []
-    assert "| set | 16 ranks | 5 | 0 | 1.0e-15 | 1.0e-15 |" in page.read_text()
+    assert "| 16 ranks | 5 | 0 | 1.0e-15 | 1.0e-15 |" in page.read_text()
 
 
 @pytest.mark.sweep

@@ -9,7 +9,6 @@ For one layer of Qwen3-30B-A3B's shape and one sequence, forward; backward is 2.
     computed   FLOPs of the blocks that are computed, of all ranks
     makespan   FLOPs of the busiest rank, over the mean
     read       bytes that the busiest rank's kernels read and write, forward and backward, as a rehearsal counts them
-    causal     the column to its left if only causality hides blocks
 
 Documents have log-normal lengths from 256 to 131072. Pairs are two completions of a prompt that is 3/4 of each text,
 with the prompt stored twice or once. --write puts table and picture into docs/.
@@ -155,7 +154,6 @@ class Row(NamedTuple):
     causal: int
     makespan: float
     read: int = 0
-    causal_read: int = 0
 
 
 def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Iterator[Row]:
@@ -183,9 +181,9 @@ def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Ite
         )
         work, causal_flops = [computed_pairs(pairs) for pairs in own], per_pair * sum(map(computed_pairs, causal))
         busiest = max(ranks, key=work.__getitem__)
-        read = [bytes_moved(pairs[busiest], which, *sizes, model) for pairs, which in ((own, mask), (causal, CAUSAL))]
+        read = bytes_moved(own[busiest], mask, *sizes, model)
         about = name, length, kind, "ours", per_pair * seen, per_pair * sum(work), causal_flops
-        yield Row(*about, max(work) * len(work) / sum(work), *read)
+        yield Row(*about, max(work) * len(work) / sum(work), read)
         blocks = [block_mask(placement.rank_slice(place, rank)[0], length, mask) for rank in ranks]
         work = [int(b.kv_num_blocks.sum() + b.full_kv_num_blocks.sum()) * MASK_BLOCK**2 for b in blocks]
         about = name, length, kind.removeprefix("ring, "), "flex", per_pair * seen, per_pair * sum(work), causal_flops
@@ -198,15 +196,14 @@ def table(rows: list[Row]) -> str:
     Columns of two numbers are of our blocks and of flex_attention's. FLOPs are those of ring and all-gather; those of
     ulysses differ by rounding, and its makespan is 1.
     """
-    head = "mask | length | seen, GFLOP | computed | causal | makespan | ring, MiB | causal | ulysses, MiB | causal"
-    out = [f"| {head} |", "|---" * 10 + "|"]
+    head = "mask | length | seen, GFLOP | computed | makespan | ring, MiB | ulysses, MiB"
+    out = [f"| {head} |", "|---" * 7 + "|"]
     for n in range(0, len(rows), 4):
         ring, flex, ulysses, _ = rows[n : n + 4]
         computed = " / ".join(f"{row.computed / row.seen:.2f}" for row in (ring, flex))
         makespan = " / ".join(f"{row.makespan:.2f}" for row in (ring, flex))
-        read = " | ".join(f"{row.read / 2**20:,.0f} | {row.causal_read / 2**20:,.0f}" for row in (ring, ulysses))
-        flops = f"{ring.seen / 1e9:,.1f} | {computed} | {ring.causal / ring.seen:.2f}"
-        out.append(f"| {ring.mask} | {ring.length:,} | {flops} | {makespan} | {read} |")
+        read = " | ".join(f"{row.read / 2**20:,.0f}" for row in (ring, ulysses))
+        out.append(f"| {ring.mask} | {ring.length:,} | {ring.seen / 1e9:,.1f} | {computed} | {makespan} | {read} |")
     return "\n".join(out)
 
 
