@@ -14,7 +14,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
-from titanmoe.plan.plan_table import explanation, table
+from titanmoe.plan.plan_table import degrees_text, explanation, table
 from titanmoe.plan.price import Price, Pricer
 from titanmoe.plan.search import Search, evaluate
 from titanmoe.plan.training_stacks import AUTOMODEL, MEGATRON, STACKS, TITANMOE, TORCHTITAN, Stack, stack_of
@@ -88,3 +88,16 @@ def test_memory_within_5_percent_is_warned_of(fraction: float, warns: bool) -> N
     result = Search([full], None, None, 1)
     for lines in (explanation(full, H100), table(result, H100, 16)):
         assert any("the allocator may free and allocate again" in line for line in lines) == warns
+    assert any("GB!" in line for line in table(result, H100, 16)) == warns
+
+
+@pytest.mark.parametrize(
+    ("slower", "says"),
+    [(1, "is number 1."), (1.1, "is number 2, 10.0% slower than the fastest: a tie."), (2, "number 2, 100.0% slower")],
+)
+def test_the_best_unfolded_mapping_is_listed_once(slower: float, says: str) -> None:
+    best = evaluate(recipe(), 16, H100, Factors())
+    unfolded = replace(best, price=replace(best.price, step=best.price.step * slower))
+    lines = table(Search([best], unfolded, None, 1), H100, 16)
+    assert says in lines[-1] and sum(degrees_text(best.fold) in line for line in lines) == 1 + (slower > 1)
+    assert any("=: 2 ties" in line for line in lines) == (slower == 1.1)

@@ -160,7 +160,6 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     """
     from titanmoe.plan.communicators import usable_bytes
     from titanmoe.plan.links import Factors
-    from titanmoe.plan.plan_table import row
     from titanmoe.plan.search import search
     from titanmoe.text_report import format_bytes
 
@@ -212,16 +211,17 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     largest = max(rank.components, key=rank.components.get)
     return (
         f"no mapping of {args.ranks} {device.name} fits into {format_bytes(available(nearest))} a device: the one that "
-        f"needs least, {_short(row(nearest))}, needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "
+        f"needs least, {_short(nearest)}, needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "
         f"{format_bytes(excess(nearest))} too much, most of it {largest} "
         f"({format_bytes(rank.components[largest])}){helps}"
     )
 
 
-def _short(cells: tuple[str, ...]) -> str:
+def _short(mapping: Any) -> str:
+    fold, config = mapping.fold, mapping.config
     return (
-        f"pp {cells[4]} cp {cells[8]} tp {cells[9]} ep {cells[11]} etp {cells[12]} microbatch {cells[13]} "
-        f"recompute {cells[14]}"
+        f"pp {fold.pp} cp {fold.cp} tp {fold.tp} ep {fold.ep} etp {fold.etp} "
+        f"microbatch {config.training.local_batch_size} recompute {config.activation_checkpoint.mode}"
     )
 
 

@@ -14,10 +14,10 @@ from titanmoe.plan.price import Price
 from titanmoe.plan.search import PricedMapping, Search
 from titanmoe.text_report import columns, format_bytes
 
-HEAD = (
-    *("step", "tokens/s/GPU", "MFU", "memory", "pp", "stages", "dp_replicate", "dp_shard", "cp", "tp"),
-    *("edp", "ep", "etp", "microbatch", "recompute", "reshard", "schedule", "dispatcher", "binds"),
-)
+HEAD = ("", "step", "tok/s/GPU", "MFU", "memory", "attention / experts", "binds")
+OPTIONS_HEAD = ("", "stages", "dp_replicate", "microbatch", "recompute", "reshard", "schedule", "dispatcher")
+"""Heads of a plan's two tables, of which each has a row for each mapping. Their lines have at most 100 columns unless
+names are unusually long."""
 
 TIE = 0.13
 """Error of the ratio of two steps within which four of five pairs of published mappings of one model are. Mappings that
@@ -27,8 +27,10 @@ RANGES = {"etp": 0.09, "pipeline": 0.24, "FSDP + EP": 0.17, "FSDP": 0.12, "launc
 LAUNCH_BOUND = 0.2
 """Fraction of a step that waits for the host, above which a mapping is of that kind."""
 TIGHT = 0.95
-"""Fraction of the usable memory above which the allocator may have to free and allocate again: with 1.03 times the peak
-Qwen3's layers took a third longer on an H200, with 1.05 no longer (docs/benchmarks.md)."""
+"""Fraction of the usable memory above which the allocator may have to free and allocate again: with 1.01 to 1.03 times
+the peak Qwen3's layers took 16 to 38 % longer on an H200, with 1.05 no longer (docs/benchmarks.md)."""
+RETRIES = "the allocator may free and allocate again (a step 16 to 38% longer)"
+"""What happens above TIGHT."""
 HELPS = {
     "attention": "nothing but fewer tokens a sample, or a device with faster attention",
     "memory-bound work": "--compile.enable; a larger tp or cp shares it among more ranks",
@@ -49,22 +51,44 @@ GENERATOR_HEAD = "answers", "generator"
 """Further columns of a recipe with [rl]: seconds of a step's answers, and the mapping that generates them."""
 
 
-def row(mapping: PricedMapping) -> tuple[str, ...]:
-    """Return the cells of a mapping in a plan's table, under HEAD and with [rl] GENERATOR_HEAD."""
-    config, fold, price = mapping.config, mapping.fold, mapping.price
-    per_rank, overlap = stages_per_rank(config), config.moe.overlap
+def degrees_text(fold: Fold) -> str:
+    """Return the degrees above 1 of attention and of the experts, such as "pp 4 tp 2 / ep 8"; 1 if there are none."""
+    views = (("pp", "cp", "tp"), ("ep", "etp"))
+    return " / ".join(
+        " ".join(f"{axis} {n}" for axis in axes if (n := getattr(fold, axis)) > 1) or "1" for axes in views
+    )
+
+
+def time_cells(label: str, mapping: PricedMapping, device: Device) -> tuple[str, ...]:
+    """Return the cells of a mapping under HEAD: "!" marks memory above TIGHT.
+
+    Args:
+        label: the first cell.
+        mapping: the mapping.
+        device: the device that its memory has to fit into.
+    """
+    price = mapping.price
     return (
-        f"{price.step:.3g} s",
+        label,
+        f"{price.step:.3g} s ±{error_of(mapping):.0%}",
         f"{price.tokens:,.0f}",
         f"{price.mfu:.1%}",
-        format_bytes(mapping.peak),
-        *(str(n) for n in (fold.pp, per_rank, fold.dp_replicate, fold.dp_shard, fold.cp, fold.tp)),
-        *(str(n) for n in (fold.edp * fold.edp_replicate, fold.ep, fold.etp, config.training.local_batch_size)),
+        format_bytes(mapping.peak) + ("!" if is_tight(mapping, device) else " "),
+        degrees_text(mapping.fold),
+        price.bottleneck,
+    )
+
+
+def option_cells(label: str, mapping: PricedMapping) -> tuple[str, ...]:
+    """Return the cells of a mapping under OPTIONS_HEAD and with [rl] GENERATOR_HEAD."""
+    config, fold = mapping.config, mapping.fold
+    return (
+        label,
+        *(str(n) for n in (stages_per_rank(config), fold.dp_replicate, config.training.local_batch_size)),
         config.activation_checkpoint.mode,
         config.parallelism.reshard_after_forward,
         _schedule_text(config) if fold.pp > 1 else "-",
-        config.moe.dispatcher + " in halves" * (overlap == "halves"),
-        price.bottleneck,
+        config.moe.dispatcher + " in halves" * (config.moe.overlap == "halves"),
         *_generator_cells(mapping.generator),
     )
 
@@ -100,50 +124,52 @@ def kind_of_mapping(fold: Fold, price: Price) -> str:
     return "etp" if fold.etp > 1 else "pipeline" if fold.pp > 1 else "FSDP + EP" if fold.ep > 1 else "FSDP"
 
 
-def range_text(mapping: PricedMapping) -> str:
-    """Return the likely range of a step's time, from the errors of published runs, such as "2.1 to 2.9 s"."""
-    error = RANGES[kind_of_mapping(mapping.fold, mapping.price)]
-    return f"{mapping.price.step * (1 - error):.3g} to {mapping.price.step * (1 + error):.3g} s"
+def error_of(mapping: PricedMapping) -> float:
+    """Return the error of a mapping's step time that four of five published runs of its kind do not exceed."""
+    return RANGES[kind_of_mapping(mapping.fold, mapping.price)]
 
 
-def tight_memory(mapping: PricedMapping, device: Device) -> str:
-    """Return a warning if a mapping needs over TIGHT of the usable memory and fits; else ""."""
+def is_tight(mapping: PricedMapping, device: Device) -> bool:
+    """Return whether a mapping needs over TIGHT of the usable memory and fits."""
     usable = usable_bytes(mapping.config, mapping.fold, device)
-    if not TIGHT * usable < mapping.peak <= usable:
-        return ""
-    return (
-        f"{format_bytes(mapping.peak)} is over {TIGHT:.0%} of the usable memory: the allocator may free and allocate "
-        "again, which has cost a third of a step. Leave 5 % free."
-    )
+    return TIGHT * usable < mapping.peak <= usable
 
 
 def table(result: Search, device: Device, world: int) -> list[str]:
     """Return the lines that `titanmoe plan` prints about the fastest mappings."""
-    best = result.best[0]
+    best, unfolded = result.best[0], result.best_unfolded
     together = ", by step and answers together" if best.generator else ""
     lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit{together}:", ""]
-    head = HEAD + (GENERATOR_HEAD if best.generator else ())
-    lines += columns([head, *map(row, result.best)], right=tuple(range(14)))
-    ties = sum(is_tie(mapping, best) for mapping in result.best)
+    listed = list(result.best)
+    alike = [
+        i for i, one in enumerate(listed) if unfolded and (one.fold, one.seconds) == (unfolded.fold, unfolded.seconds)
+    ]
+    if unfolded and not alike:
+        listed.append(unfolded)
+    ties = sum(is_tie(mapping, best) for mapping in listed)
+    labels = [f"{i}{'=' if ties > 1 and is_tie(mapping, best) else ' '}" for i, mapping in enumerate(listed, 1)]
+    rows = list(zip(labels, listed, strict=True))
+    options_head = OPTIONS_HEAD + (GENERATOR_HEAD if best.generator else ())
+    lines += columns([HEAD, *(time_cells(label, mapping, device) for label, mapping in rows)], right=(0, 1, 2, 3, 4))
+    lines += [
+        "",
+        *columns(
+            [options_head, *(option_cells(label.rstrip("= "), mapping) for label, mapping in rows)], right=(0, 1, 2, 3)
+        ),
+        "",
+    ]
+    lines.append("±: four of five published runs of that kind of mapping are within this error.")
     if ties > 1:
-        lines += ["", f"The first {ties} are ties, within {TIE:.0%} of the fastest: take the simplest of them."]
-    lines += ["", f"Four of five published runs of that kind ({kind_of_mapping(best.fold, best.price)}) would put the "
-              f"first at {range_text(best)}."]  # fmt: skip
-    if note := tight_memory(best, device):
-        lines += ["", note]
-    if result.best_unfolded is not None and result.best_unfolded.fold == best.fold:
-        lines += ["", "It is the best unfolded one too (etp = tp, ep within dp)."]
-    elif result.best_unfolded is not None:
-        gain = result.best_unfolded.seconds / best.seconds - 1
-        within = ", which is a tie" if is_tie(result.best_unfolded, best) else ""
-        lines += [
-            "",
-            f"The best unfolded one (etp = tp, ep within dp), {gain:.1%} slower than the best of all{within}:",
-            "",
-        ]
-        lines += columns([head, row(result.best_unfolded)], right=tuple(range(14)))
+        lines.append(f"=: {ties} ties, within {TIE:.0%} of the fastest. Take the simplest of them.")
+    if any(is_tight(mapping, device) for mapping in listed):
+        lines.append(f"!: over {TIGHT:.0%} of usable memory: {RETRIES}.")
+    kind = "unfolded one (etp = tp, ep within dp)"
+    if unfolded is None:
+        lines.append(f"No {kind} fits.")
     else:
-        lines += ["", "No unfolded one (etp = tp, ep within dp) fits."]
+        gain, number = unfolded.seconds / best.seconds - 1, alike[0] + 1 if alike else len(listed)
+        slower = f"{gain:.1%} slower than the fastest{': a tie' * is_tie(unfolded, best)}" * (number > 1)
+        lines.append(f"The best {kind} is number {number}{slower and ', ' + slower}.")
     if best.generator:
         lines += [
             "",
@@ -188,14 +214,15 @@ def mapping_tables(config: Config) -> list[str]:
 
 def explanation(mapping: PricedMapping, device: Device) -> list[str]:
     """Return the lines of `titanmoe plan --explain`: time and memory of one mapping by component."""
-    price, fold, rows = mapping.price, mapping.fold, overlap_text(mapping.config)
+    price, fold, rows, error = mapping.price, mapping.fold, overlap_text(mapping.config), error_of(mapping)
     axes = ", ".join(f"{name} {n}" for name in DEGREE_PATHS if (n := getattr(fold, name)) > 1)
     lines = [
         f"The recipe's mapping on {fold.world} {device.name}: {axes or 'one rank'}; "
         f"{price.microbatches} microbatches of {mapping.config.training.local_batch_size}"
         f"{f'; rows travel {rows}' if rows else ''}.",
-        f"A step takes {price.step:.4g} s ({range_text(mapping)} by published runs of that kind, "
-        f"{kind_of_mapping(fold, price)}): {price.tokens:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}.",
+        f"A step takes {price.step:.4g} s ({price.step * (1 - error):.3g} to {price.step * (1 + error):.3g} s by "
+        f"published runs of that kind, {kind_of_mapping(fold, price)}): {price.tokens:,.0f} tokens/s/GPU, "
+        f"MFU {price.mfu:.1%}.",
         f"After matrix work most of it goes on {price.bottleneck}. What helps: {HELPS[price.bottleneck]}.",
         "",
         "Time of a step:",
@@ -215,8 +242,8 @@ def explanation(mapping: PricedMapping, device: Device) -> list[str]:
         f"Most of it during {rank.peak_during}:",
         "",
     ]
-    if note := tight_memory(mapping, device):
-        lines[-1:] = [note, ""]
+    if is_tight(mapping, device):
+        lines[-1:] = [f"It is over {TIGHT:.0%} of the usable memory: {RETRIES}.", ""]
     components = sorted(rank.components.items(), key=lambda item: -item[1])
     lines += columns([(name, format_bytes(n), f"{n / rank.peak:.1%}") for name, n in components], right=(1, 2))
     return [*lines, "", *generation_lines(mapping)] if mapping.generator else lines
@@ -253,7 +280,7 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
         "unfolded": mapping.unfolded,
         "step_s": price.step,
         "kind": kind_of_mapping(fold, price),
-        "range": RANGES[kind_of_mapping(fold, price)],
+        "range": error_of(mapping),
         "tokens_per_second_per_gpu": price.tokens,
         "mfu": price.mfu,
         "binds": price.bottleneck,
