@@ -511,7 +511,10 @@ def verdict(row: Json) -> str:
         return "nothing fits"
     if "unfolded" not in row:
         return "no unfolded mapping fits"
-    return f"{gain(row):.0%}" + ("" if gain(row) > TIE else ", a tie" if gain(row) > 0.005 else ", the same")
+    longer = 1 + gain(row)
+    if longer <= 1 + TIE:
+        return f"{longer - 1:.0%}, " + ("a tie" if longer > 1.005 else "the same")
+    return f"{longer - 1:.0%} ({longer / (1 + TIE) - 1:.0%} to {longer / (1 - TIE) - 1:.0%})"
 
 
 def folding_cells(row: Json) -> Cells:
@@ -530,12 +533,11 @@ def folding_tables(gains: list[Json]) -> str:
     """Return two tables in Markdown: what folding gains for each recipe, and the mappings with a gain above TIE."""
     by_recipe: dict[str, list[str]] = defaultdict(list)
     for row in gains:
-        percent, _, words = verdict(row).partition(", ")
-        by_recipe[row["recipe"]].append("-" if words == "the same" else percent)
-    large = [row for row in gains if "best" in row and ("unfolded" not in row or gain(row) > TIE)]
+        cell, _, words = verdict(row).partition(", ")
+        by_recipe[row["recipe"]].append({"the same": "-", "a tie": f"tie ({cell})"}.get(words, cell))
+    large = [folding_cells(row) for row in gains if "best" in row and ("unfolded" not in row or gain(row) > TIE)]
     lines = table_of(("recipe", *SETTINGS), [(name, *cells) for name, cells in by_recipe.items()])
-    lines += [f"The mappings where the gain is above {TIE:.0%}:", ""]
-    return "\n".join(lines + table_of(FOLDING_HEAD, [folding_cells(row) for row in large]))
+    return "\n".join([*lines, "The mappings where folding gains more than a tie:", "", *table_of(FOLDING_HEAD, large)])
 
 
 # ---- the pages
