@@ -98,7 +98,7 @@ def scripted(ids: list[int], *words: object) -> tuple[int, str, str]:
     from titanmoe.generate import loop
 
     left = iter(ids)
-    with replaced(loop, "choose_tokens", lambda logits, sampling, numbers, ends: [next(left)]):
+    with replaced(loop, "choose_tokens", lambda *_: ([next(left)], [0.0])):
         return command(*words)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanmoe.generate.sampling import Sampling, choose_tokens, distribution
+from titanmoe.generate.sampling import Sampling, choose_tokens, truncate
 
 LOGITS = [2.0, -1.0, 0.5, 2.0, 1.3, -3.0, 0.0, 1.1, -0.5, 0.4]
 CASES: dict[str, dict[str, Any]] = {
@@ -42,22 +42,26 @@ def plain(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_distribution(case: str) -> None:
-    share_BV, token_BV = distribution(torch.tensor([LOGITS, LOGITS[::-1]]), Sampling(**CASES[case]))
-    actual = torch.zeros_like(share_BV).scatter(1, token_BV, share_BV)
+    sampling = Sampling(**CASES[case])
+    logits_BV = torch.tensor([LOGITS, LOGITS[::-1]], dtype=torch.float64)
+    actual = truncate((logits_BV / sampling.temperature).softmax(-1), sampling)
     expected = [plain(row, **CASES[case]) for row in (LOGITS, LOGITS[::-1])]
-    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
     assert torch.equal(actual > 0, torch.tensor(expected) > 0)
 
 
 def test_a_share_that_reaches_top_p_exactly_is_the_last() -> None:
-    share_BV, _ = distribution(torch.zeros(1, 4), Sampling(top_p=0.5))
+    share_BV = truncate(torch.full((1, 4), 0.25, dtype=torch.float64), Sampling(top_p=0.5))
     assert share_BV.tolist() == [[0.5, 0.5, 0, 0]]
 
 
 @pytest.mark.parametrize("case", ["all", "both"])
 def test_tokens_are_as_frequent_as_their_shares(case: str) -> None:
     logits_BV = torch.tensor([LOGITS]).expand(DRAWS, -1)
-    tokens = choose_tokens(logits_BV, Sampling(**CASES[case], seed=3), [(5, 0)] * DRAWS, list(range(DRAWS)))
+    sampling = Sampling(**CASES[case], seed=3)
+    tokens, log_probs = choose_tokens(logits_BV, sampling, [(5, 0)] * DRAWS, list(range(DRAWS)))
+    full = (torch.tensor(LOGITS).double() / sampling.temperature).log_softmax(0)
+    torch.testing.assert_close(torch.tensor(log_probs, dtype=torch.float64), full[tokens], rtol=0, atol=1e-12)
     count = torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)).double()
     share = torch.tensor(plain(LOGITS, **CASES[case]), dtype=torch.float64)
     deviation = (DRAWS * share * (1 - share)).sqrt()
@@ -69,7 +73,7 @@ def test_draws_are_functions_of_seed_step_text_and_position() -> None:
     texts, positions = [(0, 0)] * 21 + [(1, 0)] * 21 + [(1, 1)] * 22, [*range(21), *range(21), *range(22)]
 
     def draw(seed: int, of: slice = slice(None), step: int = 0) -> list[int]:
-        return choose_tokens(logits_BV[of], Sampling(seed=seed, step=step), texts[of], positions[of])
+        return choose_tokens(logits_BV[of], Sampling(seed=seed, step=step), texts[of], positions[of])[0]
 
     first = draw(0)
     assert draw(0) == first and draw(1) != first != draw(0, step=1)
@@ -78,12 +82,11 @@ def test_draws_are_functions_of_seed_step_text_and_position() -> None:
 
 
 def test_temperature_zero_takes_the_most_probable() -> None:
-    assert choose_tokens(
-        torch.tensor([LOGITS[1:], [*LOGITS[4:], 9.0, 0, 0]]), Sampling(0), [(0, 0), (1, 0)], [3, 4]
-    ) == [2, 6]
+    logits_BV = torch.tensor([LOGITS[1:], [*LOGITS[4:], 9.0, 0, 0]])
+    assert choose_tokens(logits_BV, Sampling(0), [(0, 0), (1, 0)], [3, 4])[0] == [2, 6]
 
 
 def test_excluded_tokens_are_never_chosen() -> None:
     logits_BV = torch.full((2000, 5), -math.inf)
     logits_BV[:, 3] = 0
-    assert set(choose_tokens(logits_BV, Sampling(), [(0, 0)] * 2000, list(range(2000)))) == {3}
+    assert set(choose_tokens(logits_BV, Sampling(), [(0, 0)] * 2000, list(range(2000)))[0]) == {3}

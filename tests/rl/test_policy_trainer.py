@@ -29,6 +29,7 @@ from titanmoe.train.run_folder import ROLLOUTS
 RUN: dict[str, Any] = {
     "model.vocab_size": 320,
     "training.seq_len": 32,
+    "training.seed": 1,
     "training.steps": 4,
     "lr_schedule.min_ratio": 1.0,
     "rl.reward": "regex",

@@ -25,7 +25,7 @@ from titanmoe.config.blocks import moe_layers
 from titanmoe.fold.meshes import Meshes
 from titanmoe.generate.cache import add_caches
 from titanmoe.generate.cached_rows import Rows
-from titanmoe.generate.sampling import Sampling, choose_tokens, log_probs_of
+from titanmoe.generate.sampling import Sampling, choose_tokens
 from titanmoe.models.transformer import Transformer
 from titanmoe.tokens import NO_EXPERT, Tokens
 
@@ -281,13 +281,13 @@ class Generator:
         """Choose the next token of each of these texts, which have the last rows."""
         positions = self.rows.num_cached[-len(texts) :]
         logits_BV[:, self.vocab_size :] = -torch.inf
-        tokens = choose_tokens(logits_BV, work.sampling, [(text.number, text.answer) for text in texts], positions)
+        numbers = [(text.number, text.answer) for text in texts]
+        tokens, log_probs = choose_tokens(logits_BV, work.sampling, numbers, positions)
         for text, token in zip(texts, tokens, strict=True):
             text.tokens.append(token)
             text.end = work.stop.end(text.tokens, self.ends, text.num_earlier)
         if not self.records:
             return
-        log_probs = log_probs_of(logits_BV, tokens, work.sampling.temperature)
         for text, log_prob, routes_nNK in zip(texts, log_probs, routes, strict=True):
             text.log_probs.append(log_prob)
             text.routes.append(routes_nNK)

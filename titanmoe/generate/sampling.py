@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,56 +30,48 @@ class Sampling:
     """Number of the training step that the texts are generated for: each step draws others."""
 
 
-def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the distribution from which each row's next token is drawn, after temperature, top-k and top-p.
-
-    Returns:
-        Probabilities (B, V) in descending order, and the token id of each; of equal logits the lower id is first.
-    """
-    logits_BV, token_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
+def truncate(share_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Return the probabilities that top-k and top-p leave, with sum 1; of equal ones the lower id comes first."""
+    if not sampling.top_k and sampling.top_p == 1:
+        return share_BV
+    descending_BV, token_BV = share_BV.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
-        logits_BV[:, sampling.top_k :] = -torch.inf
-    share_BV = (logits_BV / sampling.temperature).softmax(-1)
+        descending_BV[:, sampling.top_k :] = 0
+        descending_BV /= descending_BV.sum(-1, keepdim=True)
     if sampling.top_p < 1:
-        before_BV = share_BV.cumsum(-1) - share_BV
-        share_BV = share_BV.masked_fill(before_BV >= sampling.top_p, 0)
-        share_BV /= share_BV.sum(-1, keepdim=True)
-    return share_BV, token_BV
+        before_BV = descending_BV.cumsum(-1) - descending_BV
+        descending_BV[before_BV >= sampling.top_p] = 0
+        descending_BV /= descending_BV.sum(-1, keepdim=True)
+    return torch.zeros_like(share_BV).scatter_(1, token_BV, descending_BV)
+
+
+@lru_cache(1 << 16)
+def _key(seed: int, step: int, prompt: int, answer: int) -> int:
+    return counter_rng.key("generate", seed, step, prompt, answer)
 
 
 def choose_tokens(
     logits_BV: Tensor, sampling: Sampling, texts: Sequence[tuple[int, int]], positions: Sequence[int]
-) -> list[int]:
-    """Return the next token id of each row.
+) -> tuple[list[int], list[float]]:
+    """Return the next token id of each row, and its log-probability before top-k and top-p.
 
     A draw is a function of (seed, step, prompt, answer, position), so it does not depend on the batch or the rank.
 
     Args:
-        logits_BV: logits of each row.
-        sampling: how to choose.
+        logits_BV: logits of each row, -inf where the tokenizer has no token.
+        sampling: how to choose; log-probabilities are those of temperature 1 if its temperature is 0.
         texts: for each row the number of its prompt among all prompts, and of its answer among those of the prompt.
         positions: position of each row's next token.
     """
+    share_BV = (logits_BV.double() / (sampling.temperature or 1.0)).softmax(-1)
     if sampling.temperature == 0:
-        return logits_BV.argmax(-1).tolist()
-    share_BV, token_BV = distribution(logits_BV, sampling)
-    keys = [counter_rng.key("generate", sampling.seed, sampling.step, *text) for text in texts]
-    key_B, position_B = (torch.tensor(x, dtype=torch.int64, device=logits_BV.device) for x in (keys, positions))
-    drawn_B1 = counter_rng.uniform(key_B, position_B, torch.float64).unsqueeze(1)
-    place_B1 = (share_BV.cumsum(-1) <= drawn_B1).sum(-1, keepdim=True)
-    # Rounding may leave the total a little below 1, and a draw above it.
-    last_B1 = (share_BV > 0).sum(-1, keepdim=True) - 1
-    return token_BV.gather(1, place_B1.minimum(last_B1)).squeeze(1).tolist()
-
-
-def log_probs_of(logits_BV: Tensor, tokens: Sequence[int], temperature: float) -> list[float]:
-    """Return the log-probability of each row's token in the distribution before top-k and top-p.
-
-    Args:
-        logits_BV: logits of each row, -inf where the tokenizer has no token.
-        tokens: the token of each row.
-        temperature: divides the logits; 0 is taken as 1.
-    """
-    log_probs_BV = (logits_BV.double() / (temperature or 1.0)).log_softmax(-1)
-    token_B1 = torch.tensor(tokens, dtype=torch.int64, device=logits_BV.device).unsqueeze(1)
-    return log_probs_BV.gather(1, token_B1).squeeze(1).tolist()
+        token_B = logits_BV.argmax(-1)
+    else:
+        keys = [_key(sampling.seed, sampling.step, *text) for text in texts]
+        key_B, position_B = (torch.tensor(x, dtype=torch.int64, device=logits_BV.device) for x in (keys, positions))
+        drawn_B1 = counter_rng.uniform(key_B, position_B, torch.float64).unsqueeze(1)
+        total_BV = truncate(share_BV, sampling).cumsum(-1)
+        # A draw is below 1, so the token is one whose probability is above 0.
+        token_B = (total_BV <= drawn_B1 * total_BV[:, -1:]).sum(-1)
+    log_prob_B = share_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).log()
+    return token_B.tolist(), log_prob_B.tolist()

@@ -41,8 +41,8 @@ from titanmoe.plan.training_stacks import TITANMOE, Stack
 READS = 3
 """Times that attention to cached positions moves them: they are read and written to be in order, and read again
 (titanmoe.generate.cached_attention)."""
-CHOICE = 32
-"""Bytes that the choice of a token holds of each logit: three float64 and an int64 (titanmoe.generate.sampling)."""
+CHOICE = 17
+"""Bytes that the choice of a token holds of each logit: two float64 and a bool (titanmoe.generate.sampling)."""
 LAUNCHES = 0.3
 """Host time of a layer's forward without FSDP, over that of forward and backward with it: a half, less two fifths
 (docs/benchmarks.md, "Host time of a layer")."""
