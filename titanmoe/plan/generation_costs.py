@@ -4,7 +4,8 @@ Before every `rl.updates` steps a run copies its weights by messages to a model 
 own, reads its prompts, and then extends all answers of a rank by a token at a time (titanmoe.rl). While it does, what
 training holds between steps is beside that model; while it trains, the model has no memory.
 
-Seconds are a roofline, which no GPU has been compared with. The next tokens of a rank's B answers take
+Seconds are a roofline; on an H200 answers took twice as long, with a slower choice of tokens (docs/reinforcement.md).
+The next tokens of a rank's B answers take
 
     weights    max(bytes / bandwidth, FLOPs / the best rate of a product): of experts those that a token chose
     cache      READS times the bytes of all cached positions / bandwidth
