@@ -333,7 +333,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
         ),
         (
             "combine",
-            both(lambda: unpermute_tokens(rows, sent.source_R, sent.slot_TJ, kernels), [rows]),
+            both(lambda: unpermute_tokens(rows, sent.source_S, sent.slot_TJ, kernels), [rows]),
             0,
             through,
             peak,

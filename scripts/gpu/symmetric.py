@@ -274,20 +274,20 @@ def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
     with torch.no_grad():
         exchange = symmetric.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        x_HD = torch.randn(len(exchange.to_H), config.model.dim, device=here.device).bfloat16()
-        target, places = torch.empty_like(x_HD), (exchange.to_H, exchange.from_A)
+        x_SD = torch.randn(len(exchange.to_S), config.model.dim, device=here.device).bfloat16()
+        target, places = torch.empty_like(x_SD), (exchange.to_S, exchange.from_R)
         rows = (buffers.rows,)
         seconds = {
-            "copy": median_seconds(lambda: target.copy_(x_HD), kind),
-            "put": median_seconds(lambda: buffers.put([x_HD], rows, exchange.to_H), kind),
-            "take": median_seconds(lambda: buffers.take(rows, exchange.from_A), kind),
-            "exchange": median_seconds(lambda: buffers.exchange([x_HD], *places), kind),
+            "copy": median_seconds(lambda: target.copy_(x_SD), kind),
+            "put": median_seconds(lambda: buffers.put([x_SD], rows, exchange.to_S), kind),
+            "take": median_seconds(lambda: buffers.take(rows, exchange.from_R), kind),
+            "exchange": median_seconds(lambda: buffers.exchange([x_SD], *places), kind),
             "symm_mem both ways": median_seconds(lambda: round_trip_of_tokens(symmetric), kind, 10),
             "alltoall both ways": median_seconds(lambda: round_trip_of_tokens(plain), kind, 10),
         }
     moved = {"copy": 2, "put": 2, "take": 2, "exchange": 4}  # each row is read and written
-    rates = {f"{name} GB/s": moved[name] * x_HD.nbytes / seconds[name] / 1e9 for name in moved}
-    return {"MiB": x_HD.nbytes / 2**20} | rates | {f"{name} ms": took * 1e3 for name, took in seconds.items()}
+    rates = {f"{name} GB/s": moved[name] * x_SD.nbytes / seconds[name] / 1e9 for name in moved}
+    return {"MiB": x_SD.nbytes / 2**20} | rates | {f"{name} ms": took * 1e3 for name, took in seconds.items()}
 
 
 def main() -> int:

@@ -383,7 +383,7 @@ def test_lay_out_places_every_copy_once_in_its_experts_block(drawn: tuple[Tensor
     counts = [flat.count(e) for e in range(experts)]
     assert count_E.tolist() == counts
     rows = etp * (experts * slots_per_expert if slots_per_expert else sum(counts))
-    choice_R, slot = assign_slots(chosen_TK, order, count_E, ep, etp, slots_per_expert, rows)
+    choice_S, slot = assign_slots(chosen_TK, order, count_E, ep, etp, slots_per_expert, rows)
 
     want, local = [], experts // ep
     for block in range(ep):
@@ -391,7 +391,7 @@ def test_lay_out_places_every_copy_once_in_its_experts_block(drawn: tuple[Tensor
             for expert in range(block * local, (block + 1) * local):
                 mine = [entry for entry, e in enumerate(flat) if e == expert]
                 want += mine + [len(flat)] * (slots_per_expert - len(mine) if slots_per_expert else 0)
-    assert choice_R.tolist() == want
+    assert choice_S.tolist() == want
     assert slot.shape == (len(flat), etp)
     for entry, expert in enumerate(flat):
         places = [row for row, e in enumerate(want) if e == entry]
@@ -407,12 +407,12 @@ def test_assigned_rows_come_back_from_every_copy(drawn: tuple[Tensor, int, int, 
     weights_TK = torch.arange(1.0, tokens * k + 1, dtype=torch.float64).view(tokens, k).requires_grad_()
     order, count_E = sort_by_expert(chosen_TK, experts)
     rows = etp * (experts * slots_per_expert if slots_per_expert else int(count_E.sum()))
-    choice_R, slot = assign_slots(chosen_TK, order, count_E, ep, etp, slots_per_expert, rows)
-    rows_RD, weight_R1, route = fill_slots(x_TD, weights_TK, choice_R, slot)
+    choice_S, slot = assign_slots(chosen_TK, order, count_E, ep, etp, slots_per_expert, rows)
+    rows_SD, weight_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot)
     kept_TK = chosen_TK < experts
-    back_TD = unpermute_tokens(rows_RD * weight_R1, route.source_R, route.slot_TJ)
+    back_TD = unpermute_tokens(rows_SD * weight_S1, route.source_S, route.slot_TJ)
     torch.testing.assert_close(back_TD, x_TD * (weights_TK * kept_TK).sum(1, keepdim=True) * etp)
-    (grad_TK,) = torch.autograd.grad(weight_R1.sum(), weights_TK)
+    (grad_TK,) = torch.autograd.grad(weight_S1.sum(), weights_TK)
     assert torch.equal(grad_TK, kept_TK * float(etp))
 
 

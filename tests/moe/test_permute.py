@@ -16,7 +16,7 @@ D = 3
 
 
 class Layout(NamedTuple):
-    source_R: Tensor
+    source_S: Tensor
     slot_TJ: Tensor
 
 
@@ -38,43 +38,43 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def plain_rows(x_TD: Tensor, layout: Layout) -> Tensor:
-    out = torch.zeros(len(layout.source_R), x_TD.shape[1], dtype=x_TD.dtype)
-    for row, token in enumerate(layout.source_R.tolist()):
+    out = torch.zeros(len(layout.source_S), x_TD.shape[1], dtype=x_TD.dtype)
+    for row, token in enumerate(layout.source_S.tolist()):
         if token < len(x_TD):
             out[row] = x_TD[token]
     return out
 
 
-def plain_tokens(y_RD: Tensor, layout: Layout) -> Tensor:
-    out = torch.zeros(len(layout.slot_TJ), y_RD.shape[1], dtype=y_RD.dtype)
+def plain_tokens(y_SD: Tensor, layout: Layout) -> Tensor:
+    out = torch.zeros(len(layout.slot_TJ), y_SD.shape[1], dtype=y_SD.dtype)
     for token, slots in enumerate(layout.slot_TJ.tolist()):
         for row in slots:
-            if row < len(y_RD):
-                out[token] += y_RD[row]
+            if row < len(y_SD):
+                out[token] += y_SD[row]
     return out
 
 
 @given(layouts())
 def test_both_maps_are_plain_indexing(layout: Layout) -> None:
-    x_TD, y_RD = numbers(len(layout.slot_TJ), D), numbers(len(layout.source_R), D, seed=1)
+    x_TD, y_SD = numbers(len(layout.slot_TJ), D), numbers(len(layout.source_S), D, seed=1)
     assert torch.equal(permute_tokens(x_TD, *layout), plain_rows(x_TD, layout))
-    torch.testing.assert_close(unpermute_tokens(y_RD, *layout), plain_tokens(y_RD, layout), rtol=0, atol=1e-14)
+    torch.testing.assert_close(unpermute_tokens(y_SD, *layout), plain_tokens(y_SD, layout), rtol=0, atol=1e-14)
 
 
 @given(layouts())
 def test_each_is_the_others_transpose(layout: Layout) -> None:
-    x_TD, y_RD = numbers(len(layout.slot_TJ), D), numbers(len(layout.source_R), D, seed=1)
-    here, there = (x_TD * unpermute_tokens(y_RD, *layout)).sum(), (permute_tokens(x_TD, *layout) * y_RD).sum()
+    x_TD, y_SD = numbers(len(layout.slot_TJ), D), numbers(len(layout.source_S), D, seed=1)
+    here, there = (x_TD * unpermute_tokens(y_SD, *layout)).sum(), (permute_tokens(x_TD, *layout) * y_SD).sum()
     assert float(here) == pytest.approx(float(there), abs=1e-12)
 
 
 @given(layouts())
 def test_gradients_are_those_of_plain_indexing(layout: Layout) -> None:
     x_TD = numbers(len(layout.slot_TJ), D).requires_grad_()
-    y_RD = numbers(len(layout.source_R), D, seed=1).requires_grad_()
+    y_SD = numbers(len(layout.source_S), D, seed=1).requires_grad_()
     for ours, plain, argument, result in (
-        (permute_tokens, plain_rows, x_TD, y_RD),
-        (unpermute_tokens, plain_tokens, y_RD, x_TD),
+        (permute_tokens, plain_rows, x_TD, y_SD),
+        (unpermute_tokens, plain_tokens, y_SD, x_TD),
     ):
         (got,) = torch.autograd.grad(ours(argument, *layout), argument, result.detach())
         with torch.enable_grad():

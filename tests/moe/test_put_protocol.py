@@ -55,7 +55,7 @@ def programs(exchanges: Sequence[list[list[int]]], steps: Steps = exchange_steps
     ranks, out = len(exchanges[0]), []
     for rank in range(ranks):
         both = [tables(counts, rank) for counts in exchanges]
-        ways = [way for to_H, from_A in both for way in ((to_H, from_A), (from_A, to_H))]
+        ways = [way for to_S, from_R in both for way in ((to_S, from_R), (from_R, to_S))]
         kernels = [kernel(step, rank, ranks, n, *way, reset) for n, way in enumerate(ways) for step in order]
         out.append([threads for threads in kernels if threads])
     return out
@@ -178,9 +178,9 @@ def test_what_is_written_is_each_row_once() -> None:
     all_to, all_from = [], []
     for rank in range(4):
         ranks = ExpertRanks(Group("group", 4, rank), 2, 2)
-        to_H, from_A, *_ = places(counts, ranks, limit, 2 * rows, room)
-        all_to.append(torch.nn.functional.pad(to_H, (0, limit - len(to_H)), value=-1))
-        all_from.append(torch.nn.functional.pad(from_A, (0, limit - len(from_A)), value=-1))
+        to_S, from_R, *_ = places(counts, ranks, limit, 2 * rows, room)
+        all_to.append(torch.nn.functional.pad(to_S, (0, limit - len(to_S)), value=-1))
+        all_from.append(torch.nn.functional.pad(from_R, (0, limit - len(from_R)), value=-1))
     to, back = torch.cat(all_to), torch.cat(all_from)
     sent = (to >= 0).nonzero().flatten()
     assert len(sent) == 2 * counts.sum() == (back >= 0).sum()

@@ -164,10 +164,10 @@ def through_graphs(backend: str) -> list[tuple[int, int]]:
 
     def layer(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        x_AD, weights_A1, _ = exchange.receive_routed()
-        y_AD = torch.tanh(x_AD * weights_A1)
-        exchange.combine(y_AD)
-        return exchange.combine(y_AD) + exchange.combine(y_AD)
+        x_RD, weights_R1, _ = exchange.receive_routed()
+        y_RD = torch.tanh(x_RD * weights_R1)
+        exchange.combine(y_RD)
+        return exchange.combine(y_RD) + exchange.combine(y_RD)
 
     torch._dynamo.reset()
     graph = torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)

@@ -80,7 +80,7 @@ def choices(kind: str, tokens: int, top_k: int) -> Tensor:
 
 def through(kernels: str, x: Tensor, weights: Tensor, entry: Tensor, slot: Tensor) -> list[Tensor]:
     rows, row_weights, route = fill_slots(x, weights, entry, slot, kernels)
-    back = unpermute_tokens(rows * row_weights.to(rows.dtype), route.source_R, route.slot_TJ, kernels)
+    back = unpermute_tokens(rows * row_weights.to(rows.dtype), route.source_S, route.slot_TJ, kernels)
     cotangents = [random(*y.shape, dtype=y.dtype, seed=9).detach() for y in (rows, row_weights, back)]
     grads = torch.autograd.grad((rows, row_weights, back), (x, weights), cotangents)
     return [rows, row_weights, back, *grads]
@@ -474,7 +474,7 @@ def test_compiled_calls_keep_the_kernels_whole() -> None:
     def forward(x: Tensor, weights: Tensor, logits: Tensor) -> Tensor:
         rows, row_weights, route = fill_slots(x, weights, entry, slot, "triton")
         _, scores, chosen_weights, _, _ = made(logits, tokens)
-        back = unpermute_tokens(rows * row_weights, route.source_R, route.slot_TJ, "triton")
+        back = unpermute_tokens(rows * row_weights, route.source_S, route.slot_TJ, "triton")
         return back.square().sum() + (scores.sum(1) * chosen_weights.sum(1)).sum()
 
     tokens = padded_tokens(2, 6)

@@ -83,9 +83,9 @@ def test_a_step_that_does_not_fit_is_repeated_by_alltoall() -> None:
 def test_a_rank_that_keeps_its_rows_is_named() -> None:
     real = SymmetricExchange.combine
 
-    def keep(self: SymmetricExchange, y_AD: Tensor) -> Tensor:
-        y_HD = y_AD.new_zeros(len(self.to_H), y_AD.shape[1]) + y_AD.sum()
-        return unpermute_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)
+    def keep(self: SymmetricExchange, y_RD: Tensor) -> Tensor:
+        y_SD = y_RD.new_zeros(len(self.to_S), y_RD.shape[1]) + y_RD.sum()
+        return unpermute_tokens(y_SD, self.route.source_S, self.route.slot_TJ, self.kernels)
 
     def on(rank: int) -> Any:
         return mock.patch.object(SymmetricExchange, "combine", keep if rank == 2 else real)

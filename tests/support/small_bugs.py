@@ -179,8 +179,8 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         (
             "permute_with_weights",
             "routers have no gradient through their weights",
-            "(permute_tokens(x_TD, choice_R // K, slot_TJ, kernels), weights_R1)",
-            "(permute_tokens(x_TD, choice_R // K, slot_TJ, kernels), weights_R1.detach())",
+            "(permute_tokens(x_TD, choice_S // K, slot_TJ, kernels), weights_S1)",
+            "(permute_tokens(x_TD, choice_S // K, slot_TJ, kernels), weights_S1.detach())",
         ),
     ],
     "tests/moe/test_experts.py": [

@@ -1,12 +1,12 @@
 """Copies tokens into the slots of a buffer, one for each expert they chose, and sums what comes back by token.
 
 `permute_tokens` and `unpermute_tokens` are linear maps, each the other's transpose, so each is the other's backward.
-`source_R` has the token in each slot, `slot_TJ` the slots of each token (titanmoe.moe.send_slots). Source T, one past
-the last token, makes a row of zeros; slot R, one past the last slot, adds nothing. There are no atomics: the order of
+`source_S` has the token in each slot, `slot_TJ` the slots of each token (titanmoe.moe.send_slots). Source T, one past
+the last token, makes a row of zeros; slot S, one past the last slot, adds nothing. There are no atomics: the order of
 every sum is fixed. `kernels` is the option `[moe] kernels`; titanmoe.ops.kernels.permute_rows has the kernels.
 
-Shapes: T tokens, D width, R slots, each with a routed token or unused, J slots of a token, K weights of a token, P
-width of a packed row, which has a routed token and its weight.
+Shapes: T tokens, D width, S slots of a send buffer, each with a routed token or unused, J slots of a token, K weights
+of a token, R received routed tokens, P width of a packed row, which has a routed token and its weight.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from titanmoe.comm.recomputation import save_tensors
 from titanmoe.ops.kernels import fused
 
 
-def _copy(x_TD: Tensor, source_R: Tensor, kernels: str) -> Tensor:
+def _copy(x_TD: Tensor, source_S: Tensor, kernels: str) -> Tensor:
     if fused(kernels, x_TD):
         from titanmoe.ops.kernels.permute_rows import fetch_rows
 
-        return fetch_rows(x_TD, source_R)
-    return F.pad(x_TD, (0, 0, 0, 1)).index_select(0, source_R)
+        return fetch_rows(x_TD, source_S)
+    return F.pad(x_TD, (0, 0, 0, 1)).index_select(0, source_S)
 
 
-def _sum(y_RD: Tensor, slot_TJ: Tensor, kernels: str) -> Tensor:
-    if fused(kernels, y_RD):
+def _sum(y_SD: Tensor, slot_TJ: Tensor, kernels: str) -> Tensor:
+    if fused(kernels, y_SD):
         from titanmoe.ops.kernels.permute_rows import sum_rows
 
-        return sum_rows(y_RD, slot_TJ)
-    padded = F.pad(y_RD, (0, 0, 0, 1))
+        return sum_rows(y_SD, slot_TJ)
+    padded = F.pad(y_SD, (0, 0, 0, 1))
     if slot_TJ.shape[1] == 1:
         return padded.index_select(0, slot_TJ[:, 0])
     rows_TJD = padded.index_select(0, slot_TJ.flatten()).unflatten(0, slot_TJ.shape)  # twice as fast as padded[slot_TJ]
@@ -41,22 +41,22 @@ def _sum(y_RD: Tensor, slot_TJ: Tensor, kernels: str) -> Tensor:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, source_R, slot_TJ, kernels):
+    def forward(ctx, x_TD, source_S, slot_TJ, kernels):
         ctx.save_for_backward(slot_TJ)
         ctx.kernels = kernels
-        return _copy(x_TD, source_R, kernels)
+        return _copy(x_TD, source_S, kernels)
 
     @staticmethod
-    def backward(ctx, grad_RD):
-        return _sum(grad_RD, *ctx.saved_tensors, ctx.kernels), None, None, None
+    def backward(ctx, grad_SD):
+        return _sum(grad_SD, *ctx.saved_tensors, ctx.kernels), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_RD, source_R, slot_TJ, kernels):
-        ctx.save_for_backward(source_R)
+    def forward(ctx, y_SD, source_S, slot_TJ, kernels):
+        ctx.save_for_backward(source_S)
         ctx.kernels = kernels
-        return _sum(y_RD, slot_TJ, kernels)
+        return _sum(y_SD, slot_TJ, kernels)
 
     @staticmethod
     def backward(ctx, grad_TD):
@@ -65,87 +65,87 @@ class _Unpermute(torch.autograd.Function):
 
 class _PermuteWithWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, weights_TK, choice_R, slot_TJ):
+    def forward(ctx, x_TD, weights_TK, choice_S, slot_TJ):
         from titanmoe.ops.kernels.permute_rows import fetch_weighted_rows
 
         ctx.save_for_backward(slot_TJ)
         ctx.top_k = weights_TK.shape[1]
-        return fetch_weighted_rows(x_TD, weights_TK, choice_R)
+        return fetch_weighted_rows(x_TD, weights_TK, choice_S)
 
     @staticmethod
-    def backward(ctx, grad_RD, grad_R1):
+    def backward(ctx, grad_SD, grad_S1):
         from titanmoe.ops.kernels.permute_rows import sum_weighted_rows
 
-        return *sum_weighted_rows(grad_RD, grad_R1, *ctx.saved_tensors, ctx.top_k), None, None
+        return *sum_weighted_rows(grad_SD, grad_S1, *ctx.saved_tensors, ctx.top_k), None, None
 
 
-def permute_tokens(x_TD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
-    """Copy token source_R[r] into slot r: (R, D). Differentiable.
+def permute_tokens(x_TD: Tensor, source_S: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
+    """Copy token source_S[s] into slot s: (S, D). Differentiable.
 
     Args:
         x_TD: the tokens.
-        source_R: the token in each slot; T for a row of zeros.
-        slot_TJ: the slots of each token, which backward sums; R for none.
+        source_S: the token in each slot; T for a row of zeros.
+        slot_TJ: the slots of each token, which backward sums; S for none.
         kernels: the option `[moe] kernels`.
     """
     with save_tensors():
-        return _Permute.apply(x_TD, source_R, slot_TJ, kernels)
+        return _Permute.apply(x_TD, source_S, slot_TJ, kernels)
 
 
-def unpermute_tokens(y_RD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
+def unpermute_tokens(y_SD: Tensor, source_S: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
     """Sum the rows in slots slot_TJ[t] for each token t: (T, D). Differentiable.
 
     Args:
-        y_RD: the rows in the slots.
-        source_R: the token of each slot, which backward copies; T for none.
-        slot_TJ: the slots of each token; R for none.
+        y_SD: the rows in the slots.
+        source_S: the token of each slot, which backward copies; T for none.
+        slot_TJ: the slots of each token; S for none.
         kernels: the option `[moe] kernels`.
     """
     with save_tensors():
-        return _Unpermute.apply(y_RD, source_R, slot_TJ, kernels)
+        return _Unpermute.apply(y_SD, source_S, slot_TJ, kernels)
 
 
 def permute_with_weights(
-    x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor, slot_TJ: Tensor, kernels: str = "auto"
+    x_TD: Tensor, weights_TK: Tensor, choice_S: Tensor, slot_TJ: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Copy tokens and their routing weights into slots. Differentiable.
 
     Args:
         x_TD: the tokens.
         weights_TK: the routing weights of each token's choices.
-        choice_R: the choice in each slot, numbered token * K + k; T * K for an empty slot.
-        slot_TJ: the slots of each token, which backward sums; R for none.
+        choice_S: the choice in each slot, numbered token * K + k; T * K for an empty slot.
+        slot_TJ: the slots of each token, which backward sums; S for none.
         kernels: the option `[moe] kernels`.
 
     Returns:
-        The routed tokens (R, D) and their routing weights (R, 1).
+        The routed tokens (S, D) and their routing weights (S, 1).
     """
     if fused(kernels, x_TD):
         with save_tensors():
-            return _PermuteWithWeights.apply(x_TD, weights_TK, choice_R, slot_TJ)
+            return _PermuteWithWeights.apply(x_TD, weights_TK, choice_S, slot_TJ)
     K = weights_TK.shape[1]
-    weights_R1 = permute_tokens(
-        weights_TK.reshape(-1, 1), choice_R, slot_TJ.view(weights_TK.numel(), slot_TJ.shape[1] // K), kernels
+    weights_S1 = permute_tokens(
+        weights_TK.reshape(-1, 1), choice_S, slot_TJ.view(weights_TK.numel(), slot_TJ.shape[1] // K), kernels
     )
-    return permute_tokens(x_TD, choice_R // K, slot_TJ, kernels), weights_R1
+    return permute_tokens(x_TD, choice_S // K, slot_TJ, kernels), weights_S1
 
 
 class _PermutePacked(torch.autograd.Function):
     """The autograd function of `permute_packed`. The gradient that it receives is packed too."""
 
     @staticmethod
-    def forward(ctx, x_TD, weights_TK, choice_R, slot_TJ):
+    def forward(ctx, x_TD, weights_TK, choice_S, slot_TJ):
         from titanmoe.ops.kernels.permute_rows import fetch_packed_rows
 
         ctx.save_for_backward(slot_TJ)
         ctx.top_k, ctx.weights_dtype = weights_TK.shape[1], weights_TK.dtype
-        return fetch_packed_rows(x_TD, weights_TK, choice_R)
+        return fetch_packed_rows(x_TD, weights_TK, choice_S)
 
     @staticmethod
-    def backward(ctx, grad_RP):
+    def backward(ctx, grad_SP):
         from titanmoe.ops.kernels.permute_rows import sum_packed_rows
 
-        return *sum_packed_rows(grad_RP, *ctx.saved_tensors, ctx.top_k, ctx.weights_dtype), None, None
+        return *sum_packed_rows(grad_SP, *ctx.saved_tensors, ctx.top_k, ctx.weights_dtype), None, None
 
 
 class _Unpack(torch.autograd.Function):
@@ -171,17 +171,17 @@ def can_pack(x_TD: Tensor, kernels: str) -> bool:
     return fused(kernels, x_TD) and x_TD.shape[1] * x_TD.element_size() % 16 == 0
 
 
-def permute_packed(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor, slot_TJ: Tensor) -> Tensor:
-    """Copy tokens into slots, each followed by its routing weight in the same row: (R, P). Differentiable.
+def permute_packed(x_TD: Tensor, weights_TK: Tensor, choice_S: Tensor, slot_TJ: Tensor) -> Tensor:
+    """Copy tokens into slots, each followed by its routing weight in the same row: (S, P). Differentiable.
 
     Args:
         x_TD: the tokens.
         weights_TK: the routing weights of each token's choices.
-        choice_R: the choice in each slot, numbered token * K + k; T * K for an empty slot.
-        slot_TJ: the slots of each token, which backward sums; R for none.
+        choice_S: the choice in each slot, numbered token * K + k; T * K for an empty slot.
+        slot_TJ: the slots of each token, which backward sums; S for none.
     """
     with save_tensors():
-        return _PermutePacked.apply(x_TD, weights_TK, choice_R, slot_TJ)
+        return _PermutePacked.apply(x_TD, weights_TK, choice_S, slot_TJ)
 
 
 def reorder_and_unpack(

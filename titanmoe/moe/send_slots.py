@@ -11,8 +11,8 @@ one expert (with etp, one copy for each etp rank of the expert).
     truncate_buffer, _route        drop slots at the end that turned out to be unused
     order_by_expert                after the exchange: the order that sorts what arrived by expert
 
-Shapes: T tokens, D model, K top-k, E experts, e local experts, G ranks, R slots of the buffer, J = K * etp copies of a
-token, P destination ranks. Expert number E stands for "no expert".
+Shapes: T tokens, D model, K top-k, E experts, e local experts, G ranks, S slots of the send buffer, J = K * etp copies
+of a token, P destination ranks. Expert number E stands for "no expert".
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from titanmoe.ops.kernels import fused
 class Route(NamedTuple):
     """The links between tokens and the slots of a send buffer."""
 
-    source_R: Tensor
+    source_S: Tensor
     """The token in each slot; T in an empty one."""
     slot_TJ: Tensor
-    """The slots of each token; R for a choice of no expert."""
+    """The slots of each token; S for a choice of no expert."""
 
 
 def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -96,42 +96,42 @@ def assign_slots(
 
 @named("permute")
 def fill_slots(
-    x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor, slot: Tensor, kernels: str = "auto", packed: bool = False
+    x_TD: Tensor, weights_TK: Tensor, choice_S: Tensor, slot: Tensor, kernels: str = "auto", packed: bool = False
 ) -> tuple[Tensor, Tensor | None, Route]:
     """Copy tokens and their routing weights into the slots of a send buffer. Differentiable.
 
     Args:
         x_TD: the tokens.
         weights_TK: the routing weights of each token's choices.
-        choice_R: the choice in each slot, numbered token * K + k, from `assign_slots`.
+        choice_S: the choice in each slot, numbered token * K + k, from `assign_slots`.
         slot: the slots of each choice, from `assign_slots`.
         kernels: the option `[moe] kernels`.
         packed: whether each routing weight is written behind its routed token, in one tensor.
 
     Returns:
-        The routed tokens (R, D); their routing weights (R, 1), or None if packed; and the links from slots back to
+        The routed tokens (S, D); their routing weights (S, 1), or None if packed; and the links from slots back to
         tokens.
     """
     T, K = weights_TK.shape
-    route = Route(choice_R // K, slot.view(T, K * slot.shape[1]))
+    route = Route(choice_S // K, slot.view(T, K * slot.shape[1]))
     if packed:
-        return permute_packed(x_TD, weights_TK, choice_R, route.slot_TJ), None, route
-    return *permute_with_weights(x_TD, weights_TK, choice_R, route.slot_TJ, kernels), route
+        return permute_packed(x_TD, weights_TK, choice_S, route.slot_TJ), None, route
+    return *permute_with_weights(x_TD, weights_TK, choice_S, route.slot_TJ, kernels), route
 
 
-def truncate_buffer(x_RD: Tensor, used_slots: int) -> Tensor:
-    """Return the first `used_slots` slots of a buffer (R, D); the others are unused. Differentiable."""
+def truncate_buffer(x_SD: Tensor, used_slots: int) -> Tensor:
+    """Return the first `used_slots` slots of a buffer (S, D); the others are unused. Differentiable."""
     if torch.compiler.is_compiling():  # their number is not known then
-        return x_RD.narrow(0, 0, used_slots)
-    rest = x_RD.shape[0] - used_slots
-    return x_RD.split([used_slots, rest])[0] if rest else x_RD  # so that backward need not copy
+        return x_SD.narrow(0, 0, used_slots)
+    rest = x_SD.shape[0] - used_slots
+    return x_SD.split([used_slots, rest])[0] if rest else x_SD  # so that backward need not copy
 
 
 def truncate_route(route: Route, used_slots: int) -> Route:
     """Return the links between tokens and the first `used_slots` slots of a buffer; the others are unused."""
-    if not torch.compiler.is_compiling() and used_slots == len(route.source_R):
+    if not torch.compiler.is_compiling() and used_slots == len(route.source_S):
         return route
-    return Route(route.source_R.narrow(0, 0, used_slots), route.slot_TJ.clamp(max=used_slots))
+    return Route(route.source_S.narrow(0, 0, used_slots), route.slot_TJ.clamp(max=used_slots))
 
 
 @named("permute")

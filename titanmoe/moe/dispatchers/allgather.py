@@ -3,7 +3,8 @@
 A reduce-scatter brings sums back. Per rank and direction: T * (G - 1) rows of D elements for any top_k, as many for
 each rank. Useful for a group of about two, or if top_k is near ep.
 
-Shapes as in titanmoe.moe.dispatchers.dispatcher, and: N = T * G tokens of the group.
+Shapes as in titanmoe.moe.dispatchers.dispatcher, and: N = T * G tokens of the group. Slots are filled after the tokens
+have arrived, so those of `titanmoe.moe.send_slots`, S, are the routed tokens of this rank's experts, R.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class AllGather(Dispatcher):
         x_ND = all_gather_autograd(x_TD, 0, self.group)
         weights_NK = all_gather_autograd(weights_TK, 0, self.group, small=True)
         rows = self.local_experts * slots_per_expert if number is None else number.read()  # the layer's only host sync
-        choice_R, slot = assign_slots(chosen_NK, order, count_e, 1, 1, slots_per_expert, rows)
-        x_RD, weights_R1, route = fill_slots(x_ND, weights_NK, choice_R, slot, self.kernels)
+        choice_S, slot = assign_slots(chosen_NK, order, count_e, 1, 1, slots_per_expert, rows)
+        x_RD, weights_R1, route = fill_slots(x_ND, weights_NK, choice_S, slot, self.kernels)
         count_e = torch.full_like(count_e, slots_per_expert) if slots_per_expert else count_e
         return_sums = partial(reduce_scatter_autograd, dim=0, group=self.group)
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
@@ -97,4 +98,4 @@ class SummedExchange(NamedTuple):
     @named("combine")
     def combine(self, y_RD: Tensor) -> Tensor:
         """Sum the outputs of this rank's experts by token, send the sums back, and return each token's total (T, D)."""
-        return self.return_sums(unpermute_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels))
+        return self.return_sums(unpermute_tokens(y_RD, self.route.source_S, self.route.slot_TJ, self.kernels))

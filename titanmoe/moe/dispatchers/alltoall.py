@@ -59,52 +59,53 @@ class AllToAll(Dispatcher):
         waiting_costs = device.choose(x_TD, True, cpu=False, compiled=True)
         if G == 1 and not slots_per_expert and self.allows_unused_slots and waiting_costs:
             return self.dispatch_locally(x_TD, weights_TK, chosen_TK)
-        choice_R, slot, count_E, counts = self.assign(chosen_TK, slots_per_expert)
+        choice_S, slot, count_E, counts = self.assign(chosen_TK, slots_per_expert)
         in_graph = counts is not None and torch.compiler.is_compiling()
         if in_graph:
             count_Ge, send, receive = counts.read()
-            choice_R, slot = choice_R.narrow(0, 0, sum(send)), slot.clamp(max=sum(send))
+            choice_S, slot = choice_S.narrow(0, 0, sum(send)), slot.clamp(max=sum(send))
         # Rows that are reordered when they arrive are packed with their weights, and unpacked, on the way.
         packed = G > 1 and e > 1 and can_pack(x_TD, self.kernels)
-        x_RD, weights_R1, route = fill_slots(x_TD, weights_TK, choice_R, slot, self.kernels, packed)
+        x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot, self.kernels, packed)
         if counts is None:
             send = receive = None  # the same size to and from every rank
             count_Ge = count_E.new_full((G, e), slots_per_expert)
         elif not in_graph:
-            interleave.yield_in_backward(x_RD)
+            interleave.yield_in_backward(x_SD)
             count_Ge, send, receive = counts.read()  # the layer's only host sync
-            x_RD, route = truncate_buffer(x_RD, sum(send)), truncate_route(route, sum(send))
-            weights_R1 = None if packed else truncate_buffer(weights_R1, sum(send))
-        x_flight = start_all_to_all(x_RD, self.group, send, receive)
-        weights_flight = None if packed else start_all_to_all(weights_R1, self.group, send, receive, small=True)
+            x_SD, route = truncate_buffer(x_SD, sum(send)), truncate_route(route, sum(send))
+            weights_S1 = None if packed else truncate_buffer(weights_S1, sum(send))
+        x_RD = start_all_to_all(x_SD, self.group, send, receive)
+        weights_R1 = None if packed else start_all_to_all(weights_S1, self.group, send, receive, small=True)
         arriving = G * e * slots_per_expert if counts is None else sum(receive)
         expert_order = order_by_expert(count_Ge, arriving, self.kernels) if G > 1 and e > 1 else None
         count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
-        return AllToAllExchange(x_flight, weights_flight, weights_TK.dtype, count_e, expert_order, route, self.kernels)
+        return AllToAllExchange(x_RD, weights_R1, weights_TK.dtype, count_e, expert_order, route, self.kernels)
 
     def dispatch_locally(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> AllToAllExchange:
         """Copy tokens into the slots of their experts on a rank that has all experts, without a host sync.
 
-        Nothing is sent. The buffer has the largest possible size, since the host does not know how much is used. Unused
-        slots come last; what experts compute of them is undefined and reaches no token.
+        Nothing is sent: experts receive the slots of the send buffer. It has the largest possible size, since the host
+        does not know how much is used. Unused slots come last; what experts compute of them is undefined and reaches no
+        token.
         """
-        choice_R, slot, count_e = assign_unpadded_slots(chosen_TK, self.num_experts, 1, 1, self.kernels)
-        x_RD, weights_R1, route = fill_slots(x_TD, weights_TK, choice_R, slot, self.kernels)
-        x_flight, weights_flight = InFlight(x_RD, None), InFlight(weights_R1, None)
-        return AllToAllExchange(x_flight, weights_flight, weights_TK.dtype, count_e, None, route, self.kernels)
+        choice_S, slot, count_e = assign_unpadded_slots(chosen_TK, self.num_experts, 1, 1, self.kernels)
+        x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot, self.kernels)
+        x_RD, weights_R1 = InFlight(x_SD, None), InFlight(weights_S1, None)
+        return AllToAllExchange(x_RD, weights_R1, weights_TK.dtype, count_e, None, route, self.kernels)
 
     def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, Tensor, CountExchange | None]:
         """Assign a slot of the send buffer to each choice of an expert.
 
         Returns:
-            The choice in each slot (R,); the slots of each choice (T * K, etp); the number of choices of each expert
+            The choice in each slot (S,); the slots of each choice (T * K, etp); the number of choices of each expert
             (E,); and the started exchange of counts, None if expert buffers are padded.
         """
         if not slots_per_expert:
-            choice_R, slot, count_E = assign_unpadded_slots(
+            choice_S, slot, count_E = assign_unpadded_slots(
                 chosen_TK, self.num_experts, self.ep, self.etp, self.kernels
             )
-            return choice_R, slot, count_E, self.send_counts(count_E)
+            return choice_S, slot, count_E, self.send_counts(count_E)
         order, count_E = sort_by_expert(chosen_TK, self.num_experts)
         most = self.num_experts * slots_per_expert * self.etp
         return *assign_slots(chosen_TK, order, count_E, self.ep, self.etp, slots_per_expert, most), count_E, None
@@ -171,4 +172,5 @@ class AllToAllExchange(NamedTuple):
     @named("combine")
     def finish_combine(self, in_flight: InFlight) -> Tensor:
         """Wait for the experts' outputs from `start_combine`, and return each token's sum of them (T, D)."""
-        return unpermute_tokens(finish_all_to_all(in_flight), self.route.source_R, self.route.slot_TJ, self.kernels)
+        y_SD = finish_all_to_all(in_flight)
+        return unpermute_tokens(y_SD, self.route.source_S, self.route.slot_TJ, self.kernels)

@@ -15,7 +15,8 @@ A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `spec
 `Exchange`, and a line in `titanmoe/moe/dispatchers/dispatcher_spec.py`. `allgather.py` is the shortest.
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
-etp innermost), R routed tokens of this rank's experts. Expert number E stands for "no expert".
+etp innermost), S slots of this rank's send buffer, each with a routed token that it sends, R routed tokens that it
+receives for its experts. Expert number E stands for "no expert".
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ for each expert there that a token arriving at this rank has chosen. With a grou
 this is AllToAll.
 
 Shapes as in titanmoe.moe.dispatchers.dispatcher, and: N nodes of the group, V tokens that arrive here from all of them.
+Between nodes a slot of the send buffer has a token for a node, not for an expert.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ class Hierarchical(Dispatcher):
         T, N = x_TD.shape[0], across.size
         if N == 1:
             return self.inner.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
-        choice_R, slot, counts = self.assign(chosen_TK, slots_per_expert)
-        route = Route(choice_R // N, slot.view(T, N))
-        x_RD, weights_RK = (permute_tokens(x, route.source_R, route.slot_TJ, self.kernels) for x in (x_TD, weights_TK))
-        choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
+        choice_S, slot, counts = self.assign(chosen_TK, slots_per_expert)
+        route = Route(choice_S // N, slot.view(T, N))
+        x_SD, weights_SK = (permute_tokens(x, route.source_S, route.slot_TJ, self.kernels) for x in (x_TD, weights_TK))
+        choices_SK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_S)
         if counts is None:
             send = receive = [T] * N
         else:
-            interleave.yield_in_backward(x_RD)
+            interleave.yield_in_backward(x_SD)
             _, send, receive = counts.read()  # the first of two host syncs
             route = truncate_route(route, sum(send))
         x_VD, weights_VK, choices_VK = (
             start_all_to_all(truncate_buffer(rows, sum(send)), across, send, receive, small)
-            for rows, small in ((x_RD, False), (weights_RK, True), (choices_RK.to(torch.int32), True))
+            for rows, small in ((x_SD, False), (weights_SK, True), (choices_SK.to(torch.int32), True))
         )
         return HierarchicalExchange(self, x_VD, weights_VK, choices_VK, slots_per_expert * N, route, send, receive)
 
@@ -143,5 +144,5 @@ class HierarchicalExchange:
             Each token's sum over its experts (T, D).
         """
         y_VD, across = self.node_exchange.finish_combine(in_flight), self.dispatcher.ranks.across
-        y_RD = finish_all_to_all(start_all_to_all(y_VD, across, self.arriving, self.leaving))
-        return unpermute_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.dispatcher.kernels)
+        y_SD = finish_all_to_all(start_all_to_all(y_VD, across, self.arriving, self.leaving))
+        return unpermute_tokens(y_SD, self.route.source_S, self.route.slot_TJ, self.dispatcher.kernels)

@@ -13,9 +13,10 @@ no rank sends anything and a flag is set: the step is then repeated without the 
 A rank alone has no group and allocates nothing. A group of one that has a name, such as the world's in a single
 process, sends its routed tokens to itself through its own buffer: so all of this can be tested on one GPU.
 
-Shapes as in titanmoe.moe.dispatchers.dispatcher, and: H slots of the send buffer, T * K * etp, the unused ones last; A
-slots of the receive buffer: every expert has a multiple of ALIGN, those after its routed tokens and after all experts'
-unused. N rows that leave and M that arrive, either way. A place is rank * limit + slot, and -1 is nowhere.
+Shapes as in titanmoe.moe.dispatchers.dispatcher, with S = T * K * etp slots of the send buffer, the unused ones last,
+and R slots of the receive buffer: every expert has a multiple of ALIGN, those after its routed tokens and after all
+experts' unused. G ranks as senders, P the same ranks as receivers. N rows that leave and M that arrive, either way. A
+place is rank * limit + slot, and -1 is nowhere.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ class Places(NamedTuple):
     A place is rank * limit + slot of that rank's buffer; -1 is nowhere.
     """
 
-    to_H: Tensor
+    to_S: Tensor
     """The place in a receive buffer to which each slot of this rank's send buffer goes."""
-    from_A: Tensor
+    from_R: Tensor
     """The place in a send buffer from which each slot of this rank's receive buffer comes."""
     slots_e: Tensor
     """The number of slots of each local expert in the receive buffer, a multiple of ALIGN."""
@@ -115,23 +116,23 @@ def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, send_slots: int, re
         count_GE: the number of routed tokens from each sending rank for each expert.
         ranks: the ranks that hold the experts.
         limit: at least the slots of each buffer.
-        send_slots: H, the slots of this rank's send buffer.
-        receive_slots: A, the slots of this rank's receive buffer.
+        send_slots: S, the slots of this rank's send buffer.
+        receive_slots: R, the slots of this rank's receive buffer.
     """
     rank = ranks.group.rank
     # By sender, receiver and local expert: all etp ranks of an expert get its rows.
-    size_SRe = count_GE.view(len(count_GE), ranks.ep, -1).repeat_interleave(ranks.etp, 1)
-    need_R = aligned_counts(size_SRe.sum(0)).sum(1)
-    fits = (need_R <= receive_slots).all()
-    size_SRe = size_SRe * fits
-    slots_Re = aligned_counts(size_SRe.sum(0))
-    first_SRe = (size_SRe.flatten(1).cumsum(1) - size_SRe.flatten(1)).view_as(size_SRe)  # in the send buffer
-    place_SRe = slots_Re.cumsum(1) - slots_Re + size_SRe.cumsum(0) - size_SRe  # in the receive buffer
+    size_GPe = count_GE.view(len(count_GE), ranks.ep, -1).repeat_interleave(ranks.etp, 1)
+    need_P = aligned_counts(size_GPe.sum(0)).sum(1)
+    fits = (need_P <= receive_slots).all()
+    size_GPe = size_GPe * fits
+    slots_Pe = aligned_counts(size_GPe.sum(0))
+    first_GPe = (size_GPe.flatten(1).cumsum(1) - size_GPe.flatten(1)).view_as(size_GPe)  # in the send buffer
+    place_GPe = slots_Pe.cumsum(1) - slots_Pe + size_GPe.cumsum(0) - size_GPe  # in the receive buffer
     begin_G1 = (torch.arange(len(count_GE), device=count_GE.device) * limit).unsqueeze(1)
-    to_H = _counterparts(size_SRe[rank], first_SRe[rank], place_SRe[rank] + begin_G1, send_slots)
-    size_eS, first_eS, place_eS = (x[:, rank].t() for x in (size_SRe, first_SRe, place_SRe))
-    from_A = _counterparts(size_eS, place_eS, first_eS + begin_G1.t(), receive_slots)
-    return Places(to_H, from_A, slots_Re[rank], fits, need_R[rank] > receive_slots)
+    to_S = _counterparts(size_GPe[rank], first_GPe[rank], place_GPe[rank] + begin_G1, send_slots)
+    size_eG, first_eG, place_eG = (x[:, rank].t() for x in (size_GPe, first_GPe, place_GPe))
+    from_R = _counterparts(size_eG, place_eG, first_eG + begin_G1.t(), receive_slots)
+    return Places(to_S, from_R, slots_Pe[rank], fits, need_P[rank] > receive_slots)
 
 
 def _counterparts(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
@@ -351,11 +352,11 @@ class SymmetricBuffers(SharedBuffers):
         sender_G1 = torch.arange(group.size, device=device).unsqueeze(1)
         expert_E = torch.arange(num_experts, device=device)
         sent_GE = ((sender_G1 + expert_E) % 2) * (expert_E < rows // self.ranks.etp)
-        to_H, from_A, *_ = places(sent_GE, self.ranks, self.limit, rows, self.receive_slots)
-        own_HD = names(torch.arange(rows, device=device) + group.rank * self.limit)
-        (away_AD,) = send([own_HD], to_H, from_A, self.name)
-        (home_HD,) = send([away_AD], from_A, to_H, self.name)
-        right = torch.equal(away_AD, names(from_A)) and torch.equal(home_HD, own_HD.where((to_H >= 0).unsqueeze(1), 0))
+        to_S, from_R, *_ = places(sent_GE, self.ranks, self.limit, rows, self.receive_slots)
+        own_SD = names(torch.arange(rows, device=device) + group.rank * self.limit)
+        (away_RD,) = send([own_SD], to_S, from_R, self.name)
+        (home_SD,) = send([away_RD], from_R, to_S, self.name)
+        right = torch.equal(away_RD, names(from_R)) and torch.equal(home_SD, own_SD.where((to_S >= 0).unsqueeze(1), 0))
         wrong = torch.tensor([float(not right)], device=device)
         dist.all_reduce(wrong)
         if wrong:
@@ -479,12 +480,12 @@ class Symmetric(Dispatcher):
         if memory is None or self.group == NO_GROUP:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
         rows = chosen_TK.numel() * self.etp
-        choice_H, slot, count_E = assign_unpadded_slots(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
-        to_H, from_A, slots_e, fits, _ = self.gather_places(count_E, memory, rows)
+        choice_S, slot, count_E = assign_unpadded_slots(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        to_S, from_R, slots_e, fits, _ = self.gather_places(count_E, memory, rows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
-        x_HD, weights_H1, route = fill_slots(x_TD, weights_TK, choice_H, slot.where(fits, rows), self.kernels)
-        x_AD, weights_A1 = exchange((x_HD, weights_H1), to_H, from_A, memory.name)
-        return SymmetricExchange(x_AD, weights_A1, slots_e, memory.name, to_H, from_A, route, self.kernels)
+        x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot.where(fits, rows), self.kernels)
+        x_RD, weights_R1 = exchange((x_SD, weights_S1), to_S, from_R, memory.name)
+        return SymmetricExchange(x_RD, weights_R1, slots_e, memory.name, to_S, from_R, route, self.kernels)
 
     def gather_places(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
         """Gather all ranks' counts of routed tokens, and compute where each routed token goes to and comes from.
@@ -506,12 +507,12 @@ class Symmetric(Dispatcher):
 class SymmetricExchange(NamedTuple):
     """The received routed tokens of this rank's experts, and the places to which the experts' outputs go back."""
 
-    x_AD: Tensor
-    weights_A1: Tensor
+    x_RD: Tensor
+    weights_R1: Tensor
     slots_e: Tensor
     memory: str
-    to_H: Tensor
-    from_A: Tensor
+    to_S: Tensor
+    from_R: Tensor
     route: Route
     kernels: str
 
@@ -519,13 +520,13 @@ class SymmetricExchange(NamedTuple):
         """Return the routed tokens of this rank's experts, which have arrived, with unused slots.
 
         Returns:
-            The slots of the receive buffer (A, D), sorted by expert; their routing weights (A, 1); and the number of
+            The slots of the receive buffer (R, D), sorted by expert; their routing weights (R, 1); and the number of
             each expert's slots (e,), its unused ones included.
         """
-        return self.x_AD, self.weights_A1, self.slots_e
+        return self.x_RD, self.weights_R1, self.slots_e
 
     @named("combine")
-    def combine(self, y_AD: Tensor) -> Tensor:
+    def combine(self, y_RD: Tensor) -> Tensor:
         """Write the experts' outputs back to their tokens' ranks, and return each token's sum of them (T, D)."""
-        (y_HD,) = exchange((y_AD,), self.from_A, self.to_H, self.memory)
-        return unpermute_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)
+        (y_SD,) = exchange((y_RD,), self.from_R, self.to_S, self.memory)
+        return unpermute_tokens(y_SD, self.route.source_S, self.route.slot_TJ, self.kernels)

@@ -5,8 +5,8 @@ in at least float32 and rounded once. An index past the last row stands for a ro
 
 A packed row is a row and, in the 16 bytes after it, the bits of its routing weight, so that one message has both.
 
-Shapes: N rows that are read, R rows that are written, T tokens, D width, P width of a packed row, K weights per token,
-J rows per token.
+Shapes: N rows that are fetched from, T tokens that rows are summed to, R rows of a buffer of routed tokens, sent or
+received, that a fetch writes and a sum reads, D width, P width of a packed row, K weights per token, J rows per token.
 """
 
 from __future__ import annotations
