@@ -36,13 +36,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from titanmoe.components import COMPONENTS  # noqa: E402
-from titanmoe.config.fields import flatten  # noqa: E402
+from titanmoe.config.fields import flatten, with_values  # noqa: E402
 from titanmoe.config.load import load, read_draft  # noqa: E402
 from titanmoe.config.recipe import find_recipe, shipped_recipes  # noqa: E402
 from titanmoe.config.schema import Config, Model  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import DEGREE_PATHS, Fold, derive  # noqa: E402
-from titanmoe.launcher.fit_ranks import with_values  # noqa: E402
 from titanmoe.models.count import flops_per_token  # noqa: E402
 from titanmoe.models.families import preset  # noqa: E402
 from titanmoe.plan.devices import read_device  # noqa: E402

@@ -13,7 +13,8 @@ from tests import parity
 from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
-from titanmoe.fold.attention_backend import pick_backend
+from titanmoe.config.fields import with_values
+from titanmoe.fold.attention_backend import attention_violations, pick_backend
 from titanmoe.ops.device import Hardware, imitate
 from titanmoe.parallel import choose_attention as room
 from titanmoe.parallel import torch_ring
@@ -73,6 +74,12 @@ RING = {"parallelism.attention_backend": "torch", "parallelism.cp": 2}
 def test_what_torch_cannot_do_here_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parity.read(RING | changes, 2)
+
+
+def test_answers_to_learn_from_are_documents() -> None:
+    config = with_values(parity.read({"parallelism.cp": 2}, 2), RING | {"rl.reward": "exact"})
+    (problem,) = attention_violations(config, cp=2)
+    assert "neither documents nor windows" in problem
 
 
 def test_documents_that_come_nevertheless_are_refused() -> None:

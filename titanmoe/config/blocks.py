@@ -1,4 +1,4 @@
-"""Properties of single blocks that follow from [model]: experts or dense, attention window, RoPE width.
+"""What follows from a recipe: of a block, such as experts or dense and the attention window; of batches, documents.
 
 Used by the model, the planner and the laws. Imports no torch.
 """
@@ -53,6 +53,14 @@ def window(model: Model, layer: int) -> int:
 def rotary_width(model: Model) -> int:
     """Return the number of dims of a head that RoPE rotates."""
     return model.qk_rope_head_dim or model.rotary_dim or model.head_dim
+
+
+def separates_documents(config: Config) -> bool:
+    """Return whether samples of training have documents that do not attend to each other.
+
+    They do by data.packing, but for "stream", and always in reinforcement learning, where answers are documents.
+    """
+    return config.data.packing != "stream" or bool(config.rl.reward)
 
 
 def splits_router_product(config: Config) -> bool:

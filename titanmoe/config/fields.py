@@ -1,7 +1,8 @@
 """The schema as a flat dict of fields by path ("parallelism.experts.ep"), and what is printed from it.
 
-`load` reads recipes with `fields` and `build`; `to_toml` writes resolved recipes, `help_page` prints --help and
-`update_page` rewrites docs/config.md. Docstrings come from the source of `titanmoe.config.schema`.
+`load` reads recipes with `fields` and `build`; `with_values` changes a config; `to_toml` writes resolved recipes,
+`help_page` prints --help and `update_page` rewrites docs/config.md. Docstrings come from the source of
+`titanmoe.config.schema`.
 """
 
 from __future__ import annotations
@@ -146,6 +147,19 @@ def build(values: Mapping[str, Any], components: Components | None = None) -> Co
         return cls(**members)
 
     return replace(table(Config, ""), components=components or Components())
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of a config, or of one of its tables, with some values replaced, unchecked.
+
+    Args:
+        config: the config or table.
+        values: new values by dotted path, such as "parallelism.tp".
+    """
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        config = replace(config, **{name: with_values(getattr(config, name), {rest: value}) if rest else value})
+    return config
 
 
 def toml_value(value: Any) -> str:

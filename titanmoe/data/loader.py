@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from titanmoe.config import ConfigError
+from titanmoe.config.blocks import separates_documents
 from titanmoe.config.schema import Config
 from titanmoe.data.balanced_work import DocumentWork, assign_samples
 from titanmoe.data.batch import Batch
@@ -33,7 +34,7 @@ from titanmoe.data.documents import Documents
 from titanmoe.data.pack_chats import ChatPacker
 from titanmoe.data.prefetch import Prefetcher
 from titanmoe.data.source_mix import Sample, SourceMix
-from titanmoe.data.sources import open_training_sources, open_validation_sources, separates_documents
+from titanmoe.data.sources import open_training_sources, open_validation_sources
 
 
 class BatchLayout:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from titanmoe.config import ConfigError
+from titanmoe.config.blocks import separates_documents
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import WEIGHT
 from titanmoe.data.documents import Documents, MemoryDocuments, is_masked
@@ -78,11 +79,6 @@ class SyntheticPacker:
         out.tokens_NS[n], out.labels_NS[n], out.valid_NS[n] = tokens[:-1], tokens[1:], True
         if WEIGHT in out.extra_fields:
             out.extra_fields[WEIGHT][n] = 1
-
-
-def separates_documents(config: Config) -> bool:
-    """Return whether documents in one sequence do not attend to each other (any data.packing but "stream")."""
-    return config.data.packing != "stream"
 
 
 def open_training_sources(config: Config) -> tuple[SourceMix, Sequence[Documents]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from titanmoe.config.blocks import window
+from titanmoe.config.blocks import separates_documents, window
 from titanmoe.config.schema import Config, Model
 
 Backend = Literal["plain", "ring", "flex"]
@@ -118,8 +118,8 @@ def attention_violations(config: Config, cp: int) -> Iterator[str]:
     if options.attention_backend != "torch":
         return
     device, float64 = "cpu" if training.device == "cpu" else "cuda", training.mixed_precision_param == "float64"
-    apart = config.data.packing != "stream" or bool(config.validation.quiz.paths)
-    masked = {apart or window(model, layer) > 0 for layer in range(model.num_layers)}
+    documents = separates_documents(config) or bool(config.validation.quiz.paths)
+    masked = {documents or window(model, layer) > 0 for layer in range(model.num_layers)}
     narrow = min(head_widths(model)) < FLEX_NARROWEST
     picked = [
         pick_backend("torch", options.cp_kind, cp, device, float64, mask, model.attention_sinks, narrow=narrow)

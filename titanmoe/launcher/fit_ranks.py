@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
+from titanmoe.config.fields import with_values
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import DEGREE_PATHS
 from titanmoe.fold.legal_mappings import changes, nearest
@@ -148,19 +148,6 @@ def suggest_mapping(
 def new_values(change: dict[str, tuple[int, int]]) -> dict[str, int]:
     """Return the new value of each changed option, given (old, new) by option."""
     return {path: value for path, (_, value) in change.items()}
-
-
-def with_values(config: Any, values: dict[str, Any]) -> Any:
-    """Return a copy of a config, or of one of its tables, with some values replaced.
-
-    Args:
-        config: the config or table.
-        values: new values by dotted path, such as "parallelism.tp".
-    """
-    for path, value in values.items():
-        name, _, rest = path.partition(".")
-        config = replace(config, **{name: with_values(getattr(config, name), {rest: value}) if rest else value})
-    return config
 
 
 def changes_text(change: dict[str, tuple[int, int]]) -> str:

@@ -12,11 +12,12 @@ from itertools import product
 from typing import Any
 
 from titanmoe.config.blocks import moe_layers
+from titanmoe.config.fields import with_values
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
-from titanmoe.launcher.fit_ranks import Machine, with_values
+from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.models.count import parameters
 from titanmoe.moe.dispatchers.dispatcher_spec import with_planned_dispatcher
 from titanmoe.plan import memory

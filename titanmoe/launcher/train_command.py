@@ -23,6 +23,7 @@ import titanmoe
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load, other_names
 from titanmoe.config.command_line import split_words
+from titanmoe.config.fields import with_values
 from titanmoe.config.load import Draft, read_draft
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
@@ -220,7 +221,7 @@ def prepare(request: Request) -> PreparedRun:
         smaller = machine.ranks * request.nodes
         if config is None:
             return ""
-        changed = fit_ranks.with_values(config, fit_ranks.new_values(fit_ranks.nearest_changes(config, smaller)))
+        changed = with_values(config, fit_ranks.new_values(fit_ranks.nearest_changes(config, smaller)))
         return "" if violations(changed, smaller) else shortage(changed, smaller)
 
     if prints:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanmoe.config import ConfigError, load
+from titanmoe.config.blocks import separates_documents
 from titanmoe.config.command_line import split_words
 from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config, Parallelism
@@ -279,7 +280,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
             "generation.offload_training: training's memory takes no time to reach the host and to come back",
         ),
         (
-            config.data.packing != "stream" or bool(config.rl.reward),
+            separates_documents(config),
             "documents that are kept apart: attention is priced as over whole samples",
         ),
         (moe.capacity_factor > 0, "a capacity: rows are those before anything is dropped or padded"),

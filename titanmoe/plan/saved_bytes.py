@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from titanmoe.config.blocks import has_experts, splits_router_product
+from titanmoe.config.blocks import has_experts, separates_documents, splits_router_product
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.attention_backend import FLEX_NARROWEST, head_widths, pick_backend
@@ -73,7 +73,7 @@ def saves_mask(config: Config, cp: int) -> bool:
     """
     model, options = config.model, config.parallelism
     by_blocks = model.attention_sinks or model.sliding_window or (cp > 1 and options.cp_kind != "ulysses")
-    if by_blocks or (config.data.packing == "stream" and not config.rl.reward):
+    if by_blocks or not separates_documents(config):
         return False
     narrow = min(head_widths(model)) < FLEX_NARROWEST
     backend, _ = pick_backend(options.attention_backend, options.cp_kind, cp, "cuda", False, True, False, "", narrow)
