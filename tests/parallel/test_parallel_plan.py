@@ -24,7 +24,7 @@ from titanmoe.models.families.family import Family
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.lora import add_adapters
 from titanmoe.models.transformer import Block, Transformer
-from titanmoe.parallel.parallel_plan import Plan, Sharded, TensorParallel, expand, make_plan
+from titanmoe.parallel.parallel_plan import Plan, Sharded, TensorParallel, expand, make_plan, summed_over
 
 FAMILY = Family({"debug": qwen2_moe.SIZES["debug"]}, plan={"moe.shared.w?.weight": None})
 """A family whose shared experts are replicated over tp and see only the rank's own tokens."""
@@ -56,6 +56,24 @@ def test_every_stage_has_a_row_for_each_parameter(family: str, tied: bool) -> No
         assert sorted(listed) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
         gathering = {path for path, module in model.named_modules() if hasattr(module, "tp")}
         assert gathering == {path for path, style in rows.items() if isinstance(style, TensorParallel)}
+
+
+def test_each_replicated_parameter_names_the_ranks_that_sum_its_gradient() -> None:
+    config = replace(config_of("mixtral"), lora=LoRA(rank=2))
+    model, plan = stage(config, range(2), True, True)
+    rows, heads = expand(plan, model), config.model.num_kv_heads
+    few, many = (summed_over(rows, tp) for tp in (heads, 2 * heads))
+    assert {name for name, ranks in few.items() if ranks == "stage"} == {
+        name for name, _ in model.named_parameters() if ".router." in name
+    }
+    assert few["layers.0.attention_norm.weight"] == few["head.norm.weight"] == "tp"
+    assert few["layers.1.moe.experts.w1_lora_A"] == "etp" and "layers.1.moe.experts.w1" not in few
+    assert set(many) - set(few) == {
+        f"layers.{i}.attention.{module}.{name}"
+        for i in range(2)
+        for module in ("wk", "wv")
+        for name in ("weight", "lora_B")
+    }
 
 
 def test_rows_and_parameters_without_the_other_are_refused_together() -> None:

@@ -42,13 +42,13 @@ def expert_gradients_scaled_by_etp() -> Callable[[], None]:
 
 
 def _routers_only_summed_over(axis: str) -> Callable[[], None]:
-    from titanmoe.comm.collectives import Group
+    from titanmoe.comm.collectives import NO_GROUP, Group
     from titanmoe.train import gradients
 
     def partial(sum_replicated: Any) -> Any:
-        def run(parameters: Any, stage: Any, *others: Any) -> None:
-            mesh = next(p.device_mesh for p in parameters if {"fsdp", "tp"} <= set(p.device_mesh.mesh_dim_names))
-            sum_replicated(parameters, (Group.of(mesh.get_group(axis)),), *others)
+        def run(parameters: Any, summed_over: Any, meshes: Any) -> None:
+            ranks = Group.of(meshes.dense.get_group(axis))
+            sum_replicated(parameters, summed_over, replace(meshes, sequence=ranks, data=NO_GROUP))
 
         return run
 

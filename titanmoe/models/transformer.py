@@ -162,6 +162,12 @@ class MultiToken(nn.Module):
 class Transformer(nn.Module):
     """A transformer, or one pipeline stage of it."""
 
+    summed_over: dict[str, str]
+    """The ranks that sum the gradient of each replicated parameter, by name: "tp", "etp" or "stage".
+
+    Set where the stage is distributed over ranks (titanmoe.parallel.parallel_plan).
+    """
+
     def __init__(
         self,
         config: Config,

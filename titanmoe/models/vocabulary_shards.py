@@ -37,6 +37,8 @@ class VocabularyShards(nn.Module):
     """
 
     mtp = embed_copy = None
+    summed_over: dict[str, str]
+    """{}, as no rank has the rows of another; in the interface of a stage."""
 
     def __init__(self, config: Config, dtype: torch.dtype, output: HeadOutput = LOSS_ONLY):
         """Build the two layers on the current device, which is meta in training.

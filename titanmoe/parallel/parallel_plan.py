@@ -15,14 +15,15 @@ planner reads too; `titanmoe fold RECIPE --plan` prints them. `parallelize` appl
 because the modules gather and scatter in their own forward (`gather(x, 1, self.tp)`), inside what is compiled.
 
 Weights are sharded column-wise then row-wise: heads, hidden width and vocabulary are split, and between them the
-sequence is. A parameter that is replicated over tp only sees this rank's tokens or heads; `sum_replicated` sums its
-gradients. Routers are replicated over the data axes too (`titanmoe.parallel.data_parallel`).
+sequence is. A replicated parameter only sees this rank's tokens or heads. Each style says over which ranks its gradient
+is then summed (`summed_over`), and `sum_replicated` does so: of norms over tp, of routers over all ranks of the stage,
+because they are replicated over the data axes too (`titanmoe.parallel.data_parallel`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -61,6 +62,13 @@ def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list
 
 # ---- styles
 
+SummedOver = Literal["tp", "etp", "stage"]
+"""Ranks over which `sum_replicated` sums the gradient of a replicated parameter, once per step.
+
+"stage" is all ranks of the pipeline stage, for what FSDP does not shard. Gradients of other parameters are summed over
+data ranks by FSDP, or by titanmoe.parallel.unsharded.
+"""
+
 
 @dataclass
 class Sharded(ParallelStyle):
@@ -72,11 +80,16 @@ class Sharded(ParallelStyle):
     """Largest number of ranks that shard. With more all parameters are replicated, as keys are beyond the key heads."""
     mesh: ClassVar[Literal["tp", "ep x etp", "stage", "pp x tp"]] = "tp"
     other_axes: ClassVar[Placement] = Replicate()
+    summed_over: ClassVar[SummedOver] = "tp"
+    """Ranks that sum the gradients of the parameters that the style replicates."""
+
+    def replicates(self, name: str, ranks: int) -> bool:
+        """Return whether the style replicates a parameter over the mesh's last axis, on a mesh of so many ranks."""
+        return self.dims[name] is None or (self.max_tp is not None and ranks > self.max_tp)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        replicated = self.max_tp is not None and device_mesh.size() > self.max_tp
         for name, dim in self.dims.items():
-            last = Replicate() if dim is None or replicated else Shard(dim)
+            last = Replicate() if self.replicates(name, device_mesh.size()) else Shard(dim)
             put_on_mesh(module, name, device_mesh, [self.other_axes] * (device_mesh.ndim - 1) + [last])
         return module
 
@@ -106,7 +119,7 @@ class VocabularyParallel(Sharded):
 class ExpertParallel(Sharded):
     """A style that shards the experts over ep, and the hidden width of each over etp."""
 
-    mesh, other_axes = "ep x etp", Shard(0)
+    mesh, other_axes, summed_over = "ep x etp", Shard(0), "etp"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.set_etp_rank(device_mesh.get_coordinate()[-1])
@@ -116,7 +129,7 @@ class ExpertParallel(Sharded):
 class StageReplicated(Replicated):
     """A style that replicates a module's own parameters over all ranks of a pipeline stage, outside FSDP."""
 
-    mesh = "stage"
+    mesh = summed_over = "stage"
 
 
 # ---- the plan
@@ -217,6 +230,8 @@ def expand(plan: Plan, model: nn.Module) -> Plan:
 def parallelize(model: Transformer | VocabularyShards, plan: Plan, meshes: Meshes) -> None:
     """Replace a stage's parameters by DTensors as the plan says, in place; then tie embeddings. No communication.
 
+    Sets the stage's `summed_over` too.
+
     Args:
         model: a pipeline stage, or the rows of embedding and head that all stages share, on meta.
         plan: styles by module path or pattern.
@@ -231,38 +246,53 @@ def parallelize(model: Transformer | VocabularyShards, plan: Plan, meshes: Meshe
         by_name["pp x tp"] = meshes.vocabulary_mesh["vocabulary"]
     for name, mesh in by_name.items():
         parallelize_module(model, mesh, {path: style for path, style in rows.items() if style.mesh == name})
+    model.summed_over = summed_over(rows, meshes.tp.size)
     model.tie()
 
 
 # ---- gradients
 
 
-@torch.no_grad()
-def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...], tp: Group, etp: Group) -> None:
-    """Sum the gradients of replicated parameters that FSDP does not sum, in place. Called once per step.
-
-    The gradients of routers are summed over the full stage; of other parameters that tp replicates, such as norms, over
-    tp; of experts' parameters that etp replicates, over etp. Collective over these groups, with one message per group
-    and dtype.
+def summed_over(rows: Plan, tp: int) -> dict[str, SummedOver]:
+    """Return by name, for each parameter that the plan replicates, the ranks that sum its gradient.
 
     Args:
-        parameters: this rank's trained parameters, DTensors with gradients.
-        stage: groups to sum over one after the other, which together cover all ranks of the pipeline stage.
-        tp: the ranks of tensor parallel.
-        etp: the ranks of expert tensor parallel.
+        rows: styles by module path, as `expand` returns them.
+        tp: number of ranks of tensor parallel.
     """
-    grads_by_group: dict[tuple[tuple[Group, ...], torch.dtype], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        placement_of = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
-        replicated_axes = {axis for axis, placement in placement_of.items() if isinstance(placement, Replicate)}
-        groups = stage if "fsdp" in replicated_axes else (tp,) if "tp" in replicated_axes else (etp,)
-        if replicated_axes & {"fsdp", "tp", "etp"}:
+    return {
+        f"{path}.{name}": style.summed_over
+        for path, style in rows.items()
+        for name in style.dims
+        if style.replicates(name, tp)
+    }
+
+
+@torch.no_grad()
+def sum_replicated(
+    parameters: Mapping[str, nn.Parameter], summed_over: Mapping[str, SummedOver], meshes: Meshes
+) -> None:
+    """Sum the gradients of replicated parameters over the ranks that the plan names, in place. Called once per step.
+
+    Collective over these ranks, with one message per group and dtype; over a stage two, the first over cp x tp.
+
+    Args:
+        parameters: this rank's trained parameters with gradients, by name.
+        summed_over: the ranks that sum the gradient of each replicated parameter, by name.
+        meshes: process groups and meshes of the run.
+    """
+    groups_of: dict[SummedOver, tuple[Group, ...]] = {
+        "stage": (meshes.sequence, meshes.data),
+        "tp": (meshes.tp,),
+        "etp": (meshes.etp,),
+    }
+    grads_by_groups: dict[tuple[tuple[Group, ...], torch.dtype], list[torch.Tensor]] = {}
+    for name, parameter in parameters.items():
+        groups = groups_of[summed_over[name]] if name in summed_over else ()
+        if any(group.size > 1 for group in groups):
             grad = local_grad(parameter)
-            grads_by_group.setdefault((groups, grad.dtype), []).append(grad)
-    for (groups, _), grads in grads_by_group.items():
-        groups = [group for group in groups if group.size > 1]
-        if not groups:
-            continue
+            grads_by_groups.setdefault((groups, grad.dtype), []).append(grad)
+    for (groups, _), grads in grads_by_groups.items():
         total = torch.cat([grad.flatten() for grad in grads])
         for group in groups:
             total = all_reduce(total, group)

@@ -226,6 +226,7 @@ class Gradients:
         self.parameters = {name: p for stage in self.stages for name, p in stage.named_parameters()}
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         """Parameters that get a gradient; the recipe may freeze others."""
+        self.summed_over = {name: ranks for stage in self.stages for name, ranks in stage.summed_over.items()}
         self.moe_layers: dict[int, MoE] = {i: moe for stage in self.stages for i, moe in stage.moe_layers().items()}
         self.blocks = moe_blocks(self.model)
         self.dropouts = [m for stage in self.stages for m in stage.modules() if isinstance(m, InputDropout)]
@@ -386,8 +387,7 @@ class Gradients:
 
         Called once after the last backward of a step. Collective over the world.
         """
-        meshes = self.meshes
-        sum_replicated(self.trained.values(), (meshes.sequence, meshes.data), meshes.tp, meshes.etp)
+        sum_replicated(self.trained, self.summed_over, self.meshes)
         self.tied.add_gradients()
 
     def drop(self) -> None:
