@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from titanmoe.config.schema import ActivationCheckpoint, Config, Model
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.alltoall import AllToAllExchange
-from titanmoe.parallel.recompute import apply_recomputation
+from titanmoe.parallel import recompute
+from titanmoe.parallel.recompute import MODES, apply_recomputation
 from titanmoe.tokens import Tokens
 
 B, S = 2, 16
@@ -126,6 +127,12 @@ def words_of(path: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(path.read_text())))
     fields = [getattr(node, name, None) for node in nodes for name in ("id", "attr", "arg", "name", "asname")]
     return {word for name in fields if isinstance(name, str) for word in name.split("_")}
+
+
+def test_every_mode_is_in_the_table() -> None:
+    modes = get_args(get_type_hints(ActivationCheckpoint)["mode"])
+    assert set(modes) == set(MODES)
+    assert all(f"\n    {mode} " in recompute.__doc__ for mode in modes)
 
 
 def test_layers_experts_and_dispatchers_do_not_mention_what_is_recomputed() -> None:

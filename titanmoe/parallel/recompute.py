@@ -1,26 +1,29 @@
 """Activation recomputation: choose what is dropped after forward and recomputed in backward.
 
-A checkpointed region is a call of which torch.utils.checkpoint saves the inputs alone; backward recomputes it up to the
-last tensor that autograd saved in it. These methods of a block are checkpointed regions:
+    mode                    saved of a block                          recomputed
+    none                    all that backward reads                   nothing
+    selective               all but what its modules name (below)     what they name
+    moe                     all of `attend`; input of `feed`          `feed` up to gate and up
+    full_except_dispatch    inputs of both; received routed tokens    `attend`; router; gate and up; no dispatch
+    full                    inputs of both                            `attend`; `feed` up to gate and up
 
-    mode                    attend    feed      products of the experts
-    moe                               region
-    full                    region    region
-    full_except_dispatch    region    region    region, its inputs saved outside of feed
-    selective               none, but parts of them: below
+`MODES` is this table for the code. `attend` and `feed` are the methods of a block (titanmoe.models.transformer): norm
+and mixer; norm, router, dispatch, experts and combine. The `feed` of a dense block is recomputed in the last two modes.
+Every mode recomputes the activation of routed experts (titanmoe.moe.expert_products).
 
-`feed` has norm, router, dispatch, the experts and combine. What dispatch and combine save is small and saved outside of
-the region. So the last tensors that `feed` saves are gate and up, and recomputation ends there: routed tokens are sent
-a second time, but neither multiplied by the down projection nor sent back. Where products are a region of their own,
-whose inputs, the routed tokens that arrived, are saved outside of `feed`, the last tensors that `feed` saves are the
-router's or the shared expert's, and nothing is dispatched a second time. Of other messages only those of `attend`, over
-tp and cp, and those of a shared expert, over tp, are sent twice, and the host never waits a second time:
-titanmoe.comm.recomputation.
+What is recomputed is a checkpointed region: a call of which torch.utils.checkpoint saves the inputs alone; backward
+recomputes it up to the last tensor that autograd saved in it. What dispatch and combine save is small and saved outside
+of the region. So the last tensors that `feed` saves are gate and up, and recomputation ends there: routed tokens are
+sent a second time, but neither multiplied by the down projection nor sent back. In "full_except_dispatch" products are
+a region of their own, whose inputs, the routed tokens that arrived, are saved outside of `feed`; the last tensors that
+`feed` saves are then the router's or the shared expert's, and nothing is dispatched a second time. Of other messages
+only those of `attend`, over tp and cp, and those of a shared expert, over tp, are sent twice, and the host never waits
+a second time: titanmoe.comm.recomputation.
 
 In a MoE layer that is compiled as one graph, which has its routed tokens saved, the products are a region inside the
 graph, and `feed` is none: of the rest the compiler saves what is small.
 
-`selective` recomputes what takes little time for its memory. The modules list it (titanmoe.models.layers):
+`selective` recomputes what takes little time for its memory. The modules name it (titanmoe.models.layers):
 
     FeedForward         of dense layers and shared experts: `down` is a region, of the activation, which is the input of
                         the down projection
@@ -29,15 +32,13 @@ graph, and `feed` is none: of the rest the compiler saves what is small.
                         regions, of what the convolution saves, and of the gated norm before the last projection
 
 Norms only save their input. No collective runs twice, and the only matrix products that do are those of the latents.
-
-Every mode recomputes the activation of routed experts: `titanmoe.moe.expert_products`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,31 @@ from titanmoe.config.schema import ActivationCheckpoint
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.layer import MoE
 from titanmoe.tokens import Tokens
+
+
+class Mode(NamedTuple):
+    """The parts of a block that backward recomputes. Of each, forward saves the inputs alone."""
+
+    selected: bool = False
+    """What the modules name as cheap to recompute."""
+    attend: bool = False
+    """Norm and mixer."""
+    dense_feed: bool = False
+    """Norm and dense network, of a block without experts."""
+    moe_feed: bool = False
+    """Norm, router, and experts up to gate and up."""
+    dispatch: bool = False
+    """Between router and experts, the dispatch, which is sent twice then; else the received routed tokens are saved."""
+
+
+MODES = {
+    "none": Mode(),
+    "selective": Mode(selected=True),
+    "moe": Mode(moe_feed=True, dispatch=True),
+    "full_except_dispatch": Mode(attend=True, dense_feed=True, moe_feed=True),
+    "full": Mode(attend=True, dense_feed=True, moe_feed=True, dispatch=True),
+}
+"""The values of activation_checkpoint.mode."""
 
 Remember = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a function that computes what the given one would compute now, when it is called later."""
@@ -217,24 +243,24 @@ def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_on
         options: the recipe's [activation_checkpoint].
         in_one_graph: whether a MoE layer is compiled as one graph.
     """
+    mode = MODES[options.mode]
     for number, block in model.blocks().items():
-        mode, moe = options.mode, block.moe
-        if mode == "none" or number % options.every:
+        if number % options.every:
             continue
-        if mode == "selective":
+        if mode.selected:
             _recompute_selected(block)
-        if mode in ("full", "full_except_dispatch"):
+        if mode.attend:
             _checkpoint_method(block, "attend")
-        if mode in ("full", "full_except_dispatch") and moe is None:
+        if mode.dense_feed and block.moe is None:
             _checkpoint_feed(block)
-        if mode in ("moe", "full", "full_except_dispatch") and moe is not None:
-            _recompute_layer(block, moe, mode == "full_except_dispatch", in_one_graph)
+        if mode.moe_feed and block.moe is not None:
+            _recompute_moe(block, block.moe, mode.dispatch, in_one_graph)
 
 
-def _recompute_layer(block: Block, moe: MoE, saves_dispatched: bool, in_one_graph: bool) -> None:
-    if saves_dispatched:
+def _recompute_moe(block: Block, moe: MoE, dispatch: bool, in_one_graph: bool) -> None:
+    if not dispatch:
         _checkpoint_products(moe)
     if in_one_graph:
         return
     _checkpoint_feed(block)
-    (_dispatch_once if saves_dispatched else _end_at_products)(moe)
+    (_end_at_products if dispatch else _dispatch_once)(moe)
