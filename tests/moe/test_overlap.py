@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import parity, world
 from tests.support.event_order import Events
-from titanmoe.comm import collectives
+from titanmoe.comm import all_to_all, collectives
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.models.attention import Attention
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
@@ -161,8 +161,8 @@ def test_what_is_under_way_cannot_be_used() -> None:
 def marks() -> bool:
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
     x_RD = torch.randn(2, 3, requires_grad=True)
-    flight = collectives.start_all_to_all(x_RD, group)
-    y_RD = collectives.finish_all_to_all(flight)
+    flight = all_to_all.start_all_to_all(x_RD, group)
+    y_RD = all_to_all.finish_all_to_all(flight)
     return flight.mark.numel() == 0 and y_RD.shape == x_RD.shape
 
 

@@ -14,7 +14,7 @@ from tests import parity, world
 from tests.fold.test_pipeline_schedules import table, write
 from tests.parallel.test_pipeline import forward_alone
 from tests.train.test_watch import named
-from titanmoe.comm import collectives, interleave
+from titanmoe.comm import all_to_all, interleave
 from titanmoe.comm.interleave import InterleavedPair
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
@@ -208,16 +208,16 @@ class Broken(RuntimeError):
 
 
 def breaks(side: int) -> None:
-    launch, sends = collectives._Transfer.launch, []
+    launch, sends = all_to_all._Transfer.launch, []
 
-    def failing(self: collectives._Transfer, *args: Any) -> torch.Tensor:
+    def failing(self: all_to_all._Transfer, *args: Any) -> torch.Tensor:
         if interleave._active_pair is not None and interleave._active_pair.turn == side:
             sends.append(1)
             if len(sends) == 2:
                 raise Broken(f"side {side}")
         return launch(self, *args)
 
-    collectives._Transfer.launch = failing  # type: ignore[method-assign]
+    all_to_all._Transfer.launch = failing  # type: ignore[method-assign]
     parity.measure(V | {"parallelism.experts.ep": 2, "moe.overlap": "pairs"}, steps=1)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.rehearse.small import config_of
 from tests.support.case_features import DISPATCHERS
-from titanmoe.comm.collectives import start_all_to_all
+from titanmoe.comm.all_to_all import start_all_to_all
 from titanmoe.moe.dispatchers.alltoall import AllToAllExchange
 from titanmoe.rehearse.assumed_routing import AssumedRouting, IntegerMessages, balanced, skewed
 from titanmoe.rehearse.many_ranks import check_ranks, split_mismatches

@@ -56,6 +56,7 @@ PRIVATE = (
     Private(
         "torch.ops", ("_c10d_functional",), "comm/collectives.py", "collectives that autograd and compile can follow"
     ),
+    Private("torch.ops", ("_c10d_functional",), "comm/all_to_all.py", "the same"),
     Private(
         "torch.testing._internal.distributed.fake_pg", ("FakeStore",), "fold/meshes.py", "registers the backend `fake`"
     ),

@@ -29,7 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.comm.collectives import NO_GROUP, Group, all_gather_autograd, all_to_all_autograd, launch_all_to_all, wait
+from titanmoe.comm.all_to_all import all_to_all_autograd
+from titanmoe.comm.collectives import NO_GROUP, Group, all_gather_autograd, launch_all_to_all, wait
 from titanmoe.config.schema import Parallelism
 from titanmoe.mask import BlockPair, Mask
 from titanmoe.models.attention import causal_attention

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm import interleave
-from titanmoe.comm.collectives import InFlight, finish_all_to_all, start_all_to_all
+from titanmoe.comm.all_to_all import InFlight, finish_all_to_all, start_all_to_all
 from titanmoe.comm.host_sync import CountExchange
 from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllExchange
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks
