@@ -33,7 +33,8 @@ from titanmoe.comm import collectives  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.moe.dispatchers.alltoall import AllToAll  # noqa: E402
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks  # noqa: E402
-from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers, allocate_shared  # noqa: E402
+from titanmoe.moe.dispatchers.symm_mem import Symmetric  # noqa: E402
+from titanmoe.moe.dispatchers.symmetric_buffers import SymmetricBuffers, allocate_shared  # noqa: E402
 from titanmoe.moe.experts import Experts  # noqa: E402
 from titanmoe.train.runtime import describe_segments, use_expandable_segments  # noqa: E402
 

@@ -19,10 +19,11 @@ from tests import parity, world
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
-from titanmoe.moe.dispatchers import symm_mem
+from titanmoe.moe.dispatchers import symmetric_buffers
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher_spec import why_not_symm_mem, with_planned_dispatcher
-from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers
+from titanmoe.moe.dispatchers.symm_mem import Symmetric
+from titanmoe.moe.dispatchers.symmetric_buffers import SymmetricBuffers
 from titanmoe.ops.cpu import shared_memory
 
 EP = {"parallelism.experts.ep": 2, "moe.symm_mem_factor": 2.0, "parallelism.node": 4}
@@ -48,8 +49,10 @@ def obstacle(where: str) -> AbstractContextManager[Any]:
     if where == "mapping it":
         return mock.patch.object(shared_memory.os, "posix_fallocate", side_effect=OSError(28, "No space left"))
     if where == "after all have mapped it":
-        failing = after(symm_mem.allocate_shared, RuntimeError("CUDA driver error: operation not permitted\nmore"))
-        return mock.patch.object(symm_mem, "allocate_shared", failing)
+        failing = after(
+            symmetric_buffers.allocate_shared, RuntimeError("CUDA driver error: operation not permitted\nmore")
+        )
+        return mock.patch.object(symmetric_buffers, "allocate_shared", failing)
     if where == "the check":
         exchange = SymmetricBuffers.exchange
 
@@ -70,8 +73,8 @@ def gpus_allocate(shape: Any, dtype: torch.dtype, device: Any, group: Any) -> An
     """As on GPUs, where a rank that has no memory to share would leave the others waiting in torch's rendezvous."""
     error = {"side_effect": RuntimeError("no such driver")} if dist.get_rank() == 1 else {}
     torchs = {"empty": mock.Mock(**error), "rendezvous": no_rendezvous, "set_backend": mock.Mock()}
-    with mock.patch.multiple(symm_mem.symm_mem, **torchs):
-        return symm_mem._allocate_on_gpus(shape, dtype, device, group)
+    with mock.patch.multiple(symmetric_buffers.symm_mem, **torchs):
+        return symmetric_buffers._allocate_on_gpus(shape, dtype, device, group)
 
 
 def trained(changes: dict[str, Any], where: str = "", gpus: bool = True) -> tuple[Any, Any]:
@@ -89,7 +92,7 @@ def trained(changes: dict[str, Any], where: str = "", gpus: bool = True) -> tupl
         if gpus:
             stack.enter_context(mock.patch("titanmoe.parallel.expert.kind", return_value="cuda"))
         if where == "allocating":
-            stack.enter_context(mock.patch.object(symm_mem, "allocate_shared", gpus_allocate))
+            stack.enter_context(mock.patch.object(symmetric_buffers, "allocate_shared", gpus_allocate))
         elif dist.get_rank() == 1:
             stack.enter_context(obstacle(where))
         outcome = parity.measure(changes, prepare=look)

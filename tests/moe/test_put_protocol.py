@@ -18,7 +18,8 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
-from titanmoe.moe.dispatchers.symm_mem import exchange_steps, places
+from titanmoe.moe.dispatchers.symmetric_buffers import exchange_steps
+from titanmoe.moe.dispatchers.symmetric_places import places
 
 LIMIT, ROWS, ROOM = 40, 4, 32
 OVERWRITTEN, UNWRITTEN = "a row is overwritten before it is read", "a row is read before it is written"

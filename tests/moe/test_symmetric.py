@@ -29,7 +29,9 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks
-from titanmoe.moe.dispatchers.symm_mem import ALIGN, Symmetric, plain_put
+from titanmoe.moe.dispatchers.dispatcher_spec import ALIGN
+from titanmoe.moe.dispatchers.symm_mem import Symmetric
+from titanmoe.moe.dispatchers.symmetric_buffers import plain_put
 from titanmoe.train.launch import read_config
 
 HERE = {"moe.dispatcher": "symm_mem", "model.dim": D, "model.top_k": K, "training.seq_len": T}
@@ -176,7 +178,7 @@ def through_graphs(backend: str) -> list[tuple[int, int]]:
         for run in (layer, graph):
             x_TD, weights_TK, chosen_TK = inputs(case, dist.get_rank())
             leaves = [x_TD.requires_grad_(), weights_TK.requires_grad_()]
-            with mock.patch("titanmoe.moe.dispatchers.symm_mem.plain_put", noted):
+            with mock.patch("titanmoe.moe.dispatchers.symmetric_buffers.plain_put", noted):
                 put_to.clear()
                 y_TD = run(*leaves, chosen_TK)
                 forward = len(put_to) // 2
@@ -408,7 +410,7 @@ def test_any_number_of_experts_within_a_node(experts: int) -> None:
 
 def full_memory() -> str:
     with mock.patch(
-        "titanmoe.moe.dispatchers.symm_mem.allocate_shared", side_effect=RuntimeError("CUDA: out of memory")
+        "titanmoe.moe.dispatchers.symmetric_buffers.allocate_shared", side_effect=RuntimeError("CUDA: out of memory")
     ):
         try:
             make(Group(dist.group.WORLD.group_name, 1, 0), 1, 1)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
-from titanmoe.moe.dispatchers.symm_mem import Symmetric, missing
+from titanmoe.moe.dispatchers.symm_mem import Symmetric
+from titanmoe.moe.dispatchers.symmetric_buffers import missing
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped_mm import can_group
 

@@ -19,7 +19,7 @@ from titanmoe.parallel.attention_block import block, block_backward
 SOURCE = Path(__file__).resolve().parents[2] / "titanmoe"
 HOPPER, AMPERE = Hardware("cuda", (9, 0)), Hardware("cuda", (8, 0))
 CALLS_CUDA = {"train/timing.py", "train/metrics.py", "train/runtime.py", "parallel/pairs.py"}
-CALLS_CUDA |= {"moe/dispatchers/symm_mem.py", "checkpoint/saver.py", "parallel/batch_slice.py"}
+CALLS_CUDA |= {"moe/dispatchers/symmetric_buffers.py", "checkpoint/saver.py", "parallel/batch_slice.py"}
 CALLS_CUDA |= {"train/optimizers/offload.py", "train/out_of_memory.py"}
 CALLS_CUDA |= {"launcher/fit_ranks.py", "launcher/check_cluster.py"}
 CALLS_CUDA |= {

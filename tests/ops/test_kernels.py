@@ -19,7 +19,7 @@ from titanmoe.config.schema import Model, MoE
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_norm, plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy
-from titanmoe.moe.dispatchers.symm_mem import plain_put, plain_take
+from titanmoe.moe.dispatchers.symmetric_buffers import plain_put, plain_take
 from titanmoe.moe.expert_products import ExpertProducts
 from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.grouped_mm import Groups, add_gradient

@@ -17,7 +17,7 @@ from tests import parity
 from tests.parity import Choices
 from tests.rehearse.small import Comparable, comparable, config_of
 from titanmoe.data.batch import Batch
-from titanmoe.moe.dispatchers.symm_mem import Buffers, SymmetricBuffers
+from titanmoe.moe.dispatchers.symmetric_buffers import Buffers, SymmetricBuffers
 from titanmoe.moe.router import Router
 from titanmoe.observe import Observer, listening
 from titanmoe.ops.device import HARDWARE, imitate

@@ -15,7 +15,8 @@ from torch import Tensor
 from tests.rehearse.small import config_of
 from tests.rehearse.test_clean import ONE, faulty
 from tests.rehearse.test_rehearse_command import SMALL, rehearse
-from titanmoe.moe.dispatchers.symm_mem import ALIGN, SymmetricExchange
+from titanmoe.moe.dispatchers.dispatcher_spec import ALIGN
+from titanmoe.moe.dispatchers.symm_mem import SymmetricExchange
 from titanmoe.moe.permute import unpermute_tokens
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse import rehearsal

@@ -200,7 +200,7 @@ PRIVATE = (
     Private(
         "torch.distributed._symmetric_memory",
         ("empty", "rendezvous", "get_backend", "set_backend"),
-        "moe/dispatchers/symm_mem.py",
+        "moe/dispatchers/symmetric_buffers.py",
         "buffers that peers write to",
     ),
     Private("torch.ops", ("_c10d_functional",), "launcher/check_cluster.py", "to time them"),
@@ -222,11 +222,16 @@ PRIVATE = (
         "ops/kernels/kernel_launch.py",
         "whether a mode watches operations, so that a kernel has to be one",
     ),
-    Private("torch.utils._python_dispatch", ("is_in_torch_dispatch_mode",), "moe/dispatchers/symm_mem.py", "the same"),
+    Private(
+        "torch.utils._python_dispatch",
+        ("is_in_torch_dispatch_mode",),
+        "moe/dispatchers/symmetric_buffers.py",
+        "the same",
+    ),
     Private(
         "torch._higher_order_ops.effects",
         ("_EffectType",),
-        "moe/dispatchers/symm_mem.py",
+        "moe/dispatchers/symmetric_buffers.py",
         "an operation that compilers leave where it is",
     ),
     Private(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
+from titanmoe.moe.dispatchers.symmetric_buffers import SymmetricBuffers
 
 exchanges: list[str] = []
 """Name of the buffers of each exchange so far."""

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import parity
 from tests.rehearse.small import config_of
 from titanmoe.comm.collectives import NO_GROUP
-from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
+from titanmoe.moe.dispatchers.symmetric_buffers import SymmetricBuffers
 from titanmoe.parallel.context import Placement
 from titanmoe.parallel.grad_norm import grad_norm
 from titanmoe.rehearse.rehearsal import rehearse

@@ -19,7 +19,7 @@ import torch
 from torch.fx import traceback
 
 import titanmoe
-from titanmoe.moe.dispatchers import symm_mem
+from titanmoe.moe.dispatchers import symmetric_buffers
 from titanmoe.observe import Observer, listening
 from titanmoe.replace import replaced
 
@@ -28,7 +28,9 @@ HERE = os.path.dirname(__file__) + os.sep
 COMM = os.path.join(OURS, "comm") + os.sep
 LAUNCH = os.path.join(OURS, "ops", "kernels", "kernel_launch.py")
 """The file that launches every kernel."""
-SENDERS = tuple(f.__code__ for f in (symm_mem.exchange, symm_mem.ExchangeRows.forward, symm_mem.send))
+SENDERS = tuple(
+    f.__code__ for f in (symmetric_buffers.exchange, symmetric_buffers.ExchangeRows.forward, symmetric_buffers.send)
+)
 """Functions outside titanmoe.comm that also communicate for their callers."""
 TORCH = os.path.dirname(torch.__file__) + os.sep
 BLOCK_METHODS = ("attend", "feed", "forward", "whole")

@@ -19,7 +19,9 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.meshes import Meshes
 from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
-from titanmoe.moe.dispatchers.symm_mem import Buffers, Symmetric, SymmetricBuffers, aligned_counts
+from titanmoe.moe.dispatchers.symm_mem import Symmetric
+from titanmoe.moe.dispatchers.symmetric_buffers import Buffers, SymmetricBuffers
+from titanmoe.moe.dispatchers.symmetric_places import aligned_counts
 from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.rehearse.assumed_routing import IntegerMessages
 from titanmoe.rehearse.fake_recorder import FakeRecorder

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 from torch.utils._pytree import tree_leaves
 
-from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
+from titanmoe.moe.dispatchers.symmetric_buffers import SymmetricBuffers
 from titanmoe.rehearse.code_site import CodeSite, CodeSites
 from titanmoe.replace import replaced
 

@@ -1,1 +1,1 @@
-"""Dispatchers, a file each; `dispatcher` is their interface."""
+"""Dispatchers, a file each; `dispatcher` is their interface. `symm_mem` has two more, for its buffers and places."""

@@ -12,7 +12,7 @@ bfloat16_terms   float32 as bfloat16 parts        titanmoe.moe.router_product
 quantise         rows to 8 bits                   titanmoe.moe.fp8
 add_gradient     sums of the experts' gradients   titanmoe.moe.grouped_mm.plain_add_gradient
 loss             slices of the logits             titanmoe.models.logit_slices
-put              rows to other GPUs' memory       titanmoe.moe.dispatchers.symm_mem
+put              rows to other GPUs' memory       titanmoe.moe.dispatchers.symmetric_buffers
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Kernels that write rows to the memory of other GPUs, and copy what arrived out of it.
 
-References: `titanmoe.moe.dispatchers.symm_mem.plain_put` and `plain_take`. Each row is read once and written once, by
-one program, and nothing is waited for: who may write when is up to the caller. A place is rank * LIMIT + row of that
-rank's buffer; -1 stands for nowhere.
+References: `plain_put` and `plain_take` in `titanmoe.moe.dispatchers.symmetric_buffers`. Each row is read once and
+written once, by one program, and nothing is waited for: who may write when is up to the caller. A place is rank * LIMIT
++ row of that rank's buffer; -1 stands for nowhere.
 
 Shapes: N rows, D width, G ranks.
 """
