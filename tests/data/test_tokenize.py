@@ -17,6 +17,7 @@ from tests.data.test_read_files import lines
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.data import tokenize as tokenize_module
+from titanmoe.data import tokenize_workers
 from titanmoe.data.chat import open_chat_encoder
 from titanmoe.data.token_shards import MANIFEST, ShardDocuments, verify
 from titanmoe.data.tokenize import plan_shards, tokenize
@@ -43,7 +44,7 @@ def here(monkeypatch):
             items = records[-1]["items"] if records else 0
             UnitTokenizer(job, tokenizer, chat, number, len(records), items).run(spans, meter.add)
 
-    monkeypatch.setattr(tokenize_module, "_run_workers", in_process)
+    monkeypatch.setattr(tokenize_module, "run_workers", in_process)
 
 
 def corpus(folder: Path, texts=TEXTS) -> Path:
@@ -363,8 +364,8 @@ def test_units_depend_on_sizes_alone(monkeypatch):
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
     clock, logged = [0.0], []
-    monkeypatch.setattr(tokenize_module.time, "monotonic", lambda: clock[0])
-    with tokenize_module.ProgressMeter(10**9, 2 * 10**8, logged.append) as meter:  # a fifth was made before
+    monkeypatch.setattr(tokenize_workers.time, "monotonic", lambda: clock[0])
+    with tokenize_workers.ProgressMeter(10**9, 2 * 10**8, logged.append) as meter:  # a fifth was made before
         for _ in range(8):
             clock[0] += 10
             meter.add(5 * 10**7, 10**8)

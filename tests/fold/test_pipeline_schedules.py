@@ -19,10 +19,10 @@ from titanmoe.fold.pipeline_schedules import (
     channels,
     parse_cell,
     read_csv,
-    schedule_violations,
     single_order,
     stage_ranks,
 )
+from titanmoe.fold.schedule_laws import schedule_violations
 
 
 def write(path: Path, rows: list[list[str]]) -> str:

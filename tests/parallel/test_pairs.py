@@ -17,7 +17,7 @@ from tests.train.test_watch import named
 from titanmoe.comm import all_to_all, interleave
 from titanmoe.comm.interleave import InterleavedPair
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
-from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
+from titanmoe.fold.schedule_laws import pair_violations, schedule_violations
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.parallel.pairs import Action, Pairs
 

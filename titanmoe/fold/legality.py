@@ -16,7 +16,7 @@ from titanmoe.config.ranges import Replicable, choices_text, divides, divisors
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.attention_backend import attention_violations
 from titanmoe.fold.degrees import DEGREE_PATHS, resolve_degrees
-from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
+from titanmoe.fold.schedule_laws import pair_violations, schedule_violations
 from titanmoe.fold.unsharded_experts import accumulation_violations
 from titanmoe.fold.vocabulary_passes import shard_violations, vocabulary_violations
 
