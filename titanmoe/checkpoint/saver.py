@@ -1,7 +1,12 @@
-"""Save checkpoints in a background thread: copy to CPU, check, write, publish, remove old ones.
+"""Save checkpoints in a background thread while training goes on.
 
-The trainer calls Saver.save at a step and polls failed_or_late. A save that fails or does not end within
-checkpoint.timeout_s raises a CheckpointError on all ranks, with what each slow rank was doing.
+    training waits    `Saver.save` waits for the save before, copies this rank's shards to CPU memory, starts the thread
+    in the thread     `titanmoe.checkpoint.checkpoint_folder.save`: all ranks write into step-N.writing, check it by
+                      reading it back, and the first renames it to step-N; then `_finish_save` removes old checkpoints
+    after each step   the trainer polls `failed_or_late`; `wait` raises what went wrong
+
+A save that fails or does not end within checkpoint.timeout_s raises a CheckpointError on all ranks, with what each slow
+rank was doing. The threads have a process group of their own.
 """
 
 from __future__ import annotations

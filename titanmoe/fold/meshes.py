@@ -1,5 +1,8 @@
 """The fold as process groups and DeviceMeshes. `build_meshes` makes a group for each axis with communication.
 
+The two views are two meshes over the same ranks of a pipeline stage: `Meshes.dense` for attention, dense layers and
+vocabulary, with the axes (dp_replicate, fsdp, tp), and `Meshes.experts`, with (edp_replicate, edp, ep, etp).
+
 A group costs every rank threads and sockets, and on GPUs a communicator with its buffers. So axes over the same ranks
 share one, but only within a kind: messages that may be in flight at the same time never use the same group.
 """

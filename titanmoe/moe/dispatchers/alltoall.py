@@ -127,6 +127,7 @@ class AllToAllExchange(NamedTuple):
     """An exchange by all-to-all: routed tokens and their weights in flight, then experts' outputs in flight back."""
 
     x_RD: InFlight
+    """The routed tokens: sent from the S slots of each rank's send buffer, and R when they are received."""
     weights_R1: InFlight | None
     """The routing weights of the routed tokens; None if each is packed behind its routed token in `x_RD`."""
     weights_dtype: torch.dtype
