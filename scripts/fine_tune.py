@@ -78,12 +78,14 @@ def ask_transformers(folder: str) -> list[dict[str, Any]]:
 
 
 def compare(option: str, run: str, right_answer: str) -> None:
-    """Export a run with any adapters merged, ask both programs all questions, and exit with an error if answers differ.
+    """Export a run to exported/ with any adapters merged; exit with an error if transformers answers otherwise.
+
+    It prints the answers and how many are right; wrong ones are no error.
 
     Args:
         option: option of `titanmoe generate` that names the run.
         run: the run's folder.
-        right_answer: format string of the right answer.
+        right_answer: the right answer with {} for the capital, such as "{}.".
     """
     exported = f"exported/{Path(run).name}"
     titanmoe("convert", "--to-hf", run, exported)

@@ -267,13 +267,14 @@ class Session:
         routes: bool = False,
         per_data_rank: bool = False,
     ) -> PassResult:
-        """Add the gradients of a batch to those of the step.
+        """Compute forward and backward of a batch, and add its gradients to those of the step.
 
         Args:
             batch: the samples, the same on all ranks or given on one with None on the others.
-            objective: name of an objective, "" for the recipe's, or a function of log-probabilities.
-            counts: what the step is divided by, if it has several calls: the sum of `count` over them. None: the batch
-                is the whole step.
+            objective: name of an objective, "" for the recipe's, or a function that takes log-probabilities (B, L) and
+                the Batch of some samples, and returns the sum of their losses.
+            counts: what a step of several calls is divided by: run.count(a, objective) + run.count(b, objective) + ...,
+                the same object in each call. None: the batch is the whole step.
             temperature: divides the logits, as in sampling; of log-probabilities, entropy and loss alike.
             log_probs: whether to return the log-probability of each label.
             entropy: whether to return the entropy of the distribution of each label.
@@ -281,8 +282,8 @@ class Session:
             per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone.
 
         Raises:
-            ConfigError: the calls of a step have different counts, the run trains nothing, or the objective cannot be
-                computed with the model.
+            ConfigError: the calls of a step have different objects as counts, the run trains nothing, or the objective
+                cannot be computed with the model.
         """
         local, computed = self._local(batch, per_data_rank), self._objective(objective)
         if self._counts is not None and counts is not self._counts:
@@ -495,7 +496,10 @@ class Session:
 
     @property
     def shards(self) -> Targets:
-        """This rank's shards of all weights and selection biases, adapters and frozen weights among them."""
+        """This rank's shards of all weights and selection biases, adapters and frozen weights among them.
+
+        By name: the stored tensor's name and a TensorShard, whose `tensor` is the weight itself. Not collective.
+        """
         return self.training.shards
 
     def weights(

@@ -180,6 +180,11 @@ def test_a_device_is_found_by_the_name_of_a_gpu() -> None:
     ]
 
 
+def test_a_group_that_does_not_fill_its_last_domain_lies_in_it_too() -> None:
+    costs = BlockCosts(recipe("deepseek_671b"), read_device("gb200"), Factors())  # 72 GPUs a domain
+    assert [costs.domains(ep, 1) for ep in (8, 72, 96, 128, 256)] == [1, 1, 2, 2, 4]
+
+
 def test_the_hop_across_nodes_stays_in_one_piece() -> None:
     priced = BlockCosts(recipe("deepseek_671b"), SLOW, Factors())
     whole, halves = (

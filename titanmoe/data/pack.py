@@ -120,7 +120,10 @@ def _document_lengths(documents: Documents, count: int) -> np.ndarray:
 
 
 def extra_field_specs(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
-    """Return the extra fields of these documents by name: (dtype, number of dims), as for `empty_arrays`."""
+    """Return the dtype of each extra field of these documents, and 2 if it has a value per position, 1 per sequence.
+
+    These are stored scores and the fields of pairs, but not label weights. For `empty_arrays`.
+    """
     stored = stored_documents(documents)
     reference, teacher = (getattr(stored, name, None) for name in ("stored_reference_scores", "stored_teacher_scores"))
     fields = {REFERENCE: (reference.dtype, 2)} if reference else {}

@@ -115,14 +115,16 @@ def _identity(item: Any) -> Any:
 def _feed_queue(
     source_holder: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event
 ) -> None:
-    """Put items into the queue while there is room, and at last the error if making one raises. Runs in the thread.
+    """Put items into the queue while there is room, until `stop` is set. Runs in the thread.
+
+    If the items end or one fails, the last item in the queue is the exception: StopIteration, or the error.
 
     Args:
         source_holder: list with the iterator over items, which is removed so that no other reference keeps workers
             alive.
         items: the queue.
-        room: semaphore that counts free places.
-        stop: set to end.
+        room: semaphore that counts free places, which the reader releases after each item.
+        stop: set to end; then release `room`.
     """
     source = source_holder.pop()  # the only reference: workers end with this function
     try:

@@ -82,10 +82,15 @@ class SyntheticPacker:
 
 
 def open_training_sources(config: Config) -> tuple[SourceMix, Sequence[Documents]]:
-    """Open the training data that the recipe names, tokenizing it if needed.
+    """Open the training data that the recipe names, tokenizing it into the cache if needed.
+
+    Every rank calls it. The first one that locks the cache's folder tokenizes, and those that share the folder wait.
 
     Returns:
         The mix of the sources, and the documents of each source that validation.held_out holds out; () without it.
+
+    Raises:
+        ConfigError: the data cannot be opened, do not fit the recipe, or are too few.
     """
     data, training, every = config.data, config.training, config.validation.held_out
     if data.source == "synthetic":

@@ -6,7 +6,7 @@ BlockCosts (titanmoe.plan.block_costs) adds the work of a block to them.
 from __future__ import annotations
 
 from functools import cache
-from math import comb
+from math import ceil, comb
 from typing import NamedTuple
 
 from titanmoe.config.schema import Model
@@ -210,8 +210,8 @@ class DispatchCosts:
         return LinkGroup(ep * etp, 1)
 
     def domains(self, ep: int, etp: int) -> int:
-        """Return the number of domains of fast links that a group of ep x etp ranks lies in, at least 1."""
-        return max(1, ep * etp // self.expert_group(ep, etp).ranks_per_domain(self.device.domain))
+        """Return the number of domains of fast links that a group of ep x etp ranks lies in."""
+        return ceil(ep * etp / self.expert_group(ep, etp).ranks_per_domain(self.device.domain))
 
     def groups_by_domain(self, ep: int, etp: int) -> tuple[LinkGroup, LinkGroup]:
         """Return two groups: the expert ranks within one domain, and one expert rank of each domain."""

@@ -18,7 +18,9 @@ from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS, with_dispatche
 from titanmoe.text_report import Report, print_report
 
 if TYPE_CHECKING:
+    from titanmoe.plan.devices import Device
     from titanmoe.plan.generation_costs import TextLengths
+    from titanmoe.plan.search import Search
 
 MOST_GPUS = 16384
 """The most GPUs that are tried for a model that does not fit."""
@@ -131,8 +133,17 @@ def _check_imbalance(config: Config, imbalance: float) -> None:
         )
 
 
-def _search(config: Config, args: argparse.Namespace, device: Any) -> Any:
-    """Return the result of the search; raise ConfigError if no mapping is legal, or none fits."""
+def _search(config: Config, args: argparse.Namespace, device: Device) -> Search:
+    """Search for the fastest mappings; return a Search that found at least one that fits.
+
+    Args:
+        config: the recipe.
+        args: the options of `titanmoe plan`.
+        device: the hardware.
+
+    Raises:
+        ConfigError: no mapping is legal, none fits, or routing cannot reach --imbalance.
+    """
     from titanmoe.fold.legality import violations
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search

@@ -62,10 +62,12 @@ def find_function(name: str) -> Reward:
 
 
 def call_for_lines(name: str) -> None:
-    """Answer each request on standard input with a line of JSON on standard output.
+    """Call a reward function for each request on standard input, and write each reply to standard output.
+
+    An exception of the function, but MemoryError, becomes {"error": "..."}. What it prints goes to standard error.
 
     Args:
-        name: the name of a reward function.
+        name: "exact", "regex" or "module:function".
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the function prints is not a reply

@@ -243,9 +243,11 @@ def safetensors_writer(file: Path, tensors: FilePlan) -> Iterator[Callable[[str,
 
 
 def config_and_tokenizer_files(folder: Path) -> dict[str, Path]:
-    """Return the paths of the config and tokenizer files in a Hugging Face folder, by name.
+    """Return the paths of the config and tokenizer files in a Hugging Face folder, by name, with links resolved.
 
-    A link is refused (CheckpointError): its target would be copied into checkpoints.
+    Raises:
+        CheckpointError: a link leads elsewhere than to Hugging Face's cache; its target would be copied into
+            checkpoints.
     """
     names = (file.name for pattern in CARRIED for file in sorted(folder.glob(pattern)))
     return {name: layout.require_regular(folder, name) for name in names}

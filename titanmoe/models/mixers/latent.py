@@ -102,8 +102,8 @@ class Latent(MixerSpec):
     def input_positions(self, model: Model, batch: LocalBatch) -> int:
         """Return for how many positions the projections save the block's normed input for backward.
 
-        Latents are computed from the tokens that the rank owns. Queries without a latent need all positions of the
-        attention slice besides.
+        With a query latent these are the tokens that the rank owns. Without one they are all positions of the attention
+        slice and, if tp is above 1, so that the slice is a gathered copy, also the owned tokens.
         """
         if model.q_lora_rank:
             return batch.tokens
