@@ -251,6 +251,37 @@ def test_a_column_shifted_by_one_token_is_noticed() -> None:
         assert message in str(error.value)
 
 
+def routes_of_another_model(changes: dict[str, Any]) -> list[str]:
+    """The refusals of batches that no check has seen, of which only rank 1's may be wrong; then a step is made."""
+    session, messages = open_session(changes), []
+    batch, rank = samples(session, 0, 4), session.rank
+    routes = random_routes(session, 4)
+    for wrong in (routes[:, :, :1], routes[..., :1], routes[:3], routes[:, 1:]):
+        given = batch._replace(extra_fields={ROUTES: wrong})
+        for own in (given, given if rank == 1 else batch, given if rank == 1 else None):
+            for per_data_rank in (False, True):
+                with pytest.raises(ConfigError) as error:
+                    session.forward_backward(own, per_data_rank=per_data_rank)
+                messages.append(str(error.value))
+    with pytest.raises(ConfigError) as error:
+        session.log_probs(batch if rank else None, per_data_rank=True)
+    messages.append(str(error.value))
+    session.forward_backward(batch._replace(extra_fields={ROUTES: routes}))
+    assert session.optim_step()["grad_norm"] > 0
+    return messages
+
+
+@pytest.mark.parametrize("mapping", [{"parallelism.experts.ep": 2}, {"parallelism.pp": 2}], ids=str)
+def test_routes_of_another_model_are_refused_on_all_ranks(mapping: dict[str, Any]) -> None:
+    messages, others = world.run(2, routes_of_another_model, mapping)
+    assert messages == others
+    parts = ["routes have (1, 2) experts a token, and this model (MoE layers, top_k) = (2, 2)", "routes have (2, 1)"]
+    parts += ["routes are of (3, 16) samples and positions, and ids of (4, 16)", "routes are of (4, 15)"]
+    for i, message in enumerate(messages[:-1]):
+        assert parts[i // 6] in message
+    assert len(messages) == 25 and "every rank gives the samples of its data rank" in messages[-1]
+
+
 def test_engines_forms_are_read() -> None:
     model = dataclasses.replace(Config().model, num_layers=3, num_dense_layers=1, num_experts=256, top_k=2)
     experts = np.random.default_rng(0).integers(0, 256, (4, 3, 2)).astype(np.int32)

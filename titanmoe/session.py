@@ -209,7 +209,7 @@ class Session:
         local = data_rank_batch(
             batch,
             self.meshes,
-            self.device,
+            model=self.config.model,
             rows=self.config.training.local_batch_size,
             multiple=self.training.loader.microbatches if self.meshes.pp.size > 1 else 1,
             offset=self._samples,

@@ -50,6 +50,23 @@ def digest_routes(ids_NS: Tensor, experts_NSLK: Tensor, valid_NS: Tensor) -> Ten
     return (mixed_NS * valid_NS).sum(1)
 
 
+def find_shape_problem(experts_NSLK: Tensor, ids_NS: Tensor, model: Model) -> str:
+    """Return why routes of this shape are none for the ids of these samples and for this model; "" if they can be.
+
+    Args:
+        experts_NSLK: the routes.
+        ids_NS: the ids of the samples.
+        model: the recipe's [model].
+    """
+    layers = len([block for block in moe_blocks(model) if block < model.num_layers])
+    tokens, experts = tuple(experts_NSLK.shape[:2]), tuple(experts_NSLK.shape[2:])
+    if experts != (layers, model.top_k):
+        return f"routes have {experts} experts a token, and this model (MoE layers, top_k) = ({layers}, {model.top_k})"
+    if tokens != ids_NS.shape:
+        return f"routes are of {tokens} samples and positions, and ids of {tuple(ids_NS.shape)}: give one for each id"
+    return ""
+
+
 def find_route_problems(
     experts_NSLK: Tensor, ids_NS: Tensor, valid_NS: Tensor, digest_N: Tensor | None, model: Model
 ) -> list[str]:
@@ -62,10 +79,8 @@ def find_route_problems(
         digest_N: digests made when the routes were recorded; None if there are none.
         model: the recipe's [model].
     """
-    layers = len([block for block in moe_blocks(model) if block < model.num_layers])
-    shape = tuple(experts_NSLK.shape[2:])
-    if shape != (layers, model.top_k):
-        return [f"routes have {shape} experts a token, and this model (MoE layers, top_k) = ({layers}, {model.top_k})"]
+    if problem := find_shape_problem(experts_NSLK, ids_NS, model):
+        return [problem]
     if not valid_NS.any():
         return []
     problems = []

@@ -18,11 +18,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm.collectives import all_gather, all_reduce
+from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.data.batch import ROUTES, Batch
-from titanmoe.data.routes import Routes, digest_routes, find_route_problems
+from titanmoe.data.routes import Routes, digest_routes, find_route_problems, find_shape_problem
 from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.context import Placement
 from titanmoe.tokens import IGNORE, NO_EXPERT, NOT_RECORDED
@@ -196,8 +196,8 @@ class DataRankBatch:
 def data_rank_batch(
     batch: Batch | None,
     meshes: Meshes,
-    device: torch.device,
     *,
+    model: Model,
     rows: int,
     multiple: int,
     offset: int,
@@ -211,25 +211,27 @@ def data_rank_batch(
         batch: all samples, on every rank or on some, None on the others; with `per_data_rank` this data rank's own
             samples.
         meshes: the device meshes of the run.
-        device: the device that this rank computes on.
+        model: the recipe's [model].
         rows: number of samples in a microbatch (training.local_batch_size).
         multiple: number that the number of microbatches must be a multiple of.
         offset: number of samples of the step in earlier calls.
         per_data_rank: whether each data rank gives samples of its own; their order is that of the data ranks.
 
     Raises:
-        ConfigError: on ranks that lack a batch that they must give.
+        ConfigError: on all ranks, if one lacks a batch that it must give, or has routes of another model.
     """
     data = meshes.data
+    given = _given_samples(batch, model)
     if per_data_rank:
-        if batch is None:
+        if None in given:
             raise ConfigError(["with per_data_rank every rank gives the samples of its data rank, possibly none"])
-        counts = all_gather(torch.tensor([len(batch.tokens_BS)], device=device), 0, data).tolist()
+        ranks = dist.get_process_group_ranks(data.process_group) if data.size > 1 else [dist.get_rank()]
+        counts = [given[rank] for rank in ranks]
         first = sum(counts[: data.rank])
         local, most = torch.arange(len(batch.tokens_BS)), max(counts)
         samples, end = sum(counts), first + len(batch.tokens_BS)
     else:
-        batch = _from_any_rank(batch)
+        batch = _from_any_rank(batch, given)
         samples, first, end = len(batch.tokens_BS), 0, len(batch.tokens_BS)
         of_round = torch.arange(samples) // rows
         local = (of_round % data.size == data.rank).nonzero().flatten()
@@ -256,18 +258,38 @@ def data_rank_batch(
     return DataRankBatch(padded.chunk(microbatches), sample_of_row, first, end, samples, batch)
 
 
-def _from_any_rank(batch: Batch | None) -> Batch:
+def _given_samples(batch: Batch | None, model: Model) -> list[int | None]:
+    """Return how many samples each rank gives; None for a rank without a batch. Collective over the world.
+
+    Raises:
+        ConfigError: on all ranks, if one gives routes that are none for its samples or the model.
+    """
+    problem = ""
+    if batch is not None and ROUTES in batch.extra_fields:
+        problem = find_shape_problem(batch.extra_fields[ROUTES], batch.tokens_BS, model)
+    own = None if batch is None else len(batch.tokens_BS)
+    found: list[tuple[int | None, str]] = [(None, "")] * dist.get_world_size()
+    dist.all_gather_object(found, (own, problem))
+    if problems := [*dict.fromkeys(problem for _, problem in found if problem)]:
+        raise ConfigError(problems, "the batch")
+    return [count for count, _ in found]
+
+
+def _from_any_rank(batch: Batch | None, given: list[int | None]) -> Batch:
     """Return on all ranks a batch that some rank has; the first one broadcasts it. Collective over the world.
+
+    Args:
+        batch: this rank's batch.
+        given: number of samples of each rank's batch; None where there is none.
 
     Raises:
         ConfigError: if no rank has one.
     """
-    has = [None] * dist.get_world_size()
-    dist.all_gather_object(has, batch is not None)
+    if None not in given:
+        return batch
+    has = [count is not None for count in given]
     if not any(has):
         raise ConfigError(["no rank has a batch: give it on all ranks, or on one and None on the others"])
-    if all(has):
-        return batch
     shared = [batch]
     dist.broadcast_object_list(shared, src=has.index(True))
     return shared[0]
