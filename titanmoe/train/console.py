@@ -90,8 +90,6 @@ def format_metrics(record: dict[str, float]) -> dict[str, str]:
         shown["dropped"] = f"{record['dropped_fraction']:.1%}"
     if "rl.length" in record:
         shown["length"] = f"{record['rl.length']:.1f}"
-    if record.get("rl.generate_s"):
-        shown["answers in"] = f"{record['rl.generate_s']:.1f} s"
     if "val_reward" in record:
         shown["val reward"] = f"{record['val_reward']:.4f}"
     if "val_loss" in record:
@@ -105,6 +103,23 @@ def format_metrics(record: dict[str, float]) -> dict[str, str]:
         if name.startswith("quiz.") and name.endswith(".accuracy"):
             shown[name.split(".", 1)[1].removesuffix(".accuracy")] = f"{value:.1%} right"
     return shown
+
+
+def format_rl_seconds(record: dict[str, float]) -> dict[str, str]:
+    """Return the seconds of the parts of a step of [rl] as text, by their labels on the console; {} for other runs.
+
+    They are the clock's, as the panel's percentages (`format_phases`). A step that learns from answers which an earlier
+    one has generated has the last part alone.
+
+    Args:
+        record: one line of metrics.jsonl, by name of the metric.
+    """
+    if "rl.reward" not in record:
+        return {}
+    seconds = {"learn": record.get("time.forward_backward", 0.0) + record.get("time.optimizer", 0.0)}
+    if "time.generate" in record:
+        seconds = {"generate": record["time.generate"], "rewards": record.get("time.reward", 0.0)} | seconds
+    return {name: f"{value:.1f} s" for name, value in seconds.items()}
 
 
 def format_duration(seconds: float) -> str:
@@ -172,7 +187,7 @@ class LineConsole:
     def log(self, report: Report) -> None:
         steps = self.run.steps
         parts = [f"step {report.step:>{len(str(steps))}}/{steps}"]
-        for name, value in format_metrics(report.record).items():
+        for name, value in (format_metrics(report.record) | format_rl_seconds(report.record)).items():
             parts.append(f"{value} {name}" if name == "tokens/s" else f"{name} {value}")
         if self.run.force_balance:
             parts.append("FORCED BALANCE")
