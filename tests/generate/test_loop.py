@@ -11,7 +11,7 @@ import torch
 from tests import world
 from tests.generate import saved
 from tests.generate.saved import MODELS
-from titanmoe.generate.loop import Prompt, Stop
+from titanmoe.generate.loop import Interrupted, Prompt, Stop
 from titanmoe.generate.sampling import Sampling, choose_tokens
 from titanmoe.ops import counter_rng
 
@@ -169,13 +169,44 @@ def test_texts_that_need_not_be_in_order_come_as_they_end(checkpoint, fold: dict
         assert numbers == [[number] for number in range(7, -1, -1)] and is_same
 
 
+@pytest.mark.parametrize("fold", [{}, {"tp": 2, "etp": 2}])
+def test_any_rank_interrupts_all_and_the_next_call_is_as_ever(checkpoint, fold: dict[str, int]) -> None:
+    path, _ = checkpoint
+    assert all(world.run(4 if fold else 1, interrupted, path, fold))
+
+
+def interrupted(path: Path, degrees: dict[str, int]) -> bool:
+    """Stop on the last rank after the second of nine forwards; return whether all ranks end with the third."""
+    generator, sampling = saved.generator(path, degrees), Sampling(1.0, seed=5)
+    prompts = [Prompt(number, [1, number], 1) for number in range(8)]
+    (whole,) = generator.batches(prompts, 8, Stop(9), sampling)
+    world, calls = generator.meshes.world, []
+
+    def on_forward(ended: int, tokens: int) -> bool:
+        calls.append(tokens)
+        return world.rank == world.size - 1 and len(calls) == 2
+
+    with pytest.raises(Interrupted):
+        list(generator.batches(prompts, 8, Stop(9), sampling, on_forward=on_forward))
+    generator.clear()
+    (again,) = generator.batches(prompts, 8, Stop(9), sampling)
+    return calls == [8, 16] and [text.tokens for text in whole] == [text.tokens for text in again]
+
+
 def as_they_end(path: Path, degrees: dict[str, int]) -> tuple[list[list[int]], bool]:
     """Return the numbers of texts that come together, and whether they are equal in order. The last ends first."""
     generator, sampling = saved.generator(path, degrees), Sampling(1.0, seed=5)
     prompts = [Prompt(number, [1] * (number + 1), 1, 0, number) for number in range(8)]
     (whole,) = generator.batches(prompts, 8, Stop(9), sampling)
-    batches = list(generator.batches(prompts, 8, Stop(9), sampling, in_order=False))
+    progress: list[tuple[int, int]] = []
+    batches = list(
+        generator.batches(
+            prompts, 8, Stop(9), sampling, on_forward=lambda *done: bool(progress.append(done)), in_order=False
+        )
+    )
     texts = [text.tokens for batch in batches[::-1] for text in batch]
+    assert progress == sorted(progress) and len({*progress}) == 9
+    assert progress[0] == (0, 8) and progress[-1] == (8, sum(map(len, texts)))
     return [[text.number for text in batch] for batch in batches], [text.tokens for text in whole] == texts
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from tests import parity, world
 from tests.support import byte_pairs
 from titanmoe.data.tokenizer import FILE, SETTINGS
 from titanmoe.parallel.materialize import local_shard
+from titanmoe.rl import policy_trainer
 from titanmoe.rl.policy_trainer import PolicyTrainer, PromptLoader
 from titanmoe.train.run_folder import ROLLOUTS
 
@@ -59,8 +64,11 @@ def run(folder: Path, changes: dict[str, Any], ranks: int = 1) -> tuple[bool, in
     return world.run(ranks, train, changes, str(folder))[0]
 
 
-def calls(changes: dict[str, Any], folder: str) -> list[str]:
-    """Train on a rank; return the names of its forwards of a token and of its rewards, in their order."""
+def calls(changes: dict[str, Any], folder: str) -> tuple[list[str], str]:
+    """Train on a rank; return the names of its forwards of a token and of its rewards, in their order, and its output.
+
+    Each line of progress that may be printed is.
+    """
     changes = RUN | {"rl.prompts": [f"{folder}/prompts.jsonl"], "job.dump_folder": folder} | changes
     training = parity.make_trainer(changes, loader=PromptLoader).training
     trainer = PolicyTrainer(parity.read(changes, training.runtime.world), training)
@@ -73,16 +81,24 @@ def calls(changes: dict[str, Any], folder: str) -> list[str]:
     note(trainer.live.generator, "_advance")
     if trainer.rewards:
         note(trainer.rewards, "submit")
-    trainer.train()
-    return names
+    with (
+        mock.patch.object(policy_trainer, "PROGRESS_INTERVAL_S", -1),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        trainer.train()
+    return names, out.getvalue()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_answers_are_rewarded_while_others_are_generated(folder: Path, ranks: int) -> None:
     changes = {"rl.reward": "tests.support.odd_rewards:remainder", "training.steps": 1, "generation.batch_size": 8}
     changes |= {"generation.max_tokens": 9, "rl.answers": 8, "generation.stop": list("abcdefghijklmnopqrstuvwxyz")}
-    names = world.run(ranks, calls, changes, str(folder))[0]
+    names, printed = world.run(ranks, calls, changes, str(folder))[0]
     assert names.count("submit") == 16 and "_advance" in names[names.index("submit") :]
+    *generated, rewarded = [line for line in printed.splitlines() if line.startswith(("generate ", "reward "))]
+    tokens = round(16 * lines(folder, "metrics.jsonl")[0]["rl.length"])
+    assert re.fullmatch(rf"generate   \d of 16 answers, {8 * ranks} tokens", generated[0])
+    assert [generated[-1], rewarded] == [f"generate   16 of 16 answers, {tokens} tokens", "reward     16 of 16 answers"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import string
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,6 +22,7 @@ from tests import parity, world
 from tests.support.live_bytes import bytes_alive
 from titanmoe.data.batch import ROUTES, Batch
 from titanmoe.generate.loop import Generator
+from titanmoe.rl import policy_trainer
 from titanmoe.rl.policy_trainer import PolicyTrainer, PromptLoader
 from titanmoe.session import Session
 from titanmoe.tokens import NOT_RECORDED
@@ -250,6 +252,25 @@ def test_answers_of_several_turns_are_the_same_under_every_pair_of_mappings(
     compare(folder, tmp_path, weights, world.run(4, train, str(tmp_path), changes)[0])
 
 
+def test_experts_of_several_turns_are_the_generators_and_the_old_policys(prompts: Path, tmp_path: Path) -> None:
+    """A turn is read again with the next, and keeps its first experts; the trainer reads all turns at once."""
+    changes = TURNS | {"rl.prompts": [str(prompts)]}
+    rollout = world.run(1, replayed, str(tmp_path / "rollout"), changes)[0]
+    mapping = {"parallelism.experts.ep": 2, "generation.parallelism.tp": 2, "rl.replay": "old"}
+    old = world.run(2, replayed, str(tmp_path / "old"), changes | mapping)[0]
+    assert lines(tmp_path / "old", ROLLOUTS) == lines(tmp_path / "rollout", ROLLOUTS)
+    assert max(len(line["turns"]) for line in lines(tmp_path / "old", ROLLOUTS)) > 1
+    for step in range(2):
+        is_recorded = rollout.given[step] != NOT_RECORDED
+        assert torch.equal(old.given[step][is_recorded], rollout.given[step][is_recorded])
+        assert (old.given[step] >= 0).all(), "of messages, too"
+        assert torch.equal(old.given[step], old.fresh[step]) == (step == 0)
+    for run in (rollout, old):
+        assert run.ratios[0] < 1e-9 < run.ratios[1]
+    for name, value in rollout.weights.items():
+        torch.testing.assert_close(old.weights[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
 def test_other_prompts_do_not_resume(prompts: Path, tmp_path: Path) -> None:
     world.run(1, train, str(tmp_path), {"rl.prompts": [str(prompts)], "training.steps": 2})
     changed = tmp_path / "changed.jsonl"
@@ -291,21 +312,84 @@ def killed(folder: str, changes: dict[str, Any], where: str) -> None:
     trainer.train()
 
 
-@pytest.mark.parametrize(("where", "count"), [("generation", 0), ("reward", 0), ("second update", 18)])
-def test_a_killed_run_resumes_to_the_bit(where: str, count: int, prompts: Path, tmp_path: Path) -> None:
-    """Kill it while it generates, is rewarded, or makes the second step from the same answers."""
+class Calm(NamedTuple):
+    """Result of a run of two rounds of two steps that nothing interrupts."""
+
+    changes: dict[str, Any]
+    folder: Path
+    weights: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def calm(prompts: Path, tmp_path_factory) -> Calm:
     changes = {"rl.prompts": [str(prompts)], "rl.updates": 2, "optimizer.lr": 0.05}
     changes |= {"parallelism.experts.ep": 2, "generation.parallelism.tp": 2}
-    weights = world.run(2, train, str(tmp_path / "calm"), changes)[0]
+    folder = tmp_path_factory.mktemp("calm")
+    return Calm(changes, folder, world.run(2, train, str(folder), changes)[0])
+
+
+def resume(folder: Path, calm: Calm) -> str:
+    """Resume the run of calm's recipe in a folder, check that it is calm's to the bit, and return what it prints."""
+    resumed, printed = world.run(2, train_and_listen, str(folder), calm.changes)[0]
+    assert all(torch.equal(value, resumed[name]) for name, value in calm.weights.items())
+    assert lines(folder, ROLLOUTS) == lines(calm.folder, ROLLOUTS)
+    return printed
+
+
+@pytest.mark.parametrize(("where", "count"), [("generation", 0), ("reward", 0), ("second update", 18)])
+def test_a_killed_run_resumes_to_the_bit(where: str, count: int, calm: Calm, tmp_path: Path) -> None:
+    """Kill it while it generates, is rewarded, or makes the second step from the same answers."""
     with pytest.raises(world.RankError):
-        world.run(2, killed, str(tmp_path / "struck"), changes, where)
-    assert [line["step"] for line in lines(tmp_path / "struck", "metrics.jsonl")][-1] == (3 if count else 2)
-    resumed, printed = world.run(2, train_and_listen, str(tmp_path / "struck"), changes)[0]
-    assert all(torch.equal(value, resumed[name]) for name, value in weights.items())
-    assert lines(tmp_path / "struck", ROLLOUTS) == lines(tmp_path / "calm", ROLLOUTS)
-    assert re.search(r"reward 0\.\d+ .* length \d+\.\d  answers in \d+\.\d s", printed)
+        world.run(2, killed, str(tmp_path), calm.changes, where)
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")][-1] == (3 if count else 2)
+    printed = resume(tmp_path, calm)
+    assert re.search(
+        r"reward 0\.\d+ .* length \d+\.\d .* generate \d+\.\d s  rewards \d+\.\d s  learn \d+\.\d s", printed
+    )
     said = f"{count} answers of later steps, which no checkpoint has, are generated again"
     assert (said in " ".join(printed.split())) == (count > 0)
+
+
+def stopped(folder: str, changes: dict[str, Any], where: str) -> tuple[int, int]:
+    """On a rank: train until one rank gets a SIGTERM; return the signal, and the forwards of answers that have no step.
+
+    Rank 1 gets it with its third such forward, or rank 0 with the last answer, and then no reward comes.
+    """
+    trainer, taken, forwards = make_trainer(folder, changes), 6 if where == "first round" else 12, []
+    advance, futures = trainer.live.generator._advance, []
+
+    def advance_and_count(work: Any) -> Any:
+        if trainer.loader.consumed == taken:
+            forwards.append(work)
+            if trainer.session.rank == 1 and len(forwards) == 3 and where != "reward":
+                os.kill(os.getpid(), signal.SIGTERM)
+        return advance(work)
+
+    trainer.live.generator._advance = advance_and_count
+    if where == "reward" and trainer.rewards:
+        submit = trainer.rewards.submit
+
+        def submit_or_wait(*args: Any) -> Future[Any]:
+            if trainer.loader.consumed < taken:
+                return submit(*args)
+            futures.append(Future())
+            if len(futures) == 18:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return futures[-1]
+
+        trainer.rewards.submit = submit_or_wait
+    with mock.patch.object(policy_trainer, "MESSAGE_S", 0.1):
+        return trainer.train(), len(forwards)
+
+
+@pytest.mark.parametrize("where", ["first round", "generation", "reward"])
+def test_a_signal_stops_answers_and_the_run_resumes_to_the_bit(where: str, calm: Calm, tmp_path: Path) -> None:
+    for number, forwards in world.run(2, stopped, str(tmp_path), calm.changes, where):
+        assert number == signal.SIGTERM and (where == "reward" or forwards == 4)
+    made = [] if where == "first round" else [1, 2]
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == made
+    assert len([*(tmp_path / "run/checkpoints").glob("step-*")]) == len(made) / 2
+    assert "are generated again" not in resume(tmp_path, calm)
 
 
 class Measured(PolicyTrainer):

@@ -77,6 +77,12 @@ class Generated:
 
 
 OnToken = Callable[[Generated], None]
+OnForward = Callable[[int, int], bool]
+"""Gets the number of texts that have ended and of tokens that were generated, on all ranks; returns whether to stop."""
+
+
+class Interrupted(Exception):
+    """The end of a call of `Generator.batches` that a rank has stopped; raised on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,10 @@ class _Work:
     on_token: OnToken | None
     running: list[Generated] = field(default_factory=list)
     """Texts that go on, one for each row."""
+    num_ended: int = 0
+    """Number of texts that have ended."""
+    num_tokens: int = 0
+    """Number of tokens that were generated."""
 
     def next_prompts(self) -> list[Prompt]:
         """Remove from the queue and return the prompts whose texts there is room for."""
@@ -170,6 +180,7 @@ class Generator:
         stop: Stop,
         sampling: Sampling,
         on_token: OnToken | None = None,
+        on_forward: OnForward = lambda ended, tokens: False,
         in_order: bool = True,
     ) -> Iterator[list[Generated]]:
         """Generate texts for each prompt; yield them on every rank, many at a time.
@@ -182,10 +193,12 @@ class Generator:
             stop: what ends a text.
             sampling: how tokens are chosen.
             on_token: called after each token of this rank's texts with the text that it was added to.
+            on_forward: called on every rank after each forward.
             in_order: whether texts are yielded in the prompts' order, instead of whenever an eighth of all have ended.
 
         Raises:
             ConfigError: a prompt has more answers than `size`.
+            Interrupted: on all ranks, once `on_forward` has returned True on any. Texts stay cached until `clear`.
         """
         if (answers := max((prompt.answers for prompt in prompts), default=1)) > size:
             raise ConfigError(
@@ -201,10 +214,16 @@ class Generator:
             least = min(least, -(-len(order) * self.meshes.tp.size // PARTS))
         ended: list[Generated] = []
         by_text: dict[tuple[int, int], Generated] = {}
+        stops = False
         while order:
             ended += self._advance(work)
-            num_rest, num_ended = self._sum_over_ranks(len(work.queue) + len(work.running), len(ended))
-            if num_rest and num_ended < least:
+            num_rest, num_new, num_ended, num_tokens, num_stops = self._sum_over_ranks(
+                len(work.queue) + len(work.running), len(ended), work.num_ended, work.num_tokens, int(stops)
+            )
+            if num_stops:
+                raise Interrupted
+            stops = on_forward(num_ended // self.meshes.tp.size, num_tokens // self.meshes.tp.size)
+            if num_rest and num_new < least:
                 continue
             by_text |= {(text.number, text.answer): text for text in self._gather(ended)}
             ended = []
@@ -270,6 +289,8 @@ class Generator:
             for text in texts:
                 work.on_token(text)
         ended = [text for text in running if text.end]
+        work.num_ended += len(ended)
+        work.num_tokens += len(texts)
         if ended and self.keeps_row:
             self.cached_ids += ended[0].tokens[:-1]
         elif ended:

@@ -28,7 +28,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import ROUTES, Batch
 from titanmoe.data.shuffle import permute
 from titanmoe.generate.live_generator import LiveGenerator
-from titanmoe.generate.loop import Generator, Prompt, Stop
+from titanmoe.generate.loop import Generator, Interrupted, Prompt, Stop
 from titanmoe.generate.model import generation_config
 from titanmoe.generate.prompts import continuation
 from titanmoe.generate.sampling import Sampling
@@ -39,7 +39,9 @@ from titanmoe.rl.prompt_records import PromptRecord, Prompts, read_prompts
 from titanmoe.rl.rewards import START_S, Reward, Rewards
 from titanmoe.rl.rollouts import Rollout, advantages_and_weights, columns, summary
 from titanmoe.session import Session
+from titanmoe.train.reference import PROGRESS_INTERVAL_S
 from titanmoe.train.run_folder import ROLLOUTS, read_records
+from titanmoe.train.runtime import print_rank_0
 from titanmoe.train.trainer import Trainer
 from titanmoe.train.training import Training
 
@@ -146,6 +148,8 @@ class PolicyTrainer(Trainer):
         )
         self.coming: list[tuple[Batch, dict[str, Any]]] = []
         """Batches of the coming steps, made from answers that are generated already, and metrics of these answers."""
+        self.shown_at = 0.0
+        """When the last line on the progress of answers was due, in seconds of `time.monotonic`."""
 
     def train(self) -> int:
         try:
@@ -175,13 +179,17 @@ class PolicyTrainer(Trainer):
         """Generate answers if none are left, and make one step. Collective over the world.
 
         Returns:
-            The step's metrics by name; {} if there is nothing to learn from, and the weights stay as they are.
+            The step's metrics by name; {} if there is nothing to learn from, and the weights stay as they are, or if a
+            rank wants to stop while answers are generated, and there is no step.
         """
         session, step, temperature = self.session, self.step + 1, self.config.generation.temperature
         observe.active.phase("data", step)
         self.loader.epoch_messages = []
         if not self.coming:
             self.coming = self._generate(step)
+            if not self.coming:
+                self.stopping = True
+                return {}
         batch, metrics = self.coming.pop(0)
         report: dict[str, Any] = {}
         if batch.extra_fields["weight"].any():
@@ -207,13 +215,21 @@ class PolicyTrainer(Trainer):
         return report
 
     def _generate(self, step: int) -> list[tuple[Batch, dict[str, Any]]]:
-        """Generate answers for `rl.updates` steps, or those that are left; return their batches and metrics."""
-        rl, begin = self.config.rl, time.monotonic()
+        """Generate answers for `rl.updates` steps, or those that are left; return their batches and metrics.
+
+        If a rank wants to stop meanwhile, return []: the prompts are not taken then. Collective over the world.
+        """
+        rl, begin, consumed = self.config.rl, time.monotonic(), self.loader.consumed
         updates = min(rl.updates, self.training.steps - self.step)
         parts = [self.loader.take(rl.prompts_per_step) for _ in range(updates)]
         prompts = [prompt for part in parts for prompt in part]
-        with self.live.loaded() as generator:
-            rollouts = self._answer(generator, prompts, step, rl.answers, greedy=False)
+        observe.active.phase("generate", step)
+        try:
+            with self.live.loaded() as generator:
+                rollouts = self._answer(generator, prompts, step, rl.answers, greedy=False)
+        except Interrupted:
+            self.loader.consumed, self.loader.epoch_messages = consumed, []
+            return []
         observe.active.phase("forward_backward", step)
         seconds = time.monotonic() - begin
         coming, size = [], rl.prompts_per_step * rl.answers
@@ -273,17 +289,29 @@ class PolicyTrainer(Trainer):
             records: the prompts.
             step: number of the step.
             answers: number of answers to each.
-            greedy: whether to take the most probable tokens.
+            greedy: whether to take the most probable tokens, as in an evaluation, which does not stop for a signal.
+
+        Raises:
+            Interrupted: on all ranks, if one wants to stop before all answers are rewarded.
         """
         generation, seed = self.config.generation, self.config.training.seed
         sampling = Sampling(0.0 if greedy else generation.temperature, seed=seed, step=step)
         generate, reward_phase = ("validation", "validation") if greedy else ("generate", "reward")
         rollouts = [Rollout(n, one.ids, answer) for n, one in enumerate(records) for answer in range(answers)]
         prompts = [Prompt(number, one.ids, answers) for number, one in enumerate(records)]
+        self.shown_at = time.monotonic()
         while prompts:  # a turn of the answers that go on
-            observe.active.phase(generate, step)
             futures: dict[int, Future[Reward] | None] = {}
-            for batch in generator.batches(prompts, generation.batch_size, self.ending, sampling, in_order=False):
+            count = sum(prompt.answers for prompt in prompts)
+
+            def on_forward(ended: int, tokens: int, count: int = count) -> bool:
+                self._show_progress(f"generate   {ended:,} of {count:,} answers, {tokens:,} tokens")
+                return not greedy and self.training.checkpoints.wants_to_stop()
+
+            texts = generator.batches(
+                prompts, generation.batch_size, self.ending, sampling, on_forward=on_forward, in_order=False
+            )
+            for batch in texts:
                 for generated in batch:
                     number = generated.number * answers + generated.answer
                     one, record = rollouts[number], records[generated.number]
@@ -294,6 +322,7 @@ class PolicyTrainer(Trainer):
                         futures[number] = self.rewards.submit(record.text, one.turns, record.record, encode)
             running, prompts = sorted(futures), []
             rewards = self._share_rewards([futures[number] for number in running], step, reward_phase)
+            observe.active.phase(generate, step)
             for one, reward in zip((rollouts[number] for number in running), rewards, strict=True):
                 one.add_reward(reward)
                 if reward.ids is not None:
@@ -311,17 +340,25 @@ class PolicyTrainer(Trainer):
             futures: the rewards; None for each on other ranks than 0.
             step: number of the step.
             phase: name of the step's phase.
+
+        Raises:
+            Interrupted: on all ranks, if rank 0 wants to stop meanwhile and this is no evaluation.
         """
         seconds, left, late_at = min(MESSAGE_S, self.training.timeout_s / 4), -1, 0.0
         rewards: list[Reward] | None = None
         while rewards is None:
-            message: list[Any] = [None, None]
+            message: list[Any] = [None, None, None]
             if self.rewards:
                 not_done = wait(futures, seconds).not_done
-                message = [len(not_done), None if not_done else [future.result() for future in futures]]
+                found = None if not_done else [future.result() for future in futures]
+                stops = bool(not_done) and phase == "reward" and self.training.checkpoints.wants_to_stop()
+                message = [len(not_done), found, stops]
             if self.session.group:
                 dist.broadcast_object_list(message, src=0, group=self.session.group)
-            now, before, (left, rewards) = time.monotonic(), left, message
+            now, before, (left, rewards, stops) = time.monotonic(), left, message
+            if stops:
+                raise Interrupted
+            self._show_progress(f"reward     {len(futures) - left:,} of {len(futures):,} answers")
             if left != before:
                 late_at = now + START_S + self.config.rl.reward_timeout_s
             if now < late_at:
@@ -330,6 +367,12 @@ class PolicyTrainer(Trainer):
             text = f"{len(problems)} of {len(rewards)} answers got no reward and are left out: {problems[0]}"
             observe.active.event(step, "reward", text)
         return rewards
+
+    def _show_progress(self, text: str) -> None:
+        """Print a line on rank 0, unless the last one was less than PROGRESS_INTERVAL_S ago."""
+        if time.monotonic() - self.shown_at > PROGRESS_INTERVAL_S:
+            self.shown_at = time.monotonic()
+            print_rank_0(text)
 
     def _encode_message(self, record: PromptRecord, rollout: Rollout, reward: Reward) -> Reward:
         """Return the reward with the ids of its message, if it has one and the answer may go on."""

@@ -346,6 +346,8 @@ class Checkpoints:
     @property
     def is_due(self) -> bool:
         """True if checkpoint.interval or keep_best asks for a save after the step just made."""
+        if self.saver and self.state.step in (self.start_step, self.saver.saved_step):
+            return False  # the loop has been stopped before it made a step
         is_best = self.best is not None and self.best.keeps and self.best.step == self.state.step
         at_interval = self.options.interval and self.state.step % self.options.interval == 0
         return bool(self.saver and (is_best or at_interval))
@@ -378,15 +380,17 @@ class Checkpoints:
 
         Returns the number of the signal that any rank has received, or 0.
         """
-        if not self.saver or self.state.step == self.start_step:
+        if not self.saver:
             return 0
-        self.saver.wait()
-        if self.saver.saved_step != self.state.step:
-            self._save()
+        if self.state.step != self.start_step:
             self.saver.wait()
-        print_rank_0(f"saved      {self.saver.folder / layout.folder_name(self.state.step)}")
-        if self.options.keep_best and self.best.step >= 0:
-            print_rank_0(f"best       {self.saver.folder / layout.folder_name(self.best.step)}: {self.best.describe()}")
+            if self.saver.saved_step != self.state.step:
+                self._save()
+                self.saver.wait()
+            folder = self.saver.folder
+            print_rank_0(f"saved      {folder / layout.folder_name(self.state.step)}")
+            if self.options.keep_best and self.best.step >= 0:
+                print_rank_0(f"best       {folder / layout.folder_name(self.best.step)}: {self.best.describe()}")
         return max(on_all_ranks(self.group, lambda: self.signals.number))
 
     def record(self) -> dict[str, Any]:
