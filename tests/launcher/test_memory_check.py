@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -19,7 +20,7 @@ from titanmoe.launcher.train_command import parse_words, prepare
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import rank_memories
-from titanmoe.plan.search import search
+from titanmoe.plan.search import evaluate, search
 from titanmoe.train import out_of_memory
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS, AdamWSpec, OptimizerSpec
 
@@ -137,6 +138,45 @@ def test_moments_in_the_hosts_memory_are_not_on_the_gpu_and_machines_hold_their_
     assert one_rank.machine == one_rank.rank and two_ranks.machine == 2 * one_rank.rank > on_gpu.machine / 2, (
         "the first stage holds most"
     )
+
+
+ANSWERS = (
+    *("--rl.reward", "exact", "--rl.prompts", "x.jsonl", "--validation.interval", "0", "--training.seq_len", "2048"),
+    *("--generation.max_tokens", "1024", "--generation.parallelism.ep", "8", "--rl.prompts_per_step", "1024"),
+)
+
+
+def test_answers_are_counted_as_the_planner_counts_them(on):
+    config = read_draft(["--config", "mixtral_8x7b", *ANSWERS, "--generation.batch_size", "64"], COMPONENTS).config
+    trains = dataclasses.replace(config, rl=dataclasses.replace(config.rl, reward=""))
+    needs = []
+    for samples, batch, offloads in ((4, 64, False), (1, 1024, False), (1, 1024, True)):
+        config.training.local_batch_size = samples
+        config.generation.batch_size, config.generation.offload_training = batch, offloads
+        needs.append(memory_check.memory_need(config, 8, 8, GPUS))
+        planned = evaluate(config, 8, read_device("h100"), Factors())
+        assert needs[-1].rank == planned.peak > memory_check.memory_need(trains, 8, 8, GPUS).rank
+        on_cpu = memory_check.memory_need(config, 8, 8, CPUS)
+        assert on_cpu.machine == 8 * on_cpu.rank and (offloads or on_cpu.rank < planned.peak)
+    assert [need.generating for need in needs] == [False, True, True]
+    assert needs[2].rank < needs[1].rank
+    config.optimizer.offload = True
+    assert memory_check.memory_need(config, 8, 8, GPUS).rank == needs[2].rank, "moments are left out once"
+    for table, name, wrong in (
+        (config.generation.parallelism, "ep", 3),
+        (config.generation, "max_tokens", 2048),
+        (config.generation, "batch_size", 1),
+    ):  # which are refused elsewhere
+        setattr(table, name, wrong)
+        assert not memory_check.memory_need(config, 8, 8, GPUS).generating
+        setattr(table, name, {"ep": 8, "max_tokens": 1024, "batch_size": 1024}[name])
+
+
+def test_fewer_answers_at_a_time_are_offered(on):
+    on(GPUS)
+    (problem,) = refused("mixtral_8x7b", *ANSWERS, "--generation.batch_size", "1024").problems
+    assert re.match(r"a rank needs at least \d+(\.\d)? GB of memory to generate answers, and a GPU of", problem)
+    assert ": --generation.batch_size 64 fits; " in problem
 
 
 class StatelessSpec(OptimizerSpec):

@@ -1,7 +1,8 @@
 """Check before ranks are started whether a run fits into memory, by the planner's closed form, and suggest a remedy.
 
-The form is a lower bound of what a step holds, with balanced routing. On GPUs each rank has memory of its own; without
-them the ranks of a machine share it.
+The form is a lower bound of what a step holds, with balanced routing; for [rl] also of what is held while answers are
+generated that are as long as they may be. On GPUs each rank has memory of its own; without them the ranks of a machine
+share it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.fields import with_values
 from titanmoe.config.laws import WIDTHS
@@ -22,8 +24,10 @@ from titanmoe.models.count import parameters
 from titanmoe.moe.dispatchers.dispatcher_spec import with_planned_dispatcher
 from titanmoe.plan import memory
 from titanmoe.plan.devices import Device, known_device, names, read_device
+from titanmoe.plan.generation_costs import GENERATING, GeneratorCosts
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import fits
+from titanmoe.rl.prompt_records import contradictions
 from titanmoe.text_report import format_bytes
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
@@ -43,6 +47,8 @@ class MemoryNeed:
     """Bytes of weights, gradients and optimizer moments on that rank."""
     machine: int
     """Bytes on all ranks of the machine that needs most."""
+    generating: bool = False
+    """Whether that is while the rank generates answers for [rl]."""
 
 
 def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed:
@@ -60,14 +66,39 @@ def memory_need(config: Config, world: int, per_machine: int, machine: Machine) 
     if not machine.gpus:  # there attention is by blocks, without a mask of documents
         config = with_values(config, {"data.packing": "stream"})
     stages = memory.rank_memories(config, fold)
-    offloaded = config.optimizer.offload and machine.gpus > 0
-    rank_bytes = [stage.peak - stage.moments * offloaded for stage in stages]
-    fullest = max(range(fold.pp), key=lambda stage: rank_bytes[stage])
-    state = stages[fullest].weights + stages[fullest].gradients + stages[fullest].moments * (not offloaded)
+    if config.optimizer.offload and machine.gpus:
+        stages = [replace(stage, moments=0, components=stage.components | {"moments": 0}) for stage in stages]
+    if config.rl.reward and not any(contradictions(config)):  # these are refused elsewhere
+        stages = _beside_generator(stages, config, world, machine)
+    fullest = max(stages, key=lambda stage: stage.peak)
     machines = [range(first, min(first + per_machine, world)) for first in range(0, world, per_machine)]
     return MemoryNeed(
-        rank_bytes[fullest], state, max(sum(rank_bytes[rank // fold.stage] for rank in ranks) for ranks in machines)
+        fullest.peak,
+        fullest.weights + fullest.gradients + fullest.moments,
+        max(sum(stages[rank // fold.stage].peak for rank in ranks) for ranks in machines),
+        fullest.peak_during in GENERATING,
     )
+
+
+def _beside_generator(
+    stages: list[memory.RankMemory], config: Config, world: int, machine: Machine
+) -> list[memory.RankMemory]:
+    """Return each pipeline rank's memory in its fullest moment, of training or of generating answers for [rl].
+
+    Args:
+        stages: memory of training.
+        config: the config.
+        world: ranks of all machines.
+        machine: this machine.
+    """
+    device = similar_device(machine)[0] if machine.gpus else read_device("cpu")
+    if not machine.gpus:  # the host's memory is the same
+        config = with_values(config, {"generation.offload_training": False})
+    try:
+        plan = GeneratorCosts(config, world, device, Factors()).plan(config.generation.parallelism)
+    except ConfigError:  # [generation.parallelism] cannot be, which is refused elsewhere
+        return stages
+    return [plan.beside(stage) for stage in stages]
 
 
 def need_if_too_large(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed | None:
@@ -99,11 +130,13 @@ def describe_shortage(config: Config, world: int, per_machine: int, machine: Mac
     if need is None:
         return ""
     available, state = format_bytes(machine.memory), format_bytes(need.state)
+    when = " to generate answers" * need.generating
     if machine.gpus:
-        text = f"a rank needs at least {format_bytes(need.rank)} of memory, and a GPU of this machine has {available}"
+        text = f"a rank needs at least {format_bytes(need.rank)} of memory{when}, and a GPU of this machine has "
     else:
         who = f"{per_machine} ranks need" if per_machine > 1 else "the rank needs"
-        text = f"{who} at least {format_bytes(need.machine)} of memory here, and this machine has {available}"
+        text = f"{who} at least {format_bytes(need.machine)} of memory here{when}, and this machine has "
+    text += available
     text += f" (weights, gradients and optimizer state alone are {state} a rank)"
     if change := smallest_change(config, world, per_machine, machine):
         return f"{text}: {change} fits"
@@ -151,6 +184,12 @@ def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list
     yield [{}, {"parallelism.dp_replicate": 1}] if parallelism.dp_replicate > 1 else [{}]
     offloads = machine.gpus and "offload" in OPTIMIZERS.look_up(config.optimizer.name).reads
     yield [{}, {"optimizer.offload": True}] if offloads and not config.optimizer.offload else [{}]
+    if config.rl.reward:
+        generation, least = config.generation, config.rl.answers
+        size = generation.batch_size
+        fewer = [size >> n for n in range(1, size.bit_length()) if size >> n >= least]
+        yield [{}, *({"generation.batch_size": size} for size in fewer)]
+        yield [{}, {"generation.offload_training": True}] if machine.gpus and not generation.offload_training else [{}]
     yield [{}, {"moe.dispatcher": "alltoall"}] if config.moe.dispatcher in ("auto", "symm_mem") else [{}]
 
 

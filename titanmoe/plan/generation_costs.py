@@ -47,6 +47,8 @@ CHOICE = 17
 LAUNCHES = 0.3
 """Host time of a layer's forward without FSDP, over that of forward and backward with it: a half, less two fifths
 (docs/benchmarks.md, "Host time of a layer")."""
+GENERATING = ("copying weights to the generator", "generating answers")
+"""Moments that may be the fullest while a rank generates."""
 RESTING = ("weights", "moments", "teacher", "reference", "symmetric buffers")
 """Components of memory that training holds between steps."""
 
@@ -148,8 +150,8 @@ class GeneratorPlan:
         generating = own | {"cache of answers": self.cache, "activations": self.activations}
         moments = {
             memory.peak_during: memory.components | buffers,
-            "copying weights to the generator": resting | copying,
-            "generating answers": resting | generating,
+            GENERATING[0]: resting | copying,
+            GENERATING[1]: resting | generating,
         }
         name, components = max(moments.items(), key=lambda moment: sum(moment[1].values()))
         return replace(memory, components={k: v for k, v in components.items() if v}, peak_during=name)
