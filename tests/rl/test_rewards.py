@@ -49,8 +49,8 @@ def awkward(answer, record):
         import subprocess
         subprocess.Popen(["sleep", "60"])
         time.sleep(60)
-    return {"NaN": float("nan"), "inf": float("inf"), "text": "good", "none": None, "list": [1.0], "true": True,
-            "huge": 10**400}.get(answer, 1.0)
+    return {"NaN": float("nan"), "inf": float("inf"), "text": "good", "digit": "5", "none": None, "list": [1.0],
+            "true": True, "huge": 10**400}.get(answer, 1.0)
 """
 
 
@@ -132,7 +132,8 @@ def test_what_is_no_reward_is_said_and_costs_its_answer_alone(functions: Path):
         "raises": "ValueError: no such thing xxx",
         "NaN": "the reward is nan",
         "inf": "the reward is inf",
-        "text": "ValueError: could not convert string to float: 'good'",
+        "text": "TypeError: a reward is a number, and this is the text 'good'",
+        "digit": "TypeError: a reward is a number, and this is the text '5'",
         "none": "TypeError: float() argument",
         "list": "TypeError: float() argument",
         "huge": "OverflowError: int too large",
@@ -236,6 +237,8 @@ print(json.dumps({"reward": len(x["prompt"] + x["answer"]) + x["record"]["more"]
         ("print('{}')", 10, "the program wrote '{}', which is not"),
         ("print('[' * 100000)", 10, "the program wrote '[[[["),
         ("print('{\"reward\": null}')", 10, "the program wrote '{\"reward\": null}', which is not"),
+        ('print(\'{"reward": "1"}\')', 10, 'the program wrote \'{"reward": "1"}\', which is not like'),
+        ("print('\"1\"')", 10, "the program wrote '\"1\"', which is not like"),
         ('print(\'{"error": "no idea"}\')', 10, "no idea"),
         ('print(\'{"error": ""}\')', 10, "the program wrote"),
         ("print('1e300')", 10, "the reward is 1e+300"),

@@ -77,6 +77,8 @@ def call_for_lines(name: str) -> None:
         request = json.loads(line)
         try:
             found = function(request["answer"], request["record"])
+            if isinstance(found, str):  # float would read a digit that is an answer
+                raise TypeError(f"a reward is a number, and this is the text {found!r}")
             reply = json.dumps(found if isinstance(found, dict) else {"reward": float(found)}, default=float)
         except MemoryError:
             raise

@@ -167,6 +167,8 @@ def parse_reply(line: bytes) -> Reward:
             "".join([message, role]).encode()  # an error if they are no texts
             if "reward" not in reply:
                 return Reward(math.nan, UNFINISHED, message, role)
+        if isinstance(reply["reward"], str):
+            raise TypeError("a text")
         value = float(reply["reward"])
     except OverflowError:
         value = math.inf
