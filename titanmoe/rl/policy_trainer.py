@@ -386,13 +386,7 @@ class PolicyTrainer(Trainer):
         return reward._replace(ids=ids, problem="") if has_room else reward
 
     def _write_answers(self, step: int, records: Sequence[PromptRecord], rollouts: Sequence[Rollout]) -> None:
-        """Append answers, with their prompts and rewards, as lines of JSON to rollouts.jsonl in the run's folder.
-
-        Args:
-            step: number of the step.
-            records: the prompts.
-            rollouts: the answers.
-        """
+        """Append answers, with their prompts and rewards, as lines of JSON to rollouts.jsonl in the run's folder."""
         with (self.training.folder.path / ROLLOUTS).open("a", encoding="utf-8") as file:
             for one in rollouts:
                 record, reward = records[one.prompt], None if math.isnan(one.reward) else one.reward
