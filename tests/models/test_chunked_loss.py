@@ -200,7 +200,7 @@ def gathers_of_the_head(chunks: int) -> int:
             batches[0], 0, trainer.training.meshes, trainer.training.slicer.placement, trainer.training.device
         )
         gradients = trainer.training.gradients
-        gradients.engine.run([batch_slice], gradients.objective, totals.count)
+        gradients.engine.run([batch_slice], gradients.objective)
     finally:
         DirectAllGather.__call__ = gather
     model = parity.read(changes, trainer.training.runtime.world).model

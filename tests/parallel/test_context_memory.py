@@ -29,7 +29,7 @@ def activation_bytes(changes: dict[str, Any]) -> int:
     )
     with LiveBytes() as live:
         gradients = trainer.training.gradients
-        gradients.engine.run([batch_slice], gradients.objective, totals.count)
+        gradients.engine.run([batch_slice], gradients.objective)
     return live.peak
 
 

@@ -105,10 +105,13 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
     for moe in trainer.training.moe_layers.values():
         moe.begin_step(1, totals.tokens, trainer.training.loader.global_batch_size)
     slices = trainer.training.slicer.slices(batches)
-    losses = []
+    gradients, losses = trainer.training.gradients, []
+
+    def per_label(scores_NBS: torch.Tensor, batch_slice: Any) -> torch.Tensor:
+        return gradients.objective(scores_NBS, batch_slice) / totals.count
+
     for _ in range(2):
-        gradients = trainer.training.gradients
-        losses.append(gradients.engine.run(slices, gradients.objective, totals.count, backward=False))
+        losses.append(gradients.engine.run(slices, per_label, backward=False))
         assert not losses[-1].requires_grad
         assert all(p.grad is None for p in trainer.training.parameters.values()), "a gradient without backward"
     alone, again = (

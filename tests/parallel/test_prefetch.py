@@ -66,14 +66,14 @@ def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
     assert len(names) == 4
     found, run = [], trainer.training.gradients.engine.run
 
-    def split(slices: Any, objective: Any, divisor: Any, backward: bool) -> Any:
+    def split(slices: Any, microbatch_loss: Any, backward: bool) -> Any:
         (first, *others) = slices
         with _Order() as in_forward:
-            loss = objective(trainer.training.gradients.engine.model(*first[:3]), first) / divisor
+            loss = microbatch_loss(trainer.training.gradients.engine.model(*first[:3]), first)
         with _Order() as in_backward:
             loss.backward()
         found.append([[names.get(x, x) for x, _ in groupby(order.seen)] for order in (in_forward, in_backward)])
-        return run(others, objective, divisor, backward) + loss.detach()
+        return run(others, microbatch_loss, backward) + loss.detach()
 
     trainer.training.gradients.engine.run = split
     trainer.train_step()

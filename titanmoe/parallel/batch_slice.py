@@ -8,7 +8,7 @@ Shapes: B samples, S positions of the attention slice, T owned tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -37,6 +37,10 @@ class BatchSlice(NamedTuple):
     def candidates_BSK(self) -> Tensor | None:
         """Ids whose log-probabilities the objective reads besides the label's; None if it reads none."""
         return self.extra_fields.get(TEACHER_IDS)
+
+
+MicrobatchLoss = Callable[[Tensor, BatchSlice], Tensor]
+"""Function that returns what a microbatch on this rank adds to the step's loss, from the head's scores (N, B, S)."""
 
 
 def mask_of(batch: Batch) -> Mask:

@@ -43,7 +43,7 @@ from titanmoe.models.vocabulary_shards import VocabularyShards
 from titanmoe.observe import region
 from titanmoe.ops.device import choose
 from titanmoe.parallel import pairs
-from titanmoe.parallel.batch_slice import BatchSlice
+from titanmoe.parallel.batch_slice import BatchSlice, MicrobatchLoss
 from titanmoe.parallel.unsharded import UnshardedExperts
 from titanmoe.parallel.vocabulary_pipeline import Pass, VocabularyPasses, with_passes
 from titanmoe.parallel.warm_up import warm_up
@@ -84,12 +84,6 @@ def gather_each_stage_once(row: list[torch_schedules._Action]) -> list[torch_sch
 
 
 # ---- running
-
-LossSum = Callable[[Tensor, BatchSlice], Tensor]
-"""Function that returns this rank's sum of the loss over a microbatch, from the head's scores (N, B, S) of its labels.
-
-An objective of titanmoe.train.objectives has it.
-"""
 
 
 class Announcer:
@@ -300,16 +294,15 @@ class WithoutPipeline:
     def __init__(self, models: list[Transformer], unsharded_experts: list[UnshardedExperts], reduce_once: bool):
         (self.model,), (self.unsharded_experts,), self.reduce_once = models, unsharded_experts, reduce_once
 
-    def run(self, slices: list[BatchSlice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
-        """Run all microbatches of a step and return this rank's sum of their losses / divisor, a float64 scalar.
+    def run(self, slices: list[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool = True) -> Tensor:
+        """Run all microbatches of a step and return this rank's sum of their losses, a float64 scalar.
 
         Args:
             slices: this rank's slices of the microbatches.
-            loss_sum: returns this rank's sum of the loss over a microbatch.
-            divisor: count that the losses of all ranks are divided by, such as the step's tokens; a scalar.
+            microbatch_loss: returns a microbatch's loss, whose gradient backward computes: nothing is divided here.
             backward: whether to run backward, which adds gradients to the parameters' `grad`; False for validation.
         """
-        total = torch.zeros((), dtype=torch.float64, device=divisor.device)
+        total = torch.zeros((), dtype=torch.float64, device=next(self.model.parameters()).device)
         with torch.set_grad_enabled(backward), self.unsharded_experts.use_computed_weights(accumulate=backward):
             for m, batch_slice in enumerate(slices):
                 self.unsharded_experts.is_last = m == len(slices) - 1
@@ -320,7 +313,7 @@ class WithoutPipeline:
                     batch_slice.ids_BS, batch_slice.tokens, batch_slice.labels_BS, batch_slice.candidates_BSK
                 )
                 with region("head and loss"):
-                    loss = loss_sum(scores_NBS, batch_slice) / divisor
+                    loss = microbatch_loss(scores_NBS, batch_slice)
                 if backward:
                     observe.active.microbatch(0, m, True)
                     loss.backward()
@@ -391,7 +384,7 @@ class Pipeline:
         from_rows = options.schedule_csv or options.schedule in SINGLE
         name = "_PipelineScheduleRuntime" if from_rows else f"Schedule{options.schedule}"
         kind = getattr(torch_schedules, name)
-        self.schedule = kind(self.stages, microbatches, loss_fn=self._scaled, scale_grads=False)
+        self.schedule = kind(self.stages, microbatches, loss_fn=self._loss, scale_grads=False)
         if options.schedule_csv:
             self.schedule._load_csv(options.schedule_csv)
         elif from_rows:
@@ -420,11 +413,11 @@ class Pipeline:
                 stage.vocabulary = self.vocabulary
         self.bubble = bubble(rows, len(ranks))
 
-    def _scaled(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+    def _loss(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
         if self.vocabulary is not None:  # a pass computes the loss
             return scores_NBS.new_zeros(())
         with region("head and loss"):
-            return self.loss_sum(scores_NBS, batch_slice) / self.divisor
+            return self.microbatch_loss(scores_NBS, batch_slice)
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
@@ -451,24 +444,23 @@ class Pipeline:
         finally:
             self.schedule.pipeline_order_with_comms = table
 
-    def run(self, slices: list[BatchSlice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
-        """Run all microbatches of a step and return this rank's sum of their losses / divisor, a float64 scalar.
+    def run(self, slices: list[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool = True) -> Tensor:
+        """Run all microbatches of a step and return this rank's sum of their losses, a float64 scalar.
 
         The sum is 0 on ranks without the last stage. Collective over the pipeline's ranks.
 
         Args:
             slices: this rank's slices of the microbatches.
-            loss_sum: returns this rank's sum of the loss over a microbatch.
-            divisor: count that the losses of all ranks are divided by, such as the step's tokens; a scalar.
+            microbatch_loss: returns a microbatch's loss, whose gradient backward computes: nothing is divided here.
             backward: whether to run backward, which adds gradients to the parameters' `grad`; False for validation.
         """
-        self.loss_sum, self.divisor, losses = loss_sum, divisor, []
+        self.microbatch_loss, losses = microbatch_loss, []
         if self.cold:
             for stage in self.stages:
                 with observe.unheard(), stage.unsharded_experts.use_computed_weights(accumulate=False):
-                    warm_up(stage.submod, self.hidden, slices[0], self.device, self._scaled)
+                    warm_up(stage.submod, self.hidden, slices[0], self.device, self._loss)
             if self.vocabulary is not None:
-                self.vocabulary.warm_up(slices[0], loss_sum, divisor)
+                self.vocabulary.warm_up(slices[0], microbatch_loss)
             self.cold = False
         self.schedule._has_backward = backward
         for stage in self.stages:
@@ -482,7 +474,7 @@ class Pipeline:
                 stack.enter_context(self._forward_only())
             stack.enter_context(self.announcer.waiting())
             if self.vocabulary is not None:
-                stack.enter_context(self.vocabulary.step(slices, loss_sum, divisor, backward))
+                stack.enter_context(self.vocabulary.step(slices, microbatch_loss, backward))
             self.schedule._step_microbatches(
                 [(s.ids_BS,) for s in slices],
                 [{"tokens": s.tokens, "labels_BS": s.labels_BS, "candidates_BSK": s.candidates_BSK} for s in slices],
@@ -491,4 +483,4 @@ class Pipeline:
             )
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         losses = losses if self.vocabulary is None else self.vocabulary.losses
-        return total + sum(loss.detach() for loss in losses)
+        return sum((loss.detach() for loss in losses), total)

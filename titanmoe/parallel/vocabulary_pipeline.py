@@ -42,7 +42,7 @@ from titanmoe.fold.pipeline_schedules import PASSES, Cell
 from titanmoe.models.logit_slices import merge_statistics
 from titanmoe.models.vocabulary_shards import VocabularyShards
 from titanmoe.observe import region
-from titanmoe.parallel.batch_slice import BatchSlice
+from titanmoe.parallel.batch_slice import BatchSlice, MicrobatchLoss
 from titanmoe.tokens import IGNORE
 
 TorchAction = torch_schedules._Action
@@ -129,7 +129,7 @@ class VocabularyPasses:
             Pass.D: self._embedding_gradient,
         }
         self.losses: list[Tensor] = []
-        """Loss of each microbatch so far on ranks of the last stage, divided by the step's count."""
+        """Loss of each microbatch so far on ranks of the last stage."""
         # What passes hand to later ones or to the stages, by microbatch.
         self.summands: dict[int, Tensor] = {}
         """This rank's summand of the embeddings, until its backward."""
@@ -157,22 +157,16 @@ class VocabularyPasses:
         )
 
     @contextmanager
-    def step(
-        self,
-        slices: Sequence[BatchSlice],
-        loss_sum: Callable[[Tensor, BatchSlice], Tensor],
-        divisor: Tensor,
-        backward: bool,
-    ) -> Iterator[None]:
+    def step(self, slices: Sequence[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool) -> Iterator[None]:
         """Run passes within this context, for a step. Its last backward sums the gradients over data ranks.
 
         Args:
             slices: this rank's slices of the step's microbatches.
-            loss_sum: returns the sum of the loss over a microbatch, from the head's numbers of its labels.
-            divisor: count that the losses of all ranks are divided by, a scalar.
+            microbatch_loss: returns a microbatch's loss.
             backward: whether backward passes follow; if not, no gradients are computed.
         """
-        self.slices, self.loss_sum, self.divisor, self.backward = slices, loss_sum, divisor, backward
+        self.slices, self.microbatch_loss, self.backward = slices, microbatch_loss, backward
+        self.device = slices[0].ids_BS.device
         self.losses = []
         self.backwards_left = len(slices) * (1 + self.trains_embedding)
         self.shards.unshard()
@@ -214,7 +208,7 @@ class VocabularyPasses:
         if self.is_last:
             x_BsD = self.outputs.pop(m).detach()
         else:
-            x_BsD = torch.empty_like(self.hidden, device=self.divisor.device, requires_grad=False)
+            x_BsD = torch.empty_like(self.hidden, device=self.device, requires_grad=False)
         self.hidden_states[m] = launch_broadcast(x_BsD, self.last, self.pp)
 
     def _statistics(self, m: int) -> None:
@@ -230,7 +224,7 @@ class VocabularyPasses:
             has_label_BS = batch_slice.labels_BS != IGNORE
             log_total_T, *values = merge_statistics(statistics_RKT, has_label_BS.flatten())
             scores_NBS = torch.stack([x_T.view_as(has_label_BS) for x_T in values if x_T is not None])
-            loss = self.loss_sum(scores_NBS.requires_grad_(self.backward), batch_slice) / self.divisor
+            loss = self.microbatch_loss(scores_NBS.requires_grad_(self.backward), batch_slice)
             self.losses.append(loss.detach())
             if self.backward:
                 (grad_NBS,) = torch.autograd.grad(loss, scores_NBS)
@@ -271,23 +265,20 @@ class VocabularyPasses:
         self.shards.set_requires_gradient_sync(is_last)
         output.backward(grad)
 
-    def warm_up(
-        self, batch_slice: BatchSlice, loss_sum: Callable[[Tensor, BatchSlice], Tensor], divisor: Tensor
-    ) -> None:
+    def warm_up(self, batch_slice: BatchSlice, microbatch_loss: MicrobatchLoss) -> None:
         """Load all kernels of the passes (titanmoe.parallel.warm_up), and leave gradients as they are.
 
         Collective over pp and tp.
 
         Args:
             batch_slice: this rank's slice of a microbatch.
-            loss_sum: returns this rank's sum of the loss over a microbatch.
-            divisor: count that the losses of all ranks are divided by, a scalar.
+            microbatch_loss: returns a microbatch's loss.
         """
         grads = {parameter: parameter.grad for parameter in self.shards.parameters()}
         for parameter in grads:
             parameter.grad = None
-        with observe.unheard(), torch.enable_grad(), self.step([batch_slice], loss_sum, divisor, True):
-            hidden = torch.zeros_like(self.hidden, device=divisor.device, requires_grad=False)
+        with observe.unheard(), torch.enable_grad(), self.step([batch_slice], microbatch_loss, True):
+            hidden = torch.zeros_like(self.hidden, device=self.device, requires_grad=False)
             self.outputs[0] = self.input_grads[0] = hidden
             for run in self.runs.values():
                 run(0)

@@ -8,15 +8,13 @@ what this rank has not launched yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from titanmoe import observe
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Head
-from titanmoe.parallel.batch_slice import BatchSlice
+from titanmoe.parallel.batch_slice import BatchSlice, MicrobatchLoss
 from titanmoe.parallel.data_parallel import free_gathered
 
 
@@ -25,7 +23,7 @@ def warm_up(
     hidden: Tensor,
     batch_slice: BatchSlice,
     device: torch.device,
-    loss: Callable[[Tensor, BatchSlice], Tensor],
+    microbatch_loss: MicrobatchLoss,
 ) -> None:
     """Load all kernels of a stage: run forward and backward on a microbatch, then restore buffers and gradients.
 
@@ -36,7 +34,7 @@ def warm_up(
         hidden: a meta tensor with the shape and dtype of a microbatch's hidden states on this rank.
         batch_slice: this rank's slice of a microbatch.
         device: the device that this rank computes on.
-        loss: returns the loss from the last stage's output.
+        microbatch_loss: returns the microbatch's loss from the last stage's output.
     """
     memories = [moe.dispatcher.memory for moe in model.moe_layers().values()]
     state = [*model.buffers(), *(memory.needs_repeat for memory in memories if memory is not None)]
@@ -52,7 +50,7 @@ def warm_up(
         y = model(
             x, tokens=batch_slice.tokens, labels_BS=batch_slice.labels_BS, candidates_BSK=batch_slice.candidates_BSK
         )
-        y, seed = (loss(y, batch_slice), None) if isinstance(model.head, Head) else (y, y.detach())
+        y, seed = (microbatch_loss(y, batch_slice), None) if isinstance(model.head, Head) else (y, y.detach())
         if y.requires_grad:  # not in a frozen model's first stage, nor in a teacher
             y.backward(seed)
     free_gathered(model)

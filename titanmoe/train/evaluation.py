@@ -45,11 +45,10 @@ def forward_only(
     Yields:
         For each step the objective's sum on this rank and its count over all ranks, float64 scalars.
     """
-    one = torch.ones((), dtype=torch.float64, device=slicer.device)
     for batches in samples:
         totals = slicer.count(batches)
         gradients.begin_step(totals)
-        yield gradients.engine.run(slicer.slices(batches), slicer.objective, one, backward=False), totals.count
+        yield gradients.engine.run(slicer.slices(batches), slicer.objective, backward=False), totals.count
 
 
 @dataclass(eq=False, kw_only=True)

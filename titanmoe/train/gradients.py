@@ -343,12 +343,16 @@ class Gradients:
             count: divisor of the objective's sum: its count over all microbatches and ranks of the step.
             backward: whether to compute gradients.
         """
-        # The objective's sums are divided by their global count. Every reduction is a sum, so nothing is scaled twice.
         count = count.where(count > 0, 1)
+
+        # The objective's sums are divided here alone. Every reduction is a sum, so nothing is scaled twice.
+        def microbatch_loss(scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+            return objective(scores_NBS, batch_slice) / count
+
         mtps = [mtp for stage in self.stages for mtp in stage.mtp or ()]
         for mtp in mtps:
             mtp.loss_M.zero_()
-        loss = self.engine.run(slices, objective, count, backward)
+        loss = self.engine.run(slices, microbatch_loss, backward)
         mtp_loss = sum((mtp.loss_M.sum() / count for mtp in mtps), loss.new_zeros(()))
         zero = torch.zeros_like(loss)
         return PassSums(

@@ -359,5 +359,5 @@ def _forward(slicer: Slicer, training: Training, step: ScoringStep, top_k: TopK 
         return scores_NBS.new_zeros(())
 
     gradients.begin_step(slicer.count(step.batches))
-    gradients.engine.run(slices, store, torch.ones((), device=device), backward=False)
+    gradients.engine.run(slices, store, backward=False)
     return all_reduce(out_GLR, meshes.world).cpu().numpy()

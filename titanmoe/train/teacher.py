@@ -138,5 +138,5 @@ class SlicerWithTeacher(Slicer):
         for moe in (moe for stage in self.stages for moe in stage.moe_layers().values()):
             moe.begin_step(self.state.step, self.one, self.one)
         with observe.unheard():
-            self.engine.run(slices, self.outputs, self.one, backward=False)
+            self.engine.run(slices, self.outputs, backward=False)
         return self.outputs.add_to(slices)
