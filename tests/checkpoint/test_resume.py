@@ -79,12 +79,12 @@ CASES = {
         (2, mapping(tp=2, ep=2) | FOUR | {"model.tie_embeddings": True, "model.mtp_depth": 1}),
     ),
     "an odd vocabulary over a pipeline to one on a rank": (
-        (8, mapping(pp=2, tp=2) | SHARED | EIGHT),
-        (2, mapping(ep=2) | EIGHT | {"model.vocab_size": 49}),
+        (8, mapping(pp=2, tp=2) | SHARED | EIGHT | {"model.mtp_depth": 1}),
+        (2, mapping(ep=2) | EIGHT | {"model.vocab_size": 49, "model.mtp_depth": 1}),
     ),
     "one rank to a tied vocabulary over a pipeline": (
-        (1, mapping() | FOUR | {"model.tie_embeddings": True, "model.vocab_size": 49}),
-        (4, mapping(pp=2, tp=2) | FOUR | {"model.tie_embeddings": True} | SHARED),
+        (1, mapping() | FOUR | {"model.tie_embeddings": True, "model.vocab_size": 49, "model.mtp_depth": 1}),
+        (4, mapping(pp=2, tp=2) | FOUR | {"model.tie_embeddings": True, "model.mtp_depth": 1} | SHARED),
     ),
     "one rank with multi-token prediction to a V": (
         (1, mapping() | FOUR | {"model.mtp_depth": 1}),

@@ -21,6 +21,7 @@ from titanmoe.tokens import IGNORE
 
 SHARED = {"parallelism.pp": 2, "parallelism.vocab": "pipeline"}
 ODD, TIED = {"model.vocab_size": 49}, {"model.tie_embeddings": True}
+MTP = {"model.mtp_depth": 1, "training.mtp_weight": 0.7}
 EIGHT = {"training.global_batch_size": 8}
 
 # ---- passes in a schedule's table
@@ -49,10 +50,10 @@ def test_each_rank_has_all_passes_in_the_same_order(schedule: str, pp: int, virt
     assert passes == [passes[0]] * pp
     owners = {"E": 0, "D": 0} | dict.fromkeys("HSLT", stages - 1)
     assert sorted(passes[0]) == sorted(f"{owners[does]}{does}{m}" for m in range(microbatches) for does in owners)
-    for rank, stage, order in (0, 0, "EFBD"), (pp - 1, stages - 1, "FHSLTB"):
+    for rank, stage, order in (0, 0, "EFBD"), (pp - 1, stages - 1, "EFHSLTBD"):
         place = {str(action): i for i, (action,) in enumerate(rows[rank])}
         for m in range(microbatches):
-            steps = [place[f"{stage}{does}{m}"] for does in order]
+            steps = [place[f"{owners.get(does, stage)}{does}{m}"] for does in order]
             assert steps == sorted(steps)
     for row in rows:  # as the planner has it: logits of one microbatch at a time
         assert [action.does for (action,) in row if action.does in "ST"] == ["S", "T"] * microbatches
@@ -124,11 +125,36 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         ODD | dict.fromkeys(parity.NUMERICS, "float32") | {"training.loss_chunks": 2},
     ),
     "compiled": (2, ODD | {"compile.enable": True, "compile.backend": "aot_eager"}),
+    "multi-token prediction": (2, ODD | MTP),
+    "multi-token prediction after the norm, tied, tp, GPipe": (
+        4,
+        ODD | TIED | MTP | {"model.mtp_after_norm": True, "parallelism.tp": 2, "pipeline.schedule": "GPipe"},
+    ),
+    "multi-token prediction, interleaved, cp, tied, slices, recomputed": (
+        4,
+        {"parallelism.cp": 2}
+        | {"pipeline.schedule": "Interleaved1F1B", "model.num_layers": 4, "activation_checkpoint.mode": "full"}
+        | TIED
+        | MTP
+        | EIGHT
+        | {"training.loss_chunks": 3},
+    ),
+    "multi-token prediction, four stages, tp": (
+        8,
+        {"model.vocab_size": 51, "parallelism.pp": 4, "parallelism.tp": 2, "model.num_layers": 4} | MTP,
+    ),
+    "multi-token prediction, frozen embedding": (2, ODD | MTP | {"training.freeze": ["embed.*"]}),
+    "multi-token prediction, adapters": (4, ODD | MTP | {"parallelism.tp": 2, "lora.rank": 2}),
+    "multi-token prediction after the norm, compiled": (
+        2,
+        ODD | MTP | {"model.mtp_after_norm": True, "compile.enable": True, "compile.backend": "aot_eager"},
+    ),
     "tied, four stages, slices": (4, TIED | {"parallelism.pp": 4, "model.num_layers": 4, "training.loss_chunks": 3}),
 }
 
 
 SLOW = ("eight stages", "interleaved, tied", "frozen head", "compiled")
+SLOW += tuple(case for case in CASES if case.startswith("multi-token prediction") and not case.endswith("tp, GPipe"))
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
@@ -144,13 +170,13 @@ def test_every_family_agrees(family: str, tied: bool) -> None:
     own = parity.preset_of(family)
     shape = [key for key in parity.TINY if key.startswith("model.") and not key.endswith(("num_layers", "init_std"))]
     changes = {key: own[key.removeprefix("model.")] for key in shape}
-    changes |= {"model.num_layers": 2, "model.tie_embeddings": tied, "model.mtp_depth": 0, "parallelism.tp": 2}
+    changes |= {"model.num_layers": 2, "model.tie_embeddings": tied, "parallelism.tp": 2}
     parity.check(4, SHARED | changes, steps=1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_forward_alone_gives_the_loss_and_leaves_no_trace(schedule: str) -> None:
-    changes = SHARED | ODD | EIGHT | {"pipeline.schedule": schedule, "model.num_layers": 4}
+    changes = SHARED | ODD | MTP | EIGHT | {"pipeline.schedule": schedule, "model.num_layers": 4}
     alone, training, grads, _ = world.run(4, forward_alone, changes)[0]
     want = parity.expected(changes, 4).steps[0]
     assert alone == training == pytest.approx(want.loss, rel=1e-12)
@@ -167,12 +193,12 @@ def with_few_labels(changes: dict[str, Any]) -> dict[str, Any]:
         labels_BS[at[:, 0], at[:, 1]] = IGNORE
     loader.next_step = lambda: batches
     report = trainer.train_step()
-    return {name: report[name] for name in ("loss", "grad_norm", "count") if name in report}
+    return {name: report[name] for name in ("loss", "mtp_loss", "grad_norm", "count") if name in report}
 
 
 def test_a_microbatch_may_have_one_label_or_none() -> None:
-    got, *_ = world.run(2, with_few_labels, SHARED | ODD)
-    want, *_ = world.run(2, with_few_labels, SHARED | ODD | {"parallelism.vocab": "tensor"})
+    got, *_ = world.run(2, with_few_labels, SHARED | ODD | MTP)
+    want, *_ = world.run(2, with_few_labels, SHARED | ODD | MTP | {"parallelism.vocab": "tensor"})
     assert got == pytest.approx(want, rel=1e-12)
 
 
@@ -185,7 +211,7 @@ def after_steps(changes: dict[str, Any], cold: bool) -> list[Any]:
 
 
 def test_loading_kernels_first_leaves_no_trace() -> None:
-    cold, warm = (world.run(2, after_steps, SHARED | ODD | TIED, cold) for cold in (True, False))
+    cold, warm = (world.run(2, after_steps, SHARED | ODD | TIED | MTP, cold) for cold in (True, False))
     for (reports, *weights), (other_reports, *others) in zip(cold, warm, strict=True):
         assert reports == other_reports and all(map(torch.equal, weights, others))
 
@@ -199,7 +225,6 @@ def test_loading_kernels_first_leaves_no_trace() -> None:
         ({"parallelism.pp": 1}, "parallelism.pp = 1"),
         ({"pipeline.schedule": "DualPipeV", "model.num_layers": 8}, "schedule = DualPipeV"),
         ({"model.vocab_size": 9, "parallelism.tp": 4}, "the last would have none"),
-        ({"model.mtp_depth": 1}, "multi-token prediction"),
         ({"model.vocab_size": 25, "parallelism.dp_shard": 4}, "over dp_shard * cp = 4 ranks: pad the vocabulary to 26"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -145,6 +146,27 @@ def test_steps_are_equal_to_the_last_bit(changes: dict[str, Any]) -> None:
         assert {stage: count - 1 for stage, count in warm.pop("passes").items()} == usual.pop("passes")
         different = [name for name in usual if not equal(warm[name], usual[name])]
         assert not different, different
+
+
+def validate_first(changes: dict[str, Any]) -> tuple[float, bool]:
+    """The loss of a forward alone, for which kernels are loaded, and whether the engine is still cold."""
+    parts = parity.make_trainer(changes, loader=parity.samples()).training
+    slicer = dataclasses.replace(parts.slicer, with_mtp=False)
+    engine, batches = parts.gradients.engine, parts.loader.peek()
+    engine.cold = True
+    parts.gradients.begin_step(slicer.count(batches))
+    loss = engine.run(slicer.slices(batches), parts.gradients.objective, backward=False)
+    return loss.item(), engine.cold
+
+
+def test_kernels_of_multi_token_prediction_are_loaded_before_a_validation() -> None:
+    losses = []
+    for vocab in ("tensor", "pipeline"):
+        changes = {"parallelism.pp": 2, "parallelism.vocab": vocab, "model.mtp_depth": 1}
+        (_, first), (loss, last) = world.run(2, validate_first, changes)
+        assert not first and not last
+        losses.append(loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
 def test_only_gpus_load_their_kernels() -> None:

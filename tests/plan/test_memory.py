@@ -21,6 +21,7 @@ MIDDLE = (
 )
 EP, ETP, PP = "--parallelism.experts.ep", "--parallelism.experts.etp", "--parallelism.pp"
 TP, CP = "--parallelism.tp", "--parallelism.cp"
+MTP = "--model.mtp_depth 1"
 LARGE = "--parallelism.vocab pipeline --model.vocab_size 131072 --model.dim 256"
 MODE, FAMILY = "--activation_checkpoint.mode", "--model.size debug --model.family"
 LATENT = (
@@ -47,6 +48,11 @@ CASES = {
     "shared vocabulary, last stage": (4, 2, f"{PP} 2 {EP} 2 --parallelism.vocab pipeline"),
     "shared vocabulary, first stage, tp": (4, 0, f"{PP} 2 {TP} 2 --parallelism.vocab pipeline"),
     "large shared vocabulary": (4, 1, f"{PP} 4 {LARGE}"),
+    "multi-token prediction, shared vocabulary, last stage": (
+        4,
+        2,
+        f"{PP} 2 {EP} 2 --parallelism.vocab pipeline {MTP}",
+    ),
     "two microbatches": (2, 0, f"{PP} 2 --training.global_batch_size 2"),
     "two microbatches full": (2, 0, f"{PP} 2 --training.global_batch_size 2 {MODE} full"),
     "pp edp, few tokens": (4, 2, f"{PP} 2 {EP} 1 --training.global_batch_size 4 --training.seq_len 128"),
@@ -147,6 +153,10 @@ MORE = {
     "large shared vocabulary, tp": (4, 0, f"{PP} 2 {TP} 2 {LARGE}"),
     "large shared vocabulary, full, tied": (4, 3, f"{PP} 4 {LARGE} {MODE} full --model.tie_embeddings true"),
     "large shared vocabulary, slices": (2, 1, f"{PP} 2 {LARGE} --training.loss_chunks 4"),
+    "multi-token prediction, last stage": (4, 2, f"{PP} 2 {EP} 2 {MTP}"),
+    "multi-token prediction, large shared vocabulary": (4, 1, f"{PP} 4 {LARGE} {MTP}"),
+    "multi-token prediction, large shared vocabulary, GPipe": (2, 1, f"{PP} 2 --pipeline.schedule GPipe {LARGE} {MTP}"),
+    "multi-token prediction, large shared vocabulary, slices": (2, 0, f"{PP} 2 {LARGE} --training.loss_chunks 4 {MTP}"),
     "latents gathered over cp": (
         4,
         0,

@@ -91,15 +91,45 @@ def test_the_price_of_a_large_vocabulary_is_lower_and_that_of_a_small_one_is_not
     assert (steps["tensor"] > GAIN * steps["pipeline"]) is pays
 
 
-@pytest.mark.parametrize(("ids", "microbatches"), [(151_936, 8), (600_000, 64), (600_000, 16)])
-def test_the_bound_of_a_price_is_below_it(ids: int, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("ids", "microbatches", "depth"), [(151_936, 8, 0), (600_000, 64, 0), (600_000, 16, 0), (600_000, 16, 1)]
+)
+def test_the_bound_of_a_price_is_below_it(ids: int, microbatches: int, depth: int) -> None:
     """The search leaves out a simulation where this bound shows no gain."""
     config = with_pipeline("qwen3_30b_a3b", 8, "pipeline")
     training = replace(config.training, global_batch_size=8 * microbatches)
-    config = replace(config, model=replace(config.model, vocab_size=ids), training=training)
+    config = replace(config, model=replace(config.model, vocab_size=ids, mtp_depth=depth), training=training)
     fold, pricer = derive(64, config.parallelism), Pricer(config, read_device("h100"), Factors())
     least, price = (pricer.price(config, fold, least) for least in (True, False))
     assert 0.7 * price.step < least.step <= price.step
+
+
+def test_multi_token_prediction_is_a_block_of_the_last_stage_alone() -> None:
+    """Its pass through the head is as if the vocabulary were twice as large, on every rank."""
+    config = with_pipeline("qwen3_30b_a3b", 7, "pipeline")
+    deeper, wider = (
+        replace(config, model=replace(config.model, **change))
+        for change in ({"mtp_depth": 1}, {"vocab_size": 2 * config.model.vocab_size})
+    )
+    stages = [[len(layers) for layers in split_layers(deeper.model, 4096, pp, [], True)] for pp in (4, 7)]
+    assert [sorted(layers) for layers in stages] == [[11, 12, 12, 13], [6, *[7] * 6]]
+    assert [layers[-1] for layers in stages] == [11, 6]
+    work = []
+    for one in (deeper, wider):
+        price = Pricer(one, read_device("h100"), Factors()).price(one, derive(56, one.parallelism))
+        assert sum(price.components.values()) == pytest.approx(price.step)
+        work.append(price.components["matrix work"])
+    assert work[0] == pytest.approx(work[1], rel=0.01)
+
+
+def test_a_last_stage_without_layers_has_a_price() -> None:
+    config = with_pipeline("qwen3_30b_a3b", 2, "tensor")
+    config = replace(config, pipeline=replace(config.pipeline, layers_per_stage=[48, 0]))
+    steps = []
+    for depth in (0, 1):
+        deeper = replace(config, model=replace(config.model, mtp_depth=depth))
+        steps.append(Pricer(deeper, read_device("h100"), Factors()).price(deeper, derive(16, config.parallelism)).step)
+    assert 0 < steps[0] < steps[1]
 
 
 def test_stages_have_as_much_state_as_each_other() -> None:

@@ -52,12 +52,18 @@ def test_schedules(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "tp"),
-    [("1F1B", 1), *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("1F1B", "Interleaved1F1B"))],
+    ("schedule", "tp", "depth"),
+    [
+        ("1F1B", 1, 1),
+        pytest.param("GPipe", 2, 1, marks=pytest.mark.slow),
+        pytest.param("1F1B", 2, 0, marks=pytest.mark.slow),
+        pytest.param("Interleaved1F1B", 2, 1, marks=pytest.mark.slow),
+    ],
 )
-def test_a_vocabulary_over_the_pipeline(schedule: str, tp: int) -> None:
+def test_a_vocabulary_over_the_pipeline(schedule: str, tp: int, depth: int) -> None:
     """In steps of two data ranks; those of tp are compared with real ranks' in test_reality.py."""
     changes = {"parallelism.vocab": "pipeline", "pipeline.schedule": schedule, "parallelism.tp": tp}
+    changes |= {"model.mtp_depth": depth}
     assert of_stages(changes, 4 * tp).text == HOST_ORDER
 
 

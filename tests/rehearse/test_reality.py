@@ -29,7 +29,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         4,
         "h100",
         {"parallelism.pp": 2, "parallelism.tp": 2, "parallelism.vocab": "pipeline", "model.vocab_size": 49}
-        | {"training.global_batch_size": 4},
+        | {"training.global_batch_size": 4, "model.mtp_depth": 1},
     ),
     "ring, ragged": (
         4,

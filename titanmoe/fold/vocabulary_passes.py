@@ -2,12 +2,13 @@
 
 The work of these layers is cut into passes. Each rank runs every pass, on its rows of the embedding or the head:
 
-    E   the embeddings of a microbatch, summed for the forward of the first stage
+    E   the embeddings of a microbatch, summed for the forward of the first stage (and of the last, of the next tokens,
+        with multi-token prediction)
     H   hidden states of the last stage, sent to all ranks after its forward
     S   logits of these, and their statistics (largest logit, sum of exponentials, label's logit), sent to all ranks
     L   loss on the last stage, from all statistics, and its gradients for each token, sent to all ranks
     T   gradients of the head's weight and of the hidden states; these are summed for the backward of the last stage
-    D   the embedding's gradient, sent to all ranks after the backward of the first stage
+    D   the embedding's gradient, sent to all ranks after the backward of the first stage (and of the last)
 
 This is Algorithm 1 of arXiv 2411.05288. Each pass starts a message, which nobody waits for until the next needs it, so
 a rank can be late for a pass by as much as an action without keeping others waiting. For that each rank runs
@@ -217,11 +218,6 @@ def vocabulary_violations(config: Config, pp: int, tp: int) -> Iterator[str]:
         yield (
             f"{option} has no place for its passes in pipeline.{name}: use {', '.join(SCHEDULES[:-1])} or "
             f'{SCHEDULES[-1]}, or vocab = "tensor"'
-        )
-    if config.model.mtp_depth:
-        yield (
-            f"{option} sends embeddings to the first stage alone, and multi-token prediction (model.mtp_depth = "
-            f'{config.model.mtp_depth}) needs them in the last: use mtp_depth = 0, or vocab = "tensor"'
         )
     if -(-vocabulary // ranks) * (ranks - 1) >= vocabulary:
         yield (

@@ -109,8 +109,12 @@ def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
         for i, mixer in enumerate(mixers(model))
     ]
     layers, mtp = blocks[: model.num_layers], blocks[model.num_layers :]
-    head = (1 + model.mtp_depth) * 2 * model.vocab_size * model.dim
-    return layers, head + sum(mtp) + model.mtp_depth * 2 * 2 * model.dim**2
+    return layers, head_flops(model) + sum(mtp) + model.mtp_depth * 2 * 2 * model.dim**2
+
+
+def head_flops(model: Model) -> int:
+    """Return the forward FLOPs per token of the head, which multi-token prediction applies once more."""
+    return (1 + model.mtp_depth) * 2 * model.vocab_size * model.dim
 
 
 def forward_flops_per_token(model: Model, seq_len: int) -> int:

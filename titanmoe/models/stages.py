@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from titanmoe.config.schema import Model
-from titanmoe.models.count import layer_flops
+from titanmoe.models.count import head_flops, layer_flops
 
 
 def split_layers(
@@ -13,8 +13,8 @@ def split_layers(
 ) -> list[range]:
     """Return the layers of each stage: as listed in the recipe, or so that the costliest stage is as cheap as possible.
 
-    Cost is forward FLOPs per token; the last stage also has the head, the first the embedding's small lookup, unless
-    all stages share these.
+    Cost is forward FLOPs per token; the last stage also has multi-token prediction and the head, the first the
+    embedding's small lookup, without head and lookup if all stages share these.
 
     Args:
         model: the recipe's [model].
@@ -26,14 +26,14 @@ def split_layers(
     if explicit and stages > 1:
         ends = list(accumulate(explicit))
         return [range(end - count, end) for end, count in zip(ends, explicit, strict=True)]
-    layer, head = layer_flops(model, seq_len)
+    layer, behind = layer_flops(model, seq_len)
     lookup = 0 if shares_vocabulary else 2 * model.dim
-    head *= not shares_vocabulary
+    behind -= head_flops(model) * shares_vocabulary
     total = [0, *accumulate(layer)]
     n = len(layer)
 
     def cost(first: int, end: int, stage: int) -> float:
-        return total[end] - total[first] + (head if stage == stages - 1 else 0) + (lookup if stage == 0 else 0)
+        return total[end] - total[first] + (behind if stage == stages - 1 else 0) + (lookup if stage == 0 else 0)
 
     # best[i]: (cost of the most expensive stage, where each stage begins) if the first i layers form the stages so far
     best = {i: (cost(0, i, 0), [0]) for i in range(1, n + 1)}

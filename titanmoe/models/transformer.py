@@ -212,29 +212,35 @@ class Transformer(nn.Module):
             extra = block(model.num_layers)
             weight = config.training.mtp_weight
             self.mtp = nn.ModuleList([MultiToken(model, weight, extra, microbatches, dtype, kernels)])
-            if not first:
+            if not first and not shared:
                 self.embed_copy = Embedding(model.vocab_size, model.dim, dtype)
         self.tie()
 
     def forward(
-        self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None, candidates_BSK: Tensor | None = None
+        self,
+        x: Tensor,
+        tokens: Tokens,
+        labels_BS: Tensor | None = None,
+        candidates_BSK: Tensor | None = None,
+        next_BsD: Tensor | None = None,
     ) -> Tensor:
         """Return the stage's output: hidden states (B, s, D), HeadScores (N, B, S), or logits without labels.
 
-        If all stages share the head, the last one returns its normed hidden states.
+        If all stages share the head, the last one returns its normed hidden states, as `FinalNorm` does.
 
         Args:
             x: ids (B, S) on the first stage, else the previous stage's hidden states (B, s, D).
             tokens: metadata of this rank's tokens.
             labels_BS: ids to predict, IGNORE where there is none.
             candidates_BSK: ids whose log-probabilities the HeadScores have.
+            next_BsD: embeddings of the next tokens for multi-token prediction, if all stages share the embedding.
         """
         with_mtp = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
         if self.embed is not None and with_mtp:  # in one call, because each call gathers the weights
             x, next_BsD = self.embed(torch.cat((x, tokens.next_BS))).chunk(2)
         elif self.embed is not None:
             x = self.embed(x)
-        elif with_mtp:
+        elif with_mtp and self.embed_copy is not None:
             next_BsD = self.embed_copy(tokens.next_BS)
         rope = rope_angles(tokens.position_BS, self.shape, rotary_width(self.shape), x.dtype)
         for number, block in self.layers.items():
@@ -251,8 +257,8 @@ class Transformer(nn.Module):
         inputs = {"next_BsD": next_BsD, "rope": rope, "tokens": tokens}
         mtp_hidden = partial(mtp, **inputs) if self.shape.mtp_after_norm else mtp(x, **inputs)
         with region("head and loss"):
-            scores_NBS, mtp_loss_BS = self.head(x, labels_BS, (mtp_hidden, tokens.later_BS))
-        return mtp.add_loss(scores_NBS, mtp_loss_BS, tokens.microbatch)
+            output = self.head(x, labels_BS, (mtp_hidden, tokens.later_BS))
+        return output if isinstance(self.head, FinalNorm) else mtp.add_loss(*output, tokens.microbatch)
 
     def tie(self) -> None:
         """Make embedding and head one parameter, if the model ties them and this stage has both."""

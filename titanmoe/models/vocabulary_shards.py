@@ -9,6 +9,8 @@ statistics.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -25,9 +27,24 @@ class FinalNorm(nn.Module):
         super().__init__()
         self.norm = norm
 
-    def forward(self, x_BsD: Tensor, labels_BS: Tensor | None = None, candidates_BSK: None = None) -> Tensor:
-        """Return the normed hidden states of the tokens that this rank owns."""
-        return self.norm(x_BsD)
+    def forward(
+        self,
+        x_BsD: Tensor,
+        labels_BS: Tensor | None = None,
+        mtp: tuple[Tensor | Callable[[Tensor], Tensor], Tensor] | None = None,
+        candidates_BSK: None = None,
+    ) -> Tensor:
+        """Return the normed hidden states of the tokens that this rank owns; arguments as of `Head.forward`.
+
+        With `mtp` it returns (2 B, s, D): behind these the hidden states of multi-token prediction.
+        """
+        normed_BsD = self.norm(x_BsD)
+        if mtp is None:
+            return normed_BsD
+        mtp_BsD, _ = mtp
+        if not isinstance(mtp_BsD, Tensor):
+            mtp_BsD = mtp_BsD(normed_BsD)
+        return torch.cat((normed_BsD, mtp_BsD))
 
 
 class VocabularyShards(nn.Module):

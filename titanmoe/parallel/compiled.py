@@ -21,6 +21,7 @@ import torch
 
 from titanmoe.config.schema import Config
 from titanmoe.models.transformer import Transformer
+from titanmoe.models.vocabulary import Head
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.moe.layer import MoE
 
@@ -86,7 +87,8 @@ def compile_model(model: Transformer, config: Config, splits: bool) -> None:
     parts = [model.head]
     if model.mtp is not None and model.shape.mtp_after_norm:
         # This head's forward computes a block too, whose parts are graphs of their own.
-        model.head.scores = torch.compile(model.head.scores, backend=options.backend, dynamic=False)
+        if isinstance(model.head, Head):
+            model.head.scores = torch.compile(model.head.scores, backend=options.backend, dynamic=False)
         parts = []
     for block in model.blocks().values():
         parts += [block.attention, block.ffn]

@@ -152,7 +152,8 @@ def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: b
     model, tuning, max_tp = config.model, Tuning.of(config), {}
     splits, of_blocks = tensors.edge_splits(model, first, last), mixers(model)
     if config.parallelism.vocab == "pipeline":
-        splits = {name: split for name, split in splits.items() if name not in tensors.VOCABULARY}
+        shared = *tensors.VOCABULARY, "embed_copy.weight"
+        splits = {name: split for name, split in splits.items() if name not in shared}
     for layer in [*layers, *range(model.num_layers, len(of_blocks) if last else 0)]:
         block, mixer = tensors.block_name(model, layer), of_blocks[layer]
         splits |= tensors.with_prefix(block, tensors.layer_splits(model, layer, mixer, tuning))

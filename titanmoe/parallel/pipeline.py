@@ -193,6 +193,12 @@ class Stage(PipelineStage):
         finally:
             self.has_backward = before
 
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """Do nothing: the last stage may return twice as many hidden states in training, for multi-token prediction.
+
+        Before 2.13 torch compares the shapes of outputs with those given when the stage is made.
+        """
+
     def _post_metadata_inference_cleanup(self) -> None:
         """Do nothing: shapes are static, so no forward has run to find them, and a step's gradients must stay.
 
@@ -202,6 +208,8 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if self.vocabulary is not None and self.is_first:
             args = (self.vocabulary.input_of(fwd_chunk_id),), *args[1:]
+        if self.vocabulary is not None and self.is_last:
+            args = args[0], args[1] | {"next_BsD": self.vocabulary.next_input_of(fwd_chunk_id)}, *args[2:]
         with self.announce(self.stage_index, fwd_chunk_id, False):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.vocabulary is not None and self.is_last:
@@ -407,7 +415,8 @@ class Pipeline:
         self.vocabulary = None
         if shards is not None:
             self.schedule.pipeline_order_with_comms = with_passes(self.schedule.pipeline_order_with_comms, rows)
-            self.vocabulary = VocabularyPasses(shards, ranks, meshes, hidden, self.announcer.computing)
+            multi_token = [mtp for model in models for mtp in model.mtp or ()]
+            self.vocabulary = VocabularyPasses(shards, ranks, meshes, hidden, multi_token, self.announcer.computing)
             self.schedule._comp_type_to_function_map |= dict.fromkeys(Pass, self.vocabulary)
             for stage in self.stages:
                 stage.vocabulary = self.vocabulary
@@ -456,11 +465,14 @@ class Pipeline:
         """
         self.microbatch_loss, losses = microbatch_loss, []
         if self.cold:
+            first = slices[0]  # in validation without what multi-token prediction reads, so with any ids and labels
+            tokens = first.tokens._replace(next_BS=first.ids_BS, later_BS=first.labels_BS)
+            first = first._replace(tokens=tokens)
             for stage in self.stages:
                 with observe.unheard(), stage.unsharded_experts.use_computed_weights(accumulate=False):
-                    warm_up(stage.submod, self.hidden, slices[0], self.device, self._loss)
+                    warm_up(stage.submod, self.hidden, first, self.device, self._loss)
             if self.vocabulary is not None:
-                self.vocabulary.warm_up(slices[0], microbatch_loss)
+                self.vocabulary.warm_up(first, microbatch_loss)
             self.cold = False
         self.schedule._has_backward = backward
         for stage in self.stages:

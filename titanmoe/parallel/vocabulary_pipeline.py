@@ -11,6 +11,9 @@ over pp unless another group is named, and a later one waits for it:
     T   sum of the gradients of the hidden states, to the last stage
     D   gradient of the embeddings, from the first stage
 
+Multi-token prediction, a block of the last stage, adds no pass. In E and D there is a second message, with embeddings
+of the next tokens to the last stage and their gradient from it. H to T work on twice as many hidden states and labels.
+
 As all ranks run the passes in one order, all start the messages of a group in one order.
 
 The kinds of actions of torch's runtime are closed, and a pass must be neither part of a forward or backward nor next to
@@ -21,7 +24,8 @@ action before it runs it itself, and that dict takes kinds of ours, so the runti
 passes run as before.
 
 Shapes: N numbers of the head for each label, B samples, S positions of the attention slice, s owned positions, T tokens
-(B * S), D model, R ranks of pp x tp, K statistics.
+(B * S), D model, R ranks of pp x tp, K statistics. With multi-token prediction tensors that have both have 2 B samples:
+first those of the tokens, then those of the next tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +45,7 @@ from titanmoe.comm.collectives import launch_all_gather, launch_broadcast, launc
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import PASSES, Cell
 from titanmoe.models.logit_slices import merge_statistics
+from titanmoe.models.transformer import MultiToken
 from titanmoe.models.vocabulary_shards import VocabularyShards
 from titanmoe.observe import region
 from titanmoe.parallel.batch_slice import BatchSlice, MicrobatchLoss
@@ -105,6 +111,7 @@ class VocabularyPasses:
         ranks: Sequence[int],
         meshes: Meshes,
         hidden: Tensor,
+        multi_token: Sequence[MultiToken],
         computing: Callable[[], AbstractContextManager[None]],
     ):
         """Keep what the passes of all steps need.
@@ -114,10 +121,11 @@ class VocabularyPasses:
             ranks: the pipeline rank of each stage.
             meshes: process groups and meshes of the run.
             hidden: a meta tensor with the shape and dtype of a microbatch's hidden states on this rank.
+            multi_token: multi-token prediction, on ranks of the last stage.
             computing: returns a context that tells observers that this rank does not wait for other stages.
         """
         self.shards, self.pp, self.pp_tp, self.hidden = shards, meshes.stages, meshes.vocabulary, hidden
-        self.computing, self.first, self.last = computing, ranks[0], ranks[-1]
+        self.multi_token, self.computing, self.first, self.last = multi_token, computing, ranks[0], ranks[-1]
         self.is_first, self.is_last = self.pp.rank == self.first, self.pp.rank == self.last
         self.trains_embedding = shards.embed.weight.requires_grad
         self.runs = {
@@ -135,6 +143,8 @@ class VocabularyPasses:
         """This rank's summand of the embeddings, until its backward."""
         self.inputs: dict[int, Callable[[], Tensor]] = {}
         """Functions that wait for the embeddings, the input of the first stage."""
+        self.next_inputs: dict[int, Callable[[], Tensor]] = {}
+        """Functions that wait for the embeddings of the next tokens, an input of the last stage."""
         self.outputs: dict[int, Tensor] = {}
         """Normed hidden states, the output of the last stage."""
         self.hidden_states: dict[int, Tensor] = {}
@@ -149,12 +159,17 @@ class VocabularyPasses:
         """Functions that wait for the gradients of the last stage's outputs."""
         self.input_grads: dict[int, Tensor] = {}
         """Gradients of the first stage's inputs."""
-        self.embedding_grads: dict[int, Tensor] = {}
+        self.next_grads: dict[int, Tensor] = {}
+        """Gradients of the embeddings of the next tokens, on the last stage."""
+        self.embedding_grads: dict[int, list[Tensor]] = {}
         """The same on their way to all ranks."""
         self.by_microbatch = (
-            *(self.summands, self.inputs, self.outputs, self.hidden_states, self.scored, self.statistics),
-            *(self.token_grads, self.output_grads, self.input_grads, self.embedding_grads),
+            *(self.summands, self.inputs, self.next_inputs, self.outputs, self.hidden_states, self.scored),
+            *(self.statistics, self.token_grads, self.output_grads, self.input_grads, self.next_grads),
+            self.embedding_grads,
         )
+        self.readers = (self.first, self.inputs, self.input_grads), (self.last, self.next_inputs, self.next_grads)
+        """Pipeline ranks that read embeddings, with what they get and what they return."""
 
     @contextmanager
     def step(self, slices: Sequence[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool) -> Iterator[None]:
@@ -167,12 +182,14 @@ class VocabularyPasses:
         """
         self.slices, self.microbatch_loss, self.backward = slices, microbatch_loss, backward
         self.device = slices[0].ids_BS.device
+        self.predictions = 1 + self.shards.shape.mtp_depth * backward
+        """Number of labels of each position: 2 in training with multi-token prediction."""
         self.losses = []
         self.backwards_left = len(slices) * (1 + self.trains_embedding)
         self.shards.unshard()
         try:
             yield
-            for sent in (self.inputs, self.output_grads):
+            for sent in (self.inputs, self.next_inputs, self.output_grads):
                 self._finish(sent)
             self._embedding_backward()
             self.shards.reshard()
@@ -190,11 +207,23 @@ class VocabularyPasses:
         with self.computing(), region("head and loss"):
             self.runs[action.computation_type](action.microbatch_index)
 
+    def _empty(self, predictions: int = 1) -> Tensor:
+        """Return uninitialized hidden states of a microbatch, for one prediction of each position or more."""
+        B, *rest = self.hidden.shape
+        return torch.empty(predictions * B, *rest, dtype=self.hidden.dtype, device=self.device)
+
+    def _labels(self, m: int) -> Tensor:
+        batch_slice = self.slices[m]
+        return torch.cat((batch_slice.labels_BS, batch_slice.tokens.later_BS)[: self.predictions])
+
     def _embed(self, m: int) -> None:
-        if not self.is_first:
-            self._finish(self.inputs)
-        summand_BsD = self.shards(self.slices[m].ids_BS, self.slices[m].tokens)
-        self.inputs[m] = launch_reduce(summand_BsD.detach().clone(), self.first, self.pp)
+        for reader, inputs, _ in self.readers:
+            if self.pp.rank != reader:
+                self._finish(inputs)
+        ids_BS, tokens = self.slices[m].ids_BS, self.slices[m].tokens
+        summand_BsD = self.shards(torch.cat((ids_BS, tokens.next_BS)[: self.predictions]), tokens)
+        for (reader, inputs, _), part_BsD in zip(self.readers, summand_BsD.detach().split(len(ids_BS)), strict=False):
+            inputs[m] = launch_reduce(part_BsD.clone(), reader, self.pp)
         if self.backward and self.trains_embedding:
             self.summands[m] = summand_BsD
             summand_BsD.untyped_storage().resize_(0)  # its backward needs no values
@@ -205,15 +234,12 @@ class VocabularyPasses:
             sent.popitem()[1]()
 
     def _send_hidden(self, m: int) -> None:
-        if self.is_last:
-            x_BsD = self.outputs.pop(m).detach()
-        else:
-            x_BsD = torch.empty_like(self.hidden, device=self.device, requires_grad=False)
+        x_BsD = self.outputs.pop(m).detach() if self.is_last else self._empty(self.predictions)
         self.hidden_states[m] = launch_broadcast(x_BsD, self.last, self.pp)
 
     def _statistics(self, m: int) -> None:
         x_BsD = wait(self.hidden_states.pop(m), self.pp).requires_grad_(self.backward)
-        statistics_KT = self.shards(x_BsD, self.slices[m].tokens, self.slices[m].labels_BS)
+        statistics_KT = self.shards(x_BsD, self.slices[m].tokens, self._labels(m))
         self.scored[m] = x_BsD, statistics_KT
         self.statistics[m] = launch_all_gather(statistics_KT.detach(), self.pp_tp)
 
@@ -221,10 +247,13 @@ class VocabularyPasses:
         batch_slice, numbers_KT = self.slices[m], torch.zeros_like(self.scored[m][1])
         if self.is_last:
             statistics_RKT = wait(self.statistics.pop(m), self.pp_tp).unflatten(0, (-1, len(numbers_KT)))
-            has_label_BS = batch_slice.labels_BS != IGNORE
+            has_label_BS = self._labels(m) != IGNORE
             log_total_T, *values = merge_statistics(statistics_RKT, has_label_BS.flatten())
             scores_NBS = torch.stack([x_T.view_as(has_label_BS) for x_T in values if x_T is not None])
-            loss = self.microbatch_loss(scores_NBS.requires_grad_(self.backward), batch_slice)
+            own_NBS, *others_NBS = scores_NBS.requires_grad_(self.backward).split(len(batch_slice.labels_BS), 1)
+            for mtp, (loss_BS, *_) in zip(self.multi_token, others_NBS, strict=False):
+                own_NBS = mtp.add_loss(own_NBS, loss_BS, batch_slice.tokens.microbatch)
+            loss = self.microbatch_loss(own_NBS, batch_slice)
             self.losses.append(loss.detach())
             if self.backward:
                 (grad_NBS,) = torch.autograd.grad(loss, scores_NBS)
@@ -247,14 +276,17 @@ class VocabularyPasses:
         if not self.trains_embedding:
             return
         self._embedding_backward()
-        grad_BsD = self.input_grads.pop(m) if self.is_first else torch.empty_like(self.summands[m])
-        self.embedding_grads[m] = launch_broadcast(grad_BsD, self.first, self.pp)
+        self.embedding_grads[m] = [
+            launch_broadcast(grads.pop(m) if self.pp.rank == reader else self._empty(), reader, self.pp)
+            for reader, _, grads in self.readers[: self.predictions]
+        ]
 
     def _embedding_backward(self) -> None:
         """Run the backward of the embedding for the microbatch whose gradient was sent last, if any."""
         while self.embedding_grads:
-            m, grad_BsD = self.embedding_grads.popitem()
-            self._run_backward(self.summands.pop(m), wait(grad_BsD, self.pp))
+            m, sent = self.embedding_grads.popitem()
+            grads = [wait(grad_BsD, self.pp) for grad_BsD in sent]
+            self._run_backward(self.summands.pop(m), grads[0] if len(grads) == 1 else torch.cat(grads))
 
     def _run_backward(self, output: Tensor, grad: Tensor) -> None:
         """Add gradients of this rank's rows to those of the step; after the last backward FSDP sums them over ranks."""
@@ -278,8 +310,8 @@ class VocabularyPasses:
         for parameter in grads:
             parameter.grad = None
         with observe.unheard(), torch.enable_grad(), self.step([batch_slice], microbatch_loss, True):
-            hidden = torch.zeros_like(self.hidden, device=self.device, requires_grad=False)
-            self.outputs[0] = self.input_grads[0] = hidden
+            self.outputs[0] = self._empty(self.predictions).zero_()
+            self.input_grads[0] = self.next_grads[0] = self._empty().zero_()
             for run in self.runs.values():
                 run(0)
         for parameter, grad in grads.items():
@@ -288,6 +320,18 @@ class VocabularyPasses:
     def input_of(self, m: int) -> Tensor:
         """Wait for the embeddings of a microbatch, and return them, the first stage's input."""
         return self.inputs.pop(m)().requires_grad_(self.backward and self.trains_embedding)
+
+    def next_input_of(self, m: int) -> Tensor | None:
+        """Wait for the embeddings of a microbatch's next tokens, and return them; None without multi-token prediction.
+
+        Backward leaves their gradient for the pass D.
+        """
+        if self.predictions == 1:
+            return None
+        next_BsD = self.next_inputs.pop(m)()
+        if self.trains_embedding:  # a hook, because torch's stage takes the gradients of its inputs away
+            next_BsD.requires_grad_().register_hook(partial(self.next_grads.__setitem__, m))
+        return next_BsD
 
     def loss_of(self, m: int, output_BsD: Tensor) -> Tensor:
         """Return a scalar whose backward gives the last stage's output the gradient that the pass T has computed."""

@@ -47,9 +47,7 @@ def warm_up(
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype, device=device).requires_grad_()
     with observe.unheard(), torch.enable_grad():
-        y = model(
-            x, tokens=batch_slice.tokens, labels_BS=batch_slice.labels_BS, candidates_BSK=batch_slice.candidates_BSK
-        )
+        y = model(x, batch_slice.tokens, batch_slice.labels_BS, batch_slice.candidates_BSK, next_BsD=x)
         y, seed = (microbatch_loss(y, batch_slice), None) if isinstance(model.head, Head) else (y, y.detach())
         if y.requires_grad:  # not in a frozen model's first stage, nor in a teacher
             y.backward(seed)

@@ -151,9 +151,13 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         sum(saved_by_block[i].attention + saved_by_block[i].ffn for i in [*layers, *extra[: last * len(extra)]])
         + rope
         + hidden * (first - (last and not shared))
+        # Multi-token prediction: inputs of norms and projection, scales, and hidden states for the head of all stages.
+        + last * model.mtp_depth * (hidden * (4 + bool(shared)) + 3 * s.T * s.W)
         for layers, first, last in stages
     ]
     tokens = s.microbatches * s.X * 24
+    if shared and model.mtp_depth and any(last for *_, last in stages):
+        tokens += min(fold.pp, s.microbatches) * hidden  # embeddings of next tokens, sent when the first stage begins
     loads = _loads(s, rank, len(stages))
     # At most one microbatch is between the passes S and T. On some ranks it never is while another one is in backward;
     # this is not considered, nor that the embedding has no gradients yet in a step's first backward passes.
@@ -431,15 +435,21 @@ def _head_widths(s: Widths) -> tuple[int, int]:
     """Return the number of ids in a rank's shard of the head, and in a slice of it, which may be all."""
     V = -(-s.model.vocab_size // vocabulary_ranks(s.config, s.fold))
     requested = s.config.training.loss_chunks
-    chunks = min(max(-(-s.X * V * s.W // SLICE) if requested == -1 else requested, 1), V)
+    chunks = min(max(-(-_predictions(s) * s.X * V * s.W // SLICE) if requested == -1 else requested, 1), V)
     width = -(-V // chunks)
     return V, min(V, width + (-width % 128 if width >= 1024 else 0))
+
+
+def _predictions(s: Widths) -> int:
+    """Return how many labels of each position the head has at once: with multi-token prediction 2 if all share it."""
+    return 1 + s.model.mtp_depth * (s.config.parallelism.vocab == "pipeline")
 
 
 def _scored_bytes(s: Widths) -> int:
     """Return the bytes that a microbatch has between the passes S and T: hidden states, and logits if not sliced."""
     V, width = _head_widths(s)
-    return s.T * s.model.dim * s.w + s.X * s.model.dim * s.w * (s.fold.tp > 1) + s.X * V * s.w * (width == V)
+    each = s.T * s.model.dim * s.w + s.X * s.model.dim * s.w * (s.fold.tp > 1) + s.X * V * s.w * (width == V)
+    return _predictions(s) * each
 
 
 def _shared_vocabulary(s: Widths, add_candidate, units: list[WeightUnit], held_logits: int, summed: int) -> None:
@@ -452,11 +462,11 @@ def _shared_vocabulary(s: Widths, add_candidate, units: list[WeightUnit], held_l
         held_logits: bytes of the logits that candidates have already.
         summed: bytes of the head's gradients that candidates do not have, since no stage has begun its own.
     """
-    V, width = _head_widths(s)
-    sliced = s.X * width * s.w * (width < V)
+    (V, width), X = _head_widths(s), _predictions(s) * s.X
+    sliced = X * width * s.w * (width < V)
     add_candidate(
         "backward of the head",
-        logits=_scored_bytes(s) - held_logits + sliced + s.X * s.model.dim * (s.W + s.w),
+        logits=_scored_bytes(s) - held_logits + sliced + X * s.model.dim * (s.W + s.w),
         gradients=summed + units[-1].trained.whole * s.w,
     )
-    add_candidate("backward of the embedding", gradients=units[0].trained.whole * s.w, other=s.X * s.model.dim * s.w)
+    add_candidate("backward of the embedding", gradients=units[0].trained.whole * s.w, other=X * s.model.dim * s.w)

@@ -182,13 +182,14 @@ class Pricer(WeightCosts):
         blocks = {kind: cost + Cost(copies=copies[kind][0]) for kind, cost in blocks.items()}
         seconds = {kind: cost.seconds for kind, cost in blocks.items()}
         hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
-        ends = self.head(fold.tp, fold.cp, samples, fold.pp if shared else 1)
-        if model.mtp_depth:
-            ends = ends + (blocks[next(reversed(stages[-1]))] + ends).times(model.mtp_depth)
+        ends = self.head(fold.tp, fold.cp, samples, fold.pp if shared else 1).times(1 + model.mtp_depth)
+        last_kind = next(kind for stage in reversed(stages) for kind in reversed(stage))  # the last may have no layers
+        extra = blocks[last_kind].times(model.mtp_depth)
         edge_copies = [self.edge_copies(copy_formulas, fold, unit) for unit in (sizes.embedding, sizes.head)]
         ranks = [0.0] * fold.pp
         for owner, stage in zip(owners, stages, strict=True):
             ranks[owner] += sum(seconds[kind] * count for kind, (count, _) in stage.items()) + 2 * hop
+        ranks[owners[-1]] += extra.seconds
         meetings = of_layers = 0.0
         if shared:  # on every rank, and a message to all from the last or the first, or to it
             meetings = self.vocabulary_messages(fold, samples)
@@ -202,6 +203,7 @@ class Pricer(WeightCosts):
         ranks = list(map(max, ranks, launches))  # where the host takes longer, the device waits for it
         worst = max(range(fold.pp), key=ranks.__getitem__)
         slowest, copies_per_step = ends if shared or owners[-1] == worst else Cost(), 0.0
+        slowest = slowest + extra.times(owners[-1] == worst)
         for owner, (microbatch, step) in zip((0, owners[-1]), edge_copies, strict=True):
             if shared or owner == worst:
                 slowest, copies_per_step = slowest + Cost(copies=microbatch), copies_per_step + step
@@ -292,11 +294,11 @@ class Pricer(WeightCosts):
         """Return the seconds of a microbatch's messages over pp where all stages share the vocabulary.
 
         They are the sums of the embeddings and of the gradients of the last hidden states, to one rank, and these
-        states and the embeddings' gradients, from one rank; each is as long as a gather. Computation that may hide
-        them is not considered.
+        states and the embeddings' gradients, from one rank; each is as long as a gather, and there are twice as many
+        bytes with multi-token prediction. Computation that may hide them is not considered.
         """
         size = samples * self.config.training.seq_len / (fold.tp * fold.cp) * self.model.dim * self.w
-        return 4 * self.links.gather(LinkGroup(fold.pp, fold.stage), size)
+        return 4 * (1 + self.model.mtp_depth) * self.links.gather(LinkGroup(fold.pp, fold.stage), size)
 
     def idle(self, config: Config, fold: Fold, per_rank: int, m: int) -> float:
         """Return the idle time of a pipeline rank in a step, over the busy time of one microbatch.

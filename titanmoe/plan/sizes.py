@@ -212,9 +212,9 @@ def units_of_stage(
     model = config.model
     numbers = [*layers, *range(model.num_layers, model.num_layers + model.mtp_depth * last)]
     units = [sizes.block(layer) for layer in numbers]
-    if last and model.mtp_depth:
-        units += [sizes.multi_token] + [sizes.embedding] * (not first)
     shared = config.parallelism.vocab == "pipeline"
+    if last and model.mtp_depth:
+        units += [sizes.multi_token] + [sizes.embedding] * (not first and not shared)
     if first and not shared:
         units.append(sizes.embedding)
     if last:
