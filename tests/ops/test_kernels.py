@@ -37,6 +37,7 @@ from titanmoe.moe.permute import (
 )
 from titanmoe.moe.router import Router
 from titanmoe.moe.router_product import plain_bfloat16_terms, product_by_terms
+from titanmoe.moe.score_functions import Sigmoid
 from titanmoe.moe.send_slots import assign_slots, assign_unpadded_slots, fill_slots, order_by_expert, sort_by_expert
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.tokens import IGNORE, Tokens
@@ -440,6 +441,28 @@ def test_routing(score: str, experts: int, norm: bool, shape: dict[str, Any]) ->
             assert torch.equal(g, w)
         for g, w in zip((*got[:2], got[-1]), (*want[:2], want[-1]), strict=True):
             close(g * real, w * real, dtype)
+
+
+class RatedByOne(Sigmoid):
+    scores_per_group = 1
+
+
+class RatedByThree(Sigmoid):
+    scores_per_group = 3
+
+
+RATED_BY_ONE, RATED_BY_THREE = RatedByOne(), RatedByThree()
+
+
+@pytest.mark.parametrize("name", ["RATED_BY_ONE", "RATED_BY_THREE"])
+def test_groups_rated_by_other_numbers_of_scores_than_their_formulas_usual_one(name: str) -> None:
+    logits = random(39, 16, dtype=torch.float32, seed=5)
+    options = {"score_function": f"{__name__}:{name}", "norm_topk": True, "num_groups": 4, "top_groups": 2}
+    chosen, plain, usual = (
+        routed(logits, padded_tokens(3, 13), kernels=kernels, **options | more)[3]
+        for kernels, more in (("triton", {}), ("torch", {}), ("torch", {"score_function": "sigmoid"}))
+    )
+    assert torch.equal(chosen, plain) and not torch.equal(chosen, usual)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after_topk"])

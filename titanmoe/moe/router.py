@@ -68,7 +68,11 @@ class Router(nn.Module):
         logits_TE = self._logits(x_TD, tokens.index_T)
         if (tokens.given_TNK is not None or tokens.routes_TNK is not None) and self.takes_routes:
             return logits_TE, *self._plain(logits_TE, tokens, with_routes=True)  # the kernel chooses and weights in one
-        in_kernel = self.score_function.kernel_mode and fused(self.options.kernels, logits_TE)
+        in_kernel = (
+            self.score_function.kernel_mode
+            and self.score_function.scores_per_group <= 2
+            and fused(self.options.kernels, logits_TE)
+        )
         return logits_TE, *(self._fused if in_kernel else self._plain)(logits_TE, tokens)
 
     def _logits(self, x_TD: Tensor, index_T: Tensor) -> Tensor:
@@ -126,10 +130,9 @@ class Router(nn.Module):
 
         model, of = self.model, (tokens.index_T, tokens.sample_T, tokens.valid_T, len(tokens.position_BS))
         mode = MODES[self.score_function.kernel_mode]
-        shape = (model.top_k, model.num_groups, model.top_groups, mode, model.norm_topk)
-        return RouteFunction.apply(
-            logits_TE, self.expert_bias, *of, *shape, float(model.route_scale), self.options.force_balance
-        )
+        groups = (model.num_groups, model.top_groups, self.score_function.scores_per_group)
+        how = (mode, model.norm_topk, float(model.route_scale), self.options.force_balance)
+        return RouteFunction.apply(logits_TE, self.expert_bias, *of, model.top_k, *groups, *how)
 
     def _choose(self, scores_TE: Tensor, index_T: Tensor) -> Tensor:
         """Return the top-k experts by score plus expert_bias, or round-robin ones if balance is forced: (T, K)."""

@@ -26,7 +26,10 @@ from titanmoe.ops.kernels.kernel_launch import kernel
 TILE = 512
 """The scores per program. It is one warp, so that no sum or choice over the experts has to wait for another warp."""
 MODES = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
-"""The formulas that the kernel has, which score functions name (`ScoreFunction.kernel_mode`)."""
+"""The formulas that the kernel has, which score functions name (`ScoreFunction.kernel_mode`).
+
+Another needs its scores in `_route_forward`, its gradient in `_route_backward`, and its routing weights, if they are
+not the scores, in `_unnormalised` and in the backward of these."""
 _SIGMOID, _AFTER = tl.constexpr(MODES["sigmoid"]), tl.constexpr(MODES["softmax_after_topk"])
 
 
@@ -98,8 +101,8 @@ def _unnormalised(logits, scores, chosen, MODE: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def _route_forward(logits, bias, index, sample, valid, scores, weights, chosen, count, T, E: tl.constexpr,
                    P: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr,
-                   GP: tl.constexpr, TOP: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, FORCED: tl.constexpr,
-                   ROWS: tl.constexpr):  # fmt: skip
+                   GP: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr,
+                   FORCED: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     in_range = t < T
     e, k = tl.arange(0, P)[None, :], tl.arange(0, KP)[None, :]
@@ -123,7 +126,7 @@ def _route_forward(logits, bias, index, sample, valid, scores, weights, chosen, 
         key = tl.where(key != key, float("inf"), key)
         key = tl.where(e < E, key, float("-inf"))
         if G > 1:
-            keep = _best_groups(key, e, E, G, GP, TOP, MODE == _SIGMOID and E > G)
+            keep = _best_groups(key, e, E, G, GP, TOP, TWO)
             key = tl.where(keep, key, float("-inf"))
         for j in range(K):
             number = _largest(key, e)
@@ -207,6 +210,7 @@ def route(
     top_k: int,
     groups: int,
     top_groups: int,
+    scores_per_group: int,
     scoring: int,  # not `mode`: tracing fails for an op that mutates one argument and has another of that name
     norm: bool,
     scale: float,
@@ -224,6 +228,7 @@ def route(
         top_k: K.
         groups: the number of groups of experts.
         top_groups: the number of groups from which a token chooses.
+        scores_per_group: the number of a group's best scores whose sum rates it, 1 or 2.
         scoring: the score function, a value of MODES.
         norm: whether weights are scaled to sum to 1 over a token's choices.
         scale: the factor of the weights, route_scale.
@@ -241,7 +246,8 @@ def route(
         _route_forward[(triton.cdiv(T, shape["ROWS"]),)](
             *inputs, scores_TE, weights_TK, chosen_TK, count_BE, T, **shape,
             SCALE=scale, K=top_k, KP=triton.next_power_of_2(top_k), G=groups, GP=triton.next_power_of_2(groups),
-            TOP=top_groups, MODE=scoring, NORM=norm, FORCED=forced, num_warps=1,
+            TOP=top_groups, TWO=scores_per_group == 2 and groups < E, MODE=scoring, NORM=norm, FORCED=forced,
+            num_warps=1,
         )  # fmt: skip
     return scores_TE, weights_TK, chosen_TK
 
@@ -300,9 +306,9 @@ class RouteFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_TE, bias_E, index_T, sample_T, valid_T, samples, top_k, groups, top_groups, *rest):
-        mode, norm, scale, forced = rest
+        scores_per_group, mode, norm, scale, forced = rest
         count_BE = torch.zeros(samples, logits_TE.shape[1], dtype=torch.int64, device=logits_TE.device)
-        shape = (top_k, groups, top_groups, mode, norm, scale, forced)
+        shape = (top_k, groups, top_groups, scores_per_group, mode, norm, scale, forced)
         tokens = (index_T, sample_T, valid_T)
         scores_TE, weights_TK, chosen_TK = route(logits_TE, bias_E, *tokens, count_BE, *shape)
         ctx.save_for_backward(logits_TE, scores_TE, chosen_TK)
@@ -314,6 +320,6 @@ class RouteFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_scores_TE, grad_weights_TK, *_):
         if grad_scores_TE is None and grad_weights_TK is None:
-            return (None,) * 13
+            return (None,) * 14
         grad = route_backward(grad_scores_TE, grad_weights_TK, *ctx.saved_tensors, *ctx.constants)
-        return grad, *(None,) * 12
+        return grad, *(None,) * 13
