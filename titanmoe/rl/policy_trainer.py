@@ -40,7 +40,7 @@ from titanmoe.rl.rewards import START_S, Reward, Rewards
 from titanmoe.rl.rollouts import Rollout, advantages_and_weights, columns, summary
 from titanmoe.session import Session
 from titanmoe.train.reference import PROGRESS_INTERVAL_S
-from titanmoe.train.run_folder import ROLLOUTS, read_records
+from titanmoe.train.run_folder import ROLLOUTS, ROUNDS, read_records
 from titanmoe.train.runtime import print_rank_0
 from titanmoe.train.trainer import Trainer
 from titanmoe.train.training import Training
@@ -164,14 +164,9 @@ class PolicyTrainer(Trainer):
 
     def _prepare(self, training: Training) -> dict[str, str]:
         """Return lines of the header by label; a resumed run says how many answers it generates again."""
-        lines, rl, steps = {}, self.config.rl, 0
-        held_out = {prompt.number for prompt in self.prompts.held_out}
-        if self.session.rank == 0:
-            records = read_records(training.folder.path, ROLLOUTS)
-            begun = {one["step"] for one in records if one["step"] > self.step and one["prompt"] not in held_out}
-            steps = sum(min(rl.updates, training.steps - step + 1) for step in begun)
-        if steps:
-            count = steps * rl.prompts_per_step * rl.answers
+        lines = {}
+        rounds = read_records(training.folder.path, ROUNDS) if self.session.rank == 0 else []
+        if count := sum(one["answers"] for one in rounds if one["step"] > self.step):
             lines["again"] = f"{count:,} answers of later steps, which no checkpoint has, are generated again"
         return lines | self.prepare_run(training)
 
@@ -224,6 +219,7 @@ class PolicyTrainer(Trainer):
         parts = [self.loader.take(rl.prompts_per_step) for _ in range(updates)]
         prompts = [prompt for part in parts for prompt in part]
         observe.active.phase("generate", step)
+        self._append(ROUNDS, [{"step": step, "answers": len(prompts) * rl.answers}])
         try:
             with self.live.loaded() as generator:
                 rollouts = self._answer(generator, prompts, step, rl.answers, greedy=False)
@@ -386,13 +382,20 @@ class PolicyTrainer(Trainer):
         return reward._replace(ids=ids, problem="") if has_room else reward
 
     def _write_answers(self, step: int, records: Sequence[PromptRecord], rollouts: Sequence[Rollout]) -> None:
-        """Append answers, with their prompts and rewards, as lines of JSON to rollouts.jsonl in the run's folder."""
-        with (self.training.folder.path / ROLLOUTS).open("a", encoding="utf-8") as file:
-            for one in rollouts:
-                record, reward = records[one.prompt], None if math.isnan(one.reward) else one.reward
-                line = {"step": step, "prompt": record.number, "text": record.text, "answer": one.text}
-                turns = {"turns": one.turns} if self.config.rl.max_turns > 1 else {}
-                print(json.dumps(line | turns | {"is_cut": one.is_cut, "reward": reward}), file=file)
+        """Append answers, with their prompts and rewards, to rollouts.jsonl."""
+        lines = []
+        for one in rollouts:
+            record, reward = records[one.prompt], None if math.isnan(one.reward) else one.reward
+            line = {"step": step, "prompt": record.number, "text": record.text, "answer": one.text}
+            turns = {"turns": one.turns} if self.config.rl.max_turns > 1 else {}
+            lines.append(line | turns | {"is_cut": one.is_cut, "reward": reward})
+        self._append(ROLLOUTS, lines)
+
+    def _append(self, name: str, lines: Sequence[dict[str, Any]]) -> None:
+        """Append lines of JSON to a file of the run's folder, on rank 0."""
+        if self.session.rank == 0:
+            with (self.training.folder.path / name).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def _with_columns(batch: Batch, columns: dict[str, Tensor]) -> Batch:

@@ -29,7 +29,9 @@ OLD_QUIZ = "answers.jsonl"
 """Name of quiz.jsonl in the folders of earlier versions."""
 ROLLOUTS = "rollouts.jsonl"
 """File with answers to prompts of reinforcement learning, and their rewards."""
-FILES = METRICS, EXPERTS, RANKS, QUIZ, OLD_QUIZ, EVENTS, ROLLOUTS
+ROUNDS = "rounds.jsonl"
+"""File with the number of answers of each round of reinforcement learning, written when the round begins."""
+FILES = METRICS, EXPERTS, RANKS, QUIZ, OLD_QUIZ, EVENTS, ROLLOUTS, ROUNDS
 """JSONL files of a run, of whose lines each has a step."""
 REPEATED_EVENTS = "spike", "skip", "divergence", "samples", "reward"
 """Kinds of events that a step writes that is made a second time after a resume."""
