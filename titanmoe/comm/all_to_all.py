@@ -47,8 +47,9 @@ def start_all_to_all(
     everything that was computed in between, and finally the backward of this function, which waits for the gradients.
 
     Args:
-        send: the number of rows of x for each rank; None for equal numbers.
-        receive: the number of rows from each rank; None for equal numbers.
+        x: the rows, sorted by receiving rank; not written to before `finish_all_to_all`.
+        send: the number of rows of x for each rank of the group; None, as `receive` then, for equal numbers.
+        receive: the number of rows from each rank of the group.
         small: whether x is so small that in a checkpointed region the received rows are cached, so that recomputation
             sends nothing.
     """
@@ -72,11 +73,13 @@ def finish_all_to_all(flight: InFlight) -> Tensor:
 
 
 def start_reverse_all_to_all(x: Tensor, flight: InFlight) -> InFlight:
-    """Start to return one row for each row that `flight` delivered, to the rank that sent that row.
+    """Start to return one row for each row that `flight` delivered, to the rank that sent that row. Differentiable.
+
+    `finish_all_to_all` of the result gives each rank a row for each row that it sent, in their order.
 
     Args:
-        x: the rows to return, in the order in which `finish_all_to_all(flight)` gave rows.
-        flight: the all-to-all whose numbers of rows are reversed.
+        x: the rows to return, in the order in which `finish_all_to_all(flight)` gave rows; of any width.
+        flight: the all-to-all, finished, whose numbers of rows are reversed.
     """
     transfer = flight.transfer
     return (
@@ -89,7 +92,8 @@ def all_to_all_autograd(
 ) -> Tensor:
     """Send send[r] rows of x (along dim 0) to each rank r, wait, and return the received rows, by sender.
 
-    Backward sends the gradients back. Without `send` and `receive` all ranks exchange equal numbers of rows.
+    Backward sends the gradients back. receive[r] rows come from rank r. Without `send` and `receive` all ranks exchange
+    equal numbers of rows.
     """
     if group.size == 1:
         return x
@@ -118,13 +122,22 @@ class _Transfer:
         self.in_flight: Tensor | None = None
 
     def launch(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Start to send the rows of x, and return an empty tensor as the transfer's mark in the autograd graph."""
+        """Start to send the rows of x, and return an empty tensor as the transfer's mark in the autograd graph.
+
+        Args:
+            x: the rows, in forward, or their gradients, in backward.
+            send: the number of rows of x for each rank; in backward the transfer's `receive`.
+            receive: the number of rows from each rank, which `finish` returns; in backward the transfer's `send`.
+        """
         self.in_flight = launch_all_to_all(x, send, receive, self.group)
         interleave.mark_sent()
         return x.new_empty(0)
 
     def finish(self) -> Tensor:
-        """Wait for the rows in flight, and return them. The other side of an interleaved pair may compute first."""
+        """Wait for the rows in flight, and return them, by sender. Call it once per `launch`.
+
+        The other side of an interleaved pair may compute first.
+        """
         interleave.yield_if_sent()  # meanwhile another microbatch may compute
         in_flight, self.in_flight = self.in_flight, None
         return wait(in_flight, self.group)

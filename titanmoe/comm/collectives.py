@@ -3,7 +3,7 @@
 Functions named like `all_gather_autograd` are differentiable; the others are not. The differentiable all-to-all is in
 titanmoe.comm.all_to_all. Each function waits for its result before it returns: a collective still in flight that enters
 a compiled region gives silently wrong gradients in torch 2.13. The exceptions are those named like `launch_all_to_all`,
-whose callers call `wait`.
+whose callers call `wait`, and do not call them for a group of one (NO_GROUP).
 
 All ranks of the group call each function together.
 """
@@ -46,7 +46,7 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The process group that torch has registered under `name`."""
+        """The process group that torch has registered under `name`; NO_GROUP has none, and raises."""
         return _resolve_process_group(self.name)
 
 
@@ -97,8 +97,8 @@ def gradient_from_local(parameter: DTensor, shard: Tensor) -> DTensor:
 def to_local_replicated(parameter: nn.Parameter) -> Tensor:
     """Return a parameter that every rank holds in full, such as a router's weight, as a plain tensor.
 
-    Its gradient is a plain tensor too, not a DTensor: before torch adds two DTensors for the first time, it weighs
-    every combination of placements on the axes of their mesh, which takes 0.05 to 0.3 s.
+    Its gradient, which is not summed over ranks, is a plain tensor too, not a DTensor: before torch adds two DTensors
+    for the first time, it weighs every combination of placements on the axes of their mesh, which takes 0.05 to 0.3 s.
     """
     if not isinstance(parameter, DTensor) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return to_local(parameter)
@@ -193,7 +193,10 @@ def launch_reduce(x: Tensor, destination: int, group: Group) -> Callable[[], Ten
 
 
 def launch_all_gather(x: Tensor, group: Group) -> Tensor:
-    """Start to concatenate every rank's x along dim 0. Call `wait` on the result before it is used."""
+    """Start to concatenate every rank's x, all of one shape, along dim 0 in rank order.
+
+    Call `wait` on the result before it is used.
+    """
     return _ops.all_gather_into_tensor(x.contiguous(), group.size, group.name)
 
 
@@ -284,7 +287,9 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_gather_autograd(x: Tensor, dim: int, group: Group, small: bool = False) -> Tensor:
-    """Concatenate every rank's x along dim. Backward reduce-scatters: it sums the gradients of x over the ranks.
+    """Concatenate every rank's x, all of one shape, along dim in rank order.
+
+    Backward reduce-scatters: it sums the gradients of x over the ranks.
 
     Args:
         small: whether x is so small that in a checkpointed region the result is cached, so that recomputation does not
@@ -294,7 +299,7 @@ def all_gather_autograd(x: Tensor, dim: int, group: Group, small: bool = False) 
 
 
 def reduce_scatter_autograd(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Sum x over the group and return this rank's chunk of the sum along dim.
+    """Sum x over the group and return this rank's chunk of the sum along dim, whose size the group's size divides.
 
     Backward all-gathers the gradients of the chunks.
     """

@@ -34,7 +34,7 @@ class HostCopy:
         self.numbers, self.event = cached(partial(_copy, x))
 
     def tensor(self) -> Tensor:
-        """Wait until the copy has finished, and return it: a tensor on the host."""
+        """Wait until the copy has finished, and return it: a tensor on the host. Of an x on the host it is x itself."""
         if self.event is not None:
             self.event.synchronize()
         return self.numbers

@@ -44,6 +44,9 @@ def yield_if_sent() -> None:
 
     Called before the active side waits for a message. The sides are two computations that take turns on one device.
     Without such a pair it does nothing.
+
+    Raises:
+        OtherSideFailed: if the other side has failed.
     """
     if _active_pair is not None:
         _active_pair.yield_if_sent()
@@ -55,6 +58,9 @@ def yield_to_other() -> None:
     The sides are two computations that take turns on one device. Without such a pair it does nothing; also in the first
     side until the second has run for the first time: until the first side has routed tokens in flight, it has no wait
     that the second side's computation could fill.
+
+    Raises:
+        OtherSideFailed: if the other side has failed.
     """
     if _active_pair is not None and _active_pair.both_began:
         _active_pair.has_sent[_active_pair.turn] = True
@@ -88,7 +94,8 @@ class InterleavedPair:
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Call both functions interleaved, starting with the first, and return when both have returned.
 
-        If one raises, the other is stopped at its next yield, and the error is raised here.
+        May be called again after that. In a process only one pair runs at a time. If one function raises, the other is
+        stopped at its next yield by an OtherSideFailed, and the error of the one is raised here.
         """
         global _active_pair
         self.turn, self.both_began = 0, False

@@ -47,7 +47,7 @@ A context variable, because two microbatches that take turns each have their own
 def region_contexts() -> tuple[_Pass, _Pass]:
     """Return two context managers for `torch.utils.checkpoint`: for the forward of a region, and for its recomputation.
 
-    Both share one cache. Call it anew for every call of the region.
+    Both share one cache. Call it anew for every call of the region, as the argument `context_fn` does.
     """
     cache: list[Any] = []
     return _Pass(cache, recomputes=False), _Pass(cache, recomputes=True)

@@ -85,7 +85,14 @@ class DeepEP(Dispatcher):
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
         """Send each token once to each rank that has experts of it, wait, and copy received tokens into their slots.
 
-        The host waits for counts.
+        Collective over the dispatch group. The host waits for counts.
+
+        Args:
+            x_TD: this rank's tokens.
+            weights_TK: the routing weights of each token's chosen experts.
+            chosen_TK: the numbers of each token's chosen experts among all ranks' experts; E for no expert.
+            slots_per_expert: used only where it works as AllToAll: slots of an expert for each sending rank if expert
+                buffers are padded, else 0.
         """
         if self.memory is None:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
@@ -105,6 +112,9 @@ class DeepEP(Dispatcher):
         """Return the choices of tokens with an entry for each etp rank of a chosen expert, (T, J), for DeepEP.
 
         Each rank's shard of an expert is numbered as an expert of its own; -1 stands for no expert.
+
+        Args:
+            chosen_TK: the numbers of each token's chosen experts among all ranks' experts; E for no expert.
         """
         rank_TK1, place_TK1 = (
             x.unsqueeze(2) for x in (chosen_TK // self.local_experts, chosen_TK % self.local_experts)

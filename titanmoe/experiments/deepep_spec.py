@@ -31,7 +31,10 @@ class DeepEPSpec(DispatcherSpec):
     dim_of, most_dim = 16, 8176
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield options that DeepEP's kernels do not support: dtypes other than bfloat16, or some model widths."""
+        """Yield what every dispatcher refuses, then options that DeepEP's kernels do not support.
+
+        Those are another mixed_precision_param than bfloat16, another router_dtype than float32, some model widths.
+        """
         yield from super().contradictions(config)
         param, router, dim = config.training.mixed_precision_param, config.moe.router_dtype, config.model.dim
         if self.param and param != self.param:
@@ -54,9 +57,9 @@ class DeepEPSpec(DispatcherSpec):
             )
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
-        """Yield a message if DeepEP's kernels do not support a dispatch group of these degrees.
+        """Yield a message for each reason why DeepEP's kernels do not support a dispatch group of ep * etp ranks.
 
-        Reasons are the number of a token's copies, the number of ranks, and the size of nodes.
+        Reasons are the number of a token's copies, the number of ranks, and the size of nodes (parallelism.node).
         """
         ranks, top_k = ep * etp, config.model.top_k
         if top_k * etp > 32:
@@ -80,6 +83,12 @@ class DeepEPSpec(DispatcherSpec):
         """Estimate the seconds of a layer's dispatch and combine in one forward.
 
         Each token goes once to each rank that has experts of it, and one row comes back.
+
+        Args:
+            costs: the planner's model and network.
+            tokens: the number of tokens that a rank owns.
+            ep: degree of expert parallelism.
+            etp: degree of expert tensor parallelism.
         """
         domains = costs.domains(ep, etp)
         across = tokens * costs.routed_token_bytes * costs.visits(domains) * (domains - 1) / domains

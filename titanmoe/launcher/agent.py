@@ -100,7 +100,9 @@ class LaunchResult:
     killed: bool = False
     """Whether a second signal killed the ranks."""
     failures: list[RankFailure] = field(default_factory=list)
+    """This machine's ranks that failed, in any order; empty if all ended with exit code 0 or before they started."""
     world: int = 1
+    """Ranks of all nodes."""
 
 
 class Agent(LocalElasticAgent):
@@ -135,7 +137,10 @@ class Agent(LocalElasticAgent):
         self._signal_ranks(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _signal_ranks(self, number: int) -> None:
-        """Send a signal to the ranks, not to the processes that read data for them: a rank ends those itself."""
+        """Send a signal to this machine's ranks, if any run.
+
+        Processes that read data for a rank do not get it: a rank ends those itself.
+        """
         for pid in self._pcontext.pids().values() if self._pcontext else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -157,10 +162,12 @@ class Agent(LocalElasticAgent):
 def launch(options: Namespace, words: list[str], logs: RankLogs) -> LaunchResult:
     """Start this machine's ranks as torchrun would with these options, wait until they end, and return how they ended.
 
+    Called on every node, in the main thread: handles signals, and redirects torch.distributed's log to `logs.folder`.
+
     Args:
-        options: torchrun's parsed options.
-        words: the ranks' command line.
-        logs: the files that the ranks write to.
+        options: torchrun's options, as parsed by `torch.distributed.run.parse_args`.
+        words: the arguments after `-m titanmoe.rank`: the recipe and its overrides.
+        logs: the files that the ranks write to, in a folder that exists (`make_folder`).
 
     Raises:
         Exception: of torch's rendezvous, if the nodes do not meet.
@@ -207,7 +214,7 @@ def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
 
 
 def _log_to_file(folder: Path) -> None:
-    """Redirect the log of torch.distributed to a file in the folder."""
+    """Redirect the log of torch.distributed to the file AGENT in the folder, which is made with the first line."""
     log = logging.getLogger("torch.distributed")
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed."):

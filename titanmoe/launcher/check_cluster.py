@@ -59,9 +59,9 @@ BASE: dict[str, Any] = {
 
 
 def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
-    """Return the test cases by name: for each parallelism, the options in which it differs from BASE.
+    """Return the test cases by name, each as new values of fields by path ("parallelism.tp": 2), in place of BASE's.
 
-    Cases that cannot run on this cluster are among them; `compare` skips these.
+    {} is the case of BASE itself. Cases that cannot run on this cluster are among them; `compare` skips these.
 
     Args:
         world: ranks of all nodes.
@@ -98,14 +98,14 @@ def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
 
 
 def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
-    """Return the options of `titanmoe train` for a test case.
+    """Return the words of `titanmoe train` for a test case: `--config debug`, then `--TABLE.FIELD VALUE` of each field.
 
     Model and batches depend on `world` alone, so that a run of one rank computes the same.
 
     Args:
         world: ranks of all nodes.
-        changes: the options in which the case differs from BASE.
-        device: training.device.
+        changes: the fields in which the case differs from BASE: new values by path, such as "parallelism.tp".
+        device: training.device: "auto", "cpu" or "cuda".
     """
     sizes = {
         "model.num_experts": world * math.ceil(8 / world),
@@ -149,7 +149,8 @@ def run_steps(config: Config, runtime: Runtime) -> tuple[list[float], float]:
     """Train a model of this config for STEPS steps. Collective over all ranks.
 
     Returns:
-        Loss and gradient norm of each step in turn, as one list; and the seconds of the last step.
+        Loss and gradient norm of each step in turn, as one list of 2 * STEPS numbers; and the seconds of the last step
+        on this rank.
     """
     training = build_training(config, runtime)
     trainer = Trainer(training)
@@ -167,11 +168,14 @@ def run_steps(config: Config, runtime: Runtime) -> tuple[list[float], float]:
 def run_steps_on_one_rank(world: int, device: str) -> list[float]:
     """Return loss and gradient norm of each step in turn, as computed by one rank in a process of its own.
 
-    Called on rank 0 while the others wait. RuntimeError if the process fails.
+    Called on rank 0 alone while the others wait; it waits for the process.
 
     Args:
         world: ranks of all nodes, on which model and batches depend.
-        device: training.device.
+        device: training.device: "cpu" or "cuda".
+
+    Raises:
+        RuntimeError: with the end of its stderr, if the process fails.
     """
     launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher_variables)}
@@ -189,7 +193,10 @@ def compare(runtime: Runtime, only: list[str], node: int, expected: list[float])
         runtime: this rank's runtime.
         only: run cases whose names contain one of these words; all if empty.
         node: ranks of a node.
-        expected: loss and gradient norm of each step in turn, on one rank.
+        expected: loss and gradient norm of each step in turn, on one rank, as `run_steps` returns them.
+
+    Returns:
+        A Comparison for each of these cases, in the order of `cases`; those that cannot run here have `skipped` set.
     """
     rows = []
     for name, changes in cases(runtime.world, node).items():
@@ -222,7 +229,7 @@ class AxisTiming:
     microseconds: float
     """Time of a SMALL message."""
     gigabytes: float
-    """Rate of a LARGE message, in GB per second out of and into each rank."""
+    """Rate of a LARGE message (on CPUs of LARGE / 32), in GB per second out of and into each rank."""
 
     def line(self) -> str:
         return (
@@ -232,7 +239,13 @@ class AxisTiming:
 
 
 def seconds_per_call(runtime: Runtime, send: Callable[[], Any], rounds: int) -> float:
-    """Return the mean seconds of `rounds` calls of `send` on the slowest rank. Collective over all ranks."""
+    """Return the mean seconds of a call of `send` on the slowest rank. Collective over all ranks.
+
+    Args:
+        runtime: this rank's runtime.
+        send: runs the collective to time.
+        rounds: how often `send` is called and timed, the same on all ranks; two calls before that are not timed.
+    """
 
     def wait() -> None:
         if runtime.device.type == "cuda":
@@ -252,7 +265,9 @@ def seconds_per_call(runtime: Runtime, send: Callable[[], Any], rounds: int) -> 
 
 
 def build_collectives(group: Group, size: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """Return functions that run the collectives of training over a group, by the collective's name.
+    """Return functions that run a collective in bfloat16 over a group, by name: all-gather, reduce-scatter, all-to-all.
+
+    All ranks of the group call such a function together; it waits for its result (on GPUs, the stream waits).
 
     Args:
         group: the ranks that take part.
@@ -271,10 +286,10 @@ def build_collectives(group: Group, size: int, device: torch.device) -> dict[str
 
 
 def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
-    """Time the collectives that each axis sends in training; print and return them. Collective over all ranks.
+    """Time the collectives that each axis sends in training; return an AxisTiming of each, the same on every rank.
 
-    Axes of one rank are left out.
-    HSDP's all-reduces and the pipeline's messages use the same links and are not timed.
+    Collective over all ranks; rank 0 prints a line for each. Axes of one rank are left out. HSDP's all-reduces and the
+    pipeline's messages use the same links and are not timed.
     """
     axes = {
         "tp": (meshes.tp, ("all-gather", "reduce-scatter")),
@@ -322,11 +337,16 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     Args:
         runtime: this rank's runtime.
         only: run cases whose names contain one of these words; all if empty.
-        recipe: the recipe whose mapping's axes are timed; "" for tp within a node and ep over all ranks.
+        recipe: file or name of the recipe whose mapping's axes are timed; "" for tp within a node and ep over all
+            ranks.
 
     Returns:
-        The same on every rank: "rows" (a Comparison for each case), "wires" (an AxisTiming for each axis and
-            collective) and "problems" (error lines; none if the cluster is fit).
+        "rows" (a Comparison for each case), "wires" (an AxisTiming for each axis and collective) and "problems" (error
+        lines; none if the cluster is fit). All but the Comparisons' seconds are the same on every rank. If one rank
+        alone fails, "rows" and "wires" are empty.
+
+    Raises:
+        ConfigError: if the recipe cannot run on so many ranks.
     """
     node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world))
     device = f"{runtime.device.type} {torch.cuda.get_device_name() if runtime.device.type == 'cuda' else ''}".strip()

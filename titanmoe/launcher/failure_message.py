@@ -29,6 +29,7 @@ class RankFailure:
     timestamp: float
     """Seconds since the epoch when the launcher noticed; the note has the time of the failure."""
     log: Path
+    """What the rank wrote to stderr."""
     note_file: Path
     """Note in JSON that the rank left, if it could."""
     during: str = ""
@@ -37,7 +38,7 @@ class RankFailure:
     """Whether the watch ended it, or it ended itself, because of a hang of another rank."""
 
     def note(self) -> dict:
-        """Return the note that the rank left on why and when it failed, parsed from JSON; {} if it left none."""
+        """Return the note that the rank left on why and when it failed, as `read_note` does; {} if it left none."""
         return read_note(self.note_file)
 
     @property
@@ -64,7 +65,11 @@ class RankFailure:
 
 
 def read_note(file: Path) -> dict:
-    """Return the JSON note that a rank left on why it ended, from its file or a copy in memory; {} without one."""
+    """Return the JSON note that a rank left on why it ended, from its file or a copy in memory; {} without one.
+
+    Its keys are "message", "timestamp" (seconds since the epoch), and those that are arguments of
+    `launch_messages.write_failure_note`: "consequence", "alike", "during" and "following".
+    """
     for place in note_paths(file):
         with contextlib.suppress(OSError, ValueError):
             return json.loads(place.read_text(encoding="utf-8"))
@@ -72,9 +77,9 @@ def read_note(file: Path) -> dict:
 
 
 def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
-    """Return the phase of the step in which each late rank was, by rank, as told by the notes of other ranks.
+    """Return the phase of the step in which each late rank was, by global rank, as told by the notes of other ranks.
 
-    The watch of a rank that waits writes it to that rank's note.
+    The watch of a rank that waits writes it, as words for the user, to that rank's note. {} if no note tells.
 
     Args:
         notes: note files of this machine's ranks.
@@ -86,7 +91,7 @@ def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
 
 
 def ranks_ended_by_hang(notes: Iterable[Path]) -> set[int]:
-    """Return the ranks that ended because the watch found a hang, not for a cause of their own.
+    """Return the global ranks that ended because the watch found a hang, not for a cause of their own.
 
     Args:
         notes: note files of this machine's ranks.
@@ -99,6 +104,9 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 
     Ranks that only lost the connection to another come after it, whatever the clocks say. If all ranks failed alike, it
     is that of the lowest rank.
+
+    Args:
+        failures: at least one.
     """
 
     def order(failure: RankFailure) -> tuple[bool, float, int]:
@@ -115,11 +123,11 @@ def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def failure_message(failure: RankFailure, world: int, out_of_memory: bool = False) -> str:
-    """Return the last message of a run that failed: which rank failed first, why, and where its log is.
+    """Return the last message of a run that failed: lines on which rank failed first, why, and where its log is.
 
     Args:
-        failure: the first failure.
-        world: number of ranks.
+        failure: the first failure (`first_failure`), whose note and log are read.
+        world: ranks of all nodes; with 1 the message names no rank.
         out_of_memory: whether the kernel has killed a process for lack of memory since the run began.
     """
     note = failure.note()

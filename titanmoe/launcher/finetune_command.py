@@ -109,15 +109,15 @@ def run_finetune(words: Sequence[str]) -> int:
 
 
 def _finetune(names: list[str], flags: set[str], request: Request) -> int:
-    """Write the recipe and train it; return the exit code.
+    """Write the recipe NAME.toml into the current folder and train it; return the exit code.
 
     Args:
-        names: the model and the data.
+        names: the model, then the data's paths.
         flags: those of --lora, --full and --dpo that are given.
-        request: the rest of the command line.
+        request: the rest of the command line, from which --name is removed.
 
     Raises:
-        ConfigError: with every problem.
+        ConfigError: with every problem; also if the file exists with another text.
     """
     name = _take_name(request)
     if problems := _usage_problems(names, flags):
@@ -186,14 +186,14 @@ def default_name(model: str, path: str) -> str:
 
 
 def write_recipe(model: str, paths: list[str], request: Request, lora: bool, dpo: bool) -> str:
-    """Return the text of the recipe; the data is tokenized on the way.
+    """Return the text of the recipe, in TOML; the data is tokenized into the cache on the way. Writes no recipe.
 
     Args:
         model: a Hugging Face folder or hub name.
-        paths: data.paths.
-        request: the command line, with the user's options of fields.
-        lora: whether to train adapters.
-        dpo: whether the data are preference pairs.
+        paths: data.paths: files, folders or hf:OWNER/NAME:SPLIT.
+        request: the command line, whose `rest` has the user's options of fields, which are taken over as they are.
+        lora: whether to train adapters; if not, all weights.
+        dpo: whether the data are preference pairs; if not, chats.
 
     Raises:
         ConfigError: with every problem of the model, the data and the options.
@@ -218,7 +218,15 @@ def write_recipe(model: str, paths: list[str], request: Request, lora: bool, dpo
 
 
 def _read(settings: dict[str, Setting], request: Request) -> tuple[Config, dict[str, Any]]:
-    """Return the config of these settings and the user's options, and the values of the options by path."""
+    """Return the config of these settings and the user's options, and the values of the options by path.
+
+    Args:
+        settings: values by path, such as "training.seq_len"; the user's options override them.
+        request: the command line, whose `rest` has the user's options.
+
+    Raises:
+        ConfigError: with every problem.
+    """
     words = [word for path, (value, _) in settings.items() for word in _words(path, value)]
     draft = read_draft([*words, *request.rest], COMPONENTS)
     config = draft.finish(lambda config: [])
@@ -244,7 +252,11 @@ def _model_and_data(model: str, paths: list[str], dpo: bool) -> dict[str, Settin
 
 
 def measure(config: Config) -> Length:
-    """Tokenize the data into the cache, and return its lengths."""
+    """Tokenize the entries of config.data.paths into the cache, unless they are there, and return their lengths.
+
+    Raises:
+        ConfigError: if an entry cannot be read or tokenized.
+    """
     from titanmoe.data.open_documents import open_documents
 
     lengths = []
@@ -259,6 +271,13 @@ def _sizes(config: Config, given: dict[str, Any], length: Length, context: int |
     """Return the settings, by path, that follow from the machine, the model and the lengths of the data.
 
     They are ranks, ep, seq_len and batch sizes; recomputation on GPUs, float32 on CPUs; for SFT what long chats become.
+
+    Args:
+        config: the config so far: the model, the device and the data.
+        given: the user's values by path; of them job.ranks and training.seq_len replace what would follow.
+        length: lengths of the data.
+        context: the longest sequence that the model takes, in tokens; None if unknown.
+        dpo: whether the data are preference pairs.
     """
     machine = this_machine(config.training.device)
     ranks = given.get("job.ranks", machine.ranks)
@@ -289,6 +308,10 @@ def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
     """Return the settings, by path, in which the planner's fastest mapping that fits differs from the config.
 
     Expert parallelism, microbatch and recomputation are always among them.
+
+    Args:
+        config: the config, with job.ranks and a global batch size.
+        machine: this machine, which has GPUs.
 
     Raises:
         ConfigError: if none fits, with remedies, such as a number of GPUs on which one does.
@@ -335,6 +358,11 @@ def _steps(config: Config, length: Length, given: dict[str, Any]) -> dict[str, S
     """Return the settings, by path, that follow from the number of steps and documents, without those in `given`.
 
     They are warm-up and the interval of checkpoints, and from 40 chats or pairs on validation and the best checkpoint.
+
+    Args:
+        config: the config with seq_len, global batch size and epochs; epochs = 0 counts as one.
+        length: lengths of the data.
+        given: the user's values by path.
     """
     training, documents = config.training, len(length.tokens_D)
     samples = -(-length.tokens // training.seq_len)
@@ -361,7 +389,11 @@ TABLES = ("job", "model", "data", "training", "dpo", "lora", "optimizer", "lr_sc
 
 
 def to_text(settings: dict[str, Setting]) -> str:
-    """Return settings as TOML, by table, with comments in one column."""
+    """Return settings as TOML: a [table] for each, those of TABLES first, with comments in one column.
+
+    Args:
+        settings: (value, comment or "") by path, such as "training.seq_len".
+    """
     tables: dict[str, list[tuple[str, str]]] = {table: [] for table in TABLES}
     for path, (value, comment) in settings.items():
         table, _, name = path.rpartition(".")

@@ -104,7 +104,9 @@ def why_too_many(
 
 
 def nearest_changes(config: Config, world: int) -> dict[str, tuple[int, int]]:
-    """Return the degrees that differ between a recipe's mapping and the nearest legal one; {} if no mapping is legal.
+    """Return the degrees that differ between a recipe's mapping and the nearest legal one.
+
+    {} if none differs, or no mapping is legal.
 
     Args:
         config: the recipe.

@@ -124,7 +124,8 @@ def describe_shortage(config: Config, world: int, per_machine: int, machine: Mac
         world: ranks of all machines.
         per_machine: ranks on a machine.
         machine: this machine; all are taken to be alike.
-        command: the recipe and its overrides, for a suggested command.
+        command: the recipe and its overrides as a shell's words ("debug --training.seq_len 64"), for a suggested
+            command.
     """
     need = need_if_too_large(config, world, per_machine, machine)
     if need is None:
@@ -203,7 +204,7 @@ def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> 
         config: the recipe, which does not fit.
         world: ranks of all machines.
         machine: this machine; all are taken to be alike.
-        command: the recipe and its overrides, for the command.
+        command: the recipe and its overrides as a shell's words ("debug --training.seq_len 64").
     """
     training, (device, figures) = config.training, similar_device(machine)
     usable = device.memory - device.reserved
@@ -231,7 +232,8 @@ def similar_device(machine: Machine) -> tuple[Device, str]:
     """Return the planner's device for this machine's GPUs, an H100 if it has none, and words on how it was chosen.
 
     Their name decides; if it is unknown, the nearest memory. GPUs with other memory than the device, such as A100s of
-    40 GB, get it with their memory and without its name.
+    40 GB, get it with their memory and without its name (""). The words are the device's name in capitals, with how it
+    differs ("A100 but for memory") or why it was taken, if there is something to say.
     """
     h100 = read_device("h100")
     if not machine.gpus:

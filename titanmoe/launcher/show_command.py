@@ -31,7 +31,11 @@ def add_show(data_commands: argparse._SubParsersAction) -> None:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Run `titanmoe data show`; return 0, or 2 if the request is refused."""
+    """Run `titanmoe data show`: print the report, or what is wrong; return 0, or 2 if the request is refused.
+
+    Args:
+        args: `sample`, the number of samples, and `overrides`, the words of the recipe and its overrides.
+    """
     problems = [] if args.sample > 0 else [f"--sample = {args.sample} is not a number of samples: use 1 or more"]
     if not args.overrides:
         problems.append("command line: which recipe? For example: titanmoe data show sft_debug")
@@ -54,8 +58,8 @@ def _describe(config: Config, count: int) -> Iterator[str]:
     """Yield the lines of `titanmoe data show`: samples, what the chat template writes, lengths of each source.
 
     Args:
-        config: the recipe.
-        count: number of samples.
+        config: the recipe, with local_batch_size 1 and a global_batch_size of 1 or more.
+        count: number of samples, from the run's first on.
     """
     from titanmoe.data.describe_samples import (
         BRACKETS,

@@ -78,15 +78,17 @@ class Request:
     """The command line of `titanmoe train`, parsed."""
 
     recipe: str = ""
+    """A recipe's file, or the name of one that comes with titanmoe; "" if none is given."""
     options: dict[str, str] = field(default_factory=dict)
-    """The launcher's options and torchrun's, by name."""
+    """The values, as typed, of the launcher's options and torchrun's, by name without dashes ("rdzv-endpoint")."""
     rest: list[str] = field(default_factory=list)
     """Overrides, and anything else that the config's loader parses."""
     fitted: list[str] = field(default_factory=list)
     """Overrides that --fit adds."""
     problems: list[str] = field(default_factory=list)
+    """Error messages about the command line; `prepare` raises them."""
     scores: str = ""
-    """What the ranks count in place of training, as in `CheckedConfig`."""
+    """Log-probabilities that the ranks compute in place of training: "labels" or "top-k"; "" to train."""
     typed: list[str] = field(default_factory=list)
     """The full command line, as typed."""
 
@@ -128,9 +130,13 @@ def run_train(words: Sequence[str]) -> int:
 
 
 def parse_words(words: Sequence[str]) -> Request:
-    """Parse the command line of `titanmoe train`; errors are collected in the request's `problems`.
+    """Parse the command line of `titanmoe train`; errors are collected in the request's `problems`. Reads no file.
 
     The recipe comes first, or after an option of the launcher; after an override it would be read as the value of that.
+    Overrides and unknown options are not looked at: they go into `rest`.
+
+    Args:
+        words: the words after `titanmoe train`.
     """
     request, rest, override = Request(typed=list(words)), list(words), False
     old: dict[str, int | str] = {}
@@ -168,6 +174,7 @@ class MappingMisfit(ConfigError):
     """The error of a recipe whose mapping does not fit the number of ranks."""
 
     config: Config
+    """The recipe's config, with the mapping that does not fit."""
     offer: str = ""
     """A sentence that suggests a mapping that fits."""
 
@@ -190,7 +197,14 @@ class PreparedRun:
 
 
 def prepare(request: Request) -> PreparedRun:
-    """Read the recipe, choose the number of ranks, check mapping, memory and files; ConfigError with all problems."""
+    """Read the recipe, choose the number of ranks, check mapping, memory and files. Starts no ranks.
+
+    With training.epochs, tokenizes the data into its cache. With --fit, a mapping that does not fit is replaced by the
+    nearest that does. With --print-config, prints the config and exits. With several nodes, each calls it for itself.
+
+    Raises:
+        ConfigError: with all problems; a MappingMisfit, which suggests a mapping, if this one does not fit the ranks.
+    """
     if not request.recipe and not request.rest:
         request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
     several_nodes = request.get("nnodes", "1") not in ("1", "1:1")
@@ -248,6 +262,8 @@ def final_config(
     request: Request, draft: Draft, world: int, nproc: int, machine: fit_ranks.Machine
 ) -> tuple[Config, CheckedConfig]:
     """Return the config that the ranks will have, and the checked config in the form in which it is passed to them.
+
+    With --print-config, prints the first and exits.
 
     Args:
         request: the parsed command line.
@@ -308,7 +324,16 @@ def final_config(
 
 
 def start(prepared: PreparedRun) -> int:
-    """Start a prepared run's ranks, wait for them and print why they failed, if they did; return the exit code."""
+    """Start a prepared run's ranks on this machine, wait for them, and print why they failed, if they did.
+
+    Called on every node, in the main thread. Sets environment variables of this process.
+
+    Returns:
+        The exit code: 0, that of the rank that failed first, or 128 + the number of a signal.
+
+    Raises:
+        ConfigError: before ranks are started, if the port is taken or the folder of the logs cannot be made.
+    """
     with notes_in_memory():
         return _start(prepared)
 
