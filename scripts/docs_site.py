@@ -63,7 +63,10 @@ def title(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, page, **_: object) -> str:
-    """Point links in a page's Markdown to the site, and name linked pages by their titles. A hook of mkdocs."""
+    """Return a page's Markdown with links that lead to the site, and linked pages named by their titles.
+
+    A hook of mkdocs.
+    """
     here = page.file.src_uri
     folder = str(PurePosixPath(here).parent)
     markdown = NAMED.sub(lambda m: f"[{title(target(m[1], here))}]", markdown)
@@ -84,6 +87,6 @@ def breakable(code: re.Match[str]) -> str:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Mark in a page's HTML where code may break between words. A hook of mkdocs."""
+    """Return a page's HTML with marks where code may break between words. A hook of mkdocs."""
     html = re.sub(r"(?<=</span>)--?\w+(?:-\w+)*", OPTION, html)  # in blocks
     return re.sub(r"(?<!</span>)<code>([^<]+)</code>", breakable, html)

@@ -48,10 +48,10 @@ def titanmoe(*words: str, shows: bool = True) -> str:
 
 
 def ask_titanmoe(*model: str) -> list[dict[str, Any]]:
-    """Return what `titanmoe generate` prints for each question: a dict with prompt_tokens, tokens and text.
+    """Return what `titanmoe generate` prints for each question in ASKED: prompt, prompt_tokens, tokens and text.
 
     Args:
-        model: options that name the model.
+        model: options that name the model, such as "--checkpoint", "runs/NAME".
     """
     words = ["--chat", "--prompts", str(ASKED), "--temperature", "0", "--max-tokens", str(MOST), "--json"]
     return [json.loads(line) for line in titanmoe("generate", *model, *words, shows=False).splitlines()]
@@ -83,7 +83,7 @@ def compare(option: str, run: str, right_answer: str) -> None:
     It prints the answers and how many are right; wrong ones are no error.
 
     Args:
-        option: option of `titanmoe generate` that names the run.
+        option: option of `titanmoe generate` that names the run: "--checkpoint" or "--adapter".
         run: the run's folder.
         right_answer: the right answer with {} for the capital, such as "{}.".
     """

@@ -191,7 +191,13 @@ def price_of(row: Json, factors: Factors) -> Row:
 
 
 def priced_rows(rows: list[Json], factors: Factors, comparable: bool = True) -> list[Row]:
-    """Price the runs of known models with length, batch and time stated: comparable ones, or those that are shown."""
+    """Price the runs of known models with length, batch and time stated.
+
+    Args:
+        rows: published runs.
+        factors: efficiencies of links and kernels.
+        comparable: whether to price the runs that are "comparable"; if not, those that are "not_judged".
+    """
     stated = (row for row in rows if "preset" in row and row["seq"] and row["gbs"] and published_step(row))
     wanted = (row for row in stated if (row["comparable"] if comparable else "not_judged" in row))
     return [price_of(row, factors) for row in wanted]
@@ -483,7 +489,11 @@ def overrides(mapping: PricedMapping) -> Json:
 
 
 def gain(row: Json) -> float:
-    """Return the fraction by which the fastest unfolded mapping takes longer than the fastest one."""
+    """Return the fraction by which the fastest unfolded mapping takes longer than the fastest one, such as 0.1.
+
+    Args:
+        row: a dict of `folding_gains` that has both.
+    """
     return row["unfolded"]["seconds"] / row["best"]["seconds"] - 1
 
 
@@ -525,7 +535,16 @@ def folding_tables(gains: list[Json]) -> str:
 
 
 def replace_marked(page: Path, option: str, *texts: str) -> None:
-    """Replace what stands on a page between each mark with this option and the next mark of an end."""
+    """Replace what stands on a page between each mark "from here: ... planner_page.py OPTION" and the next "to here".
+
+    Args:
+        page: the file, which is rewritten.
+        option: the option in the mark; "" for the mark without one.
+        texts: the new text for each such mark, in order, with a line break at its end.
+
+    Raises:
+        ValueError: if the page has another number of marks.
+    """
     mark, end = f"<!-- from here: {f'python scripts/planner_page.py {option}'.strip()} -->\n", "<!-- to here -->\n"
     before, *parts = page.read_text(encoding="utf-8").split(mark)
     parts = [text + end + part.partition(end)[2] for text, part in zip(texts, parts, strict=True)]

@@ -30,10 +30,14 @@ CPU_RANKS = 4
 
 
 def overrides(config: Config, ranks: int) -> list[str]:
-    """Return the options that adapt the recipe, which is for 4 ranks, to another number of ranks.
+    """Return the options, as words "--TABLE.FIELD" and value in turn, that adapt the recipe to a number of ranks.
 
-    They set ep to as many ranks as divide the experts, tp to 2 if that leaves data ranks, and a global batch that the
-    data ranks share evenly.
+    They set ep to the largest divisor of the ranks that divides the experts, tp to 2 if 4 divides the ranks, else to 1,
+    and a global batch near the recipe's that the data ranks share evenly. What the recipe has already is left out.
+
+    Args:
+        config: the recipe's config.
+        ranks: number of ranks.
     """
     tp = 2 if ranks % 4 == 0 else 1
     wanted = {"parallelism.tp": tp, "parallelism.experts.ep": math.gcd(ranks, config.model.num_experts)}
@@ -49,7 +53,11 @@ def overrides(config: Config, ranks: int) -> list[str]:
 
 
 def find_ranks(device: str) -> tuple[int, str]:
-    """Return the number of ranks for this machine, and a line about its devices."""
+    """Return the number of ranks for this machine, and a line about its devices.
+
+    Args:
+        device: training.device: "auto", "cpu" or "cuda".
+    """
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if gpus:
         return gpus, f"{gpus} x {torch.cuda.get_device_name(0)}: one rank each"

@@ -32,13 +32,13 @@ STEPS = 20
 
 
 def sums() -> dict[str, int]:
-    """Return all sums and differences of digits that are digits, with their solutions: 11 with each digit."""
+    """Return the solution by prompt ("3+4=": 7) of all sums and differences of digits that are digits: 11 of each."""
     pairs = [(a, b) for a in range(10) for b in range(10)]
     return {f"{a}+{b}=": a + b for a, b in pairs if a + b < 10} | {f"{a}-{b}=": a - b for a, b in pairs if a >= b}
 
 
 def write_files() -> None:
-    """Write the prompts with their solutions, and the format: the same prompts with random answers."""
+    """Write into the current folder PROMPTS, with their solutions, and FORMAT, the same prompts with random answers."""
     solutions, draw = sums(), random.Random(0)
     records = [{"prompt": prompt, "solution": str(solution)} for prompt, solution in solutions.items()]
     texts = [{"text": f"{draw.choice([*solutions])}{draw.randrange(10)}"} for _ in range(EXAMPLES)]

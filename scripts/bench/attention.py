@@ -81,10 +81,10 @@ def make_mask(name: str, length: int, window: int) -> Mask:
 
 
 def count_pairs(mask: Mask, length: int, rows: int = 256) -> int:
-    """Count the pairs of a query and a key that it sees, one by one, by the definition of the mask.
+    """Count the pairs of a query and a key that a mask lets see each other, one by one, by the mask's definition.
 
     Args:
-        mask: the mask.
+        mask: the mask, of one sequence.
         length: number of positions of the sequence.
         rows: number of queries to compare at a time.
     """
@@ -165,6 +165,9 @@ def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Ite
         cp: number of ranks that share the sequence.
         window: number of positions that a query sees, for masks with a window.
         model: the model.
+
+    Raises:
+        SystemExit: if the mask's own count of pairs is not that of `count_pairs`.
     """
     mask, per_pair = make_mask(name, length, window), 4 * model.num_heads * model.head_dim
     seen, place = mask.count(length), torch.arange(length).unsqueeze(0)
@@ -195,6 +198,9 @@ def table(rows: list[Row]) -> str:
 
     Columns of two numbers are of our blocks and of flex_attention's. FLOPs are those of ring and all-gather; those of
     ulysses differ by rounding, and its makespan is 1.
+
+    Args:
+        rows: those of `make_rows` for each length and mask, in its order.
     """
     head = "mask | length | seen, GFLOP | computed | makespan | ring, MiB | ulysses, MiB"
     out = [f"| {head} |", "|---" * 7 + "|"]

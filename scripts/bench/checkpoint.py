@@ -70,12 +70,16 @@ def main() -> None:
 
 
 def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the median seconds of each figure, by mode of saving. Collective: all ranks train and save.
+    """Time saves in both modes. Collective: all ranks train and save.
 
     Args:
         trainer: the run.
         folder: folder for checkpoints.
         rounds: number of saves in each mode.
+
+    Returns:
+        Median seconds by mode, "sync" and "async": "blocked", "written after" and "step beside"; and under "all" the
+        median seconds of "step" and "check", the checkpoint's size "gb", and the number of "ranks".
     """
     checkpoints = trainer.training.checkpoints.in_folder(folder)
     saver = checkpoints.saver
@@ -139,7 +143,7 @@ def timed(step) -> float:
 
 
 def report(figures: dict[str, dict[str, float]], file: Path | None) -> None:
-    """Print the figures, and write them to a JSON file if there is one."""
+    """Print the figures that `measure` returned, and write them to a JSON file if one is given."""
     every = figures["all"]
     machine = f"torch {torch.__version__}, {platform.machine()}"
     print(f"{every['gb']:.2f} GB, {every['ranks']:.0f} ranks, step {every['step']:.3f} s; {machine}")

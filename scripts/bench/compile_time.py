@@ -106,7 +106,7 @@ def time_case(shape: str, case: str, tiny: bool, device_name: str) -> None:
         shape: name of the model.
         case: name of the case, such as "inductor cold".
         tiny: whether to shrink the model.
-        device_name: "cuda" or "cpu".
+        device_name: "cuda" or "cpu"; "" for a GPU if there is one.
     """
     import torch
     from torch._dynamo.utils import counters
@@ -136,7 +136,15 @@ def time_case(shape: str, case: str, tiny: bool, device_name: str) -> None:
 
 
 def measure(shape: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each case and block of a model, as soon as it is measured, each case in a process of its own."""
+    """Yield a row for each case and block of a model, as soon as it is measured, each case in a process of its own.
+
+    A row has "shape", "case", "block", and the seconds "s" or the reason "failed". A process that fails or is late
+    gives a row for the block "the rest".
+
+    Args:
+        shape: name of the model.
+        args: the command line.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for case in (case for case in CASES if case in args.cases):
             caches = Path(folder, CASES[case] or case)
@@ -151,7 +159,7 @@ def measure(shape: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as a Markdown table, with a column for each case."""
+    """Return the rows of `measure` as a Markdown table of seconds, with a column for each case; "-" where it failed."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
     lines = [f"| shape | block | {' | '.join(cases)} |", "|---" * (2 + len(cases)) + "|"]
     for shape, block in dict.fromkeys((row["shape"], row["block"]) for row in rows):

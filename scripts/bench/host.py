@@ -122,7 +122,12 @@ def as_rank(world: int) -> Iterator[None]:
 
 
 def read_configs(recipe: str, overrides: list[str]) -> tuple[Any, int, dict[int, Any]]:
-    """Return the recipe's config, its number of ranks, and the configs of narrow models by their number of layers."""
+    """Return the recipe's config, its number of ranks, and the configs of narrow models by their number of layers.
+
+    Args:
+        recipe: a recipe's file or name.
+        overrides: further options, as --TABLE.FIELD=VALUE.
+    """
     from titanmoe.components import COMPONENTS
     from titanmoe.config.load import read_draft
     from titanmoe.config.world_size import recipe_ranks
@@ -192,8 +197,8 @@ def layer_seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
     """Return the CPU seconds of one layer's forward and of its backward, from the difference of two numbers of layers.
 
     Args:
-        runs: a rank for each number of layers.
-        rounds: number of rounds.
+        runs: a rank for each of the numbers of layers LAYERS.
+        rounds: number of rounds; the fastest tenth of their microbatches counts.
     """
     spans: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in runs}
     gc.collect()
@@ -245,7 +250,13 @@ class Side:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Measure once for each line of stdin and print the seconds as JSON; or print a profile (--profile) and return."""
+    """Print [the device's seconds of a layer, layers, microbatches] as JSON, then measure once for each line of stdin.
+
+    A measurement prints [seconds forward, seconds backward] of a layer. With --profile, print a profile instead.
+
+    Args:
+        args: the command line, with --root, the checkout to import.
+    """
     sys.path.insert(0, str(args.root))
     import torch
 

@@ -137,7 +137,7 @@ def synchronize(device: Any) -> None:
 
 
 def seconds(work: Callable[[], Any], device: Any, times: int) -> float:
-    """Return the mean seconds of a call over several, after two untimed ones. Waits for the device."""
+    """Return the mean seconds of `times` calls of `work`, after two untimed ones. Waits for the device."""
     for _ in range(2):
         work()
     synchronize(device)
@@ -245,8 +245,15 @@ def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) 
 def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Iterator[dict[str, Any]]:
     """Time forward and backward of each module of the first layer alone, and of the head with the loss.
 
+    Args:
+        config: the config.
+        device: the device.
+        peak: the device's FLOP/s in bfloat16; None if unknown.
+        times: number of timed calls of each module.
+
     Yields:
-        A dict for each module: its name, milliseconds, the floor's milliseconds, and the floor over the time.
+        A dict for each module: its name "part", its "ms", "flops" and "bytes", the floor's "floor_ms" and the floor
+        over the time "of_floor", both None if unknown.
     """
     import torch
     from torch import Tensor
@@ -362,7 +369,11 @@ def tell(**figures: Any) -> None:
 
 
 def measure_one(args: argparse.Namespace) -> None:
-    """Measure one model on one side in this process; each figure is printed as a line of JSON."""
+    """Measure one model on one side in this process; each figure is printed as a line of JSON, {"end": true} the last.
+
+    Args:
+        args: the command line, with --one SHAPE SIDE LAYERS SAMPLES.
+    """
     import torch
 
     from titanmoe.components import COMPONENTS
@@ -443,7 +454,13 @@ def steps(
 
 
 def with_limited_memory(step: Callable[[], Any], device: Any, steps: int, times: float) -> dict[str, float]:
-    """Time steps whose allocator may reserve only `times` the peak of allocated memory.
+    """Time steps whose allocator may reserve only `times` the peak of allocated memory. The limit stays.
+
+    Args:
+        step: runs one step.
+        device: the GPU.
+        steps: number of timed steps, after two untimed ones.
+        times: the limit over the peak so far, such as 1.1.
 
     Returns:
         "times", "s" (seconds of a step, infinite if memory runs out), and "retries" of the allocator per step.
@@ -463,7 +480,16 @@ def with_limited_memory(step: Callable[[], Any], device: Any, steps: int, times:
 
 
 def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
-    """Free the trainer's memory, then time each module of a layer, and print a line of JSON for each."""
+    """Free the trainer's memory, then time each module of a layer, and print a line of JSON for each.
+
+    An error is printed too, as "parts failed", not raised.
+
+    Args:
+        config: the config.
+        device: the device.
+        peak: the device's FLOP/s in bfloat16; None if unknown.
+        times: number of timed calls of each module.
+    """
     import torch
 
     gc.collect()

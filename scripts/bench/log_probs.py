@@ -59,8 +59,8 @@ def measure(changes: dict[str, Any], experts_NSLK: torch.Tensor | None) -> tuple
     """Return the log-probabilities of the labels (samples, length - 1) and the experts of all tokens. Collective.
 
     Args:
-        changes: options of the case.
-        experts_NSLK: the experts that tokens are sent to; None lets the routers choose.
+        changes: new values of the recipe's fields by path, such as "parallelism.tp".
+        experts_NSLK: the experts that tokens are sent to, as another call returned them; None lets the routers choose.
     """
     run = titanmoe.open("debug", changes, trains=False)
     ids = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(5))

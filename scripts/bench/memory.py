@@ -71,7 +71,12 @@ def main() -> None:
 
 
 def experts(rounds: int, scale: int) -> Iterator[Row]:
-    """Yield a row for each implementation of experts: the bytes per token that it saves, and its relative time."""
+    """Yield a row for each implementation of experts: the bytes per token that it saves, and its relative time.
+
+    Args:
+        rounds: number of timed rounds.
+        scale: divides the numbers of tokens and channels; 1 for the sizes to measure.
+    """
     tokens, top_k, dim = 512 // scale, 8, 768 // scale
     made = init(Experts(Model(num_experts=64, dim=dim, expert_hidden=256), MoE(), torch.float32))
     count_e = torch.full((64,), tokens * top_k // 64)
@@ -102,7 +107,12 @@ def experts(rounds: int, scale: int) -> Iterator[Row]:
 
 
 def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
-    """Yield a row for latent attention under each mode of recomputation: saved bytes per token, and relative time."""
+    """Yield a row for latent attention under each mode of recomputation: saved bytes per token, and relative time.
+
+    Args:
+        rounds: number of timed rounds.
+        scale: divides the length and the model's width; 1 for the sizes to measure.
+    """
     samples, length = 1, 512 // scale
     model = Model(
         dim=2048 // scale, num_layers=1, num_heads=16, num_kv_heads=16, kv_lora_rank=512, q_lora_rank=1536,
@@ -127,7 +137,12 @@ def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
 
 
 def loss(rounds: int, scale: int) -> Iterator[Row]:
-    """Yield a row for each number of chunks in which the loss is computed: peak of memory in MiB, and relative time."""
+    """Yield a row for each number of chunks in which the loss is computed: peak of memory in MiB, and relative time.
+
+    Args:
+        rounds: number of timed rounds; of more than 3, 3 are run.
+        scale: divides the number of tokens and the vocabulary; 1 for the sizes to measure.
+    """
     tokens, dim, vocabulary = 1024 // scale, 256, 131072 // scale
     x_TD = torch.randn(tokens, dim, requires_grad=True)
     weight_VD = (0.02 * torch.randn(vocabulary, dim)).requires_grad_()

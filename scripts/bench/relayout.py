@@ -73,7 +73,11 @@ def main() -> None:
 
 
 def shards(config: Config, runtime: Runtime) -> Targets:
-    """Return this rank's shards of a model built under the config's mapping. Collective."""
+    """Build a model under the config's mapping; return its live weights. Collective over all ranks.
+
+    Returns:
+        (stored tensor's name, this rank's shard) by the weight's name.
+    """
     fold, options = derive(runtime.world, config.parallelism), {"parallelism": config.parallelism, "moe": config.moe}
     meshes = make_meshes(fold, **options, training=config.training, device=runtime.device)
     stages = build(config, meshes, 4, runtime.device)

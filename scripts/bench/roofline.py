@@ -63,7 +63,7 @@ Counted = dict[Operation, int]
 
 
 def recipe(model: str, tokens: int) -> Config:
-    """Return the config of two layers of a model, with one sample of so many tokens."""
+    """Return the config of two layers of a model of MODELS, with one sample of so many tokens."""
     words = [word for pair in MODELS[model].split() for word in ("--model." + pair.replace("=", " ", 1)).split()]
     words += ["--model.num_layers", "2", "--model.vocab_size", "1024", "--training.seq_len", str(tokens)]
     words += ["--training.local_batch_size", "1", "--training.global_batch_size", "1"]
@@ -72,10 +72,10 @@ def recipe(model: str, tokens: int) -> Config:
 
 
 def ours(config: Config, gathered: bool) -> Counted:
-    """Return the operations of the second of two layers of titanmoe, forward and backward, by a rehearsal.
+    """Return how often each operation of the second of two layers of titanmoe runs, forward and backward.
 
     Args:
-        config: The config of two layers.
+        config: The config of two layers, from `recipe`.
         gathered: Whether FSDP gathers the experts.
     """
     parallelism = replace(config.parallelism, reshard_after_forward="always" if gathered else "auto")
@@ -90,7 +90,14 @@ def ours(config: Config, gathered: bool) -> Counted:
 
 
 def theirs(config: Config) -> Counted:
-    """Return the operations of one of TorchTitan's layers, forward and backward, with weights in bf16."""
+    """Return how often each operation of one of TorchTitan's layers runs, forward and backward, with weights in bf16.
+
+    Args:
+        config: titanmoe's config, from `recipe`.
+
+    Raises:
+        NotCompared: if TorchTitan cannot be imported or has no such model.
+    """
     torchtitan_side._import("cuda")
     layer = torchtitan_side._spec(config.model, config.training.seq_len).model.layers[1]
 
@@ -123,6 +130,10 @@ def summary(counted: Counted, tokens: int) -> dict[str, Any]:
     Args:
         counted: The operations of the layer.
         tokens: The number of tokens of the microbatch.
+
+    Returns:
+        Under "forward" and "backward": "kernels", "kernels_outside" (of matmuls and attention), "flops", "bytes" and
+        "bytes_outside"; under "mfu", at peak rates, and "mfu_usual" the MFU by the device's name.
     """
     phases: dict[str, OperationCost] = defaultdict(OperationCost)
     for one, count in counted.items():
@@ -190,6 +201,9 @@ def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
     Args:
         counted: The operations of the layer.
         tokens: The number of tokens of the microbatch.
+
+    Returns:
+        (name, region, pass, line, kernels, KB per token, fraction of all bytes), the most bytes first.
     """
     total, moved = 0, defaultdict(OperationCost)
     for one, count in counted.items():

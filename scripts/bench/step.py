@@ -139,7 +139,10 @@ def cpu_seconds() -> float:
 
 
 def serve(root: str, options: list[str]) -> None:
-    """Run one rank: for each line of stdin run as many steps as it says, and print the seconds as JSON.
+    """Run one rank: print the model's size as JSON; for each line of stdin run steps and print their seconds as JSON.
+
+    A line is "STEPS ROUTING", such as "2 balanced", and its reply {"wall": ..., "cpu": ...}, of all these steps.
+    Returns at the end of stdin.
 
     Args:
         root: The checkout, from which titanmoe must be imported.
@@ -173,7 +176,12 @@ def serve(root: str, options: list[str]) -> None:
 
 
 def matrix_peak(dtype: str, size: int = 2048) -> float:
-    """Return the FLOPs per CPU second that one thread reaches in a matmul: the fastest of several."""
+    """Return the FLOPs per CPU second that one thread reaches in a matmul: the fastest of four.
+
+    Args:
+        dtype: name of a dtype of torch, such as "bfloat16".
+        size: all three sizes of the matmul.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -193,6 +201,9 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
         model: a key of MODELS.
         case: a key of CASES.
         args: The command line.
+
+    Raises:
+        SystemExit: if a rank of titanmoe ends early; TorchTitan's are left out with a message.
     """
     ranks, threads, _ = CASES[case]
     threads = 1 if args.tiny else threads

@@ -382,7 +382,10 @@ def _no_tokenizer() -> Any:
 
 
 def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
-    """Run one rank, like `serve` of scripts/bench/step.py: for each line of stdin run steps and print their time.
+    """Run one rank: print the model's size as JSON; for each line of stdin run steps and print their seconds as JSON.
+
+    A line is "STEPS ROUTING", such as "2 balanced", and its reply {"wall": ..., "cpu": ...}, of all these steps. An
+    error is printed as {"not compared": reason} and ends it.
 
     Args:
         options: The options of the run, titanmoe's.

@@ -194,6 +194,9 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
         layers: The number of layers.
         peak: The device's FLOP/s.
         bandwidth: The device's bytes per second.
+
+    Raises:
+        SystemExit: if no kernel ran on a GPU.
     """
     events = [e for e in events if e.get("ph") == "X"]
     operations = {
@@ -236,9 +239,13 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
 def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float, list[str]]:
     """Train some steps, trace the last one and write the trace to a file.
 
+    Args:
+        options: the command line.
+        file: file to create, a compressed trace (.json.gz) of torch's profiler.
+
     Returns:
-        The config, the device's FLOP/s, its bytes per second, and lines of text on the time of a step without the
-            profiler and on the memory.
+        The config, the device's FLOP/s and bytes per second (infinite if unknown), and lines of text on the time of a
+        step without the profiler and on the memory.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule

@@ -222,7 +222,13 @@ def outputs(commands: list[list[str]]) -> list[str]:
 
 
 def training_command(folder: Path, side: Side, *more: str) -> list[str]:
-    """Return the command that trains four steps into a folder."""
+    """Return the command, as words, that trains the debug recipe four steps, with checkpoints at steps 2 and 4.
+
+    Args:
+        folder: job.dump_folder.
+        side: the device.
+        more: further words, "--TABLE.FIELD" and value.
+    """
     options = {"parallelism.tp": 1, "parallelism.experts.ep": 1, "data.source": "synthetic", "validation.interval": 0}
     options |= {"validation.held_out": 0, "training.steps": 4, "training.seq_len": 64, "training.global_batch_size": 4}
     options |= {"checkpoint.interval": 2, "checkpoint.keep_last": 0, "metrics.tensorboard": False, "job.name": "run"}
@@ -321,7 +327,7 @@ def last_frame(trace: Any) -> str:
 
 
 def attempt(name: str, check: Callable[[], Result]) -> dict[str, Any]:
-    """Run a check and return its row of the JSON file; an error makes a failed row."""
+    """Run a check and return its row: "name", "ok", "seconds", "figures" and "note"; an error makes a failed row."""
     began = time.monotonic()
     try:
         result = check()

@@ -95,7 +95,11 @@ def command(folder: Path, *words: str) -> str:
 
 
 def sums(device: str) -> dict[str, Any]:
-    """Teach sums by rewards and return the mean reward of each 20 steps."""
+    """Teach sums by rewards and return under "note" a text with the mean reward of each 20 steps.
+
+    Raises:
+        RuntimeError: if the rewards do not rise as scripts/sums.py asks for.
+    """
     with tempfile.TemporaryDirectory() as folder:
         precision = ["--training.mixed_precision_param", "bfloat16" if device == "cuda" else "float32"]
         log = command(
@@ -109,7 +113,12 @@ def config_of(device: str) -> dict[str, Any]:
 
 
 def steps(device: str, *options: str) -> list[dict[str, Any]]:
-    """Run steps of real layers and return the metrics of each."""
+    """Run steps of real layers and return the metrics of each.
+
+    Args:
+        device: "cuda" or "cpu".
+        options: further words of `titanmoe train`, "--TABLE.FIELD" and value.
+    """
     changes = config_of(device) | {"training.device": device, "job.name": "layers"}
     words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
     with tempfile.TemporaryDirectory() as folder:

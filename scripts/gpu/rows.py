@@ -63,7 +63,13 @@ def short(value: Any) -> str:
 
 
 def median_seconds(run: Callable[[], Any], device: str, times: int = 20) -> float:
-    """Return the median seconds of a call, after three untimed ones: by events on a GPU, by the clock on a CPU."""
+    """Return the median seconds of a call, after three untimed ones: by events on a GPU, by the clock on a CPU.
+
+    Args:
+        run: the call.
+        device: "cuda" or "cpu".
+        times: number of timed calls on a GPU; on a CPU there are 3.
+    """
     import torch
 
     for _ in range(3):

@@ -80,7 +80,15 @@ def share_memory(here: Rank, numbers: int = 2**20) -> tuple[Tensor, Any]:
 
 
 def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Check allocation, rendezvous, writing and reading through the handle, and barriers; return their times."""
+    """Check allocation, rendezvous, writing and reading through the handle, and barriers.
+
+    Args:
+        here: this rank.
+        plain_memory: whether memory of the device that is not shared replaces symmetric memory.
+
+    Returns:
+        "ms to share" and "us a barrier"; on a GPU also a "note" on the allocator's segments.
+    """
     seconds = elapsed(lambda: prepare(here, plain_memory))
     own, handle = share_memory(here)
     here.reached("write and read")
@@ -202,10 +210,18 @@ def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
 
 
 def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Compare the symmetric-memory dispatcher on one rank with all-to-all, forward and backward.
+    """Compare the symmetric-memory dispatcher on one rank with all-to-all, both passes; return the differences.
 
     Through toy experts all tensors must be equal bit by bit. Through real experts the host must not wait for the GPU,
     eager and as one graph.
+
+    Args:
+        here: this rank.
+        plain_memory: whether memory of the device that is not shared replaces symmetric memory.
+
+    Raises:
+        Unsupported: if the machine refuses to share memory.
+        AssertionError: if the dispatchers differ.
     """
     prepare(here, plain_memory)
     config = make_config(512, 32, 4, 2.0) if here.device.type == "cuda" else make_config(64, 8, 2, 2.0)
@@ -238,9 +254,18 @@ def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
 
 def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Compare the symmetric-memory dispatcher on two ranks with all-to-all over gloo, forward and backward.
+    """Compare the symmetric-memory dispatcher on two ranks with all-to-all over gloo; return the differences.
 
-    Each expert is on one rank, then sharded over both. gloo's messages go through the host.
+    Forward and backward. Each expert is on one rank, then sharded over both. gloo's messages go through the host.
+    Collective over both ranks.
+
+    Args:
+        here: this rank.
+        plain_memory: False, because ranks cannot share plain memory.
+
+    Raises:
+        Unsupported: if the machine refuses to share memory.
+        AssertionError: if the dispatchers differ.
     """
     prepare(here, plain_memory)
     collectives._ops = OverHost(here.device)
@@ -260,7 +285,15 @@ def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
 
 def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Time a dispatch of Qwen3's size beside a copy of as many bytes, and both dispatchers without experts."""
+    """Time a dispatch of Qwen3's size beside a copy of as many bytes, and both dispatchers without experts.
+
+    Args:
+        here: this rank.
+        plain_memory: whether memory of the device that is not shared replaces symmetric memory.
+
+    Returns:
+        The "MiB" of the dispatched tokens, and "GB/s" and "ms" of each operation by name.
+    """
     prepare(here, plain_memory)
     cuda = here.device.type == "cuda"
     config, tokens = (make_config(2048, 128, 8, 1.0), 16384) if cuda else (make_config(64, 16, 4, 1.0), 64)

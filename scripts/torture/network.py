@@ -70,7 +70,13 @@ def network(ranks: int) -> Iterator[str]:
 
 
 def set_link(spaces: str, rank: int, state: str = "down") -> None:
-    """Take the network link of a rank "down" or bring it "up"."""
+    """Take the network link of a rank "down" or bring it "up".
+
+    Args:
+        spaces: common prefix of the names of the run's namespaces, as `network` yields it.
+        rank: the rank.
+        state: "down" or "up".
+    """
     run_ip("-n", f"{spaces}-lan", "link", "set", f"port{rank}", state)
 
 

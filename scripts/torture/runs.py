@@ -117,7 +117,7 @@ class Run:
         return max((line["step"] for line in self.lines("metrics.jsonl")), default=0)
 
     def start_steps(self) -> list[int]:
-        """Return for each start of the run the number of steps that it had made before."""
+        """Return for each start of the run, the earliest first, the number of steps that it had made before."""
         return [event["step"] for event in self.events("start", "restart")]
 
     def read_log(self) -> str:
@@ -177,7 +177,12 @@ class Run:
         self.wait(lambda: not any(map(is_alive, pids)), "the ranks' end after their launcher's", None)
 
     def start_and_strike(self, restarts: int, **fault: Any) -> None:
-        """Start the run with a fault, and wait until the fault has struck once."""
+        """Start the run with a fault, wait until the fault has struck once, and record the moment (`record_strike`).
+
+        Args:
+            restarts: how often the launcher may restart the ranks.
+            fault: a fault inside the ranks, as scripts/torture/faults/sitecustomize.py takes it, without "once".
+        """
         self.start(restarts, fault | {"once": str(self.struck_file)})
         self.wait(self.struck_file.exists, "the fault")
         self.record_strike()

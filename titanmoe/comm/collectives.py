@@ -3,7 +3,7 @@
 Functions named like `all_gather_autograd` are differentiable; the others are not. The differentiable all-to-all is in
 titanmoe.comm.all_to_all. Each function waits for its result before it returns: a collective still in flight that enters
 a compiled region gives silently wrong gradients in torch 2.13. The exceptions are those named like `launch_all_to_all`,
-whose callers call `wait`, and do not call them for a group of one (NO_GROUP).
+whose callers call `wait`; they cannot take NO_GROUP.
 
 All ranks of the group call each function together.
 """

@@ -158,14 +158,23 @@ def at_signal(do, path="", seconds=0.0, **_):
 
 
 def after_steps(do):
-    """Call a function after each optimizer step, with the optimizer and the number of the step."""
+    """Call a function after each optimizer step, with the optimizer and the number of the step, from 1 on."""
     made = itertools.count(1)
     hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook
     hook(lambda optimizer, *_: do(optimizer, next(made)))
 
 
 def flip(shape, place, bit, at, once, of="", **_):
-    """Register a hook that flips one bit of a parameter or moment after an optimizer step."""
+    """Register a hook that flips one bit of a parameter or moment after an optimizer step. Needs torch imported.
+
+    Args:
+        shape: shape of the parameter, as a list.
+        place: index of the number in the flattened parameter.
+        bit: index of the bit in the number.
+        at: number of the optimizer step, from 1 on.
+        once: file that is made when it strikes; if it exists, nothing is flipped.
+        of: name of the optimizer's moment; "" for the parameter itself.
+    """
 
     def after(optimizer, made):
         if made != at or not strikes(once):
