@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,7 +123,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
 
 
 def is_writing(saver) -> bool:
-    """Return whether any rank is still writing. Collective over the world; all ranks must take the same steps."""
+    """Return whether any rank's saver is still writing. Collective over the world: ranks must take the same steps."""
     alive = torch.tensor(float(saver._thread is not None and saver._thread.is_alive()))
     dist.all_reduce(alive)
     return bool(alive)
@@ -135,7 +136,7 @@ def slowest(seconds: float) -> float:
     return float(most)
 
 
-def timed(step) -> float:
+def timed(step: Callable[[], object]) -> float:
     """Return the seconds that a call takes."""
     began = time.monotonic()
     step()

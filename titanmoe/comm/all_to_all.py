@@ -48,7 +48,7 @@ def start_all_to_all(
 
     Args:
         x: the rows, sorted by receiving rank; not written to before `finish_all_to_all`.
-        send: the number of rows of x for each rank of the group; None, as `receive` then, for equal numbers.
+        send: the number of rows of x for each rank of the group; with `receive` None too, None for equal numbers.
         receive: the number of rows from each rank of the group.
         small: whether x is so small that in a checkpointed region the received rows are cached, so that recomputation
             sends nothing.

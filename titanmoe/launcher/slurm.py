@@ -104,13 +104,13 @@ def run_slurm(args: argparse.Namespace) -> int:
 
 
 def job_script(args: argparse.Namespace) -> str:
-    """Return the text of a job script for sbatch.
+    """Return the text of a job script for sbatch. With --print-config, prints the config and exits.
 
     Args:
         args: the options that `add_slurm` defines, and `overrides`, the words of the recipe and its overrides.
 
     Raises:
-        ConfigError: if the ranks do not fill nodes, or the recipe or its mapping cannot run; with every problem.
+        ConfigError: if the ranks do not fill nodes, or the recipe or its mapping cannot run.
     """
     world = world_of(args.ranks, args.overrides, COMPONENTS)
     ranks_per_node = min(8, world) if args.gpus_per_node is None else args.gpus_per_node

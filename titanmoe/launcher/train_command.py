@@ -329,7 +329,7 @@ def start(prepared: PreparedRun) -> int:
     Called on every node, in the main thread. Sets environment variables of this process.
 
     Returns:
-        The exit code: 0, that of the rank that failed first, or 128 + the number of a signal.
+        The exit code: 0, that of the rank that failed first, 128 + the number of a signal, or 1 if the launcher failed.
 
     Raises:
         ConfigError: before ranks are started, if the port is taken or the folder of the logs cannot be made.
