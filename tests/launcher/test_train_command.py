@@ -93,6 +93,7 @@ def test_the_launchers_options_are_separated_from_the_runs(words, recipe, option
         ("debug --ranks 0", "--ranks '0' is not N|auto"),
         ("debug --logs --fit", "--logs '--fit' is not FOLDER"),
         ("debug --nnodes some", "--nnodes 'some' is not N or MIN"),
+        ("debug --nnodes some --nproc 4", "--nnodes 'some' is not N or MIN"),
         ("debug --nnodes 2 --ranks 2", "--nnodes 2: where do the nodes meet? --master-addr HOST --node-rank K"),
         ("nowhere.toml", "nowhere.toml: there is no such file"),
         ("debug --nproc 2", "--nproc is now --ranks 2, the ranks of all nodes together"),

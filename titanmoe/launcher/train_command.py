@@ -151,11 +151,12 @@ def parse_words(words: Sequence[str]) -> Request:
         elif word.startswith("--") and name in launcher_options:
             override = False
             value = word.partition("=")[2] if attached else "yes" if name == "fit" else rest.pop(0) if rest else ""
-            if not re.fullmatch(OPTION_PATTERNS.get(name, r"[^-].*"), value):
+            if re.fullmatch(OPTION_PATTERNS.get(name, r"[^-].*"), value):
+                request.options[name] = value
+            else:
                 request.problems.append(
                     f"command line: --{name} {value!r} is not {launcher_options[name].partition(':')[0]}"
                 )
-            request.options[name] = value
         elif word.startswith("--") and name in other_names.RANKS:
             count = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
             old[name] = int(count) if count.isdecimal() else count
