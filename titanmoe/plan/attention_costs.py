@@ -100,7 +100,7 @@ class AttentionCosts(DispatchCosts):
         return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
 
     def price_norms(self, elements: float, direction: int) -> float:
-        """Return the seconds of a norm and a residual sum over these elements; `direction` is 1 for backward."""
+        """Return the seconds of a norm and a residual sum over these elements. `direction`: 0 forward, 1 backward."""
         return self.move_seconds(elements * (self.stack.norm[direction] + self.stack.residual[direction]))
 
     def price_adapters(
@@ -113,7 +113,7 @@ class AttentionCosts(DispatchCosts):
             prefix: first part of the names, such as "attention.".
             rows: tokens that each product multiplies.
             split: ranks of tp or etp that divide an adapter's split dims.
-            groups: number of equal products, such as one for each expert.
+            groups: number of equal products of `rows` tokens each, such as one for each expert.
         """
         forward = backward = Cost()
         drops = self.config.lora.dropout > 0
@@ -154,7 +154,8 @@ class AttentionCosts(DispatchCosts):
         """Return the costs (forward, backward) of the mixer of one microbatch, with its norm, tp's and cp's messages.
 
         Args:
-            samples: samples of the microbatch.
+            tp, cp: number of ranks of each.
+            samples: samples of the microbatch on one data rank.
             layer: index of the block; of equal blocks the first, so that their price is cached once.
         """
         model, mixer, seq = self.model, self.mixers[layer], self.config.training.seq_len

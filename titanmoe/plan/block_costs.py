@@ -154,7 +154,7 @@ class BlockCosts(AttentionCosts):
             tp: matters to the shared expert only.
             choice: the dispatcher, and what overlaps with it.
             backward: FLOPs of the experts' backward relative to forward.
-            between: seconds (forward, backward) computed between the sends of two halves, as for `seconds_in_parts`.
+            between: seconds (forward, backward) that are computed before the second half can be sent.
         """
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / sample_ranks
@@ -255,7 +255,7 @@ class BlockCosts(AttentionCosts):
 
         Args:
             forward: cost of the layer's forward.
-            mode: mode of recomputation.
+            mode: mode of recomputation: "full", "full_except_dispatch" or "moe".
             sample_ranks: ranks that a sample is divided among, tp x cp.
             samples: samples of the microbatch.
             choice: the dispatcher, and what overlaps with it.
@@ -292,7 +292,7 @@ class BlockCosts(AttentionCosts):
         return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden, self.backward[layer].ffn)
 
     def _in_halves(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice) -> tuple[tuple[Cost, Cost], ...]:
-        """Return what `attention_and_ffn` does, for a MoE block that splits the microbatch into two halves.
+        """Return (forward, backward) of attention and (forward, backward) of the MoE layer, overlapping in halves.
 
         While routed tokens of the first half are in flight, attention of the second is computed.
         """
@@ -304,7 +304,11 @@ class BlockCosts(AttentionCosts):
         return attention, self.experts(*degrees, choice, backward.ffn, between)
 
     def launches(self, fold: Fold, mode: str) -> float:
-        """Return the seconds of the host to launch a block, forward and backward, under a recomputation mode."""
+        """Return the host's seconds to launch a block for one microbatch, forward and backward.
+
+        Args:
+            mode: mode of recomputation of this block, such as "none" or "full".
+        """
         return (self.stack.host_tp if fold.tp > 1 else self.stack.host) * (4 / 3 if mode in FULL else 1.0)
 
     def block(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice, mode: str) -> Cost:
@@ -314,7 +318,7 @@ class BlockCosts(AttentionCosts):
             samples: samples of the microbatch.
             layer: index of the block.
             choice: the dispatcher, and what overlaps with it.
-            mode: mode of recomputation of this block.
+            mode: mode of recomputation of this block: "none", "selective", "moe", "full_except_dispatch" or "full".
         """
         attention, ffn = self.attention_and_ffn(fold, samples, layer, choice)
         total = attention[0] + attention[1] + ffn[0] + ffn[1]

@@ -73,9 +73,10 @@ class Candidates:
     """Mappings of a number of ranks that divide the model and batch evenly, by lower bounds of time and memory."""
 
     def __init__(self, config: Config, world: int, pricer: Pricer, limit: float):
-        """Find the candidates.
+        """Find the groups of candidates that may fit; bounds of time are computed while candidates are iterated.
 
         Args:
+            config: recipe with a global batch size.
             world: number of ranks.
             pricer: pricer of `config` on the device.
             limit: bytes of a device; mappings whose lower bound of memory is above it are left out.

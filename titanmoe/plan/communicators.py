@@ -16,6 +16,9 @@ from titanmoe.plan.links import LinkGroup
 def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, LinkGroup]]:
     """Return (kind, ranks) of each NCCL communicator that a rank creates. Axes of a kind over the same ranks share one.
 
+    Kinds are "blocking", "shards", "replicas", "dispatch", and with a pipeline "stages", "stages 1" and so on.
+    Groups of one rank are left out.
+
     Args:
         domain: devices that share the fast link.
     """

@@ -107,21 +107,24 @@ def names() -> list[str]:
 
 
 def device_like(gpu: str) -> Device:
-    """Return the shipped device that a GPU's own name contains, such as "NVIDIA H100 80GB HBM3"; an H100 if none is."""
+    """Return the shipped device whose name is a word of `gpu`, as in "NVIDIA H100 80GB HBM3"; an H100 if none is."""
     return known_device(gpu) or read_device("h100")
 
 
 def known_device(gpu: str) -> Device | None:
-    """Return the shipped device that a GPU's own name contains, such as "NVIDIA H100 80GB HBM3"; None if none is."""
+    """Return the shipped device whose name is a word of `gpu`, as in "NVIDIA H100 80GB HBM3"; None if none is."""
     found = next((name for name in names() if re.search(rf"\b{name}\b", gpu, re.IGNORECASE)), None)
     return found and read_device(found)
 
 
 def read_device(name: str) -> Device:
-    """Return a shipped device by its name, in upper or lower case, or one read from a TOML file.
+    """Read the figures of a device.
+
+    Args:
+        name: name of a shipped device, such as "h100", in upper or lower case; or path of a file that ends in ".toml".
 
     Raises:
-        ConfigError: with all that is wrong.
+        ConfigError: the name is unknown, or the file cannot be read or has wrong figures; with all problems.
     """
     path = SHIPPED / f"{name.lower()}.toml" if name.lower() in names() else Path(name)
     if path.suffix != ".toml":

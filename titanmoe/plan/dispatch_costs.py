@@ -112,7 +112,11 @@ class DispatchCosts:
     """Bytes of a number in the compute dtype."""
 
     def move_seconds(self, count: float) -> float:
-        """Return the seconds to move `count` bytes of 16-bit numbers in device memory, scaled to the compute dtype."""
+        """Return the seconds of memory-bound work.
+
+        Args:
+            count: bytes read and written, as if numbers had 16 bits; they are scaled to the width of the compute dtype.
+        """
         return count * self.stack.memory * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def routed_message_seconds(
@@ -134,7 +138,8 @@ class DispatchCosts:
             T: tokens of the rank, each of which is sent to top_k experts.
             products: seconds of the experts' products of one part.
             shared_seconds: seconds of the shared expert's products, which run while routed tokens are in flight.
-            between: seconds computed between the sends of two parts, as for `seconds_in_parts`.
+            between: seconds that are computed before the second of two parts can be sent; in backward between the last
+                two messages.
         """
         if ep * etp == 1:
             return 0.0
@@ -150,7 +155,7 @@ class DispatchCosts:
         return exposed + self.links.message_share * (all_messages - exposed)
 
     def expert_weights(self, ep: int, etp: int) -> float:
-        """Return the number of elements of the expert weights on a rank."""
+        """Return the elements of one MoE layer's expert weights on a rank, before data ranks shard them."""
         return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
 
     def cost_of_halves(self, weights: float, T: float, direction: int, times: float) -> Cost:
@@ -206,7 +211,7 @@ class DispatchCosts:
         return 0.0 if ep * etp == 1 else DISPATCHERS.look_up(dispatcher).seconds(self, T, ep, etp)
 
     def expert_group(self, ep: int, etp: int) -> LinkGroup:
-        """Return the group of ranks that a dispatcher's messages go to."""
+        """Return the group of ranks that a dispatcher's messages go to: ep x etp consecutive ranks."""
         return LinkGroup(ep * etp, 1)
 
     def domains(self, ep: int, etp: int) -> int:
@@ -214,7 +219,7 @@ class DispatchCosts:
         return ceil(ep * etp / self.expert_group(ep, etp).ranks_per_domain(self.device.domain))
 
     def groups_by_domain(self, ep: int, etp: int) -> tuple[LinkGroup, LinkGroup]:
-        """Return two groups: the expert ranks within one domain, and one expert rank of each domain."""
+        """Return two groups: the ranks of ep x etp in one domain of fast links, and one of its ranks in each domain."""
         near = self.expert_group(ep, etp).ranks_per_domain(self.device.domain)
         return LinkGroup(near, 1), LinkGroup(self.domains(ep, etp), near)
 

@@ -61,7 +61,7 @@ class TextLengths(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, prompt: int | None = None, answer: int | None = None) -> TextLengths:
-        """Return the given numbers, in place of None the most that the recipe allows."""
+        """Return the given lengths; None is the most that the recipe allows: seq_len - max_tokens, and max_tokens."""
         most = config.generation.max_tokens
         return cls(prompt or config.training.seq_len - most, answer or most)
 
@@ -107,7 +107,7 @@ class GeneratorPlan:
 
     @property
     def components(self) -> dict[str, float]:
-        """Seconds of generating for one step, by component."""
+        """Seconds of generating for one step: "next tokens", "reading prompts" and "copying weights"."""
         tokens = self.tokens * max(self.token, self.launches)
         parts = {"next tokens": tokens, "reading prompts": self.reading, "copying weights": self.copying}
         return {name: seconds / self.updates for name, seconds in parts.items()}
@@ -118,7 +118,7 @@ class GeneratorPlan:
         return sum(self.components.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as data for `--json`. Times are in seconds of a step, memory in bytes."""
+        """Return the plan as data for `--json`: seconds of a step, of "token" those of one forward, and bytes."""
         return {
             "mapping": vars(self.parallelism),
             "seconds": self.seconds,
@@ -140,7 +140,11 @@ class GeneratorPlan:
         return self.weights + self.cache + self.activations
 
     def beside(self, memory: RankMemory) -> RankMemory:
-        """Return a rank's memory in the fullest moment of training and of generating."""
+        """Return a rank's memory with this generator, in the fullest moment of training, copying weights or generating.
+
+        Args:
+            memory: the rank's memory in training alone, which is not changed.
+        """
         resting = {name: memory.components.get(name, 0) for name in RESTING}
         if self.offloads:
             resting |= {"weights": 0, "moments": 0}
@@ -158,7 +162,7 @@ class GeneratorPlan:
 
 
 def generator_weights(config: Config, fold: Fold) -> int:
-    """Return the bytes of a generator's weights on a rank.
+    """Return the bytes of a generator's weights on a rank, which holds all that tp, ep and etp do not divide.
 
     Args:
         config: the config to generate with.
@@ -201,6 +205,9 @@ class GeneratorCosts:
             imbalance: routed tokens of the busiest rank over the mean.
             stack: software that is priced.
             lengths: mean tokens of texts; None for the most that the recipe allows.
+
+        Raises:
+            ConfigError: the model cannot generate, even with tp, ep and etp of 1.
         """
         self.config, self.world, self.device = config, world, device
         self.lengths = lengths or TextLengths.of(config)
@@ -220,7 +227,7 @@ class GeneratorCosts:
             raise ConfigError([f"generation: {problem}" for problem in error.problems]) from None
 
     def fastest(self) -> list[GeneratorPlan]:
-        """Return the plans of all legal mappings, fastest first."""
+        """Return the plans of all legal mappings with tp and etp up to 16, fastest first, whether they fit or not."""
         plans, experts = [], moe_layers(self.model) > 0
         splits = [n for n in divisors(self.world) if n <= MOST_SPLIT]
         ep_degrees = [n for n in divisors(self.world) if self.model.num_experts % n == 0] if experts else [1]
@@ -319,7 +326,7 @@ class GeneratorCosts:
         return rounds * self.links.exchange(LinkGroup(self.world, 1), weights / rounds) + 4 * weights / self.bandwidth
 
     def _read(self, fold: Fold, prompts: int) -> float:
-        """Return the device's seconds of a forward of a data rank's prompts."""
+        """Return the device's seconds of one forward of that many prompts of mean length on each data rank."""
         choice, blocks = DispatchChoice(self.blocks.config.moe.dispatcher), self.blocks
         costs = (blocks.attention_and_ffn(fold, prompts, i, choice) for i in range(self.model.num_layers))
         return sum(attention[0].seconds + ffn[0].seconds for attention, ffn in costs)
@@ -332,7 +339,7 @@ class GeneratorCosts:
             fold: its degrees.
             rows: answers of the data rank.
             token: bytes that a rank caches of a token.
-            text: bytes that a rank caches of a text besides.
+            text: bytes that a rank caches of each text in addition, whatever its length.
         """
         model, sizes, layers, moe = (
             self.model,

@@ -61,9 +61,10 @@ class LeastMemory:
         self._ffn: dict[tuple, list[float]] = {}
 
     def variants(self, fold: Fold, samples: int, schedules: list[TriedSchedule]) -> Iterator[Variant]:
-        """Yield each mode of recomputation with each schedule.
+        """Yield each mode of recomputation with each schedule; "none" alone with schedules that split backward.
 
         Args:
+            fold: the degrees of the mapping.
             samples: samples of a microbatch.
         """
         weights = (self.count.total - self.count.experts) / fold.tp + self.count.experts / (fold.ep * fold.etp)
@@ -77,10 +78,7 @@ class LeastMemory:
                 yield Variant(self.state + max(held), mode, schedule)
 
     def _saved_of_block(self, fold: Fold, samples: int) -> list[float]:
-        """Return the bytes that the mean block saves of a microbatch, by mode of recomputation.
-
-        Its halves are cached by the degrees that they depend on.
-        """
+        """Return the bytes that the mean block saves of a microbatch for each mode of MODES, in order."""
         model, training = self.config.model, replace(self.config.training, local_batch_size=samples)
         shared = fold.tp if model.shared_hidden else 1  # tp matters to experts only through the shared one
         attention_key = fold.tp, fold.cp, samples

@@ -43,7 +43,7 @@ class LinkGroup:
     stride: int
 
     def ranks_per_domain(self, domain: int) -> int:
-        """Return how many of the group's ranks share a domain."""
+        """Return how many of the group's ranks are in one domain of fast links, which has `domain` ranks."""
         return min(self.size, max(1, domain // self.stride))
 
 
@@ -129,6 +129,6 @@ class Links:
     def send_to_next(self, group: LinkGroup, size: float) -> float:
         """Return the seconds in which each rank of a ring sends `size` bytes to the next.
 
-        If the ring crosses domains, they are those of a message between domains.
+        If the ring crosses domains of fast links, every send takes as long as one between domains.
         """
         return self.send(group.stride if group.ranks_per_domain(self.domain) == group.size else self.domain, size)

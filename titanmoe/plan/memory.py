@@ -9,6 +9,7 @@ compute dtype, W at least 4.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -63,11 +64,12 @@ class RankMemory:
 def rank_memories(
     config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False, reference: bool = False
 ) -> list[RankMemory]:
-    """Return the memory of each pipeline rank, in their order.
+    """Return the memory of each pipeline rank, in ascending order of ranks.
 
     Args:
         imbalance: routed tokens of the busiest rank over the mean.
-        only_ends: only the first rank, which has most microbatches in flight, and the last, which has the head.
+        only_ends: only the first rank, which has most microbatches in flight, and the last, which has the head; without
+            a pipeline both are one.
         reference: whether a frozen copy of the model lies beside it. It computes between steps, in less than a step's
             memory, so its weights alone count.
     """
@@ -396,7 +398,7 @@ def _loads(s: Widths, rank: int, stages: int) -> list[BackwardLoad]:
     return backward_loads(options.schedule, s.fold.pp, stages, s.microbatches, rank, shared)
 
 
-def _head(s: Widths, add_candidate, resharded: bool, pipelined: bool, reduced: int) -> None:
+def _head(s: Widths, add_candidate: Callable[..., None], resharded: bool, pipelined: bool, reduced: int) -> None:
     """Add the moments of the head and the loss as candidates for the memory peak.
 
     Args:
@@ -452,7 +454,9 @@ def _scored_bytes(s: Widths) -> int:
     return _predictions(s) * each
 
 
-def _shared_vocabulary(s: Widths, add_candidate, units: list[WeightUnit], held_logits: int, summed: int) -> None:
+def _shared_vocabulary(
+    s: Widths, add_candidate: Callable[..., None], units: list[WeightUnit], held_logits: int, summed: int
+) -> None:
     """Add the moments of the passes T and D as candidates for the memory peak, if all stages share the vocabulary.
 
     Args:

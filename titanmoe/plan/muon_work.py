@@ -94,7 +94,7 @@ def muon_work(config: Config, fold: Fold) -> MuonWork:
 
 
 def matrix_buffer_bytes(config: Config, fold: Fold) -> int:
-    """Return the bytes of the send and receive buffers of matrices on a rank."""
+    """Return the most bytes of the send and receive buffers of a rank, in which Muon's update exchanges matrices."""
     work, width = muon_work(config, fold), WIDTHS[config.optimizer.ns_dtype]
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
     # Sent are the others' shares, there and back; this rank's own is in the messages too.

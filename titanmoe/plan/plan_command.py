@@ -20,7 +20,7 @@ from titanmoe.text_report import Report, print_report
 if TYPE_CHECKING:
     from titanmoe.plan.devices import Device
     from titanmoe.plan.generation_costs import TextLengths
-    from titanmoe.plan.search import Search
+    from titanmoe.plan.search import PricedMapping, Search
 
 MOST_GPUS = 16384
 """The most GPUs that are tried for a model that does not fit."""
@@ -71,7 +71,11 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Run `titanmoe plan`; return 0, 1 if a mapping that --explain prices does not fit, or 2 after an error."""
+    """Run `titanmoe plan`: print the plan, and write the files of --write and --json.
+
+    Returns:
+        0; 1 if the mapping that --explain prices does not fit; 2 after an error, which is printed.
+    """
     from titanmoe.components import COMPONENTS
     from titanmoe.plan.devices import read_device
     from titanmoe.plan.training_stacks import stack_of
@@ -90,8 +94,12 @@ Plan = tuple[list[str], dict[str, Any], dict[Path | None, str], int]
 """Lines to print, the same as data for JSON, files to write, and the exit code."""
 
 
-def _plan(args: argparse.Namespace, device: Any) -> Plan:
-    """Price the recipe's own mapping (--explain) or search for the fastest ones, and return what to print and write."""
+def _plan(args: argparse.Namespace, device: Device) -> Plan:
+    """Price the recipe's own mapping (--explain) or search for the fastest ones, and return what to print and write.
+
+    Raises:
+        ConfigError: the recipe or an option is refused, or no mapping fits.
+    """
     from titanmoe.plan.communicators import usable_bytes
     from titanmoe.plan.links import Factors
     from titanmoe.plan.plan_table import as_json, budget, explanation, is_tie, table
@@ -164,7 +172,7 @@ def _search(config: Config, args: argparse.Namespace, device: Device) -> Search:
     raise ConfigError([_too_large(config, args, device, result.nearest)])
 
 
-def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: Any) -> str:
+def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest: PricedMapping) -> str:
     """Return the error message for a model that no mapping fits, with the single change that helps most.
 
     Args:
@@ -193,16 +201,16 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
         ),
     }
 
-    def smallest(changed: Config, world: int) -> Any:
+    def smallest(changed: Config, world: int) -> PricedMapping | None:
         result = search(
             changed, world, device, Factors(), 1, args.imbalance, reference=args.reference, lengths=args.lengths
         )
         return result.best[0] if result.best else result.nearest
 
-    def available(mapping: Any) -> float:
+    def available(mapping: PricedMapping) -> float:
         return usable_bytes(mapping.config, mapping.fold, device)
 
-    def excess(mapping: Any) -> float:
+    def excess(mapping: PricedMapping) -> float:
         return mapping.peak - available(mapping)
 
     mappings = {
@@ -229,7 +237,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     )
 
 
-def _short(mapping: Any) -> str:
+def _short(mapping: PricedMapping) -> str:
     fold, config = mapping.fold, mapping.config
     return (
         f"pp {fold.pp} cp {fold.cp} tp {fold.tp} ep {fold.ep} etp {fold.etp} "
@@ -238,9 +246,13 @@ def _short(mapping: Any) -> str:
 
 
 def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
-    """Return the recipe, and notes to print on what the plan assumes or leaves out.
+    """Return the recipe with a global batch size, and lines to print on what the plan assumes or leaves out.
 
-    The recipe's own mapping has to be legal only for --explain. Raises a ConfigError if the recipe is refused.
+    Sets `args.lengths` to the mean lengths of the texts of [rl], or None. The recipe's own mapping has to be legal only
+    for --explain.
+
+    Raises:
+        ConfigError: the recipe or an option is refused.
     """
     from titanmoe.components import COMPONENTS
     from titanmoe.fold.degrees import derive
@@ -352,7 +364,12 @@ def _text_lengths(config: Config, args: argparse.Namespace) -> TextLengths | Non
 
 
 def _with_samples(config: Config, args: argparse.Namespace) -> Config:
-    """Return a recipe of [rl] whose global batch is a step's samples, and empty ones that fill up microbatches."""
+    """Return a recipe of [rl] whose global batch is a step's samples, and empty ones that fill up microbatches.
+
+    Args:
+        config: the recipe.
+        args: the options of `titanmoe plan`, with the TextLengths in `args.lengths`.
+    """
     from titanmoe.config.ranges import divisors
     from titanmoe.fold.degrees import derive
 

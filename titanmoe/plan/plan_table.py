@@ -125,7 +125,7 @@ def kind_of_mapping(fold: Fold, price: Price) -> str:
 
 
 def error_of(mapping: PricedMapping) -> float:
-    """Return the error of a mapping's step time that four of five published runs of its kind do not exceed."""
+    """Return the error, as a fraction of the step time, that four of five published runs of its kind do not exceed."""
     return RANGES[kind_of_mapping(mapping.fold, mapping.price)]
 
 
@@ -136,7 +136,13 @@ def is_tight(mapping: PricedMapping, device: Device) -> bool:
 
 
 def table(result: Search, device: Device, world: int) -> list[str]:
-    """Return the lines that `titanmoe plan` prints about the fastest mappings."""
+    """Return the lines that `titanmoe plan` prints about the fastest mappings.
+
+    Args:
+        result: a search that found at least one mapping.
+        device: the device that was searched for.
+        world: number of ranks.
+    """
     best, unfolded = result.best[0], result.best_unfolded
     together = ", by step and answers together" if best.generator else ""
     lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit{together}:", ""]
@@ -183,7 +189,7 @@ def table(result: Search, device: Device, world: int) -> list[str]:
 
 
 def generation_lines(mapping: PricedMapping) -> list[str]:
-    """Return the lines on the answers of a step: what generating them takes, and for which lengths."""
+    """Return the lines on the answers of a step, for a mapping with a generator: time by component, text lengths."""
     generator, rl = mapping.generator, mapping.config.rl
     turn = " in one turn" if rl.max_turns > 1 else ""
     lines = [

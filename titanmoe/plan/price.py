@@ -146,14 +146,23 @@ class Pricer(WeightCosts):
     def stages(
         self, config: Config, fold: Fold
     ) -> tuple[list[int], list[dict[BlockKind, tuple[int, int]]], dict[BlockKind, int]]:
-        """Return the pipeline rank of each stage, the result of `counts`, and the index of a block of each kind."""
+        """Return the layers of each stage by kind.
+
+        Returns:
+            The pipeline rank of each stage; for each stage and kind (number of blocks, index of one of them); and for
+            each kind the index of one of its blocks.
+        """
         owners = stage_ranks(config.pipeline, fold.pp)
         every, uneven = config.activation_checkpoint.every, tuple(config.pipeline.layers_per_stage)
         stages = self.counts(len(owners), every, uneven, config.parallelism.vocab == "pipeline")
         return owners, stages, {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
 
     def first_rank_blocks(self, config: Config, fold: Fold) -> dict[tuple[bool, int], tuple[int, int]]:
-        """Return (number of blocks, index of one) of the first pipeline rank, by mixer, with experts and without."""
+        """Return the blocks of the first pipeline rank by kind, recomputed or not.
+
+        Returns:
+            {(whether it has experts, index of the first block with an equal mixer): (number of blocks, index of one)}.
+        """
         owners, stages, layers = self.stages(config, fold)
         blocks: dict[tuple[bool, int], tuple[int, int]] = {}
         for kind, count in blocks_of_rank(stages, owners, 0).items():
@@ -269,7 +278,7 @@ class Pricer(WeightCosts):
         return DispatchChoice(config.moe.dispatcher, config.moe.overlap == "halves", hidden)
 
     def matrices(self, config: Config, fold: Fold) -> float:
-        """Return the seconds of Newton-Schulz and its messages in a step; 0 for other optimizers."""
+        """Return the seconds of Muon's Newton-Schulz and its messages in a step; 0 for other optimizers."""
         if not OPTIMIZERS.look_up(config.optimizer.name).numbers_per_matrix_weight:
             return 0.0
         work = muon_work(config, fold)

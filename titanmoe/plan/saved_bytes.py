@@ -67,7 +67,7 @@ class Widths:
 
 
 def saves_mask(config: Config, cp: int) -> bool:
-    """Return whether attention on GPUs gets a mask of full sequences: for documents, if flex_attention cannot take it.
+    """Return whether attention on GPUs gets a (seq_len, seq_len) mask: for documents, if flex_attention cannot take it.
 
     Our attention by blocks, which rings, windows and sinks have, needs none.
     """
@@ -182,7 +182,7 @@ def _router(s: Widths, trained: bool) -> int:
 
 
 def _saved_of_recomputed(s: Widths, with_rows: bool) -> int:
-    """Return the bytes that a recomputed MoE layer saves besides its input: the places of routed tokens.
+    """Return the bytes that a recomputed MoE layer saves of a microbatch besides its input: places of routed tokens.
 
     Args:
         with_rows: whether the routed tokens that arrived are saved too, with their weights ("full_except_dispatch").
@@ -225,11 +225,12 @@ def input_bytes(s: Widths, layer: int) -> int:
 
 
 def saved_bytes(s: Widths, layer: int, mode: str = "") -> SavedBytes:
-    """Return what a block saves of one microbatch.
+    """Return what a block saves of one microbatch on a rank.
 
     Args:
+        s: sizes of the tensors on a rank.
         layer: index of the block.
-        mode: mode of recomputation; "" for the recipe's.
+        mode: "none", "selective", "moe", "full_except_dispatch" or "full"; "" for the recipe's recomputation.
     """
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     experts = has_experts(model, layer)

@@ -39,7 +39,16 @@ class ScheduleCost(NamedTuple):
 
 
 def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
-    """Return each rank's cells of a pipeline schedule's table, in time order. Needs no process groups."""
+    """Return each rank's cells of a pipeline schedule's table, in time order; () where a rank idles.
+
+    Stages are numbered over all ranks. Needs no process groups.
+
+    Args:
+        schedule: name of the schedule, such as "1F1B".
+        pp: number of pipeline ranks.
+        stages_per_rank: number of stages of a rank.
+        microbatches: number of microbatches of a step.
+    """
     if schedule in SINGLE:
         return single_order(schedule, pp, microbatches)
     from torch.distributed.pipelining import schedules as torch_schedules
@@ -180,7 +189,11 @@ def interleaved_row(pp: int, stages_per_rank: int, microbatches: int, rank: int)
 
 
 def largest_loads(row: list[Cell]) -> list[BackwardLoad]:
-    """Return the loads of one rank's backward passes, without loads that another one exceeds."""
+    """Return the loads of one rank's backward passes, sorted, without loads that another one exceeds.
+
+    Args:
+        row: the rank's cells in time order. A load's entries are in ascending order of the stages in it.
+    """
     stages = sorted({action.stage for cell in row for action in cell})
     in_flight, begun, loads = dict.fromkeys(stages, 0), dict.fromkeys(stages, False), set[BackwardLoad]()
     for cell in row:

@@ -66,7 +66,7 @@ class PricedMapping:
         return self.price.step + (self.generator.seconds if self.generator else 0.0)
 
     def beside(self, generator: GeneratorPlan | None) -> PricedMapping:
-        """Return the mapping with a generator beside the training that `memory` is of; itself for None."""
+        """Return a copy with a generator, its mapping in the config, and the ranks' memory with it; itself for None."""
         if generator is None:
             return self
         generation = replace(self.config.generation, parallelism=generator.parallelism)
@@ -107,11 +107,15 @@ def evaluate(
     """Return time and memory of the recipe's own mappings; "auto" overlap and dispatcher are resolved first.
 
     Args:
+        config: recipe with a global batch size, whose mapping is legal.
         world: number of ranks.
         imbalance: routed tokens of the busiest rank over the mean.
         stack: software that is priced.
         reference: whether a frozen copy of the model lies beside it.
         lengths: mean tokens of texts of [rl]; None for the most that the recipe allows.
+
+    Raises:
+        ConfigError: with [rl], if the model cannot generate under generation.parallelism.
     """
     fold = derive(world, config.parallelism)
     config, _ = planned_overlap(config, world, device)
@@ -157,6 +161,7 @@ def search(
 ) -> Search:
     """Return the fastest mappings among those that divide everything evenly and fit into a device's memory.
 
+    If none fits, `best` is [], and `nearest` is the one that exceeds memory least; None if no mapping is legal.
     With [rl] they are those that train fastest, each with the fastest generator that fits beside it, sorted by both.
 
     Args:
@@ -252,7 +257,7 @@ def _step_to_beat(best: dict[MappingKey, PricedMapping], candidate: Candidate, s
 
 
 def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
-    """Return whether any legal mapping of `world` ranks fits into the devices' memory."""
+    """Return whether any legal mapping of `world` ranks fits into the devices' memory. Needs a global batch size."""
     pricer = Pricer(config, device, factors)
     candidates = Candidates(config, world, pricer, device.memory - device.reserved)
     generators = _generators(config, world, device, factors)
@@ -271,9 +276,9 @@ def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
 def _priced_mappings(
     config: Config, candidate: Candidate, pricer: Pricer, limit: float = inf
 ) -> Iterator[PricedMapping]:
-    """Yield a candidate, priced, with each choice of replicas and of reshard_after_forward.
+    """Yield a candidate, priced, with each choice of replicas and of reshard_after_forward, and of vocab if that pays.
 
-    Replicas are one, or so many that each stays within a domain of the fast link. Memory and laws are not checked.
+    Replicas are one, or so many that each stays within a domain of the fast link. Laws are not checked; `memory` is [].
 
     Args:
         limit: replicas with which no step can be faster are left out.

@@ -239,7 +239,7 @@ def vocabulary_ranks(config: Config, fold: Fold) -> int:
 
 
 def fsdp(fold: Fold) -> int:
-    """Return the number of ranks that shard a block's weights."""
+    """Return the number of ranks over which FSDP shards all weights but the experts': dp_shard x cp."""
     return fold.dp_shard * fold.cp
 
 
@@ -267,7 +267,12 @@ class Adapter(NamedTuple):
 
 
 def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
-    """Yield the LoRA adapters of a block. `w`: bytes of the compute dtype."""
+    """Yield the LoRA adapters of a block; none without [lora].
+
+    Args:
+        layer: index of the block.
+        w: bytes of the compute dtype, by which the experts' adapter ranks are filled up to a multiple of 16 bytes.
+    """
     if not config.lora.rank:
         return
     model, experts = config.model, has_experts(config.model, layer)
@@ -321,7 +326,13 @@ def state_bytes(
 def _parts_without(
     config: Config, fold: Fold, stages: list[tuple[range, bool, bool]], blocks: list[int], patterns: tuple[str, ...]
 ) -> Parts:
-    """Return the rank's weight units with the tensors that `patterns` match marked as frozen."""
+    """Return the rank's weight units with the tensors that `patterns` match marked as frozen.
+
+    Args:
+        stages: layers of each stage of the rank, whether it has the embedding, and whether it has the head.
+        blocks: indices of the rank's blocks.
+        patterns: patterns of names, as in training.freeze.
+    """
     model, tuning = config.model, Tuning((*config.training.freeze, *patterns))
     sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, tuning, vocabulary_ranks(config, fold))
     dense = [unit for layers, first, last in stages for unit in units_of_stage(config, sizes, layers, first, last)[0]]

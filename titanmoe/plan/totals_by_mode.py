@@ -97,7 +97,7 @@ class TotalsByMode:
         return sum(count * once * (1 + min(factor, costs.most)) for factor, count in self.moe_layers.items())
 
     def _in_halves(self, tp: int, cp: int, samples: int, ep: int, etp: int, dispatcher: str) -> SecondsByMode:
-        """Return the seconds of blocks that split the microbatch into halves, by mode of recomputation.
+        """Return the seconds of the head and of all blocks if MoE blocks split the microbatch into halves, by mode.
 
         They are infinite where halves are illegal, or where no routed token leaves its rank.
         """

@@ -117,11 +117,19 @@ class WeightCosts(BlockCosts):
         """Return whether gradients are reduced for each microbatch, rather than once a step."""
         return fold.pp == 1 and not config.parallelism.reduce_once
 
-    def weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
+    def weights_exposed(
+        self,
+        config: Config,
+        fold: Fold,
+        sizes: Sizes,
+        blocks: dict[tuple[bool, int], tuple[int, int]],
+        m: int,
+        busy: Cost,
+    ) -> float:
         """Return the seconds that messages of weights and gradients add to a step, beyond hidden ones.
 
         Args:
-            blocks: (number of blocks, index of one of them) for each kind on the first pipeline rank.
+            blocks: (number of blocks, index of one of them) by kind, on the first pipeline rank; keys are not used.
             m: microbatches of a step.
             busy: cost of a microbatch on the slowest pipeline rank.
         """
