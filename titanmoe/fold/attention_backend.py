@@ -35,7 +35,7 @@ def pick_backend(
     """Choose the implementation of attention for a run.
 
     Args:
-        setting: parallelism.attention_backend.
+        setting: parallelism.attention_backend: "auto", "torch" or "plain".
         cp_kind: parallelism.cp_kind.
         cp: the degree of context parallelism.
         device: "cpu" or "cuda".

@@ -67,7 +67,9 @@ class Fold:
         return self.dp_replicate * self.dp_shard
 
     def nodes(self, node: int) -> int | None:
-        """Return the number of nodes that each dispatch group (ep x etp) spans; None if it spans them unevenly.
+        """Return the number of nodes that each dispatch group (ep x etp) spans; None if nodes split it unevenly.
+
+        None too if they would split the etp ranks of an expert.
 
         Args:
             node: the number of ranks of a node.
@@ -116,7 +118,7 @@ def default_edp_replicate(dp_replicate: int, expert_data_ranks: int) -> int:
 
 
 def derive(world: int, parallelism: Parallelism) -> Fold:
-    """Compute the full mapping of a [parallelism] table on a world of this many ranks.
+    """Compute the degrees of all axes from a [parallelism] table, where -1 stands for what fits, and `world` ranks.
 
     Raises:
         FoldError: with every reason, if the degrees do not fit.

@@ -49,7 +49,7 @@ class StageViews:
 
 
 def legal_stages(world: int, config: Config | None = None) -> Iterator[StageViews]:
-    """Yield the legal views for each legal degree of pp, ascending.
+    """Yield the legal views for each legal degree of pp, ascending. A list of views may be empty.
 
     Args:
         world: the number of ranks.

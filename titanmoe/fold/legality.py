@@ -61,7 +61,7 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
 
 
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
-    """Yield a message for each law (constraint) broken that ties degrees to the shapes of the model and the batch.
+    """Yield a message for each broken law (constraint) that ties degrees to the shapes of the model and the batch.
 
     Args:
         degrees: degrees by name, with "stage", the ranks of a pipeline stage, and "dp", the data ranks; laws that need
@@ -176,9 +176,9 @@ def _profile_ranks(config: Config, world: int) -> Iterator[str]:
 
 
 def divided_fields(config: Config) -> dict[str, dict[str, int]]:
-    """Return the sizes that each degree has to divide: {degree: {name of the size: size}}.
+    """Return the sizes that each degree has to divide, by degree and name, such as {"tp": {"model.vocab_size": 32000}}.
 
-    For example, tp has to divide model.vocab_size.
+    A size of 0 is not checked. A Replicable size may also divide the degree.
     """
     model, divided = config.model, {"tp": {}}
     for spec in config.components.specs(config):

@@ -134,7 +134,10 @@ class Meshes:
 
     @property
     def vocabulary_data(self) -> DeviceMesh:
-        """The axes that shard what pp and tp leave of the vocabulary on a rank: ([dp_replicate,] fsdp)."""
+        """The axes that shard what pp and tp leave of the vocabulary on a rank: ([dp_replicate,] fsdp).
+
+        Only if the vocabulary is sharded over pp and tp.
+        """
         mesh = self.vocabulary_mesh
         return mesh["fsdp"] if self.fold.dp_replicate == 1 else mesh["dp_replicate", "fsdp"]
 
@@ -148,7 +151,7 @@ def build_meshes(
     etp: bool = False,
     vocabulary: bool = False,
 ) -> Meshes:
-    """Create the process groups and DeviceMeshes of a mapping. Collective over the world.
+    """Create the process groups and DeviceMeshes of a mapping. Collective over the world, which has `fold.world` ranks.
 
     Args:
         fold: the mapping.

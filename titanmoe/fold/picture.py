@@ -140,7 +140,7 @@ class _Strip:
         self.length = nodes * node or max(d for d in divisors(node) if d == 1 or d * self.cell <= WIDTH - self.head)
 
     def split(self, stage: range) -> list[range]:
-        """Split the ranks of a stage into those of each line of the picture. Lines end where nodes do."""
+        """Return the ranks of a stage that are in each line of the picture. Lines end where nodes do, if they fit."""
         lines = range(stage.start // self.length, -(-stage.stop // self.length))
         return [
             range(max(stage.start, line * self.length), min(stage.stop, (line + 1) * self.length)) for line in lines
@@ -179,7 +179,9 @@ class _Strip:
     def bars(
         self, line: Text, ranks: range, within: range, label: Callable[[int], str], style: Callable[[int], str]
     ) -> Text:
-        """Append a labelled bar for each run of neighbouring ranks with equal labels. A bar may go on in other lines.
+        """Append a labelled bar for each run of neighbouring ranks with equal labels to `line`, and return it.
+
+        A bar may go on in other lines.
 
         Args:
             line: the text to append to.
@@ -224,7 +226,7 @@ def _table(fold: Fold, node: int, rows: list[Row]) -> Iterator[Text]:
 
 
 def _beginning(fold: Fold, row: Row, columns: int) -> str:
-    """List the groups of ranks along an axis, as many as fit into this many columns of text."""
+    """Return the groups of ranks along an axis as text, such as "0-7  8-15 ...", at most `columns` characters."""
     text, total = "", fold.world // getattr(fold, row.axis)
     for number, group in enumerate(iter_groups(fold, row.view, row.axis), 1):
         longer = f"{text}  {span(group)}".lstrip()
@@ -252,7 +254,7 @@ def list_mappings(stages: list[StageViews], node: int) -> Iterator[Text]:
     """Yield the lines of a list of all legal mappings: for each pp, all attention views beside all expert views.
 
     Args:
-        stages: the legal views for each pp.
+        stages: the legal views for each pp; at least one, each with views of both kinds.
         node: number of ranks of a node.
     """
     total = sum(len(stage.attention) * len(stage.experts) for stage in stages)

@@ -99,6 +99,10 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
     Args:
         options: the recipe's [pipeline], which does not count without a pipeline.
         pp: the number of pipeline ranks.
+
+    Raises:
+        OSError: pipeline.schedule_csv cannot be read.
+        ValueError: pipeline.schedule_csv is not a schedule.
     """
     if pp == 1:
         return [0]
@@ -142,7 +146,7 @@ def channels(ranks: Sequence[int]) -> dict[tuple[int, int], int]:
 def splits_backward(options: Pipeline, pp: int) -> bool:
     """Return whether the schedule computes gradients of inputs and of weights in separate actions (zero bubble).
 
-    A table in pipeline.schedule_csv counts in place of the named schedule. False without a pipeline.
+    A table in pipeline.schedule_csv is read in place of the named schedule. False without a pipeline.
     """
     if pp == 1:
         return False
@@ -173,9 +177,9 @@ def alternate(forward: list[Cell], backward: list[Cell], warmup: int) -> list[Ce
 
 
 def result_of(action: Action) -> tuple[int, str, int]:
-    """Return (stage, kind, microbatch) of the result that others wait for.
+    """Return (stage, kind, microbatch) of the result that others wait for; kind is what the action does.
 
-    A full backward also delivers the input gradient that the stage before it waits for.
+    Of a full backward ("B") kind is "I": the input gradient that the stage before it waits for.
     """
     return action.stage, "I" if action.does == "B" else action.does, action.microbatch
 
@@ -235,7 +239,16 @@ def simulate(
 ) -> tuple[float, float]:
     """Simulate a schedule; return the fraction of all ranks' time that is idle, and the time until the last rank ends.
 
-    Times are in units of `stage_costs`. Arguments are those of `bubble`, and so is the ValueError for a deadlock.
+    Two overlapping actions start when both can run. A pass of the vocabulary has its result when all ranks have run it.
+
+    Args:
+        rows: the cells of each pipeline rank, in the order in which it runs them.
+        stages: the number of stages.
+        stage_costs: time of each stage's forward, in any unit, which the second result has; () for 1 each.
+        loss_cost: time of the loss of a microbatch, forward and backward, where all stages share the vocabulary.
+
+    Raises:
+        ValueError: if the schedule deadlocks.
     """
     queues, costs = [[cell for cell in row if cell] for row in rows], stage_costs or [1.0] * stages
     finished_at: dict[tuple[int, str, int], float] = {}

@@ -87,11 +87,12 @@ def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> 
 def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:
     """Return the names of the axes that a process group spans, such as "ep x etp".
 
-    Joined by " = " if groups along several axes have these ranks.
+    Joined by " = " if groups along several axes have these ranks. "ends of the pipeline" if none has; for a dispatch
+    group "within a node" or "across nodes".
 
     Args:
         fold: the mapping.
-        kind: the group's communicator kind (titanmoe.fold.meshes).
+        kind: the group's communicator kind, such as "blocking" or "stages 1" (titanmoe.fold.meshes).
         ranks: the ranks of the group.
     """
 

@@ -74,7 +74,15 @@ class _Insertion:
     """
 
     def __init__(self, rows: Sequence[Sequence[Cell]], stages: int):
-        """Run the simulation; arguments as of `insert_passes`."""
+        """Run the simulation, which fills `self.rows` with each rank's cells.
+
+        Args:
+            rows: the cells of each pipeline rank, in the order in which it runs them; each of one action, or empty.
+            stages: the number of stages.
+
+        Raises:
+            ValueError: if the schedule deadlocks.
+        """
         self.queues = [with_earlier_forwards([cell for cell in row if cell]) for row in rows]
         self.rows: list[list[Cell]] = [[] for _ in rows]
         self.stages, self.clock, self.passed = stages, [0.0] * len(rows), [0] * len(rows)
@@ -129,7 +137,7 @@ class _Insertion:
             self._embed_next(start)
 
     def _update(self, rank: int) -> None:
-        """Compute anew when a rank can begin something."""
+        """Compute anew in `self.starts` when a rank can begin its next pass or action."""
         starts, queue = [], self.queues[rank]
         if self.passed[rank] < len(self.passes):
             starts.append((max(self.clock[rank], self.passes[self.passed[rank]][0]), False, rank))
@@ -175,10 +183,10 @@ class _Insertion:
 
 
 def shard_violations(config: Config, pp: int, tp: int, cp: int, dp_shard: int) -> Iterator[str]:
-    """Yield a message if FSDP cannot shard the vocabulary's rows once more that pp and tp have sharded unevenly.
+    """Yield a message if pp and tp shard the vocabulary unevenly and FSDP cannot shard the shards over dp_shard x cp.
 
     torch takes the i-th chunks of all shards together, and divides their rows as evenly as `torch.chunk` does. The
-    message comes if that gives a rank other rows than it has. None if parallelism.vocab is not "pipeline".
+    message comes if that gives a rank other rows than it has. No message if parallelism.vocab is not "pipeline".
     """
     size, ranks, data = config.model.vocab_size, pp * tp, cp * dp_shard
     if config.parallelism.vocab != "pipeline" or size % ranks == 0:
@@ -193,7 +201,7 @@ def shard_violations(config: Config, pp: int, tp: int, cp: int, dp_shard: int) -
 
 
 def _chunk(number: int, parts: int) -> list[int]:
-    """Return the sizes of so many parts of a number, as `torch.chunk` makes them, with zeros if there are fewer."""
+    """Return the sizes of `parts` chunks of `number` rows, as `torch.chunk` makes them; 0 for those that it lacks."""
     each = -(-number // parts)
     return [max(0, min(each, number - i * each)) for i in range(parts)]
 

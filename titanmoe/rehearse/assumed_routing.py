@@ -23,7 +23,7 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.comm.recomputation import leave_checkpointed_region
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.rank_groups import group_of
+from titanmoe.fold.rank_groups import View, group_of
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks, SharedBuffers
 from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import placement
@@ -32,7 +32,8 @@ from titanmoe.parallel.context import placement
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:
     """Return the experts (tokens, top_k) of tokens, by index in the step, as `[moe] force_balance` routes: in turn.
 
-    The k-th expert of token t is number (t * top_k + k) % num_experts.
+    index_T has each token's number within the step, over all data ranks. The k-th expert of token t is number
+    (t * top_k + k) % num_experts.
     """
     return (index_T.unsqueeze(1) * top_k + torch.arange(top_k)) % num_experts
 
@@ -102,7 +103,8 @@ class Routing:
         Args:
             config: The resolved config.
             fold: The degrees of the world.
-            samples: Builds the batch loader of a data rank, from the config, the rank and the number of data ranks.
+            samples: Builds the batch loader of a data rank, from the config, the rank and the number of data ranks, as
+                `titanmoe.rehearse.rehearsal.FakeLoader` does.
             assumed: The rule that chooses experts by layer and token.
         """
         self.config, self.fold, self.samples, self.assumed = config, fold, samples, assumed
@@ -145,7 +147,7 @@ class Routing:
         return [half.flatten(0, 1) for half in chosen_TK.unflatten(0, (samples, -1)).tensor_split(2)]
 
 
-def group_at(fold: Fold, view: Any, axes: tuple[str, ...], rank: int) -> Group:
+def group_at(fold: Fold, view: View, axes: tuple[str, ...], rank: int) -> Group:
     """Return a rank's group along some axes: its size and the rank's index in it, without a process group.
 
     NO_GROUP if the rank is alone in it.
@@ -236,6 +238,15 @@ class IntegerMessages:
         """Return what a rank receives in its dispatcher's n-th integer message, in a layer and microbatch.
 
         It is one tensor: what the group's ranks send to this rank, in their order; of an all-reduce their sum.
+
+        Args:
+            rank: The rank of the world.
+            microbatch: The index of the microbatch.
+            layer: The index of the block.
+            n: The index of the message among this dispatcher's integer messages in that layer and microbatch.
+
+        Raises:
+            RuntimeError: if the dispatcher sends fewer such messages.
         """
         key = rank, microbatch, self.routing.key(layer), n
         if key not in self._received_cache:
@@ -248,11 +259,13 @@ class IntegerMessages:
             self._received_cache[key] = torch.stack(received).sum(0) if name == "all_reduce" else torch.cat(received)
         return self._received_cache[key]
 
-    def sent_integers(self, rank: int, microbatch: int, layer: int, n: int) -> tuple:
+    def sent_integers(
+        self, rank: int, microbatch: int, layer: int, n: int
+    ) -> tuple[Tensor, tuple[list[int], list[int]] | None, str, str]:
         """Return the n-th integer message of a rank's dispatcher: (tensor, splits, operation, group).
 
         Splits are the rows sent to each rank of the group and the rows received from each; None unless it is an
-        all-to-all. The group is a name for `members`.
+        all-to-all. The operation is torch's name, such as "all_to_all_single", and the group a name for `members`.
 
         Raises:
             RuntimeError: if the dispatcher sends fewer such messages.
@@ -274,7 +287,8 @@ class IntegerMessages:
         """Return the all-to-alls of a rank's forward through one MoE layer, dispatch and combine.
 
         Returns:
-            For each, the group's name, the rows sent to each of its ranks, and the rows received from each.
+            For each, in order: the group's name as for `members`, the rows sent to each of its ranks, and the rows
+            received from each.
         """
         run = _DispatcherRun(-1, lambda i: self.received_integers(rank, microbatch, layer, i))
         with run, torch.no_grad(), leave_checkpointed_region():

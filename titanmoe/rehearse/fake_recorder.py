@@ -66,7 +66,7 @@ class FakeRecorder(Recorder):
         self.start_up: list[Message] = []
 
     def begin_step(self) -> None:
-        """Discard what was recorded, and record a new step."""
+        """Discard the messages, operations and memory of the step before, and begin the record of a new step."""
         self.log, self.operations = Log(), Operations()
         self.ledger.begin_step()
 
@@ -110,7 +110,7 @@ class FakeRecorder(Recorder):
         return func(*args, **kwargs)
 
     def read_value(self, x: Tensor) -> Any:
-        """Return the list or number that the host reads from a tensor, and record that the host waits for the device.
+        """Return what `x.tolist()` would, a list or a number, and record that the host waits for the device.
 
         Unknown floating-point values are read as zeros, which pass for a finite loss or an unset flag.
 

@@ -56,7 +56,10 @@ class RehearsedBuffers(SymmetricBuffers):
     def must_repeat(self, ranks: float) -> bool:
         """Return whether the step must be repeated because a receive buffer overflows under the assumed routing.
 
-        It is computed from the routing, because fake tensors never set the overflow flag.
+        It is computed from the routing of all ranks of the stage, because fake tensors never set the overflow flag.
+
+        Args:
+            ranks: Not used: the number of ranks that set the flag.
         """
         if self.counts is None or self.group.size == 1:
             return False

@@ -38,7 +38,7 @@ def _can_be_tracked(x: Tensor) -> bool:
 
 
 def set_known(x: Tensor, value: Tensor) -> None:
-    """Store `value` as the known values of the fake tensor x."""
+    """Store `value`, a real tensor of x's shape, as the known values of the fake tensor x; not copied."""
     setattr(x, _NAME, _KnownValues(value, [True]))
 
 

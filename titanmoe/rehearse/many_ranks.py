@@ -60,7 +60,7 @@ def rehearse_ranks(
     Args:
         config: The resolved config, from `recipe_to_rehearse`.
         world: The number of ranks.
-        hardware: The name of the hardware whose code runs.
+        hardware: The hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
         routing: The assumed routing, or a number: the routed tokens of the busiest expert over the mean.
         node: The ranks per node.
         ranks: The ranks to rehearse; None for all of a small world, or those at the corners of a large one.
@@ -79,7 +79,7 @@ def rehearse_ranks(
 
 
 def build_programs(rehearsals: list[Rehearsal]) -> list[Program]:
-    """Return, for each rehearsed rank, the messages and groups in the form that `check_order` compares."""
+    """Return a Program for each rehearsal, in their order: its messages and groups, as `check_order` compares them."""
     rehearsed = {rehearsal.rank for rehearsal in rehearsals}
     return [
         Program(
@@ -98,7 +98,11 @@ def build_programs(rehearsals: list[Rehearsal]) -> list[Program]:
 
 
 def check_ranks(rehearsals: Iterable[Rehearsal]) -> Verdict:
-    """Return whether the rehearsed ranks' messages can complete and all ranks' split sizes match."""
+    """Return whether the rehearsed ranks' messages can complete and all ranks' split sizes match, with the reason.
+
+    Args:
+        rehearsals: Those of all ranks, or of some: then with the first rank of each stage.
+    """
     rehearsals = list(rehearsals)
     fold, programs = rehearsals[0].fold, build_programs(rehearsals)
     by_rank = {program.rank: program for program in programs}

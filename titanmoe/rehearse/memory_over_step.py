@@ -117,7 +117,7 @@ class Ledger(Observer):
         self._site = CodeSite()
 
     def assign(self, values: Iterable[Tensor], component: str) -> None:
-        """Count the storages of these tensors as `component`. Storages that are not recorded yet are recorded now."""
+        """Count the storages of these tensors as `component`, one of COMPONENTS, and record those that are new."""
         for x in local_tensors(list(values)):
             ref = self._live.get(x.untyped_storage()._cdata)
             if ref is not None:

@@ -42,7 +42,10 @@ def check_order(programs: list[Program], equal_pairs: Iterable[tuple[Program, Pr
 
     Args:
         programs: The programs of the rehearsed ranks.
-        equal_pairs: Pairs of ranks that must issue the same messages, each in its own groups.
+        equal_pairs: Pairs of programs that must issue the same messages, each in its own groups.
+
+    Returns:
+        A verdict whose text is HOST_ORDER or STREAMS if they can, else the first error; errors do not raise.
     """
     errors_by_rule = (
         group_mismatches(programs),

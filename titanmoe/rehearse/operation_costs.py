@@ -96,7 +96,7 @@ class Operations(Counter[Operation]):
         self[Operation(name, site, flops(func, args, kwargs, out), sum(map(stored_bytes, inputs)), written)] += 1
 
     def totals_by(self, field: str) -> dict[str, OperationCost]:
-        """Return the total cost for each value of a field of CodeSite, such as "region"."""
+        """Return {value: total cost} for a field of CodeSite: "file", "line", "layer", "region" or "phase"."""
         totals: dict[str, OperationCost] = {}
         for operation, count in self.items():
             totals.setdefault(getattr(operation.site, field), OperationCost()).__iadd__(cost_of(operation) * count)
@@ -126,7 +126,7 @@ def _changes(func: Any, name: str) -> tuple[frozenset[int | str], tuple[int | st
 
 
 def cost_of(operation: Operation) -> OperationCost:
-    """Return the cost of one launch."""
+    """Return the cost of one launch of an operation: one kernel, with its FLOPs and bytes."""
     return OperationCost(1, operation.flops, operation.read, operation.written)
 
 

@@ -70,7 +70,7 @@ class OrderSimulation:
             self._advance(runnable.popleft(), runnable)
 
     def blocked_operations(self) -> list[str]:
-        """Return descriptions of operations that wait for each other; [] if all ranks reach the end of the step."""
+        """Return a sentence for each operation in a cycle of waiting ranks; [] if all ranks reach the step's end."""
         waiting = {rank: call for rank, state in self.ranks.items() if (call := self._waiting_call(state)) is not None}
         if not waiting:
             return []
@@ -132,7 +132,7 @@ class OrderSimulation:
             progressed = True
 
     def _issue(self, state: _Rank, numbers: list[int]) -> None:
-        """Put the call of these messages, one batch, into the queue of its communicator."""
+        """Put the call of one batch of messages, given by index in the rank's log, into its communicator's queue."""
         program = state.program
         messages = [program.log.messages[number] for number in numbers]
         comm, keys = program.comm(messages[0]), []

@@ -243,7 +243,10 @@ def _without_unsupported(config: Config, hardware: Hardware) -> tuple[Config, li
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
-    """Initialize torch.distributed within this context as one rank of `world` ranks, whose messages are not sent."""
+    """Initialize torch.distributed within this context as one rank of `world` ranks, whose messages are not sent.
+
+    torch.distributed must not be initialized yet.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         # Fake groups have no options, and torch asks for their time-out when it waits for a message.
@@ -259,9 +262,9 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
     """Return the resolved config of a recipe, checked for a world and hardware. Data and earlier runs are not opened.
 
     Args:
-        argv: The words of the command line: the recipe and overrides.
+        argv: The words of the command line: the recipe and overrides such as "--parallelism.tp=2".
         world: The number of ranks.
-        hardware: The name of the hardware whose code runs.
+        hardware: The hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
         node: The ranks per node.
 
     Raises:
@@ -302,11 +305,13 @@ def rehearse(
 ) -> Rehearsal:
     """Run training steps of one rank on fake tensors in this process, and return the record of the last step.
 
+    torch.distributed must not be initialized, and is not afterwards.
+
     Args:
         config: The resolved config, from `recipe_to_rehearse`.
         world: The number of ranks.
         rank: The rank to rehearse.
-        name: The name of the hardware whose code runs, such as "h100".
+        name: The hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
         routing: The assumed routing, or a number: the routed tokens of the busiest expert over the mean.
         node: The ranks per node.
         steps: The number of steps.

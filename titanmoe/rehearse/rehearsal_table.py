@@ -27,7 +27,8 @@ STEP_PHASES = ("forward", "backward", "recomputed", "update")
 def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tuple, list[Message]]:
     """Return the messages grouped by communicator, operation, dtype, wait, pass and line, in the order of first use.
 
-    Messages of a group may differ in all else, such as layer, time and size.
+    Keys are (NamedGroup, op, dtype, wait_timing, whether in backward, (file, line)). Messages of a group may differ in
+    all else, such as layer and size.
     """
     out: dict[tuple, list[Message]] = {}
     for message in messages:
@@ -38,7 +39,7 @@ def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tupl
 
 
 def message_rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, Any]]:
-    """Yield a JSON object for each group of `messages_by_kind`, with the count and bytes of its messages."""
+    """Yield a JSON object for all messages with the same group, operation, dtype, wait, pass and line: count, bytes."""
     for (group, op, dtype, waited, backward, line), same_kind in messages_by_kind(rehearsal, messages).items():
         layers = Counter(message.site.layer for message in same_kind if message.site.layer)
         yield {
@@ -281,7 +282,10 @@ def counts_by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
 
 
 def costs_as_json(operations: Operations) -> dict[str, Any]:
-    """Return a step's kernels, FLOPs and bytes as a JSON object: total, by operation, layer and region."""
+    """Return a step's kernels, FLOPs and bytes as a JSON object: in all, by operation, layer, and region and pass.
+
+    An entry of "operations" has the figures of one launch, and "count" launches.
+    """
     return asdict(operations.total()) | {
         "operations": [
             {

@@ -63,7 +63,11 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
 
 
 def run_rehearse(args: argparse.Namespace) -> int:
-    """Run `titanmoe rehearse`; return 0, 1 if messages cannot complete, or 2 if the request is refused."""
+    """Run `titanmoe rehearse`: print the report, and write the file of --json.
+
+    Returns:
+        0; 1 if messages cannot complete; 2 if the request is refused, which is printed.
+    """
     from titanmoe.ops.device import HARDWARE
 
     return print_report(_problems(args, list(HARDWARE)), lambda: _report(args))
@@ -102,7 +106,11 @@ def _report(args: argparse.Namespace) -> Report:
 
 
 def _report_relayout(args: argparse.Namespace, config: Config, world: int) -> Report:
-    """Rehearse a move of the weights from a config's mapping to that of --relayout."""
+    """Rehearse a move of the weights from the config's mapping to that of --relayout, and return the report.
+
+    Raises:
+        ConfigError: --relayout is refused, or names another model.
+    """
     from titanmoe.rehearse.rehearsed_relayout import (
         format_relayout,
         read_destination,

@@ -80,7 +80,7 @@ def read_destination(words: str, argv: list[str], config: Config, world: int, ha
         argv: the recipe and its overrides, as on the command line.
         config: the resolved config of the source.
         world: the number of ranks.
-        hardware: the name of the hardware whose code runs.
+        hardware: the hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
         node: the ranks per node.
 
     Raises:
@@ -107,13 +107,15 @@ def read_destination(words: str, argv: list[str], config: Config, world: int, ha
 def rehearse_relayout(
     source: Config, destination: Destination, world: int, hardware: str, round_bytes: int = ROUND_BYTES
 ) -> tuple[list[RankMove], Verdict]:
-    """Rehearse the move on every rank; return what each does, and whether all messages can complete.
+    """Rehearse the move on every rank; return what each rank does, by rank, and whether all messages can complete.
+
+    torch.distributed must not be initialized.
 
     Args:
         source: the resolved config of the mapping to move from.
         destination: the model to move to.
         world: the number of ranks.
-        hardware: the name of the hardware whose code runs.
+        hardware: the hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
         round_bytes: most bytes that a rank sends in a round, and most that it receives.
 
     Raises:
@@ -136,7 +138,7 @@ def rehearse_relayout(
 
 
 def _shards(end: Destination, world: int, rank: int) -> Targets:
-    """Return a rank's shards of a model, on the meta device, in the form in which checkpoints are loaded into them.
+    """Return a rank's shards of a model on the meta device: {name on the rank: (name of the full tensor, shard)}.
 
     Builds the model in this process as that rank of a fake world.
     """
@@ -195,7 +197,7 @@ def _move(
         source: this rank's shards of the model to move from.
         destination: this rank's shards of the model to move to.
         held: which ranks have which blocks of each tensor of the source, by name.
-        wanted: the same of the destination.
+        wanted: which ranks have which blocks of each tensor of the destination, by name.
         world: the number of ranks.
         round_bytes: most bytes that a rank sends in a round, and most that it receives.
     """

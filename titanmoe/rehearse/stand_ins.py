@@ -28,7 +28,8 @@ def attention(
 ) -> Tensor:
     """Replace torch's scaled_dot_product_attention on fake CPU tensors by the kernel that torch would choose on a GPU.
 
-    All tensors are (batch, heads, sequence, head dim).
+    q, k, v and the result are (batch, heads, sequence, head dim); k and v may have fewer heads. The mask is True where
+    a query attends to a key.
     """
     return _attention_and_lse(q, k, v, mask, is_causal)[0]
 
@@ -50,7 +51,8 @@ def flex_attention(
 ) -> Tensor:
     """Stand in for `titanmoe.parallel.flex.flex`: another kernel of attention that saves tensors of the same shapes.
 
-    Its numbers are those of a causal mask, whatever `mask` says.
+    Its numbers are those of a causal mask, whatever `mask` says. The result is (B, S, H, h), and `report_lse` is called
+    with the log of the sum of exponentials, (B, H, S).
     """
     out, lse = _attention_and_lse(*(x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh)), None, True)
     lse = lse[..., : q_BSHh.shape[1]]
