@@ -36,7 +36,7 @@ def pick_backend(
 
     Args:
         setting: parallelism.attention_backend: "auto", "torch" or "plain".
-        cp_kind: parallelism.cp_kind.
+        cp_kind: parallelism.cp_kind: "ring", "allgather" or "ulysses".
         cp: the degree of context parallelism.
         device: "cpu" or "cuda".
         float64: whether attention computes in float64.

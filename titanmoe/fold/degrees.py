@@ -205,6 +205,6 @@ def sequence_chunks(cp: int, placement: str) -> int:
 
     Args:
         cp: the degree of context parallelism.
-        placement: parallelism.cp_placement.
+        placement: parallelism.cp_placement: "zigzag" (2 chunks a rank) or "contiguous" (1).
     """
     return 0 if cp == 1 else 2 * cp if placement == "zigzag" else cp

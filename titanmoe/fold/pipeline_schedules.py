@@ -156,7 +156,7 @@ def splits_backward(options: Pipeline, pp: int) -> bool:
 
 
 def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
-    """Return the cells of each pipeline rank under GPipe or 1F1B, which have one stage per rank.
+    """Return the cells of each pipeline rank under "GPipe" or "1F1B", which have one stage per rank.
 
     A cell has the actions that a rank computes at one time, here one. torch has no such table for GPipe, and the one it
     has for 1F1B is shifted.

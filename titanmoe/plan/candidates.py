@@ -199,7 +199,11 @@ def _schedules(config: Config, pp: int, m: int) -> list[TriedSchedule]:
 
 
 def _dispatchers(config: Config, group: int, device: Device) -> list[str]:
-    """Return the dispatchers to try for groups of ep x etp ranks; the recipe's own if no other may replace it."""
+    """Return the names of the dispatchers to try; the recipe's own if no other may replace it.
+
+    Args:
+        group: number of ranks of a dispatch group, ep x etp.
+    """
     dispatcher = config.moe.dispatcher
     if not DISPATCHERS.look_up(dispatcher).search_tries:
         return [dispatcher]

@@ -66,7 +66,7 @@ class TextLengths(NamedTuple):
         return cls(prompt or config.training.seq_len - most, answer or most)
 
     def samples(self, config: Config) -> int:
-        """Return the samples of a step, into which all of its answers are packed with their prompts."""
+        """Return the samples of a step, into which all of its answers are packed with their prompts, rounded up."""
         texts = config.rl.prompts_per_step * config.rl.answers
         return ceil(texts / max(1, config.training.seq_len // sum(self)))
 

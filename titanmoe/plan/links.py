@@ -114,7 +114,7 @@ class Links:
         Args:
             group: the ranks that exchange.
             across: bytes that a rank sends out of its domain.
-            inside: bytes that a rank sends within its domain.
+            inside: bytes that a rank sends within its domain, including what stays on the rank.
         """
         near = group.ranks_per_domain(self.domain)
         within = inside * (near - 1) / near / self.link

@@ -48,7 +48,7 @@ class Price:
 
     @property
     def bottleneck(self) -> str:
-        """Component that takes the most time after matrix work."""
+        """Key in `components` of what takes the most time after matrix work, such as "bubble"."""
         rest = {name: t for name, t in self.components.items() if name != "matrix work"}
         return max(rest, key=rest.get)
 
@@ -95,7 +95,7 @@ def blocks_of_rank(
 
 
 def microbatches(config: Config, fold: Fold) -> int:
-    """Return the microbatches of a step on each data rank."""
+    """Return the microbatches of a step on each data rank, rounded down; at least 1."""
     return max(1, config.training.global_batch_size // (config.training.local_batch_size * fold.dp))
 
 

@@ -160,7 +160,7 @@ def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
 
 
 def _dense(s: Widths, hidden: int, selective: bool) -> int:
-    """Return the bytes that a dense or shared feed-forward network saves. `selective`: mode of recomputation."""
+    """Return the bytes that a dense or shared feed-forward network saves. `selective`: whether that is the mode."""
     return (2 if selective else 4) * s.X * hidden // s.fold.tp * s.w
 
 

@@ -233,7 +233,7 @@ def _generators(config: Config, world: int, *costs: Any) -> list[GeneratorPlan |
     """Return the generators that may be beside training, fastest first; [None] without [rl].
 
     Args:
-        costs: further arguments of GeneratorCosts.
+        costs: device, factors, imbalance, stack and lengths, as GeneratorCosts takes them.
     """
     return [*GeneratorCosts(config, world, *costs).fastest()] if config.rl.reward else [None]
 

@@ -150,7 +150,7 @@ def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning:
 
 @lru_cache(maxsize=4096)
 def _first_alike(key: ModelKey, layer: int) -> int:
-    """Return the first block with an equal mixer and the same kind of feed-forward network."""
+    """Return the index of the first block with an equal mixer and the same kind of feed-forward network."""
     kinds = [(mixer, has_experts(key.model, i)) for i, mixer in enumerate(key.mixers)]
     return kinds.index(kinds[layer])
 
@@ -300,7 +300,7 @@ def state_bytes(
     """Return the bytes of the optimizer's state on a rank.
 
     Args:
-        parts: weight units of the rank.
+        parts: weight units of the rank, each with the number of data ranks that shard it.
         stages: layers of each stage of the rank, whether it has the embedding, and whether it has the head.
         blocks: indices of the rank's blocks.
         stored: function (unit, data ranks, bytes of a number) that returns the bytes of a unit's shard.

@@ -90,7 +90,7 @@ class TotalsByMode:
         return tuple(totals), messages
 
     def _expert_products(self, sample_ranks: int, samples: int, ep: int, etp: int) -> float:
-        """Return the seconds of the experts' products without recomputation: a lower bound of any of `experts`."""
+        """Return the seconds of the experts' products without recomputation: at most those of all MoE layers."""
         costs = self.costs
         tokens = samples * self.config.training.seq_len / sample_ranks
         once = costs.expert_products(tokens * costs.model.top_k * etp * costs.imbalance, ep, etp)

@@ -77,7 +77,7 @@ class WeightCosts(BlockCosts):
         """Return the seconds to copy a block's weights and gradients, as (for each microbatch, for each step).
 
         Args:
-            copies: result of `weight_copies`.
+            copies: formulas of FSDP2; None gives zeros.
             layer: index of the block.
         """
         if copies is None:
@@ -96,7 +96,12 @@ class WeightCosts(BlockCosts):
         return self.stack.unshards_experts and experts_are_unsharded(config.parallelism, config.training, fold.edp)
 
     def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:
-        """Return the seconds to copy the embedding's or the head's weights, as (for each microbatch, for each step)."""
+        """Return the seconds to copy the embedding's or the head's weights, as (for each microbatch, for each step).
+
+        Args:
+            copies: formulas of FSDP2; None gives zeros.
+            unit: the embedding or the head.
+        """
         return (0.0, 0.0) if copies is None else self._copy_seconds(copies.moved(unit, fsdp(fold), 1))
 
     def _copy_seconds(self, *moved: tuple[int, int]) -> tuple[float, float]:

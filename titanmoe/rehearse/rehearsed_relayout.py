@@ -76,7 +76,7 @@ def read_destination(words: str, argv: list[str], config: Config, world: int, ha
 
     Args:
         words: "tp=2 ep=4 dtype=bfloat16" for a model that generates, or options of the recipe such as
-            "parallelism.tp=2" for one that trains.
+            "parallelism.tp=2" for one that trains. A degree that the first form lacks is 1.
         argv: the recipe and its overrides, as on the command line.
         config: the resolved config of the source.
         world: the number of ranks.

@@ -65,7 +65,7 @@ def flex_attention(
 
 @torch.library.custom_op("rehearsal::_fused_rms_norm", mutates_args=())
 def _fused_rms_norm(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fake tensors with the shapes of the normalized x and of its scale per token; computes nothing.
+    """Return fake tensors with the shapes of the normalized x and of its scale per token; real ones are refused.
 
     It replaces aten::_fused_rms_norm, so that the norm counts as one kernel as on a GPU, not as the CPU's several.
     """
