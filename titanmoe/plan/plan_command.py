@@ -202,9 +202,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
     }
 
     def smallest(changed: Config, world: int) -> PricedMapping | None:
-        result = search(
-            changed, world, device, Factors(), 1, args.imbalance, reference=args.reference, lengths=args.lengths
-        )
+        result = search(changed, world, device, Factors(), 1, args.imbalance, args.stack, args.reference, args.lengths)
         return result.best[0] if result.best else result.nearest
 
     def available(mapping: PricedMapping) -> float:
