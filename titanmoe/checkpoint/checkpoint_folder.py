@@ -133,7 +133,7 @@ class StoredTensors:
         return {name: (tensor.shape, tensor.dtype) for name, tensor in self.stored.items()}
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Return a block of a stored tensor, in its stored dtype on the CPU; CheckpointError if the name is unknown.
+        """Return a block of a stored tensor, in its stored dtype on the CPU; CheckpointError if it cannot be read.
 
         Args:
             name: the tensor's name.

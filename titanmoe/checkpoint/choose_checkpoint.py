@@ -26,7 +26,7 @@ def is_resumable(options: Options) -> bool:
 
 
 def run_folder(job: Job) -> Path:
-    """Return the folder of a run that resumes when started again: {job.dump_folder}/{job.name}."""
+    """Return the folder of a run that resumes when started again: {job.dump_folder}/{job.name}; "run" if unnamed."""
     return Path(job.dump_folder) / (job.name or "run")
 
 
@@ -44,7 +44,10 @@ def checkpoints_folder(run: Path, options: Options) -> Path:
 
 
 def has_begun(config: Config) -> bool:
-    """Return whether the run's own folder has checkpoints to resume from; ConfigError if the disk does not answer."""
+    """Return whether the run's own folder has checkpoints to resume from; ConfigError if the disk does not answer.
+
+    False if checkpoint.load = "none" or checkpoint.enable = false. Not collective: every rank looks.
+    """
     try:
         return is_resumable(config.checkpoint) and _has_checkpoints(
             checkpoints_folder(run_folder(config.job), config.checkpoint)
@@ -71,7 +74,7 @@ def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]
     """Return the checkpoint that checkpoint.load asks for, or with "auto" the run's newest intact one.
 
     Its path is None for "none", and for "auto" in a run without checkpoints. A path in checkpoint.load counts only
-    until the run has checkpoints of its own.
+    until the run has checkpoints of its own. Not collective, unless `damage` is.
 
     Args:
         options: [checkpoint] of the run's config.
@@ -166,7 +169,7 @@ def start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoi
     """Return a start from a checkpoint's folder, or from the newest intact checkpoint of a run's folder.
 
     Args:
-        path: the folder of a checkpoint, of a run, or of a run's checkpoints.
+        path: the folder of a checkpoint, of a run, or of a run's checkpoints; RUN:best and RUN:STEP name one of these.
         damage: returns a line for each thing that is wrong with a checkpoint's folder; none if it is intact.
 
     Raises:
@@ -192,7 +195,8 @@ def record_to_resume(config: Config) -> dict[str, Any]:
     """Return the manifest's record of the checkpoint that this run will resume from; {} if it resumes from none.
 
     The record has the config, mapping, step and tokens of the run that saved. Only manifests are read, before the model
-    is built; damage to other files is found when they are loaded. Not collective: every rank looks.
+    is built; damage to other files is found when they are loaded. Also {} if checkpoints are damaged or absent, which
+    loading reports. Not collective: every rank looks.
 
     Raises:
         ConfigError: the file system does not answer, so it is unknown whether there is a checkpoint.
@@ -203,7 +207,8 @@ def record_to_resume(config: Config) -> dict[str, Any]:
 def checkpoint_to_resume(config: Config) -> tuple[Path | None, dict[str, Any]]:
     """Return the folder and the manifest's record of the checkpoint that this run will resume from; (None, {}) if none.
 
-    Only manifests are read. Not collective: every rank looks.
+    Only manifests are read. Also (None, {}) if checkpoints are damaged or absent, which loading reports, and if only
+    weights are loaded. Not collective: every rank looks.
 
     Raises:
         ConfigError: the file system does not answer, so it is unknown whether there is a checkpoint.

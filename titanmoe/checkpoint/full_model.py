@@ -37,17 +37,24 @@ class FullModel:
 
 
 def require_intact(path: Path) -> Path:
-    """Return the path of a checkpoint unchanged; CheckpointError if a file is missing or has another size."""
+    """Return the path of a checkpoint unchanged; CheckpointError if a file is missing or has another size.
+
+    Contents are not read, apart from the manifest's, which must be intact.
+    """
     if broken := layout.find_damage(path, contents=False):
         raise CheckpointError("; ".join(broken))
     return path
 
 
 def find_full_model(path: Path) -> FullModel:
-    """Return the model in a run (its latest checkpoint), a checkpoint or a Hugging Face folder.
+    """Return the model in a run (its latest checkpoint), a checkpoint or a Hugging Face folder. Weights are not read.
+
+    Args:
+        path: the folder; RUN:best and RUN:STEP name a checkpoint of a run.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it has adapters alone.
+        ConfigError: [model] cannot express the config.json of a Hugging Face folder.
     """
     if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():
         from titanmoe.checkpoint.hf.config_json import describe_folder
@@ -73,7 +80,7 @@ def fill_shards(targets: Targets, source_model: FullModel, model: Model) -> None
     """Fill this rank's shards of a model in place from the files of `source_model`. Not collective.
 
     Args:
-        targets: the shards to fill, with the names of their stored tensors, as `shards_to_load` returns them.
+        targets: (name of the stored tensor, shard to fill) by name on this rank, such as "model.embed.weight".
         source_model: the model to read.
         model: [model] of the model to fill; multi-token prediction in a Hugging Face folder is left out.
 

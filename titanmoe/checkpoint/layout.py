@@ -117,7 +117,10 @@ def resolve_step(path: Path) -> Path:
 
 
 def checkpoints_by_step(folder: Path) -> dict[int, Path]:
-    """Return the folders of all complete checkpoints in a folder, by step in ascending order."""
+    """Return the folders of all complete checkpoints in a folder, by step in ascending order; {} if it is absent.
+
+    Complete is what has the name of one, step-NNNNNNNN. Unreadable if the disk does not answer.
+    """
     by_step = {int(m[1]): folder / name for name in _entries(folder) if (m := _NAME.fullmatch(name))}
     return dict(sorted(by_step.items()))
 
@@ -173,7 +176,7 @@ def find_damage(folder: Path, files: Iterable[str] | None = None, contents: bool
         contents: whether to read the files and compare checksums, and not only sizes.
 
     Raises:
-        CheckpointError: the manifest is missing or damaged.
+        CheckpointError: the manifest is missing or damaged; Unreadable if the disk does not answer.
     """
     expected = read_manifest(folder).files
     lines = (
@@ -208,7 +211,7 @@ def _damage_of(folder: Path, name: str, expected: Checksum, contents: bool) -> s
 
 
 def compute_crc32(folder: Path, name: str, size: int) -> int:
-    """Return the CRC-32 of the first `size` bytes of a file."""
+    """Return the CRC-32 of the first `size` bytes of the file `name` in a folder, or of all if it has fewer."""
     crc = 0
     with safe_files.open_file(folder, name) as stream:
         while size > 0 and (block := stream.read(min(size, _BLOCK))):
@@ -228,7 +231,11 @@ def read_intact(folder: Path, name: str, expected: Checksum) -> bytes:
 
 
 def carried_files(folder: Path) -> dict[str, Path]:
-    """Return the paths of the Hugging Face files (config, tokenizer) in a checkpoint's subfolder hf/, by name."""
+    """Return the paths of the Hugging Face files (config, tokenizer) in a checkpoint's subfolder hf/, by name.
+
+    Raises:
+        CheckpointError: the manifest is damaged, or a file that it lists is missing or a link.
+    """
     names = [name.removeprefix(f"{CARRIED}/") for name in read_manifest(folder).files if name.startswith(f"{CARRIED}/")]
     return {name: require_regular(folder, f"{CARRIED}/{name}") for name in sorted(names) if "/" not in name}
 
@@ -240,7 +247,10 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def require_regular(folder: Path, name: str) -> Path:
-    """Return the path of a regular file in the folder; CheckpointError if it is missing or a link."""
+    """Return the resolved path of the regular file `name` in the folder; CheckpointError if it is missing or a link.
+
+    Links within Hugging Face's cache are followed.
+    """
     try:
         return safe_files.safe_path(folder, name)
     except NOT_FOUND_ERRORS:
@@ -365,7 +375,7 @@ def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int, best
         folder: the folder of a run's checkpoints.
         newest: the checkpoint that has just been written and read back. Only checkpoints written before it are removed,
             and those whose manifest cannot be read stay.
-        keep_last: how many of the newest checkpoints to keep; 0 keeps all.
+        keep_last: how many of the newest checkpoints to keep, `newest` among them; 0 keeps all.
         keep_every: also keep checkpoints whose step is a multiple of this; 0 keeps no others.
         best_step: also keep the checkpoint of this step; -1 keeps no other.
     """

@@ -60,7 +60,10 @@ class Manifest:
 
 
 def with_checksum(text: str) -> str:
-    """Insert the SHA-256 of all other bytes into a manifest's JSON text, as its first entry; return the new text."""
+    """Insert the SHA-256 of all other bytes into a manifest's JSON text, as its first entry; return the new text.
+
+    The text is that of json.dumps(..., indent=1).
+    """
     rest = f'",\n{text.removeprefix(OPEN)}'.encode()
     return (HEAD + _sha256(HEAD + rest) + rest).decode()
 
@@ -134,7 +137,8 @@ def type_errors(value: Any, expected: Any, path: str = "", depth: int = 0) -> It
 
     Args:
         value: parsed JSON.
-        expected: a type, one of COUNT, NUMBER, CRC and ANY, or a dict or list of these.
+        expected: a type, one of COUNT, NUMBER, CRC and ANY, a dict of these by key ("*" for all other keys), or a list
+            of one for all items.
         path: the value's path in the file, for the lines.
         depth: number of dicts and lists that the value is nested in.
     """
@@ -174,7 +178,7 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def flatten_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested dicts in one dict by dotted path, such as "model.dim"."""
+    """Return the values of nested dicts in one dict by dotted path, such as "model.dim", with `prefix` before each."""
     out: dict[str, Any] = {}
     for name, value in table.items():
         out |= flatten_record(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}

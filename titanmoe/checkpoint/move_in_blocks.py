@@ -22,13 +22,13 @@ COPY_BLOCK_BYTES = 2 << 20
 
 
 def split_into_blocks(offset: Sizes, sizes: Sizes, itemsize: int, most: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """Yield the offsets and sizes of small blocks that together make up a block of a tensor, in row-major order.
+    """Yield (offset in the tensor, sizes) of small blocks that together make up a block of it, in row-major order.
 
     Args:
         offset: where the block to split begins in its tensor.
         sizes: shape of the block to split.
         itemsize: bytes of an element.
-        most: most bytes of a yielded block. The last dim is never split, so a longer row is a block of its own.
+        most: most bytes of a yielded block. The last of several dims is not split: a longer row is a block of its own.
     """
     if not prod(sizes):
         return

@@ -18,7 +18,7 @@ Group = Any
 def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
     """Call `work` on every rank and return the results of all ranks, in the group's order. Collective over the group.
 
-    Results are pickled.
+    Results are pickled. An exception other than these is raised on its rank alone, and the others go on waiting.
 
     Raises:
         CheckpointError: on all ranks with every distinct reason, if `work` raised one or an OSError on any rank.
@@ -37,7 +37,7 @@ def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
 def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
     """Call `work` on the group's rank `source` alone and return its result on all ranks. Collective over the group.
 
-    The result is pickled.
+    The result is pickled. An exception other than these is raised on that rank alone, and the others go on waiting.
 
     Raises:
         CheckpointError: on all ranks, if `work` raised one or an OSError.

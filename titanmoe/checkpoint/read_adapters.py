@@ -50,12 +50,12 @@ class Adapters:
         return [name for name in names.names(self.model) if adapter_names(name)[0] in self.tensors]
 
     def pair(self, matrix: str) -> tuple[LazyTensor, LazyTensor]:
-        """Return the LoRA matrices A (rank, inputs) and B (outputs, rank) of the weight with this name."""
+        """Return the LoRA matrices A (rank, inputs) and B (outputs, rank) of a weight, by its name in `matrices`."""
         down, up = adapter_names(matrix)
         return self.tensors[down], self.tensors[up]
 
     def rank(self, matrix: str) -> int:
-        """Return the LoRA rank of the adapter of the weight with this name."""
+        """Return the LoRA rank of a weight's adapter, by the weight's name in `matrices`."""
         return self.tensors[adapter_names(matrix)[0]].shape[-2]
 
 
@@ -113,12 +113,18 @@ def _list_matrices(matrices: set[str]) -> str:
 
 
 def name_in_block(name: str) -> str:
-    """Return a weight's name without the prefix of its layer: attention.wq.weight for layers.3.attention.wq.weight."""
+    """Return a weight's name without the prefix of its layer: attention.wq.weight for layers.3.attention.wq.weight.
+
+    Names outside layers are returned unchanged.
+    """
     return re.sub(r"^(layers\.\d+|mtp\.\d+\.block)\.", "", name)
 
 
 def targets_choosing(model: Model, matrices: list[str]) -> list[str]:
-    """Return patterns for the option lora.targets that choose the weights in `matrices` and no others."""
+    """Return patterns for the option lora.targets that choose the weights named in `matrices` and no others.
+
+    A pattern is a full name, or *.NAME if all layers with such a weight are chosen.
+    """
     everything, chosen, out = names.names(model), set(matrices), {}
     for name in matrices:
         alike = [other for other in everything if name_in_block(other) == name_in_block(name)]

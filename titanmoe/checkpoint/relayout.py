@@ -1,9 +1,10 @@
 """Move a model's tensors from one mapping to another within the same world: by messages, without a file.
 
-A rank's shards under a mapping are `Targets` (titanmoe.checkpoint.state), with the offsets and sizes by which
-checkpoints load under any mapping. `Relayout` compares the shards of all ranks once, and plans which rank sends which
-block to which. `move` can then be called whenever the weights have changed. What arrives equals to the bit what saving
-under the first mapping and loading under the second would give.
+A rank's shards under a mapping are `Targets` (titanmoe.checkpoint.state): by name on this rank, the stored name and the
+TensorShard, a live tensor with the offset and full shape by which checkpoints load under any mapping. `Relayout`
+compares the shards of all ranks once, and plans which rank sends which block to which. `move` can then be called
+whenever the weights have changed. What arrives equals to the bit what saving under the first mapping and loading under
+the second would give.
 
 A round is one all-to-all over the world. In each of n rounds every pair of ranks exchanges 1/n of its bytes, whatever
 stages they come from. So all ranks send at once, all make the same rounds, and none sends or receives more than
@@ -79,6 +80,10 @@ class LocalTensors:
 
 def gather_places(own: Sequence[LocalTensors], group: Group) -> list[dict[str, TensorPlaces]]:
     """Return, for each of this rank's sets of shards, those of all ranks by stored name. Collective over the group.
+
+    Args:
+        own: this rank's sets, such as source and destination; all ranks pass as many, in the same order.
+        group: the ranks.
 
     Raises:
         ConfigError: on all ranks, if ranks have the same tensor in different dtypes or shapes.
@@ -182,17 +187,20 @@ class BlockMove(NamedTuple):
         return prod(self.box[1]) * self.dtype.itemsize
 
     def source_view(self, tensors: LocalTensors) -> Tensor:
-        """Return the block in this rank's tensor of the source."""
+        """Return the block as a view of this rank's tensor in the source, given this rank's shards there."""
         return tensors.by_box[self.name, self.source][0][block_slices(*self.box, self.source[0])]
 
     def destination_views(self, tensors: LocalTensors) -> list[Tensor]:
-        """Return the block in each of this rank's tensors of the destination."""
+        """Return the block as a view of each of this rank's tensors in the destination, given this rank's shards there.
+
+        There are several for a tied weight.
+        """
         slices = block_slices(*self.box, self.destination[0])
         return [tensor[slices] for tensor in tensors.by_box[self.name, self.destination]]
 
 
 def overlaps(wanted: Iterable[Box], held: Iterable[Box]) -> Iterator[tuple[Box, Box, Box]]:
-    """Yield each box of `wanted` and each of `held` that have elements in common, and the box of these."""
+    """Yield (box of `wanted`, box of `held`, the box of their common elements) for each pair that has any."""
     wanted, held = list(wanted), list(held)
     if not wanted or not held:
         return
@@ -213,17 +221,21 @@ class Stream:
         self.starts = list(accumulate((block.bytes for block in self.blocks), initial=0))
 
     def words(self, number: int, rounds: int) -> range:
-        """Return which words of the row belong to a round."""
+        """Return which words (8 bytes each) of the row belong to round `number` of `rounds`, counted from 0."""
         words = -(-self.starts[-1] // WORD)
         return range(words * number // rounds, words * (number + 1) // rounds)
 
     def cut(self, message: Tensor, number: int, rounds: int) -> Iterator[tuple[BlockMove, int, Tensor]]:
-        """Yield the blocks, or parts of blocks, of a round: block, its first element there, and all its elements.
+        """Yield the blocks, or parts of blocks, that belong to a round.
 
         Args:
-            message: the bytes of the round, of which the elements are views.
-            number: the round's.
-            rounds: how many there are.
+            message: the bytes of the round.
+            number: number of the round, from 0.
+            rounds: number of rounds.
+
+        Yields:
+            The block, the row-major index in it of its first element in this round, and its elements in this round: a
+                1-D view of `message` in the block's dtype.
         """
         if not (words := self.words(number, rounds)):
             return
@@ -253,7 +265,13 @@ def flat_views(x: Tensor, first: int, count: int) -> Iterator[Tensor]:
 
 
 def pair_views(view: Tensor, first: int, elements: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of a block, from its element `first` on, each with the elements of a message that belong to it."""
+    """Yield views of a block, each with the elements of a message that belong to it, in the same shape.
+
+    Args:
+        view: the block.
+        first: row-major index in the block of the first of the elements.
+        elements: elements of the message, 1-D.
+    """
     parts = list(flat_views(view, first, len(elements)))
     for part, data in zip(parts, elements.split([part.numel() for part in parts]), strict=True):
         yield part, data.view(part.shape)
@@ -334,7 +352,10 @@ class MessagePlan:
             self._round(number, source, destination, device)
 
     def _round(self, number: int, source: LocalTensors, destination: LocalTensors, device: torch.device) -> None:
-        """Send and receive what belongs to a round. A method, so that its messages are freed at its end."""
+        """Send and receive what belongs to round `number`, counted from 0. Collective over the group.
+
+        A method, so that its messages are freed at its end.
+        """
         send, receive = (
             [len(streams[rank].words(number, self.rounds)) if rank in streams else 0 for rank in range(self.group.size)]
             for streams in (self.sends, self.receives)

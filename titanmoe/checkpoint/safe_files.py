@@ -53,18 +53,25 @@ def error_text(error: OSError) -> str:
 
 
 def read_error(file: Path, error: Exception) -> CheckpointError:
-    """Return a one-line CheckpointError for an exception raised while reading a damaged or foreign file."""
+    """Return a one-line CheckpointError for an exception raised while reading a damaged or foreign file.
+
+    An exception that is a CheckpointError is returned unchanged.
+    """
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(f"{file} cannot be read: {type(error).__name__} {' '.join(str(error).split()):.300}")
 
 
 def with_retries(path: Path, work: Callable[[], T]) -> T:
-    """Return what `work` returns, retrying temporary errors after 0.1 to 8 seconds.
+    """Return what `work` returns; after temporary OSErrors it is called again, up to four times within 11 seconds.
+
+    Args:
+        path: the file or folder, for messages.
+        work: what to call.
 
     Raises:
         FileNotFoundError, NotADirectoryError: there is no such file, or the path has a NUL or half a surrogate pair.
-        Unreadable: another OSError, or a temporary one that stays.
+        Unreadable: another OSError, or a temporary one that stays. What is no OSError passes unchanged.
     """
     for seconds in (*RETRY_DELAYS_S, None):
         try:
@@ -100,7 +107,7 @@ def safe_path(folder: Path, name: str) -> Path:
     Folders of Hugging Face's cache (models--x/snapshots/y) consist of links to models--x/blobs, which are followed.
 
     Raises:
-        CheckpointError: another symbolic link leads to it, or it is no regular file.
+        CheckpointError: another symbolic link leads to it, it is no regular file, or `name` leads out of the folder.
         FileNotFoundError, NotADirectoryError: there is no such file.
     """
     shown, parts = folder / name, _components(folder, name)
@@ -250,7 +257,8 @@ def write_error(file: Path, error: OSError, missing: int) -> str:
 class SaveProgress:
     """Name of what this rank is doing in a save, which the training thread reports if the save does not end.
 
-    Called with a text and a function, it calls the function and has the text as `what` meanwhile.
+    Called with a text, a function and its arguments, it returns the function's result and has the text as `what`
+    meanwhile. Before and after, `what` is WAITING.
     """
 
     WAITING = "waiting for the other ranks"

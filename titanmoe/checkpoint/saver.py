@@ -101,7 +101,8 @@ class Saver:
         Args:
             step: the training step, which names the checkpoint.
             shards: this rank's shards of the run's state, by the tensor's name in the checkpoint.
-            record: the manifest's record of the run: config, mapping, tokens and the like.
+            record: the manifest's record of the run: config, mapping, tokens and the like; under checkpoint.keep_best
+                also "best", a dict with the best "step" so far.
 
         Raises:
             CheckpointError: the previous save failed, or with "sync" this one did.
@@ -221,6 +222,9 @@ class Saver:
 
         Args:
             find: returns the files' paths by name; called on rank 0 alone.
+
+        Raises:
+            CheckpointError: on all ranks, if a file cannot be copied, or hf/ is a link.
         """
 
         def copy() -> None:

@@ -12,6 +12,7 @@ of (seed, step, index), so seed and step are the whole state of every generator.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,14 +43,15 @@ def shards_to_load(
     """Return this rank's shards of weights, buffers and optimizer state, which a load fills in place.
 
     Args:
-        parameters: parameters by their names in checkpoints.
-        buffers: persistent buffers, full on this rank.
-        moments: the optimizer's state by parameter and by name of the moment; None for weights alone.
+        parameters: parameters by name, with layers by their number in the full model.
+        buffers: persistent buffers by name, full on this rank.
+        moments: by the parameter's name and the moment's, such as "exp_avg": a plain tensor for this rank's shard of
+            the parameter; None for weights alone.
         tied: whether the embedding and the head are one stored tensor.
 
     Returns:
-        By name on this rank, such as "model.NAME" or "optimizer.MOMENT.NAME": the name of the stored tensor, and the
-            shard.
+        By name on this rank, "model.NAME" or "optimizer.MOMENT.NAME": the name of the stored tensor, and the shard,
+            which shares the memory of the tensor that was passed.
     """
     out: Targets = {}
     for name, parameter in parameters.items():
@@ -167,9 +169,16 @@ def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: b
 
 
 def refused_record(
-    record: Mapping[str, Any], now: Mapping[str, Any], path: Any, adapters: bool, model_only: bool, initial_adapter: str
+    record: Mapping[str, Any],
+    now: Mapping[str, Any],
+    path: Path,
+    adapters: bool,
+    model_only: bool,
+    initial_adapter: str,
 ) -> list[str]:
     """Return an error line for each reason, found in its manifest alone, why a run cannot start from a checkpoint.
+
+    [] if it can.
 
     Args:
         record: the manifest's record.
@@ -219,7 +228,7 @@ def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
     ]
 
 
-def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
+def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> list[str]:
     """Return an error line if training.freeze has changed, so that the checkpoint lacks moments of parameters; else [].
 
     Args:
@@ -237,7 +246,7 @@ def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) ->
     ]
 
 
-def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
+def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> list[str]:
     """Return an error line if the checkpoint has other optimizer state than this run keeps; else [].
 
     That is so if optimizer.name has changed, or optimizer.router_matrix.

@@ -50,7 +50,7 @@ def digest_shard(name: str, parameter: Tensor, dtype: torch.dtype | None = None)
 
 
 def digest_in_blocks(name: str, shape: Sizes, read: ReadBlock, dtype: torch.dtype) -> int:
-    """Return a tensor's summand in the digest of a model's weights, reading the full tensor block by block.
+    """Return a tensor's summand in the digest of a model's weights, not yet reduced modulo 2^64, reading it by blocks.
 
     Args:
         name: the tensor's name in checkpoints.
@@ -116,5 +116,9 @@ def model_digest(
 
 
 def combine_digests(group: Group, local_digest: Callable[[], int]) -> str:
-    """Sum `local_digest()` of all ranks, modulo 2^64, to 16 hexadecimal digits. Collective over the group."""
+    """Sum `local_digest()` of all ranks, modulo 2^64, to 16 hexadecimal digits. Collective over the group.
+
+    Raises:
+        CheckpointError: on all ranks, if `local_digest` raised one or an OSError on any.
+    """
     return f"{sum(on_all_ranks(group, local_digest)) % (1 << 64):016x}"

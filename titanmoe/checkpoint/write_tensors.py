@@ -83,7 +83,7 @@ class LazyTensor:
 
     @property
     def blocks(self) -> Iterator[tuple[Sizes, Sizes]]:
-        """Offsets and sizes of the blocks to write, each of at most WRITE_BLOCK_BYTES."""
+        """Offsets and sizes of the blocks to write, each of at most WRITE_BLOCK_BYTES (32 MiB)."""
         return split_into_blocks(self.offset, self.shape, self.dtype.itemsize, WRITE_BLOCK_BYTES)
 
     def get(self) -> Tensor:
@@ -170,7 +170,7 @@ class _ChecksummedFile(io.RawIOBase):
 class CheckpointWriter(StorageWriter):
     """A storage for torch.distributed.checkpoint: tensors one by one with torch.save, then tensors.json.
 
-    It keeps the checksum of every file that this rank writes.
+    `sums` has the size and CRC-32 of every file that this rank has written, by the file's path in the folder.
     """
 
     def __init__(self, folder: Path, progress: SaveProgress, finite: bool):
@@ -179,7 +179,7 @@ class CheckpointWriter(StorageWriter):
         Args:
             folder: where to write.
             progress: records which file is being written, for messages about a save that does not end.
-            finite: whether to raise a NonFiniteError if a tensor has NaN or infinite elements.
+            finite: whether `write_data` raises a NonFiniteError if a tensor has NaN or infinite elements.
         """
         self.folder, self.progress, self.finite = folder, progress, finite
         self.sums: dict[str, Checksum] = {}
@@ -276,10 +276,14 @@ class CheckpointWriter(StorageWriter):
         self._write_bytes(TENSOR_INDEX, to_json(tensors))
 
     def copy_files(self, files: Mapping[str, Path]) -> None:
-        """Copy files into the checkpoint's subfolder hf/.
+        """Copy files into the checkpoint's subfolder hf/, and add their checksums to `sums`. One rank calls it.
 
         Args:
             files: paths of the files, by the name of the copy.
+
+        Raises:
+            CheckpointError: a file has more than 1 GiB, is a link, or cannot be read or copied.
+            FileNotFoundError: there is no such file.
         """
         for name, source in files.items():
             (self.folder / layout.CARRIED).mkdir(exist_ok=True)
@@ -304,7 +308,9 @@ class CheckpointWriter(StorageWriter):
 
 @torch.no_grad()
 def describe_first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
-    """Return a text that names the first tensor with NaN or infinite elements and counts them; "" if all are finite.
+    """Return a text that names the first tensor with NaN or infinite elements and counts these; "" if all are finite.
+
+    Tensors of integers are passed over.
 
     Norms of all tensors come from one fused pass, and are finite only if every element is. A norm of finite elements
     can overflow too, so tensors with an infinite norm are checked element by element. Synchronises with the device.

@@ -244,7 +244,7 @@ def _ranks_text(ranks: list[int], group: tuple[int, ...]) -> str:
 
 
 def first_few(items: list) -> str:
-    """Return the first `MOST_NAMED` items as text with commas, and the number of the others."""
+    """Return the first `MOST_NAMED` items as text, such as "0, 1, 2", with " and 4 more" if there are others."""
     more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
     return ", ".join(map(str, items[:MOST_NAMED])) + more
 

@@ -27,7 +27,7 @@ PROBE_S, PROBED, PORT = 0.7, 64, 1
 
 @dataclass
 class Connections:
-    """The TCP connections of a process, each as a pair of its own address and the peer's."""
+    """The TCP connections of a process, each as [own, peer]: two IP addresses as text, without ports."""
 
     pairs: list[list[str]] = field(default_factory=list)
     """All established connections."""
@@ -71,7 +71,7 @@ def probe_connections() -> Connections:
 
 
 def reachable_addresses(addresses: Iterable[str]) -> set[str]:
-    """Return the addresses whose host answers a TCP connection, accepted or refused, within `PROBE_S`."""
+    """Return the IP addresses whose host answers a TCP connection, accepted or refused, within 0.7 s for all."""
     reached, waiting = set[str](), dict[socket.socket, str]()
     for address in addresses:
         probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)

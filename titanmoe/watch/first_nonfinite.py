@@ -147,7 +147,8 @@ class NonFiniteTrace(Observer):
     def run(self, work: StepWork) -> StepSums:
         """Run the step's forward and backward, uncompiled and checked, and return the step's sums.
 
-        Collective over the world.
+        Adds the checks to `checked`. Gradients are summed over ranks in `.grad`, which must be None before. Collective
+        over the world.
         """
         self.batches = work.batches
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext(), self.hooked():
@@ -220,6 +221,10 @@ def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSum
     """Repeat a step's forward and backward with checks, to find the first NaN or infinity on any rank.
 
     Collective over the world. The gradients of this pass replace those of the first.
+
+    Args:
+        trace: A trace that has not run yet.
+        work: The step's microbatches.
 
     Returns:
         The sums of this pass, and a text that names module, microbatch, rank and samples of the first non-finite

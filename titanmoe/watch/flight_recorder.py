@@ -91,7 +91,10 @@ def read_recorder(group_indices: Mapping[str, int], step_begun: int, previous_be
 
 
 def first_difference(step: list[Collective], previous: list[Collective]) -> int:
-    """Return the first index at which two steps issued collectives of different kinds; -1 if there is none."""
+    """Return the first index at which two steps issued collectives of different kinds; -1 if there is none.
+
+    Both lists begin at their step's first collective; what one has beyond the other's end is not compared.
+    """
     pairs = enumerate(zip(step, previous, strict=False))
     return next((index for index, (now, then) in pairs if now.kind != then.kind), -1)
 

@@ -76,7 +76,7 @@ class Heartbeat:
     # ---- written by the rank itself
 
     def enter_phase(self, phase: int) -> None:
-        """Store the phase of the step that this rank enters, an index into `PHASE_NAMES`; counts as progress."""
+        """Store the phase that this rank enters (an index into `PHASE_NAMES`) as progress, and reset its position."""
         self.numbers[PHASE] = phase
         self.enter(Position())
 
@@ -91,7 +91,7 @@ class Heartbeat:
         self.numbers[TICK] = monotonic_ns()
 
     def write_reply(self, text: bytes) -> None:
-        """Store this rank's reply to an alarm, for the other ranks of its machine. A long reply is truncated."""
+        """Store this rank's reply to an alarm (JSON) for the other ranks of its machine, cut off after 65,280 bytes."""
         self.numbers[REPLY_LENGTH] = 0
         text = text[: 8 * (END - REPLY)]
         self.memory[8 * REPLY : 8 * REPLY + len(text)] = text

@@ -313,9 +313,9 @@ def report(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups], late: d
     """Return the report on a hung training job: the late ranks and their stacks, then what the others wait for.
 
     Args:
-        by_rank: The statuses of all ranks.
+        by_rank: The statuses of all ranks, by rank.
         groups: The process groups, as `name_groups` numbers them.
-        late: The reason why each late rank is named; empty if no rank is late.
+        late: By late rank the reason why it is named, "" if others just wait for it; {} if no rank is late.
         cut_off: Whether the network of the late ranks is to blame.
     """
     if not late:

@@ -41,7 +41,7 @@ def watched(config: Config, training: Training) -> Iterator[None]:
 
 
 def checks(config: Config, training: RankModel) -> Checks:
-    """Return the numerical checks that the config asks for, for the trainer."""
+    """Return this rank's numerical checks, those that [debug] of the config asks for. The trainer calls them."""
     from titanmoe.watch.bit_checks import ReplicaCheck
 
     def trace() -> NonFiniteTrace:

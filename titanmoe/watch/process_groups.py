@@ -21,7 +21,7 @@ class AxisGroups:
     ranks: tuple[tuple[int, ...], ...]
     """The ranks of each group."""
     axes: str
-    """The names of the axes."""
+    """The names of the axes, such as "ep x etp"."""
 
     def of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of the group that `rank` is in; () if it is in none."""

@@ -44,7 +44,10 @@ DUMPS = "flight_recorder"
 def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
     """Return how long the watchdog tolerates no progress, in seconds, from the time-outs of the config.
 
-    `gpu` is whether ranks run on GPUs, where the limit of a step holds whatever the host does.
+    Args:
+        options: [training] of the config.
+        checkpoint: [checkpoint] of the config.
+        gpu: Whether ranks run on GPUs, where the limit of a step holds whatever the host does.
     """
     between = checkpoint.timeout_s if checkpoint.enable else options.first_step_timeout_s
     return Limits(
@@ -93,7 +96,16 @@ class Watch:
     """
 
     def __init__(self, options: Options, checkpoint: Checkpoint, training: Training):
-        """Create the heartbeat, the observers and the watchdog. Collective over the world."""
+        """Create the heartbeat, the observers and the watchdog, which start with the context.
+
+        With training.stragglers it sets `stragglers` of the NumberChecks in `training.guard.checks`. Collective over
+        the world.
+
+        Args:
+            options: [training] of the config.
+            checkpoint: [checkpoint] of the config.
+            training: this rank's run.
+        """
         runtime, checks = training.runtime, training.guard.checks
         self.folder, self.rank = training.folder, runtime.rank
         self.machines = Machines.meet(runtime.rank, runtime.world)

@@ -60,7 +60,7 @@ def distances(size: int, kind: str) -> list[int]:
 
 
 def groups_to_probe(groups: Sequence[AxisGroups]) -> list[int]:
-    """Return the indices of the entries to probe: one of all entries that consist of the same groups of ranks.
+    """Return indices into `groups`, ascending, of the entries to probe: one of all that have the same groups of ranks.
 
     Among these an entry for dispatch is preferred, because in it all pairs of ranks are probed.
     """
@@ -74,9 +74,10 @@ def groups_to_probe(groups: Sequence[AxisGroups]) -> list[int]:
 def probe_links(
     groups: Sequence[AxisGroups], process_groups: Sequence[dist.ProcessGroup | None], device: torch.device
 ) -> list[float]:
-    """Time a small message to other ranks and back; return this rank's seconds for each group and round.
+    """Time a small message to other ranks and back; return this rank's seconds for each group and round, a flat list.
 
-    A value is 0 where this rank timed none: the lower rank of a pair measures. Collective over the world.
+    Groups are in the order of `groups_to_probe`, rounds in that of `distances`. A value is 0 where this rank timed
+    none: the lower rank of a pair measures. Collective over the world.
 
     Args:
         groups: All process groups.
@@ -114,7 +115,7 @@ def pair_times(table_RC: np.ndarray, groups: Sequence[AxisGroups]) -> PairSecond
     """Return the seconds of a round trip for each pair of ranks, from the measurements of all ranks.
 
     Args:
-        table_RC: The result of `probe_links` on each rank.
+        table_RC: The result of `probe_links` on each rank; further columns are ignored.
         groups: All process groups.
     """
     times: PairSeconds = {}
@@ -142,7 +143,7 @@ def find_slow_link(
     Args:
         times: The seconds of a round trip, by pair of ranks.
         host_of: The machine of each rank.
-        earlier: The least seconds of each pair in earlier probes.
+        earlier: The least seconds of each pair in earlier probes; {} in the first.
     """
 
     def kind(pair: tuple[int, int]) -> bool:

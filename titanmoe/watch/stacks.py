@@ -58,6 +58,6 @@ def innermost_own_line(stack: list[str]) -> str:
 
 
 def is_communicating(stack: list[str]) -> bool:
-    """Return whether a stack is inside a communication: in a call of torch.distributed or titanmoe.comm."""
+    """Return whether a stack (innermost line first) is inside a communication: torch.distributed or titanmoe.comm."""
     inner = stack[: stack.index(line)] if (line := innermost_own_line(stack)) else stack
     return any("/torch/distributed/" in line or "titanmoe/comm/" in line for line in inner)

@@ -92,8 +92,8 @@ class StepTimes(Observer):
         """Prepare a column of waits for each distinct entry of `axes`.
 
         Args:
-            axes: The axes of each process group. Groups with the same axes share a column.
-            groups: The index of each of this rank's groups by torch's name for it.
+            axes: The axes of each process group, such as "ep x etp". Groups with the same axes share a column.
+            groups: The index in `axes` of each process group that this rank is in, by torch's name for the group.
             timer: The clock of the device.
         """
         self.axes = list(dict.fromkeys(axes))

@@ -424,7 +424,11 @@ def has_exited(heart: Heartbeat) -> bool:
 
 
 def rank_state(heart: Heartbeat) -> str:
-    """Return the state of a rank of this machine: "alive", "stopped", "silent", "gone", "failed" or "ended"."""
+    """Return the state of a rank of this machine: "alive", "stopped", "silent", "gone", "failed" or "ended".
+
+    "stopped" is by a signal, "silent" without a tick for 3 s though its process lives, "gone" a process that has exited
+    without storing that it failed or ended.
+    """
     if heart.numbers[heartbeat.STATE] != heartbeat.RUNNING:
         return "ended" if heart.numbers[heartbeat.STATE] == heartbeat.ENDED else "failed"
     if has_exited(heart):

@@ -105,7 +105,7 @@ class ParsedConfig(NamedTuple):
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of at most MOST_BYTES; ConfigError if it is missing or something else."""
+    """Return the object in a JSON file; ConfigError if it is missing, above 32 MiB, unreadable or no object."""
     try:
         data = parse_json(safe_files.read(file.parent, file.name, MOST_BYTES))
     except safe_files.NOT_FOUND_ERRORS:
@@ -125,10 +125,10 @@ def describe_folder(folder: Path, dense: bool = False) -> ParsedConfig:
 
     Args:
         folder: the folder.
-        dense: expect a model without experts, to be upcycled.
+        dense: expect a model without experts, to be upcycled; others are refused then, and dense ones otherwise.
 
     Raises:
-        ConfigError: with everything in it that [model] cannot express.
+        ConfigError: with everything in it that [model] cannot express; or it is missing or not JSON.
     """
     file = folder / CONFIG
     return parse_config_json(read_json(file), str(file), dense)
@@ -392,7 +392,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
         model: the model.
         carried: the config.json that the model came from, whose other keys (special tokens, context) are copied; None
             if it came from none.
-        dtype: the weights' dtype.
+        dtype: the weights' dtype, such as "bfloat16".
         seq_len: sequence length of training in tokens, for max_position_embeddings.
 
     Raises:

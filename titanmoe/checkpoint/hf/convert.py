@@ -77,12 +77,16 @@ def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, 
         out: the checkpoint's folder, which is made.
         weights: the weights by our names.
         origin: the folder with config.json and tokenizer, which are copied.
-        provenance: how the weights were made, for the record.
+        provenance: how the weights were made, such as "converted from"; the record has it with `origin` after it.
         overwrite: replace an existing checkpoint.
         group: ranks that share the work.
 
     Returns:
-        The bytes of all weights.
+        The bytes of all weights, those that other ranks write too.
+
+    Raises:
+        ConfigError: on all ranks, if `out` cannot be made or may not be replaced.
+        CheckpointError: on all ranks, if weights cannot be read or written.
     """
     raise_on_all_ranks(group, lambda: check_output_folder(out, overwrite, (layout.MANIFEST,)))
     own = assign_by_bytes({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
@@ -187,7 +191,8 @@ def to_peft(
         drop: ["mtp"] leaves the adapters of multi-token prediction out.
         overwrite: replace an existing folder.
         group: ranks that share the work.
-        base_name: name of base weights, to be compared with those that the adapters were trained on; "" to skip that.
+        base_name: name of the base weights for adapter_config.json, which are compared with those that the adapters
+            were trained on; "" for checkpoint.initial_hf of their recipe, uncompared.
 
     Raises:
         ConfigError: on all ranks, if PEFT cannot express the adapters, the base weights are others, files are damaged,
@@ -273,7 +278,7 @@ def _size_and_rank(group: Group) -> tuple[int, int]:
 def raise_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
     """Call `work` on every rank and return this rank's result; if it fails on any rank, raise on all.
 
-    Collective over the group.
+    Collective over the group. An exception other than these is raised on its rank alone, and the others go on waiting.
 
     Raises:
         ConfigError: with every distinct problem, if `work` raised a ConfigError, CheckpointError or OSError on any

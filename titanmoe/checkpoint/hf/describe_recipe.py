@@ -22,6 +22,9 @@ def write_recipe(name: str) -> str:
 
     Args:
         name: a Hugging Face folder, hub name or URL; config.json and tokenizer are fetched.
+
+    Raises:
+        ConfigError: they cannot be fetched, or [model] cannot express the model.
     """
     folder = describing_folder(name)
     parsed = describe_folder(folder)

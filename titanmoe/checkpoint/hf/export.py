@@ -92,7 +92,7 @@ class Export:
         return self.map.write(name, offset, shape, self._dtype(name), self.weights.read, device)
 
     def config(self) -> dict[str, Any]:
-        """Return the contents of the config.json for these weights."""
+        """Return the contents of the config.json for these weights; ConfigError if transformers cannot express them."""
         carried = configs.read_json(self.carried[configs.CONFIG]) if configs.CONFIG in self.carried else None
         dtype = str(self.sizes["model.embed_tokens.weight"][1]).removeprefix("torch.")
         return configs.to_config_json(self.model, carried, dtype, self.seq_len)

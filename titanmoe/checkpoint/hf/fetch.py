@@ -38,7 +38,7 @@ def describing_folder(name: str) -> Path:
     """Return a local folder with a model's config.json and tokenizer, fetched if need be; ConfigError if that fails.
 
     Args:
-        name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
+        name: OWNER/MODEL[@REVISION] on the hub, a URL, or a folder, whose path is returned unchecked.
     """
     return _folder(name, DESCRIBING_FILES, lambda folder: (folder / CONFIG).is_file())
 
@@ -47,7 +47,7 @@ def weights_folder(name: str) -> Path:
     """Return a local folder with a model's config.json, tokenizer and weights, fetched if need be.
 
     Args:
-        name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
+        name: OWNER/MODEL[@REVISION] on the hub, a URL, or a folder, whose path is returned unchecked.
 
     Raises:
         ConfigError: it cannot be fetched.
@@ -129,6 +129,9 @@ def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
     Args:
         config: the config.
         say: called with a line for the console before a fetch.
+
+    Raises:
+        ConfigError: they cannot be fetched, or it is unknown whether the run has begun.
     """
     checkpoint = config.checkpoint
     if is_remote(checkpoint.initial_hf) and checkpoint.load in ("auto", "none") and not has_begun(config):

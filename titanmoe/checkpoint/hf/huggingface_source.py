@@ -78,7 +78,10 @@ class HuggingFaceSource:
         return self.map.read(name, offset, shape, self._dtype(name), self.weights.read)
 
     def check(self) -> None:
-        """Raise a ConfigError that lists every differing field, and every missing, unexpected or misshapen tensor."""
+        """Raise a ConfigError that lists every differing field, and every missing, unexpected or misshapen tensor.
+
+        It lists tensors only if no field differs. Fills `skipped`.
+        """
         if problems := self._model_problems() or self._tensor_problems():
             raise ConfigError(problems, str(self.weights.folder.path))
 
@@ -241,6 +244,8 @@ def _layer(name: str) -> int | None:
 
 def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> HuggingFaceSource:
     """Open a Hugging Face folder to read its weights as a model of ours. Whether they fit it is not checked.
+
+    ConfigError if config.json or the headers of the files cannot be read.
 
     Args:
         folder: the folder.

@@ -53,7 +53,7 @@ class GatheredWeights:
         self.blocks: dict[str, list[TensorShard]] = {}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of a tensor, by our name; KeyError if it is not within one that is gathered on this rank."""
+        """Return a view of a block of a tensor, by our name; KeyError if it is not within one gathered on this rank."""
         for shard in self.blocks[name]:
             ends = zip(offset, shape, shard.offset, shard.sizes, strict=True)
             if all(begin <= first and first + n <= begin + size for first, n, begin, size in ends):
@@ -131,7 +131,8 @@ class LiveExport:
     def tensors(self, source: Targets) -> Iterator[tuple[str, Tensor | None]]:
         """Yield name and tensor of each Hugging Face tensor; None on ranks that do not get it.
 
-        Collective over the group: all ranks get the same names in the same order, and have to go on to the end.
+        Collective over the group: all ranks get the same names in the same order, and have to go on to the end. Tensors
+        are on the device of the shards, in memory of their own.
 
         Args:
             source: the shards that were planned for, with whatever they contain now.

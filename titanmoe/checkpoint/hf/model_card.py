@@ -63,7 +63,7 @@ def model_card(record: Mapping[str, Any], base: str = "", adapter: bool = False)
 
 
 def write_model_card(folder: Path, card: str) -> None:
-    """Write a folder's model card, unless its text is empty."""
+    """Write `card`, the text of a folder's model card, to its README.md, unless it is empty."""
     if card:
         layout.write_text(folder / CARD, card)
 

@@ -402,7 +402,10 @@ def _times(factor: float, read: Callable[[Shape, Shape], Tensor], offset: Shape,
 
 
 def unsupported_settings(settings: Mapping[str, Any]) -> list[str]:
-    """Return a line for each setting of adapter_config.json beyond plain LoRA on an unchanged base."""
+    """Return an error line for each of the settings in adapter_config.json beyond plain LoRA on an unchanged base.
+
+    [] if there is none.
+    """
     problems = []
     for key, value in settings.items():
         dropout = key == "lora_dropout" and value is not None

@@ -109,7 +109,7 @@ def plan_peft_folder(
     Args:
         adapters: the adapters.
         map_: the map between our tensors and Hugging Face's for the adapters' model.
-        base: name of the base model, for base_model_name_or_path.
+        base: the base model as NAME or NAME@REVISION, for base_model_name_or_path and revision; "" for none.
         dtype: dtype of the file; None: each tensor's own.
         drop: ["mtp"] leaves multi-token prediction out, which transformers does not have.
     """
@@ -178,13 +178,13 @@ class _Paths:
         self.linear = {self.leaf(name) for name in filter(is_adaptable, map_.our_shapes) if ".experts." not in name}
 
     def leaf(self, name: str) -> str:
-        """Return the last component of the path of a weight's module, such as q_proj."""
+        """Return the last component of the path of a weight's module, such as q_proj, by our name of the weight."""
         return module_of(self.map.places[name][0]).rpartition(".")[2]
 
     def pattern(self, name: str) -> str:
-        """Return the path of a weight's module or stacked parameter in transformers, as PEFT matches it.
+        """Return the path of a weight's module or stacked parameter in transformers, as PEFT matches it, by our name.
 
-        The layer's number is left out if the weight has an adapter in all layers.
+        It is model.layers.3.self_attn.q_proj, or self_attn.q_proj if the weight has an adapter in all layers.
         """
         path = module_of(self.map.places[name][0])
         if ".experts." in name:
@@ -237,7 +237,14 @@ def _ranks(adapters: Adapters, map_: TensorMap, matrices: list[str]) -> dict[str
 
 
 def _unfused_tensors(adapters: Adapters, map_: TensorMap, name: str, read_full: ReadAdapter) -> dict[str, LazyTensor]:
-    """Return PEFT's tensors, by name, of the adapter of a weight that is a matrix of its own or one for each expert."""
+    """Return PEFT's tensors, by name, of the adapter of a weight that is a matrix of its own or one for each expert.
+
+    Args:
+        adapters: the adapters.
+        map_: the map of the model's tensors.
+        name: our name of the weight.
+        read_full: returns A or B in full, by our name; called when a tensor is read.
+    """
 
     def tensor(part: HfPlace, adapter: str) -> Tensor:
         ours = read_full(adapter)
@@ -262,7 +269,14 @@ def _unfused_tensors(adapters: Adapters, map_: TensorMap, name: str, read_full: 
 def _fused_tensors(
     adapters: Adapters, map_: TensorMap, names: list[str], read_full: ReadAdapter
 ) -> dict[str, LazyTensor]:
-    """Return PEFT's tensors A and B, by name, of the adapters of our weights that transformers fuses in one matrix."""
+    """Return PEFT's tensors A and B, by name, of the adapters of our weights that transformers fuses in one matrix.
+
+    Args:
+        adapters: the adapters.
+        map_: the map of the model's tensors.
+        names: our names of the weights in that matrix that have adapters.
+        read_full: returns A or B in full, by our name; called when a tensor is read.
+    """
     place = map_.places[names[0]][0]
     outputs, inputs = map_.hf_shapes[place.hf_name]
     rank, dtype = sum(map(adapters.rank, names)), adapters.tensors[adapter_names(names[0])[0]].dtype
@@ -282,6 +296,12 @@ def _stacked_tensors(adapters: Adapters, map_: TensorMap, name: str, read_full: 
     """Return PEFT's tensors A and B, by name, of the adapters of stacked experts; {} for w3, which is fused with w1.
 
     If both parameters are adapted, PEFT nests the module of gate and up (.base_layer) in that of down.
+
+    Args:
+        adapters: the adapters.
+        map_: the map of the model's tensors.
+        name: our name of w1, w2 or w3 of a layer's experts.
+        read_full: returns A or B in full, by our name; called when a tensor is read.
     """
     block, _, leaf = name.rpartition(".")
     if leaf == "w3":

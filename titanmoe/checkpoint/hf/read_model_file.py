@@ -26,8 +26,8 @@ file says whether that block sees states before or after the final norm."""
 def read_model_file(values: Mapping[str, Any]) -> ModelFile:
     """Return the fields of a recipe that config.json of model.hf fixes, and defaults of fields that follow from it.
 
-    A run that has a checkpoint of its own no longer needs the model's folder: if it is gone, the checkpoint's record is
-    used.
+    The file is fetched if model.hf is remote. A run that has a checkpoint of its own no longer needs the model's
+    folder: if it is gone, the checkpoint's record is used.
 
     Args:
         values: the recipe's fields by path, with defaults for the others.

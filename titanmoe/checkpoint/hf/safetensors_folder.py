@@ -189,7 +189,7 @@ def write_file(file: Path, tensors: FilePlan, make: Callable[[str, Shape, Shape]
     Args:
         file: the file to write.
         tensors: its contents.
-        make: returns a block of a tensor, given its name, offset and shape.
+        make: returns a block of a tensor in its planned dtype on the CPU, given its name, offset and shape.
     """
     with safetensors_writer(file, tensors) as write:
         for name, (shape, dtype) in tensors.sizes.items():
@@ -201,9 +201,9 @@ def write_file(file: Path, tensors: FilePlan, make: Callable[[str, Shape, Shape]
 def safetensors_writer(file: Path, tensors: FilePlan) -> Iterator[Callable[[str, Iterable[Tensor]], None]]:
     """Open a safetensors file to be written; yield a function that writes a tensor. Fsync the file at the end.
 
-    The function takes a tensor's name, and the tensor in one or more blocks that follow each other in the file. Each
-    block is freed once it is written. Tensors are written in any order; in the file those of wide dtypes come first, so
-    that all are aligned.
+    The function takes a tensor's name, and the tensor in one or more CPU blocks that follow each other in the file.
+    Each block is freed once it is written. Tensors are written in any order, each once; in the file those of wide
+    dtypes come first, so that all are aligned. It raises a RuntimeError if dtype or bytes are not those planned.
 
     Args:
         file: the file to write.

@@ -63,7 +63,16 @@ class CheckpointWeights:
 
 
 def recorded_model(record: Mapping[str, Any], path: Path) -> Model:
-    """Return the [model] in a checkpoint's record; ConfigError if it has none."""
+    """Return the [model] in a checkpoint's record.
+
+    Args:
+        record: the manifest's record.
+        path: the checkpoint's folder, for messages.
+
+    Raises:
+        ConfigError: the record has no [model].
+        CheckpointError: this version does not know its fields or their values.
+    """
     table = record.get("config", {}).get("model")
     if not table:
         raise ConfigError([f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]"])
@@ -114,7 +123,8 @@ def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | C
     """Open a model's full weights and check that they are all there.
 
     Args:
-        name: a Hugging Face folder, hub name or URL, a checkpoint, or a run (its latest checkpoint).
+        name: a Hugging Face folder, hub name or URL (fetched if need be), a checkpoint, a run (its latest checkpoint),
+            RUN:best or RUN:STEP.
         model: the [model] to read a Hugging Face model as; None: what its config.json says.
 
     Raises:
@@ -221,7 +231,7 @@ def config_and_tokenizer_of(weights: HuggingFaceSource | CheckpointWeights) -> d
 
 
 def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases: bool = False) -> str:
-    """Return a 64-bit digest of weights in the dtypes that they have when frozen. Collective over the group.
+    """Return a digest of weights in the dtypes that they have when frozen, as 16 hexadecimal digits. Collective.
 
     It is equal to the digest that a run with adapters records of its frozen base weights.
 
@@ -251,6 +261,12 @@ def check_digest(
     """Raise a ConfigError unless `weights` are those that the adapters were trained on, by their digest. Collective.
 
     PEFT folders have no digest: nothing is checked for them.
+
+    Args:
+        adapters: the adapters.
+        weights: the base weights to use.
+        base_name: the name of `weights`, for the message.
+        group: ranks that share the reading; None for a single process.
     """
     if not adapters.digest:
         return
