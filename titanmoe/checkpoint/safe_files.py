@@ -233,7 +233,6 @@ def read(folder: Path, name: str, limit: int) -> bytes:
 # ---- a disk that is full, or that does not answer
 
 
-T = TypeVar("T")
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
