@@ -28,14 +28,17 @@ DATA = ("dp_replicate", "dp_shard", "cp", "edp_replicate", "edp")
 MAX_SHOWN = 12
 
 
-def view_of(parameter: Any) -> View:
+def view_of(parameter: torch.Tensor) -> View:
     """Return whether the parameter is on the experts' or on the attention's mesh."""
     on_experts = isinstance(parameter, DTensor) and "edp" in parameter.device_mesh.mesh_dim_names
     return "experts" if on_experts else "attention"
 
 
-def sharded_axes(parameter: Any) -> dict[str, bool]:
-    """Return for each axis of the parameter's mesh whether the parameter is sharded along it, or else replicated."""
+def sharded_axes(parameter: torch.Tensor) -> dict[str, bool]:
+    """Return for each axis of the parameter's mesh whether the parameter is sharded along it, or else replicated.
+
+    The axes are those of the mapping, such as "dp_shard" and "cp" for FSDP's; {} for a tensor without a mesh.
+    """
     if not isinstance(parameter, DTensor):
         return {}
     placed = zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)
@@ -43,12 +46,22 @@ def sharded_axes(parameter: Any) -> dict[str, bool]:
 
 
 def sums_in_backward(axis: str, cuts: dict[str, bool]) -> bool:
-    """Return whether a gradient is summed over this axis during backward, and not after it as a router's is."""
+    """Return whether a gradient is summed over this axis during backward, and not after it as a router's is.
+
+    Args:
+        axis: an axis of the mapping, such as "dp_shard".
+        cuts: the parameter's `sharded_axes`.
+    """
     return axis in DATA and ("edp" in cuts or cuts["dp_shard"])
 
 
 def what_sums(axis: str, cuts: dict[str, bool]) -> str:
-    """Return the name of what sums a gradient over an axis, or "sharded" if nothing does."""
+    """Return the name of what sums a gradient over an axis, or "sharded" if nothing does.
+
+    Args:
+        axis: a key of `cuts`.
+        cuts: the parameter's `sharded_axes`.
+    """
     if sums_in_backward(axis, cuts):
         if not cuts.get("edp", True):
             return "`UnshardedExperts`"
@@ -70,7 +83,7 @@ class HeldShard(NamedTuple):
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
-def describe_shards(parameters: Mapping[str, Any]) -> dict[str, HeldShard]:
+def describe_shards(parameters: Mapping[str, torch.Tensor]) -> dict[str, HeldShard]:
     """Return by name where this rank's shards are in the full tensors."""
     from titanmoe.parallel.materialize import local_shard
 
@@ -103,7 +116,14 @@ def differing_axes(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
 
 
 def axes_apart(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict[str, set[int]]:
-    """Return the axes on which right and wrong shards share no position, with the positions of the wrong ones."""
+    """Return the axes on which right and wrong shards share no position, with the positions of the wrong ones.
+
+    Args:
+        fold: the mapping.
+        seen: the view that the axes are of.
+        wrong: ranks with a wrong shard; {} is returned if there are none.
+        right: ranks with a right one, likewise.
+    """
     found = {}
     for axis in axes_of(fold, seen) if wrong and right else ():
         bad, good = ({coordinates(fold, seen, rank)[axis] for rank in ranks} for ranks in (wrong, right))
@@ -113,7 +133,7 @@ def axes_apart(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict
 
 
 def constant_factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
-    """Return the factor by which a full tensor is wrong; None if it is not the same for all elements."""
+    """Return the factor by which a full tensor is wrong; None if that is about 1, or not the same for all elements."""
     scale = float(want.abs().max())
     if scale == 0.0 or not bool(got.isfinite().all()):
         return None
@@ -212,7 +232,7 @@ def _suspected(
 def _in_common(
     fold: Fold, holders: dict[str, dict[int, HeldShard]], wrong: list[str], right: list[str]
 ) -> dict[str, str]:
-    """Return the axes over which all wrong tensors, and no right one, are summed in one way."""
+    """Return the axes over which all wrong tensors, and no right one, are summed in one way, with that way as text."""
 
     def sums_of(name: str) -> set[tuple[str, str]]:
         one = next(iter(holders[name].values()))
@@ -245,7 +265,13 @@ def describe_wrong_gradients(
 def describe_wrong_replicas(
     fold: Fold, gathered: list[dict[str, tuple[torch.Tensor, HeldShard]]], allowed: float
 ) -> str:
-    """Return the failure's text if ranks that hold the same shard differ by more than `allowed`, else ""."""
+    """Return the failure's text if ranks that hold the same shard differ by more than `allowed`, else "".
+
+    Args:
+        fold: the mapping.
+        gathered: of each rank, in order, the local tensor and its place in the full one by the tensor's name.
+        allowed: largest difference relative to the shard's largest entry.
+    """
     differ: dict[str, tuple[tuple[int, ...], ...]] = {}
     worst: dict[str, float] = {}
 

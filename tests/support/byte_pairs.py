@@ -18,7 +18,7 @@ MARKED = (
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """Write a byte-level BPE of 300 tokens and a chat template without {% generation %}; return the folder."""
+    """Write a byte-level BPE of 300 tokens and the template CHATML into an existing folder, and return the folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

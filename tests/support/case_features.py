@@ -171,7 +171,12 @@ FEATURES = {
 
 
 def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
-    """Return the recipe keys of a mapping and a choice of features, with at least two microbatches."""
+    """Return the recipe keys of a mapping and a choice of features, with at least two microbatches.
+
+    Args:
+        fold: the mapping.
+        choice: name of an entry by feature, such as {"model": "gla"}; FEATURES lists both.
+    """
     out = as_changes(fold)
     for feature, name in choice.items():
         out |= FEATURES[feature][name]
@@ -189,5 +194,9 @@ def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
 
 
 def steps(choice: dict[str, str]) -> int:
-    """Return 2 if state other than weights and moments carries over to the next step, else 1."""
+    """Return how many steps show a fault: 2 if state other than weights and moments carries over, else 1.
+
+    Args:
+        choice: name of an entry of FEATURES by feature.
+    """
     return 2 if choice.get("balance") == "global+bias" else 1

@@ -12,11 +12,18 @@ from titanmoe.moe.dispatchers.dispatcher import Dispatcher
 def dispatched(
     dispatcher: Dispatcher, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """Dispatch tokens to their experts.
+    """Dispatch tokens to their experts, and wait for them. Collective over the dispatch group, as is the function.
+
+    Args:
+        dispatcher: the dispatcher.
+        x_TD: this rank's tokens.
+        weights_TK: routing weights.
+        chosen_TK: numbers of the chosen experts; E for none.
+        slots_per_expert: slots of each expert for each sending rank; 0 if buffers are not padded.
 
     Returns:
-        This rank's routed tokens, their routing weights, the number of each expert, and the function that combines the
-        experts' outputs.
+        The routed tokens (R, D) of this rank's experts, sorted by expert; their routing weights (R, 1); the number of
+        each expert's (e,); and the function that combines the experts' outputs (R, D) to those of the tokens (T, D).
     """
     exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
     return *exchange.receive_routed(), exchange.combine

@@ -32,5 +32,5 @@ class EntropyBonus(Objective):
 
 
 def mean(scores: reference.Scores, tokens: reference.Tokens) -> Tensor:
-    """Return the same loss for the reference model of tests/reference.py."""
+    """Return the mean over labels of cross-entropy - BONUS * entropy, from the scores of tests/reference.py."""
     return (scores.loss_GS - BONUS * scores.entropy_GS).sum() / (tokens.labels_GS != IGNORE).sum()

@@ -321,7 +321,7 @@ class FakeGPU:
     # ---- operations
 
     def computed(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """Record an operation that has run."""
+        """Record an operation that has run, from the arguments of `__torch_dispatch__` and its result."""
         name, making = func._overloadpacket.__name__, getattr(self.thread, "making", None)
         given, results = tensors((args, kwargs)), tensors(out)
         goes = any(map(self.has, given)) if making is None else making

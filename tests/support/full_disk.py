@@ -11,7 +11,7 @@ from titanmoe.checkpoint import safe_files
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
-    """Let all writes to the file fail as on a full disk, until the patch is undone."""
+    """Let writes of titanmoe.checkpoint.safe_files to the file fail as on a full disk, until the patch is undone."""
     real = safe_files.open_in
 
     def open_in(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:

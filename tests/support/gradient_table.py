@@ -91,7 +91,14 @@ def replace_gradients(modules: Iterable[nn.Module], own: Iterable[nn.Parameter],
 
 
 def contributing_ranks(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, tuple[int, ...]]:
-    """Return for each gradient of which this rank holds elements the ranks whose local gradients were added."""
+    """Return the ranks whose local gradients were added to each parameter's, by name and in ascending order.
+
+    Parameters of which this rank holds no elements are left out.
+
+    Args:
+        parameters: parameters whose local gradients were BASE**rank on every rank.
+        microbatches: number of microbatches that were summed.
+    """
     found = {}
     for name, parameter in parameters.items():
         grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
@@ -108,7 +115,14 @@ def contributing_ranks(parameters: dict[str, nn.Parameter], microbatches: int) -
 
 
 def axes_of_group(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
-    """Return the axes along which these ranks differ, and assert that they are a full group of these axes."""
+    """Return the axes along which these ranks differ, and assert that they are a full group of these axes.
+
+    Args:
+        fold: the mapping.
+        seen: "attention" or "experts", whose axes are meant.
+        ranks: the ranks in ascending order.
+        rank: one of them.
+    """
     here = coordinates(fold, seen, rank)
     axes = {a for other in ranks for a, at in coordinates(fold, seen, other).items() if at != here[a]}
     assert ranks == (group_of(fold, seen, tuple(axes), rank) if axes else (rank,)), f"{ranks} are not a group of {axes}"
@@ -116,7 +130,13 @@ def axes_of_group(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> s
 
 
 def table_of_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return for each of this rank's parameters and each axis of several ranks what sums its gradient."""
+    """Return for each of this rank's parameters and each axis of several ranks what sums its gradient.
+
+    Makes a step with replaced gradients. Collective over the world.
+
+    Args:
+        changes: recipe keys, such as "parallelism.tp".
+    """
     trainer = parity.make_trainer(changes, loader=parity.samples())
     fold, rank, batches = trainer.training.fold, dist.get_rank(), trainer.training.loader.next_step()
     engine = trainer.training.gradients.engine
@@ -186,7 +206,7 @@ def table() -> str:
 
 
 def replace_table(page: str) -> str:
-    """Return the page's text with a new table."""
+    """Return the page's text with a new table between BEGIN and END, for which steps run on 4 ranks."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table()}\n{END}{after}"

@@ -54,7 +54,12 @@ Costs = dict[str, Cost]
 
 
 def config_of(recipe: str, ep: int) -> Config:
-    """Return the config of a recipe on ep ranks, with few layers and one sample."""
+    """Return the config of a recipe on ep ranks, with few layers and one sample per rank.
+
+    Args:
+        recipe: name of a file in train_configs, without ".toml".
+        ep: number of ranks, the only axis of several.
+    """
     sizes = {"parallelism.experts.ep": ep, "parallelism.experts.etp": 1, "activation_checkpoint.mode": "none"}
     sizes |= {f"parallelism.{axis}": 1 for axis in ONE_RANK if axis != "dp_shard"} | {"parallelism.dp_shard": ep}
     sizes |= {"moe.overlap": "none", "moe.dispatcher": "alltoall", "pipeline.schedule": "1F1B"}
@@ -68,7 +73,12 @@ def config_of(recipe: str, ep: int) -> Config:
 
 
 def eager_costs(config: Config, ep: int) -> Costs:
-    """Return the costs of a MoE layer without torch.compile, from a rehearsal."""
+    """Return the costs of the first MoE layer without torch.compile, from a rehearsal of rank 0.
+
+    Args:
+        config: result of `config_of`.
+        ep: the number of ranks that it was made for.
+    """
     found, costs = rehearse(config, ep, 0, "h100"), {"forward": Cost(), "backward": Cost()}
     layer = f"layers.{found.moe_layers[0]}"
     for operation, times in found.operations.items():
@@ -89,7 +99,12 @@ def eager_costs(config: Config, ep: int) -> Costs:
 
 
 def graph_costs(config: Config, ep: int) -> Costs:
-    """Return the costs of a MoE layer compiled as one graph, from the code that inductor writes."""
+    """Return the costs of a MoE layer compiled as one graph, from the code that inductor writes.
+
+    Args:
+        config: result of `config_of`.
+        ep: the number of ranks that it was made for.
+    """
     backend, costs = on_gpus.Backend(), []
     rows = config.training.seq_len * config.model.top_k // ep  # that one rank sends another under even routing
     write = GraphLowering.codegen
@@ -143,7 +158,7 @@ def bytes_of(node: torch.fx.Node, rows: int) -> int:
     return sum(as_number(x.numel(), rows) * x.element_size() for x in (*inputs, *outputs))
 
 
-def as_number(size: Any, rows: int) -> int:
+def as_number(size: int | torch.SymInt, rows: int) -> int:
     """Return a size as a number, with `rows` for every symbol in it."""
     if isinstance(size, int):
         return size

@@ -87,7 +87,11 @@ def compile_launches() -> Iterator[list[Kernel]]:
 
 
 def launcher_of(operation: str) -> Callable[..., Any]:
-    """Return the function of titanmoe/ops/kernels that launches the kernels of a torch operation."""
+    """Return the function of titanmoe/ops/kernels that launches the kernels of an operation titanmoe::NAME.
+
+    Args:
+        operation: NAME.
+    """
     modules = (import_module(f"{kernels.__name__}.{module.name}") for module in iter_modules(kernels.__path__))
     return next(getattr(module, operation) for module in modules if hasattr(module, operation)).__wrapped__
 
@@ -107,7 +111,12 @@ def shrink(config: Config) -> Config:
 
 
 def read_recipe(recipe: Path, *overrides: str) -> tuple[Config, int]:
-    """Return the config of a recipe and its number of ranks."""
+    """Return the config of a recipe and its number of ranks.
+
+    Args:
+        recipe: its file.
+        overrides: words of a command line, such as "--moe.kernels", "triton".
+    """
     ranks = recipe_ranks(read_draft([str(recipe)], COMPONENTS))
     return recipe_to_rehearse(["--config", str(recipe), *overrides], ranks, "h100"), ranks
 
@@ -116,6 +125,10 @@ def compile_kernels(recipe: Path, *overrides: str) -> list[Kernel]:
     """Return all kernels that a rank of the recipe launches in a step, compiled.
 
     Included are those of 8-bit experts, Triton's norms, accumulated weight gradients, benchmarks and symm_mem.
+
+    Args:
+        recipe: its file.
+        overrides: words of a command line, such as "--training.dtype", "float64".
     """
     whole, ranks = read_recipe(recipe, *overrides)
     config, ranks = shrink(whole), ranks // whole.parallelism.pp

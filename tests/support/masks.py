@@ -9,7 +9,12 @@ from titanmoe.mask import Mask, ends, spans
 
 
 def mask_of(document_BL: Tensor | None, window: int = 0) -> Mask:
-    """Return the mask of documents on any device, with a sliding window."""
+    """Return the mask of documents on their device, with a sliding window.
+
+    Args:
+        document_BL: document of each position; None if each sample is one.
+        window: positions that a query sees; 0 for all.
+    """
     if document_BL is None:
         return Mask(window=window)
     return spans(ends(document_BL.cpu())).to(lambda x: x.to(document_BL.device))._replace(window=window)

@@ -98,7 +98,7 @@ def cuda_refuses(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> bo
 
 @contextmanager
 def record_refused() -> Iterator[set[str]]:
-    """Return a context whose set has the refused operations of all rehearsals in it, each with its file."""
+    """Return a context whose set has the refused operations of all rehearsals in it, as "OPERATION in FILE"."""
     seen: set[str] = set()
     add = Operations.add
 

@@ -17,7 +17,7 @@ def every_second(answer: str, record: dict[str, Any]) -> float:
 
 
 def asks(turns: list[str], record: dict[str, Any]) -> dict[str, Any]:
-    """Say something after two turns of three."""
+    """Return a message with the reward -1, or for an answer in three only a reward from 0 to 4, by its bytes."""
     total = sum("".join(turns).encode())
     return {"message": f"{total % 10}?", "reward": -1.0} if total % 3 else {"reward": total % 5}
 

@@ -61,7 +61,11 @@ def _parse(code: str) -> ast.expr | ast.stmt:
 
 
 def plant(mutant: Mutant, root: Path = ROOT) -> tuple[Path, str]:
-    """Return the file that defines the mutant's function, and its text with the bug in it."""
+    """Return the file that defines the mutant's function, and its text with the bug in it. Writes nothing.
+
+    Raises:
+        ValueError: the code to replace does not occur exactly once.
+    """
     old, new = _parse(mutant.old), _parse(mutant.new)
     code, spots = ast.unparse(old), []
     for path, definition in _definitions(root).get(mutant.function, []):
@@ -98,7 +102,15 @@ def copy_tree(to: Path) -> Path:
 
 
 def first_failed_test(status: int, output: str) -> str:
-    """Return the first test that failed, or SURVIVED; raise a RuntimeError if no test has run."""
+    """Return the id of the first test that failed, without its parameters, or SURVIVED.
+
+    Args:
+        status: exit status of pytest.
+        output: what it printed.
+
+    Raises:
+        RuntimeError: no test has run.
+    """
     if status == 0:
         return SURVIVED
     failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+?::\S+?)(?:\[.*)?(?: - .*)?$", output, re.MULTILINE)
@@ -108,7 +120,17 @@ def first_failed_test(status: int, output: str) -> str:
 
 
 def run_mutant(mutant: Mutant, tree: Path, number: int) -> str:
-    """Plant a bug in the copied tree, run its tests, remove the bug; return the verdict."""
+    """Plant a bug in the copied tree, run its tests, remove the bug; return the first test that failed, or SURVIVED.
+
+    Args:
+        mutant: the bug.
+        tree: the copied tree.
+        number: a positive number that is another one for each bug; the file's time, by which Python recompiles it.
+
+    Raises:
+        ValueError: the table of bugs is out of date.
+        RuntimeError: no test has run.
+    """
     (file, wrong), output = plant(mutant, tree), tree / "output"
     right = file.read_text()
     try:
@@ -141,7 +163,14 @@ def _pytest(words: list[str], tree: Path, output: Path) -> None:
 
 
 def run(results: Path, only: str = "") -> dict[Mutant, str]:
-    """Judge all bugs without a result, or those whose text contains `only`; return the verdicts of all judged."""
+    """Run the tests of all bugs that none has noticed, and return the verdicts of these and earlier ones.
+
+    A verdict is the first test that failed, or SURVIVED.
+
+    Args:
+        results: file of verdicts, a line of JSON each; new ones are appended.
+        only: text that the function or the description of a bug to run must contain.
+    """
     results.parent.mkdir(parents=True, exist_ok=True)
     lines = map(json.loads, results.read_text().splitlines() if results.exists() else [])
     found = {Mutant(*line["mutant"]): line["noticed"] for line in lines}

@@ -6,13 +6,14 @@ Shapes: G samples, S positions, D model, H value heads, k and v the widths of a 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from titanmoe.config.schema import Model
 
-def shapes(model: Any) -> dict[str, tuple[int, ...]]:
+
+def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a block's weights by name."""
     own, dim = model.own, model.dim
     keys = own["linear_key_heads"] * own["linear_key_dim"]
@@ -31,13 +32,13 @@ BEGIN = {"dt_bias": torch.ones_like, "A_log": lambda uniform: torch.log(0.01 + 1
 """Initial values, from uniform random numbers, of the parameters with their own initialization."""
 
 
-def same_document(document_GS: Tensor | None, s: int, t: int) -> Any:
-    """Return 1 where positions s and t are in the same document and else 0, of shape (G, 1)."""
+def same_document(document_GS: Tensor | None, s: int, t: int) -> Tensor | float:
+    """Return 1 where positions s and t are in the same document and else 0, (G, 1); 1.0 if samples are documents."""
     return 1.0 if document_GS is None else (document_GS[:, s] == document_GS[:, t]).double()[:, None]
 
 
 def convolve(x_GSC: Tensor, taps_CW: Tensor, document_GS: Tensor | None) -> Tensor:
-    """Return silu of the causal depthwise convolution within documents; the last tap is the position's own."""
+    """Return silu of the causal depthwise convolution within documents, (G, S, C); the last tap is its position's."""
     width, out = taps_CW.shape[1], []
     for s in range(x_GSC.shape[1]):
         seen = range(max(0, s - width + 1), s + 1)
@@ -51,8 +52,8 @@ def normalize(x: Tensor) -> Tensor:
     return x / torch.sqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
-def linear_attention(model: Any, weights: dict[str, Tensor], x_GSD: Tensor, document_GS: Tensor | None) -> Tensor:
-    """Return the output of the linear attention of a block, of shape (G, S, D)."""
+def linear_attention(model: Model, weights: dict[str, Tensor], x_GSD: Tensor, document_GS: Tensor | None) -> Tensor:
+    """Return the output of the linear attention of a block, of shape (G, S, D), from its weights by `shapes`' names."""
     own, gla = model.own, model.own["linear_gate"] == "gla"
     repeats = own["linear_value_heads"] // own["linear_key_heads"]
 

@@ -29,7 +29,7 @@ def newton_schulz(x: Tensor, kind: str, steps: int, small: float) -> Tensor:
 
     Args:
         x: the matrix.
-        kind: optimizer.ns_coefficients.
+        kind: optimizer.ns_coefficients, "classic" or "polar_express".
         steps: number of steps.
         small: number added to the norm that the matrix is divided by first.
     """
@@ -48,7 +48,14 @@ def newton_schulz(x: Tensor, kind: str, steps: int, small: float) -> Tensor:
 
 
 def rows_of(model: Model, name: str, rows: int, by_head: bool) -> list[list[int]]:
-    """Return the rows of a weight that each of its matrices has."""
+    """Return the row numbers of each matrix that Muon treats on its own in a weight.
+
+    Args:
+        model: the recipe's [model].
+        name: full name of the weight.
+        rows: number of its rows; of experts, of one expert.
+        by_head: optimizer.by_head.
+    """
     latent, nope, value = model.kv_lora_rank, model.qk_nope_head_dim, model.v_head_dim
     every, leaf = list(range(rows)), name.split(".")[-2]
     if ".attention." not in name:
@@ -66,7 +73,13 @@ def rows_of(model: Model, name: str, rows: int, by_head: bool) -> list[list[int]
 
 
 def head_width(model: Model, name: str, leaf: str) -> int:
-    """Return the rows of one head in a weight of attention."""
+    """Return the number of rows of one head in a weight of attention.
+
+    Args:
+        model: the recipe's [model].
+        name: full name of the weight.
+        leaf: its last part but ".weight", such as "wq".
+    """
     from tests.reference import blocks, own_layer
 
     if any(own_layer(model, i) for i, block in blocks(model).items() if name.startswith(f"{block}.")):

@@ -15,12 +15,17 @@ PROBLEMS = pytest.StashKey[list[str]]()
 
 
 def quick_tests() -> dict[str, str]:
-    """Return for each slow test the quicker test that runs instead."""
+    """Return for each slow test the quicker test that runs instead, both as pytest's ids."""
     return {wider: quick for quick, left_out in toml_module().loads(TABLE.read_text()).items() for wider in left_out}
 
 
 def table_problems(table: dict[str, str], tests: Collection[str]) -> list[str]:
-    """Return what is wrong with the table, given the ids of all tests."""
+    """Return a line for each thing that is wrong with the table, given the ids of all tests; [] if nothing is.
+
+    Args:
+        table: result of `quick_tests`.
+        tests: ids of all tests that pytest collects.
+    """
     gone = sorted({*table, *table.values()}.difference(tests))
     absent = sorted(set(table.values()) & set(table))
     return [

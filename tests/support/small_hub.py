@@ -34,7 +34,12 @@ class SmallHub:
         return commit
 
     def answer(self, path: str, token: str) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body of the response to a request."""
+        """Return status, headers and body of the response to a request.
+
+        Args:
+            path: path of the URL, such as "/api/datasets/OWNER/NAME/revision/main".
+            token: the request's token; "" for none.
+        """
         parts = path.strip("/").split("/")
         parts = parts[1:] if parts[0] == "api" else parts
         _, owner, name, action, *rest = parts
@@ -66,7 +71,7 @@ def _json(value: Any) -> tuple[int, dict[str, str], bytes]:
 
 @contextmanager
 def serve(hub: SmallHub) -> Iterator[SmallHub]:
-    """Serve a hub in a thread; its `endpoint` is what HF_ENDPOINT has to be."""
+    """Serve a hub in a thread within this context, and set its `endpoint`, which HF_ENDPOINT has to be."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

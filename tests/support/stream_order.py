@@ -144,7 +144,7 @@ class StreamOrder:
             self.races.append(text)
 
     def place(self) -> str:
-        """Return the current line of titanmoe, or else of a test."""
+        """Return the current line of titanmoe, or else of a test, as "FILE:LINE"; "?" if there is neither."""
         site = self.sites.current_site()
         if site.line:
             return f"{site}" + f" ({site.region})" * bool(site.region)

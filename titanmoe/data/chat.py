@@ -160,7 +160,11 @@ class ChatEncoder:
         )
 
     def encode_prompt(self, messages: list[dict[str, str]]) -> np.ndarray:
-        """Return the token ids of a conversation followed by the generation prompt, for sampling a reply."""
+        """Return the token ids of a conversation followed by the generation prompt, for sampling a reply.
+
+        Raises:
+            ChatError: the template refuses the messages.
+        """
         return self.tokenizer.encode_with_offsets(self._render_without_marks(messages, prompt=True)).tokens_T
 
     def encode_reply(self, messages: list[dict[str, str]], reply: dict[str, str]) -> np.ndarray:
@@ -197,9 +201,9 @@ class ChatEncoder:
         return self.tokenizer.leading_special_token(tail)
 
     def describe_additions(self) -> dict[str, str]:
-        """Return what the template writes for a message of each role, with "..." for its content.
+        """Return what the template writes for a message, with "..." for its content, by role.
 
-        A role that the template refuses is left out.
+        The roles are system, user and assistant, one after the other; one that the template refuses is left out.
         """
         additions, messages, before = {}, [], ""
         for role in ("system", "user", "assistant"):
@@ -254,7 +258,9 @@ class ChatEncoder:
             raise ChatError(f"the chat template {self.origin} refuses it: {odd or _shorten(str(error))}") from None
 
     def _find_written_null(self, messages: list[Any], prompt: bool, times: int) -> str:
-        """Return the place of the first null that the template writes as the word "None", as text; "" if none.
+        """Return the place of the first null that the template writes as the word "None"; "" if there is none.
+
+        The place is a text such as "message 2's content".
 
         Args:
             messages: the conversation.
@@ -367,9 +373,9 @@ class ChatEncoder:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its reasoning under all keys by which templates read it, as transformers 5 does.
+    """Return a copy of the message with its reasoning under both "thinking" and "reasoning_content".
 
-    A message without reasoning is returned unchanged.
+    Templates read either, and transformers 5 does the same. A message without reasoning is returned unchanged.
     """
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

@@ -20,7 +20,10 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+if TYPE_CHECKING:  # jinja2 may be missing
+    import jinja2
 
 SECONDS, SECONDS_PER_MB = 10.0, 1.0
 """Limit of a rendering in CPU seconds, and seconds added per MB of the conversation. Published templates take less than
@@ -59,7 +62,9 @@ class ChatTemplate:
         self._idle = [self._start_process()]
 
     def render(self, *variables: dict[str, Any]) -> list[str]:
-        """Return the rendered text for each dict of template variables. The limits are for all of them together.
+        """Return the rendered text for each dict of template variables, whose values JSON can hold.
+
+        The limits are for all of them together.
 
         Raises:
             OverBudget: rendering exceeds a limit.
@@ -146,7 +151,7 @@ class _RenderProcess:
         )
         self.end = weakref.finalize(self, _end_process, self._process, self.parent)
 
-    def ask(self, request: bytes, seconds: float, memory: int) -> Any:
+    def ask(self, request: bytes, seconds: float, memory: int) -> dict[str, Any] | None:
         """Send a request with its limits to the process, and return the parsed response; None if the process has ended.
 
         Args:
@@ -290,11 +295,16 @@ def _guard_messages(variables: dict[str, Any]) -> dict[str, Any]:
     return variables | {"messages": messages}
 
 
-def _compile(text: str, opening: str, closing: str) -> tuple[Any, bool]:
+def _compile(text: str, opening: str, closing: str) -> tuple[jinja2.Template, bool]:
     """Return the compiled template, and whether it has {% generation %}.
 
     The environment is the one that templates of published models expect, but without today's date (strftime_now) and
     random text: tokens must depend on neither, and templates that ask for the date have a default of their own.
+
+    Args:
+        text: the template.
+        opening: what {% generation %} writes.
+        closing: what {% endgeneration %} writes.
     """
     import jinja2.ext
     import jinja2.nodes

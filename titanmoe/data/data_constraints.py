@@ -13,7 +13,7 @@ from titanmoe.models.families import mixers
 
 
 def parse_skip_steps(texts: list[str]) -> list[range]:
-    """Return the ranges of steps that data.skip_steps names, such as "120" or "120-130".
+    """Return the range of steps that each entry of data.skip_steps names: "120", or "120-130" with both ends.
 
     Raises:
         ValueError: an entry is malformed.

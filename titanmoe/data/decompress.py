@@ -16,7 +16,11 @@ CHUNK = 1 << 11
 class open_decompressed:
     """Context manager that opens a file or URL for reading, and yields (decompressed stream, raw stream).
 
-    The raw stream's position tells how much of the compressed input has been read.
+    A name that ends with .gz or .zst is decompressed; of any other file both streams are the same. The raw stream's
+    position tells how much of the compressed input has been read.
+
+    Raises:
+        ConfigError: it cannot be opened, or the package that decompresses it is missing.
     """
 
     def __init__(self, file: str):

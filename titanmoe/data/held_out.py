@@ -126,7 +126,10 @@ class DocumentSubset:
         return None if arrays[0] is None else np.concatenate(arrays)
 
     def _parent_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return where tokens [start, stop) of this subset are in the parent, as ranges of the parent's tokens."""
+        """Return where tokens [start, stop) of this subset are in the parent, as ranges of the parent's tokens.
+
+        [(0, 0)] if start is not below stop.
+        """
         r = int(np.searchsorted(self.token_R, start, side="right")) - 1
         out = []
         while start < stop:

@@ -95,7 +95,7 @@ def _cache() -> Path:
 
 @contextmanager
 def one_at_a_time(folder: Path, key: str) -> Iterator[None]:
-    """Hold a file lock in a cache folder, so that one process fetches and others then find what it fetched.
+    """Wait for a file lock in a cache folder and hold it in this context, so that one process fetches at a time.
 
     Args:
         folder: the cache.

@@ -112,7 +112,13 @@ def fetch_files(entry: str) -> list[HubFile]:
 
 
 def pin_name(entry: str) -> str:
-    """Return an entry of data.paths with the commit of a data set on the hub; any other entry as it is."""
+    """Return the hf: name of a data set on the hub with its commit as the revision; any other entry as it is.
+
+    Asks the hub for the list of files if the cache lacks it.
+
+    Raises:
+        ConfigError: the name is malformed, or the hub is needed and has no such data set or cannot be reached.
+    """
     return str((dataset := parse_name(entry)).at(_fetch_list(dataset.repo).name)) if is_hub_dataset(entry) else entry
 
 
@@ -158,7 +164,10 @@ def _download(repo: HubRepo, revision: str, patterns: list[str]) -> Path:
 
 
 def _fetch_list(repo: HubRepo) -> Path:
-    """Return the folder of a data set's commit in the cache, with its card and a list of its files beside it."""
+    """Return the folder of a data set's commit in the cache, whose name is the commit.
+
+    Downloads the card into it and a list of all files beside it, if they are not there; ConfigError if that fails.
+    """
 
     def download(revision: str) -> Path:
         import huggingface_hub

@@ -8,11 +8,14 @@ Shapes: D documents, or pairs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from titanmoe.data.documents import is_masked
+
+if TYPE_CHECKING:  # titanmoe.data.pack_chats imports this module
+    from titanmoe.data.pack import BestFitPacker, StreamPacker
 
 MANY = 0.05
 """Fraction of documents that do not fit, above which a run's header gives the seq_len that would keep most of them."""
@@ -51,12 +54,8 @@ def describe_needed(long_D: np.ndarray, total: int) -> str:
     return f"the longest needs seq_len = {int(long_D.max(initial=0)):,}"
 
 
-def describe_lengths(packer: Any) -> list[str]:
-    """Return lines on the lengths of a source's first documents or pairs, how many fit, and how much is learned.
-
-    Args:
-        packer: the packer of the source, which has documents.
-    """
+def describe_lengths(packer: StreamPacker | BestFitPacker) -> list[str]:
+    """Return lines on the lengths of a source's first documents or pairs, how many fit, and how much is learned."""
     documents, per_prompt = packer.documents, packer.documents.completions_per_prompt
     total = len(documents) // per_prompt
     count = min(total, MEASURED)

@@ -93,7 +93,17 @@ class StepPlan(NamedTuple):
 
 
 class StepPlans:
-    """Endless iterable of a data rank's plans of the coming steps; after the last epoch all samples are padding."""
+    """Endless iterable of a data rank's plans of the coming steps; after the last epoch all samples are padding.
+
+    Iterating it sets and advances the packers of `mix`.
+
+    Args:
+        mix: the sources.
+        layout: the assignment of samples to ranks.
+        work: work of documents, if data.balance_work assigns samples by it; None for round-robin.
+        consumed: samples that all data ranks have taken so far.
+        state: state of each source's packer.
+    """
 
     def __init__(
         self, mix: SourceMix, layout: BatchLayout, work: DocumentWork | None, consumed: int, state: list[list[int]]
@@ -127,7 +137,10 @@ class StepPlans:
 
 
 class SampleReader:
-    """Mapping whose `reader[plan]` reads a planned step's tokens; runs in the worker processes if there are any."""
+    """Mapping whose `reader[plan]` reads a planned step's tokens, and returns (batch, the loader's state after it).
+
+    It runs in the worker processes if there are any, else in the prefetching thread.
+    """
 
     def __init__(self, mix: SourceMix, layout: BatchLayout):
         self.mix, self.layout = mix, layout
@@ -155,7 +168,13 @@ class Loader:
         self._restart_from(0, self.mix.state)
 
     def next_step(self) -> list[Batch]:
-        """Return this data rank's microbatches of the next optimizer step, and advance the loader's state."""
+        """Return this data rank's microbatches of the next optimizer step, and advance the loader's state.
+
+        Waits until they are read, but for no other rank. After the last epoch it returns padding, without end.
+
+        Raises:
+            ConfigError: the data cannot be read, or has a token that cannot be trained on.
+        """
         begin = time.perf_counter()
         step, state_after = self._start_prefetcher().next()
         self.wait_s = time.perf_counter() - begin
@@ -214,7 +233,7 @@ class Loader:
         return rows if packing == "stream" else rows | {"packing": f"{packing}{even}"}
 
     def close(self) -> None:
-        """End the thread and the worker processes that read ahead."""
+        """End the thread and the worker processes that read ahead; the next `next_step` or `peek` starts new ones."""
         if self._prefetcher is not None:
             self._close_prefetcher()
             self._prefetcher = None
@@ -319,9 +338,16 @@ class Loader:
 
 
 class ValidationSet:
-    """The validation batches of one data rank, the same in each iteration.
+    """The validation batches of one data rank, a list of microbatches per step, the same in each iteration.
 
-    The sources take turns until each ends; padding fills the last step.
+    The sources take turns until each ends; padding fills the last step. An iteration ends there, or after
+    validation.steps steps if that is not 0; it has as many steps on every data rank.
+
+    Args:
+        config: the recipe.
+        data_rank: this rank's number among the data ranks.
+        data_ranks: number of data ranks.
+        held_out: `Loader.held_out`, which is read if validation.paths is empty.
     """
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int, held_out: Sequence[Documents] = ()):
@@ -337,7 +363,10 @@ class ValidationSet:
                 return
 
     def planned_steps(self) -> Iterator[list[Sample | None]]:
-        """Yield, for each validation step, the planned samples of all data ranks; None for padding."""
+        """Yield the planned samples of all data ranks for each step, until all sources end; None for padding.
+
+        It does not stop at validation.steps.
+        """
         samples_in_turn, size = self._interleave_sources(), self.layout.global_batch_size
         while samples := list(itertools.islice(samples_in_turn, size)):
             yield [*samples, *[None] * (size - len(samples))]

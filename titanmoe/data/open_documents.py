@@ -162,10 +162,8 @@ def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments)
         )
 
 
-def attach_teacher_scores(config: Config, sources: Sequence[Any]) -> None:
-    """Let the sources also read a teacher's stored scores, if distillation.scores names some.
-
-    Sets `stored_teacher_scores` of each source.
+def attach_teacher_scores(config: Config, sources: Sequence[ShardDocuments]) -> None:
+    """Set `stored_teacher_scores` of each source to a teacher's stored scores, if distillation.scores names some.
 
     Raises:
         ConfigError: a source has no such scores, or they were made with other settings.

@@ -120,9 +120,10 @@ def _document_lengths(documents: Documents, count: int) -> np.ndarray:
 
 
 def extra_field_specs(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
-    """Return the dtype of each extra field of these documents, and 2 if it has a value per position, 1 per sequence.
+    """Return (dtype, dimensions) of each extra field that these documents fill, by name, as `empty_arrays` takes them.
 
-    These are stored scores and the fields of pairs, but not label weights. For `empty_arrays`.
+    2 dimensions are a value per position, 1 is a value per sequence. The fields are stored scores and those of
+    preference pairs, but not label weights.
     """
     stored = stored_documents(documents)
     reference, teacher = (getattr(stored, name, None) for name in ("stored_reference_scores", "stored_teacher_scores"))
@@ -232,7 +233,7 @@ class StreamPacker:
         return [np.diff(begins[begins < self.seq_len], prepend=0, append=self.seq_len) for begins in windows]
 
     def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:
-        """Read the tokens of a planned sequence into sequence n of `out`."""
+        """Write a planned sequence's tokens, labels, marks of valid positions and other fields into row n of `out`."""
         start = int(segments.start_G[0])
         stop = start + self.seq_len + 1
         _fill_labels(self.documents, start, stop, out, n, slice(None))
@@ -371,7 +372,7 @@ class BestFitPacker:
         return [segments.pairs_G for segments in sequences]
 
     def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:
-        """Read the tokens of a planned sequence into sequence n of `out`."""
+        """Write a planned sequence's tokens, labels, document ids, positions and other fields into row n of `out`."""
         first = 0
         for i, (start, pairs) in enumerate(zip(segments.start_G.tolist(), segments.pairs_G.tolist(), strict=True)):
             places, stop = slice(first, first + pairs), start + pairs + 1

@@ -11,23 +11,23 @@ import queue
 import signal
 import threading
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 from titanmoe.config import ConfigError
 
 
 class Prefetcher:
-    """A queue of items that are made ahead of time, in order.
+    """A queue of items that are made ahead of time, in order, for one consumer.
 
     Args:
-        reader: mapping whose `reader[plan]` makes an item.
-        plans: iterable of plans; advanced ahead of the items.
+        reader: object whose `reader[plan]` makes an item.
+        plans: iterable of plans; advanced ahead of the items, always in this process.
         workers: number of worker processes; 0 for a thread.
         depth: items to make ahead, per worker.
     """
 
-    def __init__(self, reader: Any, plans: Any, workers: int, depth: int):
+    def __init__(self, reader: Any, plans: Iterable[Any], workers: int, depth: int):
         self._items: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Semaphore(1 if workers else depth)
         self._stop = threading.Event()
@@ -39,7 +39,12 @@ class Prefetcher:
         self._thread.start()
 
     def peek(self) -> Any:
-        """Return the next item without removing it; waits for it, and raises the error if making it failed."""
+        """Return the next item without removing it, once it is made.
+
+        Raises:
+            StopIteration: there are no more items.
+            Exception: the error of making it, again on every call.
+        """
         if not self._peeked:
             item = self._items.get()
             if isinstance(item, BaseException):
@@ -49,21 +54,35 @@ class Prefetcher:
         return self._peeked[0]
 
     def next(self) -> Any:
-        """Remove and return the next item; waits until it is made, and raises the error if making it failed."""
+        """Remove and return the next item, once it is made.
+
+        Raises:
+            StopIteration: there are no more items.
+            Exception: the error of making it, again on every call.
+        """
         item = self.peek()
         self._peeked.clear()
         self._room.release()
         return item
 
     def close(self) -> None:
-        """Stop making items, and wait until the thread has ended."""
+        """Stop making items, and wait until the thread has ended. Afterwards `next` would wait for ever."""
         self._stop.set()
         self._room.release()
         self._thread.join()
 
 
-def _worker_items(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[Any]:
-    """Return an iterator over the items of all plans in order, made by worker processes."""
+def _worker_items(reader: Any, plans: Iterable[Any], workers: int, depth: int) -> Iterator[Any]:
+    """Return an iterator over the items of all plans in order, made by worker processes.
+
+    A ConfigError is an item, not raised.
+
+    Args:
+        reader: object whose `reader[plan]` makes an item.
+        plans: the plans.
+        workers: number of processes, at least 1.
+        depth: items that each process makes ahead.
+    """
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():

@@ -64,8 +64,10 @@ class EncodedChoice(NamedTuple):
 def read_task(path: str) -> Task:
     """Return the multiple-choice questions of a JSONL file.
 
+    Its lines are {"question": TEXT, "choices": [TEXT, TEXT, ...], "answer": INDEX} or blank.
+
     Raises:
-        ConfigError: the file cannot be read, or lines are no questions with an answer; it names each.
+        ConfigError: the file cannot be read, has no questions, or lines are malformed; it names at most SHOWN.
     """
     file = Path(path).expanduser()
     try:
@@ -89,7 +91,7 @@ def read_task(path: str) -> Task:
 
 
 def _question(record: Any, line: int) -> Question:
-    """Return the question in a parsed line of JSON.
+    """Return the question in a parsed line: {"question": TEXT, "choices": [TEXT, TEXT, ...], "answer": INDEX}.
 
     Raises:
         ValueError: the line is no question; says what is wrong, and what to write.
@@ -131,6 +133,9 @@ def open_run_tokenizer(config: Config, stored: StoredTokenizer | None) -> Tokeni
     Args:
         config: the recipe.
         stored: tokenizer of the token shards that are read; None if there are none.
+
+    Raises:
+        ConfigError: it cannot be opened, or its stored files have changed.
     """
     if stored is not None and FILE in stored.digests:
         return open_tokenizer(str(stored.files()[FILE]))
@@ -138,9 +143,13 @@ def open_run_tokenizer(config: Config, stored: StoredTokenizer | None) -> Tokeni
 
 
 class QuizSet:
-    """The batches of all multiple-choice questions for one data rank, the same in each iteration.
+    """The batches of all multiple-choice questions for one data rank, a list of microbatches per step.
 
-    Each sequence packs several choices, which do not attend to each other; padding fills the last step.
+    Each sequence packs several choices, which do not attend to each other; padding fills the last step. Every iteration
+    gives the same batches, and as many on every data rank.
+
+    Raises:
+        ConfigError: a file, a question or the tokenizer cannot be used, or a choice does not fit training.seq_len.
     """
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int, stored: StoredTokenizer | None):

@@ -117,13 +117,21 @@ def _uncompressed_extension(file: Path) -> str:
 
 
 def split_spans(source: InputFile, size: int) -> Iterator[Span]:
-    """Yield independent spans of a file, of about `size` bytes; one span if the file cannot be divided."""
+    """Yield independent spans of a file, of about `size` bytes; one span if the file cannot be divided.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     with file_errors(source.file):
         yield from FORMATS.look_up(source.kind).spans(source, size)
 
 
 def read_records(reader: RecordReader) -> Iterator[Record | BadRecord]:
-    """Yield the records of the reader's span by its format, and a `BadRecord` for each malformed one."""
+    """Yield the records of the reader's span by its format, and a `BadRecord` for each malformed one.
+
+    Raises:
+        ConfigError: the file cannot be read, or a document is longer than the reader's limit.
+    """
     with file_errors(reader.span.file):
         yield from FORMATS.look_up(reader.span.kind).read(reader)
     if reader.empty:

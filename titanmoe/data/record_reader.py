@@ -243,7 +243,10 @@ def json_type_name(value: Any) -> str:
 
 
 class file_errors:
-    """Context manager that turns errors while reading a file into a ConfigError that names the file."""
+    """Context manager that turns errors while reading a file into a ConfigError that names the file.
+
+    These are errors of the system, of decompression and of Parquet, and of a URL any; others pass.
+    """
 
     def __init__(self, file: str):
         self.file = file

@@ -63,7 +63,13 @@ def open_url(url: str) -> BufferedIOBase:
 
 
 def find_remote_files(url: str) -> list[RemoteFile]:
-    """Return the file at a URL, or all files below a folder or glob, sorted by path, without hidden ones."""
+    """Return the file at a URL, or all files below a folder or glob, sorted by path, without hidden ones.
+
+    [] if a folder or glob has none. On a web server a name that ends with / is a folder, and only * makes a glob.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, or the server does not say how large it is.
+    """
     system, root = file_system(url)
     # A web server has no folders: fsspec would read the page and look for links. And ? begins a query.
     web = url.startswith(("http://", "https://"))

@@ -70,7 +70,7 @@ def find_shape_problem(experts_NSLK: Tensor, ids_NS: Tensor, model: Model) -> st
 def find_route_problems(
     experts_NSLK: Tensor, ids_NS: Tensor, valid_NS: Tensor, digest_N: Tensor | None, model: Model
 ) -> list[str]:
-    """Return what is wrong with routes, a line each.
+    """Return what is wrong with routes, a line each; [] if routers can replay them.
 
     Args:
         experts_NSLK: the routes.
@@ -123,9 +123,12 @@ def routes_from_vllm(text: str, positions: int, model: Model) -> Tensor:
     """Return the routes (positions, L, K) of a sample in vLLM's answer (`routed_experts`).
 
     Args:
-        text: base64 of a .npy file of shape (positions - 1, layers, K); the last sampled token has no route.
+        text: base64 of a .npy file of shape (positions - 1, A or L, K); the last sampled token has no route.
         positions: number of the sample's ids.
         model: the recipe's [model].
+
+    Raises:
+        ValueError, EOFError: the text is not base64 of such a file.
     """
     experts = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     return _moe_layers_of(experts, positions, model)
@@ -135,9 +138,12 @@ def routes_from_sglang(text: str, positions: int, model: Model) -> Tensor:
     """Return the routes (positions, L, K) of a sample in SGLang's answer (`routed_experts`).
 
     Args:
-        text: base64 of int32 numbers of shape (positions - 1, num_layers, K).
+        text: base64 of int32 numbers of shape (positions - 1, A, K).
         positions: number of the sample's ids.
         model: the recipe's [model].
+
+    Raises:
+        ValueError: the text is not base64 of numbers that fill such a shape.
     """
     experts = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.int32)
     return _moe_layers_of(experts.reshape(-1, model.num_layers, model.top_k), positions, model)
@@ -146,7 +152,7 @@ def routes_from_sglang(text: str, positions: int, model: Model) -> Tensor:
 def route_mismatch(one: Routes, other: Routes) -> float:
     """Return the fraction of the choices in `one` that `other` did not make for the same token and layer.
 
-    Counted are tokens and layers for which both have choices; 0 if there are none.
+    Places in the top-k do not matter. Counted are tokens and layers for which both have choices; 0 if there are none.
     """
     mine, theirs = one.experts_NSLK, other.experts_NSLK
     recorded = (mine >= 0).all(-1, keepdim=True) & (theirs >= 0).all(-1, keepdim=True)

@@ -21,7 +21,7 @@ def permute(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
 
     Args:
         key: selects the permutation.
-        number_N: the numbers.
+        number_N: the numbers, each in 0 ... size - 1.
         size: size of the permutation.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)

@@ -8,16 +8,19 @@ Shapes: N samples, K sources.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from titanmoe.data.batch import WEIGHT
 from titanmoe.data.epochs import EpochOrder
-from titanmoe.data.pack import BatchArrays, Segments, empty_arrays, extra_field_specs
+from titanmoe.data.pack import BatchArrays, BestFitPacker, Segments, StreamPacker, empty_arrays, extra_field_specs
 from titanmoe.data.token_shards import StoredTokenizer
 from titanmoe.ops.counter_rng import bits, key
+
+if TYPE_CHECKING:  # it imports this module
+    from titanmoe.data.sources import SyntheticPacker
 
 TRUNCATION_ROWS = "pairs", "long chats", "cut chats"
 """Rows of the run's header about data that is truncated or left out; they are logged as events, too."""
@@ -31,7 +34,7 @@ class Source(NamedTuple):
     description: str
     weight: float
     """Relative weight: samples come from the sources in proportion to it."""
-    packer: Any
+    packer: StreamPacker | BestFitPacker | SyntheticPacker
 
 
 class Sample(NamedTuple):
@@ -136,7 +139,7 @@ class SourceMix:
 
     @property
     def state(self) -> list[list[int]]:
-        """State to save of each source's packer."""
+        """State to save of each source's packer, in the order of `sources`; setting it continues from there."""
         return [source.packer.state for source in self.sources]
 
     @state.setter

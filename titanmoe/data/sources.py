@@ -119,7 +119,9 @@ def open_training_sources(config: Config) -> tuple[SourceMix, Sequence[Documents
 
 
 def count_steps_of_epochs(config: Config, step: int, consumed: int) -> int:
-    """Return the number of the last step of a training job with training.epochs.
+    """Return the number of the last step of a training job with training.epochs, the one that padding may fill up.
+
+    Opens the training data, which tokenizes it if the cache lacks it, and counts the sequences of all epochs.
 
     Args:
         config: the recipe.

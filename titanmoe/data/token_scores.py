@@ -112,7 +112,11 @@ class StoredScores:
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _check_blocks(self, shard: int, begin: int, end: int) -> None:
-        """Compare the blocks that bytes [begin, end) of a shard's file touch with their checksums, each block once."""
+        """Compare the blocks that bytes [begin, end) of a shard's file touch with their checksums, each block once.
+
+        Raises:
+            ConfigError: a block differs.
+        """
         name, data = self.names[shard], self._map(shard).view(np.uint8)
         if shard not in self._checked:
             self._checked[shard] = np.zeros(count_blocks(len(data)), bool)
@@ -230,7 +234,11 @@ def open_teacher_scores(documents: ShardDocuments, name: str, top_k: TopK, seq_l
 
 
 def iterate_scores(documents: ShardDocuments) -> Iterator[StoredScores]:
-    """Yield the stored scores of every model in the folder of these shards."""
+    """Yield the stored scores of every model in the folder of these shards, by the name of their folder.
+
+    Raises:
+        ConfigError: scores are of other shards, incomplete or malformed.
+    """
     for file in sorted((documents.folder / SCORES).glob(f"[!.]*/{MANIFEST}")):
         yield StoredScores(file.parent, documents)
 
@@ -255,6 +263,9 @@ class ScoreWriter:
         seq_len: tokens of the sequences that are scored.
         dtype: "float32" or "float64", of log-probabilities.
         top_k: settings of top-k scores; None for the log-probabilities of labels.
+
+    Raises:
+        ConfigError: the disk is full, or cannot be written to.
     """
 
     def __init__(self, documents: ShardDocuments, model: str, seq_len: int, dtype: str, top_k: TopK | None = None):
@@ -302,7 +313,14 @@ class ScoreWriter:
         return self.unfinished / f"{name}.{EXTENSION}"
 
     def write(self, start: int, values: np.ndarray) -> None:
-        """Write the scores of consecutive tokens from number `start` on, counted over all shards."""
+        """Write the scores of consecutive tokens from number `start` on, counted over all shards.
+
+        Tokens that are never written stay NaN.
+
+        Args:
+            start: the first token.
+            values: a log-probability per token; or a record of `TopK.record` per token, if there are settings of top-k.
+        """
         done = 0
         for shard, begin, end in split_by_shard(self.first_token, start, start + len(values)):
             self._maps[shard][begin:end] = values[done : done + end - begin]

@@ -124,7 +124,11 @@ class StoredTokenizer(NamedTuple):
     """Digest of each file, by name; empty for bytes, and in folders older than this field."""
 
     def files(self) -> dict[str, Path]:
-        """Return the paths of the tokenizer's files, by name; raise a ConfigError if one is missing or has changed."""
+        """Return the paths of the tokenizer's files, by name; {} if none were stored, as for bytes.
+
+        Raises:
+            ConfigError: one is missing or has changed.
+        """
         files, problems = {name: self.folder / name for name in self.digests}, []
         for name, file in files.items():
             if name != FILE and not any(fnmatch(name, pattern) for pattern in OTHER_FILES):
@@ -146,6 +150,13 @@ class ShardDocuments:
     """The documents of a folder of token shards. Implements titanmoe.data.documents.Documents.
 
     Files are mapped when first read, and no file is kept open.
+
+    Args:
+        folder: the folder with the manifest.
+        name: name of the source in logs and metrics; "" for the folder's.
+
+    Raises:
+        ConfigError: there are no token shards, they are unfinished, or a file is missing or has another length.
     """
 
     def __init__(self, folder: Path, name: str = ""):
@@ -395,9 +406,12 @@ def split_by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[in
 
 
 def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Read every file of a folder of token shards, and yield (shard's name, messages about what is wrong with it).
+    """Read every file of a folder of token shards, and yield (name, messages) of each shard; [] if nothing is wrong.
 
     Compares checksums, and tokens with the vocabulary.
+
+    Raises:
+        ConfigError: the folder cannot be opened as token shards.
     """
     documents = ShardDocuments(folder)
     for number, shard in enumerate(read_manifest(folder)["shards"]):

@@ -239,7 +239,7 @@ def _describe_job(plan: ShardPlan) -> dict[str, Any]:
 
 
 def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Tokenize the units whose shards are missing, write the manifest, and return it.
+    """Tokenize the units whose shards are missing, write the manifest, and return it. The caller holds `out`'s lock.
 
     Raises:
         ConfigError: the folder has shards of another job, or there are no documents.

@@ -44,13 +44,20 @@ class TokenizeJob:
     """The options of a tokenization, as the command or a recipe gives them."""
 
     paths: list[str]
+    """Files, folders, globs, URLs, and data sets on the hub."""
     out: str
+    """Folder of the shards; "" in a plan that is not carried out."""
     tokenizer: str = "bytes"
+    """"bytes", or a tokenizer.json or its folder."""
     format: str = "auto"
+    """Name of the data format (titanmoe.data.formats)."""
     field: str = "text"
     chat_template: str = ""
+    """A Jinja file; "" for the tokenizer's own."""
     bad_lines: str = "error"
+    """"error", or "skip" to leave malformed records out."""
     shard_tokens: int = 1 << 27
+    """Largest number of tokens in a shard."""
     max_document_mb: int = 128
     label_weights: bool = False
 
@@ -318,7 +325,12 @@ def texts_only(entries: Iterable[Record | BadRecord], field: str) -> Iterator[Re
 
 
 def serve() -> None:
-    """Tokenize the units that the parent process sends on stdin. The main function of a worker process."""
+    """Tokenize the units that the parent process sends on stdin, until it ends. The main function of a worker process.
+
+    The first line is a `TokenizeJob` as JSON, each other one a unit: {"unit": NUMBER, "shard": FINISHED_SHARDS,
+    "items": FINISHED_RECORDS, "spans": [...]}. It writes lines {"at": [BYTES, TOKENS]} on the way, {"done": UNIT} after
+    each unit, and {"problems": [...]} before it ends with an error.
+    """
     # The parent reads stdout: anything else that is printed goes to stderr.
     responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

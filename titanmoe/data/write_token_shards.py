@@ -68,7 +68,15 @@ class BlockSums:
 
 
 class ShardWriter:
-    """Writer of one token shard. Its files appear in `folder` when `close` has completed them."""
+    """Writer of one token shard. Its files appear in `folder` when `close` has completed them.
+
+    Args:
+        folder: folder of the shards, with a subfolder "work" for unfinished files.
+        name: name of the shard's files, without extension.
+        dtype: dtype of token ids in the file.
+        with_label_mask: whether to store which tokens are labels.
+        with_weights: whether to store the weight of each label.
+    """
 
     FLUSH = 1 << 20
 
@@ -88,7 +96,7 @@ class ShardWriter:
 
         Args:
             tokens: ids of the document's tokens.
-            weights: weight of each token as a label; None if all tokens count alike.
+            weights: weight of each token as a label; None only for a shard without label mask and weights.
         """
         self._buffers["tokens"].append(tokens)
         if weights is not None:

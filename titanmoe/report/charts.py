@@ -108,7 +108,18 @@ def thin(x: list[float], y: list[float]) -> list[Point]:
 
 
 class Frame:
-    """The axes of a chart, which map values to positions on the sheet."""
+    """The axes of a chart, which map values to positions on the sheet.
+
+    Args:
+        title: the chart's title.
+        unit: a text at its right; "" for none.
+        x: the least and the largest value of the x axis.
+        y: likewise of the y axis, which gets a margin.
+        form: formats the numbers at the y axis.
+        width: in pixels.
+        height: in pixels.
+        legend: curves to name at the top; None for none.
+    """
 
     def __init__(
         self,
@@ -295,7 +306,7 @@ def draw_heatmap(
     Args:
         sheet: the sheet to draw on.
         box: x, y, width and height.
-        picture: the bitmap, RGBA.
+        picture: the bitmap, (height, width, 4) RGBA of uint8; it is stretched over the box.
         rows: number of experts or ranks that the bitmap stands for, for the labels.
         steps: numbers of the steps from left to right.
     """

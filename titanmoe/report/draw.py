@@ -96,7 +96,10 @@ class Sheet:
 
 
 def data_uri(rgba: np.ndarray) -> str:
-    """Return a bitmap (RGBA) as a PNG in a data URI. Needs Pillow, which TensorBoard installs."""
+    """Return a bitmap, RGBA of (height, width, 4) and uint8, as a PNG in a data URI.
+
+    Needs Pillow, which TensorBoard installs.
+    """
     from PIL import Image
 
     stream = io.BytesIO()
@@ -113,7 +116,7 @@ def svg(sheet: Sheet, more: str = "") -> str:
 
     Args:
         sheet: the drawing.
-        more: text to add to the attributes of the element.
+        more: attributes to add to the element, as HTML that begins with a space.
     """
     box = f"0 0 {_n(sheet.width)} {_n(sheet.height)}"
     out = [f'<svg viewBox="{box}" role="img" aria-label="{escape(sheet.title)}"{more}>']

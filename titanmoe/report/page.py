@@ -144,7 +144,7 @@ def document(title: str, parts: list[str]) -> str:
     """Return an HTML document with the report's style and script.
 
     Args:
-        title: the document's title.
+        title: the document's title, as plain text.
         parts: HTML of the elements in its body.
     """
     colours = (";".join(f"--{name}:{value}" for name, value in theme.items()) for theme in (LIGHT, DARK))

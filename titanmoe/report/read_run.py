@@ -60,7 +60,7 @@ class Run:
     """Messages about data that was left out."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Return the steps and the values of a metric, without steps at which it has none."""
+        """Return the steps and the values of a metric of metrics.jsonl, such as "loss"; without steps that lack it."""
         pairs = [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
         return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
@@ -95,7 +95,7 @@ class Run:
             return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the values of the run's config.toml in one dict by dotted path."""
+        """Return the values of the run's config.toml in one dict by dotted path, such as "training.objective"."""
 
         def flat(table: dict[str, Any], before: str) -> dict[str, Any]:
             out: dict[str, Any] = {}
@@ -178,7 +178,11 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
 
 
 def _config(recipe: Recipe) -> Config:
-    """Return the config in a run's config.toml, without opening the files that it names, such as model.hf."""
+    """Return the config in a run's config.toml, without opening the files that it names, such as model.hf.
+
+    Raises:
+        ConfigError: this version does not accept it.
+    """
     model = recipe.data.get("model")
     alone = {**recipe.data, "model": {**model, "hf": ""}} if isinstance(model, dict) else recipe.data
     return read_draft([], COMPONENTS, Recipe(recipe.name, recipe.text, alone)).finish(lambda config: [])
@@ -201,7 +205,7 @@ def _read_lines_if_exists(folder: Path, name: str, accept: Accept) -> tuple[list
 
 
 def _read_lines(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read a file with a JSON object in each line.
+    """Read a file with a JSON object in each line, which has a number "step".
 
     Args:
         folder: the run's folder.
@@ -210,6 +214,10 @@ def _read_lines(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str,
 
     Returns:
         The accepted objects, and one message for each kind of rejected lines.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: there is no such file.
+        CheckpointError: it is a link, or cannot be read.
     """
     accepted, rejected_counts = [], Counter()
     with safe_files.open_file(folder, name) as stream:

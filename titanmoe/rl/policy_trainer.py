@@ -257,7 +257,8 @@ class PolicyTrainer(Trainer):
         """Return the mean reward of the most probable answers to the held-out prompts. Collective over the world.
 
         Returns:
-            Metrics by name, and "samples": some of the answers, as `Evaluation.after_step` returns them.
+            "val_reward" (absent if no answer got a reward), "val_length" (mean tokens), "val_s" (seconds), and
+            "samples": the first SHOWN answers as dicts of "prompt", "answer", "tokens" and "end" ("eos" or "length").
         """
         begin = time.monotonic()
         with self.live.loaded() as generator:
@@ -278,7 +279,9 @@ class PolicyTrainer(Trainer):
     def _answer(
         self, generator: Generator, records: Sequence[PromptRecord], step: int, answers: int, greedy: bool
     ) -> list[Rollout]:
-        """Generate answers to prompts, and reward them. Collective over the world.
+        """Generate answers to prompts, and reward them; return them prompt by prompt. Collective over the world.
+
+        Rank 0 also appends answers to rollouts.jsonl: all of an evaluation, else those to the first prompt.
 
         Args:
             generator: what generates.
@@ -371,7 +374,10 @@ class PolicyTrainer(Trainer):
             print_rank_0(text)
 
     def _encode_message(self, record: PromptRecord, rollout: Rollout, reward: Reward) -> Reward:
-        """Return the reward with the ids of its message, if it has one and the answer may go on."""
+        """Return the reward with the ids of its message, if it has one and the answer may go on; else as it is.
+
+        NaN with a problem if the chat template refuses the message. Called in a thread of `Rewards`.
+        """
         if reward.message is None or len(rollout.messages) + 1 == self.config.rl.max_turns:
             return reward
         try:

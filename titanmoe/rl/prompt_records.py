@@ -142,6 +142,8 @@ def contradictions(config: Config) -> Iterator[Violation]:
 def check_prompts(config: Config) -> None:
     """Raise a ConfigError with every reason why a run of reinforcement learning cannot start.
 
+    Starts a worker of the reward for a moment. Does nothing if rl.reward is "".
+
     Args:
         config: the resolved config.
     """
@@ -217,7 +219,7 @@ def _check_solution(record: dict[str, Any], reward: str) -> None:
 
     Args:
         record: the line of the file.
-        reward: the recipe's rl.reward.
+        reward: the recipe's rl.reward; any but "exact" and "regex" needs no solution.
     """
     if reward in ("exact", "regex") and "solution" not in record:
         raise ValueError(f'has no "solution", which rl.reward = "{reward}" compares answers with')

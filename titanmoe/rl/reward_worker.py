@@ -47,9 +47,15 @@ BUILT_IN = {"exact": exact, "regex": regex}
 
 
 def find_function(name: str) -> Reward:
-    """Return the reward function with this name: a built-in one, or "module:function", imported.
+    """Return the reward function with this name, importing it if it is not built in.
 
-    Errors of the import are raised, and a TypeError if what is found is no function.
+    Args:
+        name: "exact", "regex" or "module:function"; the module may lie in the working directory, which is put first on
+            sys.path.
+
+    Raises:
+        TypeError: what is found is no function.
+        Exception: any error of the import, or an AttributeError if the module has no such name.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]

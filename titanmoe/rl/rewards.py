@@ -85,11 +85,13 @@ class Rewards:
     ) -> Future[Reward]:
         """Compute the reward of an answer in the background.
 
+        The future has a `Reward`, also if the worker fails: then NaN with a problem. `close` cancels it.
+
         Args:
             prompt: the prompt's text.
-            turns: texts of the answer's turns and of the messages between them.
+            turns: texts of the answer's turns and of the messages between them; one if rl.max_turns is 1.
             record: the prompt's line of its file.
-            encode: called in the background with the reward; returns it with the ids of its message.
+            encode: called with the reward in a thread of this object; returns it with the ids of its message.
         """
         answer = turns if self.options.max_turns > 1 else turns[0]
         request = {"prompt": prompt, "answer": answer, "record": record}
@@ -155,7 +157,14 @@ def check_reward(options: RL) -> None:
 
 
 def parse_reply(line: bytes) -> Reward:
-    """Return the reward or message in a worker's line of JSON, or why it has none; raise _Failed if it is no reply."""
+    """Return the reward or message in a worker's line of JSON, or NaN with the reason why it has none.
+
+    Args:
+        line: a number, {"reward": NUMBER}, {"message": TEXT} or both, perhaps with "role", or {"error": TEXT}.
+
+    Raises:
+        _Failed: the line is anything else.
+    """
     try:
         reply = parse_json(line)
         if not isinstance(reply, dict):
@@ -189,10 +198,10 @@ class _Worker:
         self.unread = b""
 
     def reward(self, request: dict[str, Any], seconds: float) -> Reward:
-        """Return the reward of an answer.
+        """Return the reward of an answer; NaN with a problem if the process fails, which is killed then.
 
         Args:
-            request: the line for the process.
+            request: "prompt", "answer" and "record", the line for the process.
             seconds: time limit, without that for starting a process.
         """
         try:
@@ -211,10 +220,12 @@ class _Worker:
             return Reward(math.nan, str(error))
 
     def _exchange(self, unsent: bytes, seconds: float, late: str) -> bytes:
-        """Send bytes to the process and return the line that comes back; raise _Failed if none does, or several do.
+        """Send bytes to the process and return the line that comes back, without its end.
+
+        Raises _Failed if none does, or several do.
 
         Args:
-            unsent: the bytes.
+            unsent: the bytes; b"" only waits for a line.
             seconds: time limit.
             late: message after that time.
         """

@@ -72,7 +72,7 @@ class Rollout:
         return "\n".join(self.turns)
 
     def add_turn(self, generated: Generated, text: str) -> None:
-        """Add what the model generated.
+        """Add what the model generated; the answer is cut if that ended because of its length.
 
         Args:
             generated: the turn's tokens.
@@ -101,8 +101,8 @@ class Rollout:
 def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: int) -> tuple[list[float], list[float]]:
     """Return the advantage of each answer, and the weight in the loss of each token of it that the model chose.
 
-    Answers without a reward have weight 0 and take no part in the mean of their prompt. Answers that were cut have
-    weight 0 if rl.cut is "mask".
+    Both lists are in the order of the answers. Answers without a reward have advantage and weight 0 and take no part in
+    the mean of their prompt. Answers that were cut have weight 0 if rl.cut is "mask".
 
     Args:
         rollouts: all answers of a step.
@@ -128,7 +128,12 @@ def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: in
 
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
-    """Return samples as lists of indices of documents that fit into seq_len together, longest first."""
+    """Return samples as lists of indices of documents that fit into seq_len together, longest first.
+
+    Args:
+        lengths: positions of each document, at most seq_len.
+        seq_len: positions of a sample.
+    """
     samples: list[list[int]] = []
     rooms: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -183,10 +188,12 @@ def columns(
 
 
 def summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return metrics of answers by name.
+    """Return metrics of one answer or more by name.
 
-    Mean reward (0 without any), number of answers without one, mean tokens and turns, fraction of answers that were
-    cut, and fraction of prompts whose answers all have the same reward.
+    Returns:
+        "rl.reward" (mean; 0 without any), "rl.unrewarded" (number of answers without one), "rl.length" (mean tokens
+        that the model chose), "rl.turns" (mean), "rl.cut" (fraction of answers that were cut), "rl.equal_rewards"
+        (fraction of prompts whose answers all have the same reward, or none).
     """
     rewards = [one.reward for one in rollouts if not math.isnan(one.reward)]
     by_prompt: dict[int, set[float]] = {}

@@ -46,6 +46,9 @@ FORMATS = ComponentKind(
 def format_of_extension(extension: str) -> str:
     """Return the name of the data format that "auto" chooses for files with this extension; "text" if none claims it.
 
+    Args:
+        extension: in lower case and without that of a compression, such as ".jsonl".
+
     Raises:
         ConfigError: a format cannot be imported.
     """

@@ -62,15 +62,15 @@ class FormatSpec(Spec):
             )
 
     def accepts(self, extension: str) -> bool:
-        """Return whether files with this extension are read from a folder, which may also hold README files."""
+        """Return whether files with this extension, such as ".jsonl", are read from a folder with files of any kind."""
         return not self.extensions or extension in self.extensions
 
     def file_format(self, extension: str) -> str:
-        """Return the name of the format that reads files with this extension; "" if this format does."""
+        """Return the name of the format that reads files with this extension, such as ".jsonl"; "" if this one does."""
         return ""
 
     def spans(self, source: InputFile, size: int) -> Iterator[Span]:
-        """Yield independent spans of a file, of about `size` bytes; one span if the file cannot be divided."""
+        """Yield independent spans of a file in order, of about `size` bytes; one if the file cannot be divided."""
         if self.by_line and not source.compressed:
             for start in range(0, source.bytes, size):
                 stop = min(start + size, source.bytes)
