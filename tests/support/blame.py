@@ -249,7 +249,15 @@ def _in_common(
 def describe_wrong_gradients(
     fold: Fold, pieces: Pieces, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], allowed: float
 ) -> str:
-    """Return the failure's text for full gradients, compared as in `tests.support.parity_errors.worst_error`."""
+    """Return the failure's text for full gradients.
+
+    Args:
+        fold: the mapping.
+        pieces: shards by name, one dict per rank.
+        got: full gradients by name.
+        want: the right ones.
+        allowed: largest difference relative to the largest entry of the right one.
+    """
     floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
 
     def errors(name: str, rank: int, one: HeldShard) -> float:

@@ -24,7 +24,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def bound(dtype: torch.dtype, terms: int = 0, roundings: int = 1) -> float:
-    """Return the allowed difference relative to the largest entry, by the formula above."""
+    """Return the allowed difference relative to the largest entry, by this module's formula."""
     accumulator = torch.promote_types(dtype, torch.float32)
     return 4 * math.sqrt(roundings * unit_roundoff(dtype) ** 2 + terms * unit_roundoff(accumulator) ** 2)
 

@@ -51,7 +51,10 @@ class Batch(NamedTuple):
     """Fields that only some objectives read, by name: per position (B, S) or (B, S, K), or per sample (B,)."""
 
     def chunk(self, count: int) -> list[Batch]:
-        """Split the batch along the samples into `count` batches of equal size, such as a step into microbatches."""
+        """Split the batch along the samples into `count` batches of equal size, such as a step into microbatches.
+
+        They are views in the order of the samples, whose number is a multiple of `count`.
+        """
 
         def split(x: Tensor | None) -> Sequence[Tensor | None]:
             return [None] * count if x is None else x.chunk(count)

@@ -86,7 +86,7 @@ class ChatEncoder:
         """Return (token ids, each token's weight as a label) of a conversation; weights are 0 outside answers.
 
         Args:
-            messages: a record's list of messages, unchecked.
+            messages: a record's list of {"role": ..., "content": ...}, unchecked; "weight" may be another key.
             tools: list of JSON schemas that the template writes, or such a list as JSON text; None or empty for none.
 
         Raises:
@@ -103,7 +103,7 @@ class ChatEncoder:
             self._tools = None
 
     def _read_tools(self, tools: Any) -> list[dict[str, Any]] | None:
-        """Return a record's tools as a list of JSON schemas; None if it has none.
+        """Return a record's tools, a list of JSON schemas or such a list as JSON text, as a list; None if it has none.
 
         Raises:
             ChatError: the tools are malformed, or the template does not write tools.

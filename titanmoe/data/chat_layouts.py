@@ -31,7 +31,7 @@ class ChatError(ValueError):
 
 
 def read_chat(record: Record, field: str = "") -> tuple[Any, Any]:
-    """Return a record's messages, which are unchecked, and its tools or None.
+    """Return a record's messages as a list of {"role": ..., "content": ...}, and its tools or None; both unchecked.
 
     Args:
         record: fields of the record by name; null is as absent.

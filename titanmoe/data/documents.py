@@ -113,8 +113,8 @@ class MemoryDocuments:
         return [(start, stop)]
 
 
-def stored_documents(documents: Any) -> Any:
-    """Return the documents as they are stored: for a subset (titanmoe.data.held_out) those that it was taken from."""
+def stored_documents(documents: Documents) -> Any:
+    """Return the source that a subset (titanmoe.data.held_out) was taken from; any other source as it is."""
     while hasattr(documents, "parent"):
         documents = documents.parent
     return documents

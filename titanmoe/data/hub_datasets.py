@@ -272,7 +272,12 @@ def _read_card(file: Path) -> dict[str, Any]:
 
 
 def _match_patterns(data_files: Any, names: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each split of a card's `data_files` with its files; files without a split are those of train."""
+    """Yield each split of a card's `data_files` with its files; files without a split are those of train.
+
+    Args:
+        data_files: a glob, or a list of globs and of {"split": NAME, "path": a glob or a list of them}.
+        names: names of the files to choose from.
+    """
     entries = data_files if isinstance(data_files, list) else [data_files]
     if without_split := [entry for entry in entries if not isinstance(entry, dict)]:
         entries = [{"split": "train", "path": without_split}, *(one for one in entries if isinstance(one, dict))]

@@ -32,7 +32,10 @@ class BadRecord(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record of the input: its value, and a function that returns its place as text, for messages."""
+    """A record of the input: its value, and a function that returns its place as text, for messages.
+
+    The value is the field that the format reads, a text in most; or a dict of fields, if it reads several.
+    """
 
     where: Callable[[], str]
     value: Any

@@ -135,6 +135,8 @@ def count_steps_of_epochs(config: Config, step: int, consumed: int) -> int:
 def open_validation_sources(config: Config, held_out: Sequence[Documents]) -> SourceMix:
     """Return the mix of the validation data: validation.paths, random tokens, or the held-out documents.
 
+    Every rank calls it: validation.paths are tokenized into the cache by the rank that locks it first, and others wait.
+
     Args:
         config: the recipe.
         held_out: the held-out documents of each training source.

@@ -195,7 +195,15 @@ Accept = Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 def _read_lines_if_exists(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return what `_read_lines` does; two empty lists without the file, and a message if the file is a link."""
+    """Return (accepted objects, messages about rejected lines) of a file with a JSON object in each line.
+
+    Two empty lists without the file; a message alone if it is a link, or cannot be read.
+
+    Args:
+        folder: the run's folder.
+        name: the file's name.
+        accept: returns the object if it is valid, perhaps changed, else None.
+    """
     try:
         return _read_lines(folder, name, accept)
     except safe_files.NOT_FOUND_ERRORS:

@@ -85,7 +85,7 @@ class Rewards:
     ) -> Future[Reward]:
         """Compute the reward of an answer in the background.
 
-        The future has a `Reward`, also if the worker fails: then NaN with a problem. `close` cancels it.
+        The future has a `Reward`, also if the worker fails: then NaN with a problem.
 
         Args:
             prompt: the prompt's text.
@@ -105,7 +105,7 @@ class Rewards:
             self.idle.put(worker)
 
     def close(self) -> None:
-        """End all workers, and leave out what they compute."""
+        """Kill all workers and wait for their ends. Futures that wait are cancelled, those being computed get NaN."""
         self.executor.shutdown(wait=False, cancel_futures=True)
         for worker in self.workers:
             worker.interrupt()

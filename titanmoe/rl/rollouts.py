@@ -101,8 +101,8 @@ class Rollout:
 def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: int) -> tuple[list[float], list[float]]:
     """Return the advantage of each answer, and the weight in the loss of each token of it that the model chose.
 
-    Both lists are in the order of the answers. Answers without a reward have advantage and weight 0 and take no part in
-    the mean of their prompt. Answers that were cut have weight 0 if rl.cut is "mask".
+    Both lists have a number per answer, in the order of the answers. Answers without a reward have advantage and weight
+    0 and take no part in the mean of their prompt. Answers that were cut have weight 0 if rl.cut is "mask".
 
     Args:
         rollouts: all answers of a step.
@@ -157,7 +157,7 @@ def columns(
     Args:
         rollouts: the answers.
         advantages: the advantage of each answer.
-        weights: the weight of each token of each answer that the model chose.
+        weights: of each answer, the weight of each token that the model chose: one number.
         seq_len: positions of a sample.
         replay: whether to give the routers the generator's choices.
     """

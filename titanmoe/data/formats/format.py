@@ -41,10 +41,10 @@ class FormatSpec(Spec):
     """Whether its files are token shards, which need no tokenization."""
 
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return defaults of other options: best-fit packing for chats and preferences, which must not be split.
+        """Return defaults of other options by name: best-fit packing for chats and preferences; {} for other data.
 
         Args:
-            values: values of the recipe's options so far, by name.
+            values: values of the recipe's options so far by name, such as "data.paths".
         """
         is_chat = values["data.source"] == "files" and (
             self.conversations or self.completions_per_prompt > 1 or any(map(_has_chats, values["data.paths"]))
