@@ -292,3 +292,5 @@ def test_engines_forms_are_read() -> None:
     assert torch.equal(of_vllm, of_sglang) and of_vllm.shape == (5, 2, 2)
     assert torch.equal(of_vllm[:4], torch.from_numpy(experts[:, 1:]).to(torch.int16))
     assert (of_vllm[4] == NOT_RECORDED).all()
+    with pytest.raises(ValueError, match=r"routes have \(3, 2\) experts a token, .* = \(5, 2\), of which 4 layers"):
+        routes_from_vllm(base64.b64encode(file.getvalue()).decode(), 5, dataclasses.replace(model, num_layers=5))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.data.shard_folders import edit, make, manifest
 from titanmoe.config import ConfigError
 from titanmoe.data.documents import find_documents
-from titanmoe.data.token_shards import BLOCK, MANIFEST, WORK, ShardDocuments, verify
+from titanmoe.data.token_shards import BLOCK, FORMAT, MANIFEST, WORK, ShardDocuments, verify
 from titanmoe.data.write_token_shards import ShardWriter, write_json
 
 documents = st.lists(st.integers(0, 999), min_size=1, max_size=5)
@@ -122,6 +122,8 @@ def test_manifests_that_cannot_be_believed(tmp_path):
         edit(folder, **changes)
         assert says in problems(folder)
         (folder / MANIFEST).write_text(before)
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT}))
+    assert "is of version None, and this titanmoe reads version 1" in problems(folder)
     (folder / MANIFEST).write_text('{"format": "titan')
     assert f"{folder / MANIFEST} cannot be read" in problems(folder)
     (folder / MANIFEST).unlink()

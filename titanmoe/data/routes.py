@@ -112,8 +112,13 @@ def _moe_layers_of(experts_SAK: np.ndarray, positions: int, model: Model) -> Ten
     """Return an engine's routes for all positions of a sample: of MoE layers alone, and NOT_RECORDED at the end."""
     layers = [block for block in moe_blocks(model) if block < model.num_layers]
     experts = torch.from_numpy(experts_SAK.astype(np.int16))
-    if experts.shape[1] != len(layers):  # the engine counts dense layers too
+    if experts.shape[1:] == (model.num_layers, model.top_k):  # the engine counts dense layers too
         experts = experts[:, layers]
+    elif experts.shape[1:] != (len(layers), model.top_k):
+        raise ValueError(
+            f"routes have {tuple(experts.shape[1:])} experts a token, and this model (layers, top_k) = "
+            f"({model.num_layers}, {model.top_k}), of which {len(layers)} layers have experts"
+        )
     out = torch.full((positions, *experts.shape[1:]), NOT_RECORDED, dtype=torch.int16)
     out[: len(experts)] = experts[:positions]
     return out
@@ -128,7 +133,7 @@ def routes_from_vllm(text: str, positions: int, model: Model) -> Tensor:
         model: the recipe's [model].
 
     Raises:
-        ValueError, EOFError: the text is not base64 of such a file.
+        ValueError, EOFError: the text is not base64 of such a file, or its routes are of another model.
     """
     experts = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     return _moe_layers_of(experts, positions, model)

@@ -64,10 +64,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError([f"{file} cannot be read: {error}"]) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ConfigError([f"{file} is not a manifest of token shards"])
-    if manifest["version"] != VERSION:
+    if manifest.get("version") != VERSION:
         raise ConfigError(
             [
-                f"{file} is of version {manifest['version']}, and this titanmoe reads version {VERSION}: use the "
+                f"{file} is of version {manifest.get('version')}, and this titanmoe reads version {VERSION}: use the "
                 "titanmoe that made it, or make the shards again"
             ]
         )
