@@ -50,7 +50,11 @@ class CommandLine:
 
 
 def split_words(argv: Sequence[str]) -> CommandLine:
-    """Parse a command line into the recipe, overrides of fields, and problems. Raises nothing."""
+    """Parse a command line into the recipe, overrides of fields, and problems. Raises nothing.
+
+    Args:
+        argv: words after the program's name, such as ["debug", "--training.steps", "10"].
+    """
     line = CommandLine()
     rest = list(argv)
     while rest:

@@ -80,7 +80,7 @@ class Spec:
 
         Args:
             config: the recipe.
-            degrees: ranks on each axis by name, those that are known so far.
+            degrees: ranks on each axis by name, such as {"tp": 2}, those that are known so far.
         """
         yield from ()
 
@@ -109,7 +109,10 @@ class ComponentKind:
     """A function that returns the names in a value of the field; raises ComponentError if it cannot be read."""
 
     def specs_of(self, value: Any) -> list[Spec]:
-        """Return the specs of all components that a value of the field names.
+        """Return the specs of all components that a value of the field names, in its order.
+
+        Args:
+            value: the field's value: one name, or what `names` reads, such as ["my_package.mine:Mine 0.001"].
 
         Raises:
             ComponentError: with a message for each component that cannot be used.
@@ -226,7 +229,11 @@ class Components(NamedTuple):
         return next((kind for kind in self.kinds if kind.field == field), None)
 
     def specs(self, config: Config) -> Iterator[Spec]:
-        """Yield the specs of all components that a config names."""
+        """Yield the specs of all components that a config names, kind by kind.
+
+        Raises:
+            ComponentError: if a component cannot be used.
+        """
         for kind in self.kinds:
             table, _, name = kind.field.rpartition(".")
             yield from kind.specs_of(getattr(getattr(config, table), name))

@@ -43,7 +43,12 @@ def convert(value: Any, target: Field) -> Any:
 
 
 def convert_words(texts: list[str], target: Field) -> Any:
-    """Convert the words after an option to the field's type; return a WrongType if that is impossible."""
+    """Convert the words after an option to the field's type; return a WrongType if that is impossible.
+
+    Args:
+        texts: one word or, for a list, its items, a single word such as "[1, 2]", or [""] for an empty list.
+        target: the field.
+    """
     if not target.item:
         value = parse(texts[0], target.kind)
         return convert(texts[0] if value is None else value, target)

@@ -128,7 +128,7 @@ def to_tables(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def build(values: Mapping[str, Any], components: Components | None = None) -> Config:
-    """Return a Config with these values; fields that are not in `values` have their defaults.
+    """Return a Config with these values, unchecked; fields that are not in `values` have the schema's defaults.
 
     Args:
         values: values by path, such as "moe.dispatcher".

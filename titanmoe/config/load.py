@@ -90,7 +90,7 @@ def load(
     With --help or --print-config, prints and exits with code 0.
 
     Args:
-        argv: words of the command line: a recipe and overrides.
+        argv: words of the command line, a recipe and overrides, such as ["debug", "--training.steps", "10"].
         components: the components that a recipe can name.
         check: returns messages of further problems of a config, such as those of its mapping.
         resolve: fills in derived fields; called if there are no problems.
@@ -169,10 +169,10 @@ class Draft:
 def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | None = None) -> Draft:
     """Read the recipe and the overrides of a command line. Raises nothing: problems are in the draft.
 
-    The components that these name are imported.
+    The components that these name are imported, and allowed in records of runs (`allow_code`).
 
     Args:
-        argv: words of the command line.
+        argv: words of the command line, a recipe and overrides, such as ["debug", "--training.steps", "10"].
         components: the components that a recipe can name.
         recipe: the recipe that argv names, if it has been read already.
     """

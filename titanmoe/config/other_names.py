@@ -252,7 +252,11 @@ ADVICE = {_plain(name): text for name, text in _ADVICE.items()}
 
 
 def field_of(name: str) -> str:
-    """Return the path of our field for an option's name in another trainer, under any table; "" if there is none."""
+    """Return the path of our field for an option's name in another trainer, under any table; "" if there is none.
+
+    Args:
+        name: the other trainer's name with _ in place of -, such as "train_iters" or "training.max_norm".
+    """
     return FIELDS.get(name) or FIELDS.get(name.rpartition(".")[2], "")
 
 

@@ -181,12 +181,12 @@ SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
 
 
 def shipped_recipes() -> list[str]:
-    """Return the names of the recipes that come with titanmoe, sorted."""
+    """Return the names of the recipes that come with titanmoe, such as "debug", sorted."""
     return sorted(file.stem for file in SHIPPED.glob("*.toml"))
 
 
 def find_recipe(name_or_path: str | Path) -> Path:
-    """Return the path of a recipe: the given path if it is a file, else that of the shipped recipe of this name.
+    """Return the path of a recipe: the given path if it is a file, else that of the shipped recipe, such as "debug".
 
     A path that is neither is returned unchanged, and `read_recipe` refuses it with a suggestion.
     """

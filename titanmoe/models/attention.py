@@ -31,7 +31,7 @@ def causal_attention(
     Args:
         q_BSHh: queries.
         k_BSGh: keys.
-        v_BSGh: values, which may be narrower than keys.
+        v_BSGh: values (B, S, G, v), where v may be less than h.
         mask: which positions see each other.
         sinks_H: logit of one more key of each head, whose value is zero; None for no sinks.
     """
@@ -107,7 +107,7 @@ class Attention(nn.Module):
 
         Args:
             x_BsD: normed hidden states of these tokens.
-            rope: cos and sin of RoPE's angles, for the attention slice.
+            rope: cos and sin of RoPE's angles for the attention slice, (B, S, 1, rotated width) each.
             mask: which positions see each other, but for the layer's own window.
         """
         x_BSD = all_gather_autograd(x_BsD, 1, self.tp)

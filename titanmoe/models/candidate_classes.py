@@ -125,10 +125,10 @@ def candidate_log_probs(
     least, and 0 where there is no label.
 
     Args:
-        x_TD: normed hidden states.
+        x_TD: normed hidden states, the same on all ranks of tp. Each rank gets its summand of their gradient.
         weight_VD: this rank's shard of the head's weight.
         label_T: ids of the labels, IGNORE where there is none.
-        candidates_TK: candidate ids of each token.
+        candidates_TK: candidate ids of each token, all different.
         tp: the ranks that shard the vocabulary.
         chunks: largest number of slices that this rank's vocabulary is split into.
         temperature: divides the logits for the log-probabilities, not for the cross-entropy.
@@ -159,7 +159,7 @@ def top_k_log_probs(
     Row C - 1 = K is the log-probability of all other ids together. Not differentiable. Collective over tp.
 
     Args:
-        x_TD: normed hidden states.
+        x_TD: normed hidden states, the same on all ranks of tp.
         weight_VD: this rank's shard of the head's weight.
         count: number k of ids for each token.
         tp: the ranks that shard the vocabulary.

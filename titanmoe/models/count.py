@@ -98,7 +98,8 @@ def parameters(model: Model) -> Parameters:
 def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
     """Return the forward FLOPs per token of each layer, as a list, and of all that follows the layers, as one number.
 
-    After the layers come multi-token prediction and the head. Pipeline stages are balanced by these numbers.
+    After the layers come multi-token prediction, with its block, and the head. A token's FLOPs are averaged over a
+    causal sequence of `seq_len` tokens. Pipeline stages are balanced by these numbers.
     """
     dense = 2 * 3 * model.dim * model.dense_hidden
     experts = 2 * model.dim * (model.num_experts + 3 * (model.top_k * model.expert_hidden + model.shared_hidden))
@@ -113,7 +114,7 @@ def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
 
 
 def head_flops(model: Model) -> int:
-    """Return the forward FLOPs per token of the head, which multi-token prediction applies once more."""
+    """Return the forward FLOPs per token of the head: with multi-token prediction, of its two applications."""
     return (1 + model.mtp_depth) * 2 * model.vocab_size * model.dim
 
 
@@ -213,7 +214,8 @@ class _Walk:
     def count(self, elements: Mapping[str, int]) -> PassFlops:
         """Return the FLOPs per token of weights that multiply the same input, in forward and in backward.
 
-        Backward has the gradient of each weight that is trained, and of the input if a weight of an earlier call is.
+        Backward has the gradient of each weight that is trained, and of the input if a weight of an earlier call is:
+        calls have to come in forward's order, and each remembers whether its weights are trained.
 
         Args:
             elements: number of elements of each weight that multiply a token, by the weight's name.

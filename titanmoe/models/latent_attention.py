@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
 
         Args:
             x_BsD: normed hidden states of these tokens.
-            rope: cos and sin of RoPE's angles, for the attention slice.
+            rope: cos and sin of RoPE's angles for the attention slice, (B, S, 1, p) each.
             mask: which positions see each other.
         """
         # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
@@ -83,13 +83,15 @@ class LatentAttention(nn.Module):
     def mix(
         self, source_BSr: Tensor, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor], mask: Mask
     ) -> Tensor:
-        """Return attention's output of each head (B, S, H, v), from the gathered inputs of the projections.
+        """Return attention's output of each head (B, S, H, v). Collective over cp, by `attend`.
+
+        The inputs are of all positions of the attention slice, gathered over tp.
 
         Args:
-            source_BSr: the normed query latent, or the residual stream if there is none.
+            source_BSr: the normed query latent or, if there is none, the block's normed hidden states (B, S, D).
             latent_BSr: the normed key-value latent.
-            key_BSp: the key before RoPE.
-            rope: cos and sin of RoPE's angles.
+            key_BSp: the part of the key that RoPE rotates, before RoPE, one for all heads.
+            rope: cos and sin of RoPE's angles, (B, S, 1, p) each.
             mask: which positions see each other.
         """
         if self.wq is None:
@@ -104,9 +106,11 @@ class LatentAttention(nn.Module):
         )
 
     def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the queries of this rank's heads (B, S, H, h), with RoPE applied, from `source_BSr`.
+        """Return the queries of this rank's heads (B, S, H, h), with RoPE applied, times YaRN's factor on logits.
 
-        That is the normed query latent, or the residual stream if there is none.
+        Args:
+            source_BSr: the normed query latent or, if there is none, the block's normed hidden states (B, S, D).
+            rope: cos and sin of RoPE's angles, (B, S, 1, p) each.
         """
         if self.sharpen != 1:  # here, because it is narrower than all queries
             source_BSr = source_BSr * self.sharpen
@@ -127,7 +131,7 @@ class LatentAttention(nn.Module):
         Args:
             latent_BSr: the normed key-value latent.
             key_BSp: the part of the key that RoPE rotates, before RoPE, one for all heads.
-            rope: cos and sin of RoPE's angles.
+            rope: cos and sin of RoPE's angles, (B, S, 1, p) each.
         """
         kv_BSHm, key_BS1p = self.wkv_b(latent_BSr).unflatten(-1, (-1, sum(self.key_value))), key_BSp.unsqueeze(2)
         if self.in_one_pass(kv_BSHm):

@@ -151,7 +151,7 @@ class RMSNorm(nn.Module):
             eps: added to the mean square.
             dtype: of the weight.
             adds_one: whether x is multiplied by one plus the weight, which begins at zero.
-            kernels: moe.kernels, whether Triton kernels are used.
+            kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
         """
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
@@ -234,7 +234,7 @@ class FeedForward(nn.Module):
         self.tp = NO_GROUP
 
     def forward(self, x_BsD: Tensor) -> Tensor:
-        """Return the output for the tokens that this rank owns. Collective over tp."""
+        """Return the output (B, s, D) for the tokens that this rank owns. Collective over tp."""
         x_BSD = all_gather_autograd(x_BsD, 1, self.tp)
         gate_BSF, x_BSD = self.w1(x_BSD, pass_on=True)
         return reduce_scatter_autograd(self.down(gate_BSF, self.w3(x_BSD)), 1, self.tp)
@@ -330,7 +330,7 @@ def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -
     Args:
         x_BSHh: queries or keys.
         rope: cos and sin, as `rope_angles` returns them.
-        kernels: moe.kernels, whether Triton kernels are used.
+        kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
     """
     if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # the compiler fuses these by itself
         B, S, _, h = x_BSHh.shape
@@ -349,7 +349,7 @@ def rotate_both(
         q_BSHh: queries.
         k_BSGh: keys.
         rope: cos and sin, as `rope_angles` returns them.
-        kernels: moe.kernels, whether Triton kernels are used.
+        kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
     """
     width, head = rope[0].shape[-1], q_BSHh.shape[-1]
     if width < head:
@@ -364,7 +364,7 @@ def rotate_both(
 
 
 def plain_rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x with RoPE applied, by plain operations in float32 at least."""
+    """Return x (B, S, H, h) with RoPE applied, by plain operations in float32 at least; cos and sin are h wide."""
     wide, (cos, sin) = promote(x_BSHh), rope
     first, second = wide.chunk(2, -1)
     return (wide * cos + torch.cat((-second, first), -1) * sin).to(x_BSHh.dtype)

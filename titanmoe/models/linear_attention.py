@@ -135,7 +135,7 @@ class GatedDelta(nn.Module):
 
         Args:
             qkv: projected queries, keys and values before the convolution, (R, c, C) each.
-            decay: logarithm of the decay.
+            decay: logarithm of the decay, (R, c, H); in gated linear attention (R, c, K, k).
             beta_RcH: beta; None in gated linear attention.
             mask: says where documents end.
         """
@@ -149,7 +149,8 @@ class GatedDelta(nn.Module):
     def project(self, x_RcD: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor | None]:
         """Return ([queries, keys, values] before the convolution, z, logarithm of the decay, beta or None).
 
-        Queries, keys, values and z are (R, c, channels); `gates` has the shapes of the others.
+        Queries, keys, values and z are (R, c, channels). The decay and beta are (R, c, H); in gated linear attention
+        the decay is (R, c, K, k), and beta is None.
         """
         qkvz = []
         for linear in (self.wq, self.wk, self.wv, self.wz):
@@ -175,7 +176,8 @@ class GatedDelta(nn.Module):
         Args:
             qkv: projected queries, keys and values, (R, c, C) each.
             before: the last inputs of each of the three before each segment, (R, w, C) each.
-            until: as in `short_convolution`.
+            until: where the document of each position ends, (R, at least w + c) with positions before the segment;
+                None if all positions are in one document.
         """
         taps, widths = (self.conv_q, self.conv_k, self.conv_v), (self.heads.key_dim,) * 2 + (self.heads.value_dim,)
         return tuple(
@@ -198,10 +200,10 @@ class GatedDelta(nn.Module):
             q_RcKk: queries after the convolution.
             k_RcKk: keys after the convolution.
             v_RcHv: values after the convolution.
-            decay: logarithm of the decay.
+            decay: logarithm of the decay, (R, c, H); in gated linear attention (R, c, K, k).
             beta_RcH: beta; None in gated linear attention.
-            until: where the document of each position ends, also of the position in front of a segment; None if all
-                positions are in one document.
+            until: where the document of each position ends, (R, at least 1 + c) with the position before the segment;
+                None if all positions are in one document.
         """
         length = q_RcKk.shape[1]
         documents = (None, None) if until is None else (until[:, -length:], until[:, -length - 1])

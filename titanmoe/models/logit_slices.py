@@ -83,7 +83,7 @@ def accumulate_slice(
         logits_Tv: the slice, which is overwritten if it is in float32 or wider.
         row_T: row of each label in this rank's vocabulary. A row outside the slice has no effect.
         begin: index of the slice's first column in this rank's vocabulary.
-        top_T: largest logit so far.
+        top_T: largest logit so far; -inf before the first slice, when the sums are 0.
         total_T: sum of exp(logit - top_T) so far.
         label_logit_T: logit of the label, added if the label is in the slice.
         weighted_T: sum of exp(logit - top_T) * (logit - top_T) so far, for the entropy.
@@ -186,14 +186,17 @@ class LossOptions:
 def _sum_slices(
     x_TD: Tensor, weight_VD: Tensor, row_T: Tensor, options: LossOptions, logits: list[Tensor] | None = None
 ) -> list[Tensor]:
-    """Return this rank's largest logit of each token, and its sums as of `accumulate_slice`. Nothing is sent.
+    """Return a list of numbers of each token (T,) from this rank's logits. Nothing is sent.
+
+    They are the largest logit, the sum of exp(logit - largest), the label's logit (0 if it is in another shard) and,
+    for the entropy, the sum of exp(logit - largest) * (logit - largest).
 
     Args:
         x_TD: normed hidden states.
         weight_VD: this rank's shard of the head's weight.
         row_T: row of each label in the shard. A row outside has no effect.
         options: chunks, kernels, whether to sum for the entropy, and the temperature.
-        logits: gets the logits of all slices, if given.
+        logits: list to which the logits of each slice are appended, if given.
     """
     take = accumulate_slice
     if options.use_kernels(x_TD):
@@ -300,6 +303,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 class Statistics(torch.autograd.Function):
     """Statistics (K, T) of this rank's logits, from which `merge_statistics` computes the losses.
 
+    Its inputs are hidden states, this rank's shard of the head's weight, the row of each label in the shard (-1 if it
+    is in another) and LossOptions.
+
     The gradient that backward gets is not that of the statistics. Its rows are the log-sum-exp of all logits and the
     gradient of the cross-entropy of each token, and then, if it is computed, the entropy and its gradient.
     """
@@ -336,12 +342,12 @@ def chunked_cross_entropy(
     They are computed from slices of the logits. Both are 0 without a label. Full logits are never in memory.
 
     Args:
-        x_TD: normed hidden states.
+        x_TD: normed hidden states, the same on all ranks of tp. Each rank gets its summand of their gradient.
         weight_VD: this rank's shard of the head's weight.
         label_T: ids of the labels, IGNORE where there is none.
         tp: the ranks that shard the vocabulary.
-        chunks: largest number of slices.
-        kernels: moe.kernels, whether Triton kernels are used.
+        chunks: largest number of slices that this rank's vocabulary is split into.
+        kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
         with_entropy: whether to compute the entropy of each distribution.
         temperature: divides the logits.
     """

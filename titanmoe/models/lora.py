@@ -32,6 +32,8 @@ from titanmoe.ops import counter_rng
 def add_adapters(model: Transformer, config: Config, tp_rank: int = 0) -> None:
     """Add the adapters that the recipe asks for to a model, in place, while it is on meta and not sharded yet.
 
+    The caller gives them values (titanmoe.parallel.materialize) and freezes the other parameters.
+
     Args:
         model: a pipeline stage.
         config: the recipe.
@@ -148,7 +150,12 @@ class AdaptedExperts(Experts):
     """alpha / r, or rsLoRA's alpha / sqrt(r): the factor of the adapters' product."""
 
     def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
-        """Return gate and up projections of the routed tokens x, adapters included."""
+        """Return gate and up of the routed tokens, adapters included: (R, F) each, or side by side in one (R, 2F).
+
+        Args:
+            products: multiplies routed tokens by their experts' matrices; gets the tokens' indices for dropout.
+            x_RD: the routed tokens, sorted by expert, with their indices in further columns if there is dropout.
+        """
         weights = self.hidden_weights()
         pairs = {name: self.adapter_pair(name, products) for name in weights if hasattr(self, f"{name}_lora_A")}
         x_RD, products.index_R = take_indices(x_RD, self.w1.shape[-1])
@@ -162,11 +169,11 @@ class AdaptedExperts(Experts):
         return hidden
 
     def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
-        """Return the down projection of the routed tokens, adapters included.
+        """Return the down projection of the routed tokens (R, D), adapters included; with etp this rank's summand.
 
         Args:
-            products: computes products of routed tokens with their experts' matrices.
-            hidden: gate and up of the routed tokens.
+            products: multiplies routed tokens by their experts' matrices.
+            hidden: gate and up of the routed tokens, (R, F) each, or side by side in one tensor (R, 2F).
             weight_R1: routing weight of each routed token.
         """
         if not hasattr(self, "w2_lora_A"):

@@ -36,7 +36,7 @@ class CurrentTokens:
     def during(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a method that has one `Tokens` among its arguments: while it runs, `indices` are those of these tokens.
 
-        Without gradients (torch.no_grad), nothing is set.
+        The wrapper takes positional arguments only. Without gradients (torch.no_grad), nothing is set.
         """
 
         def run(*args: Any) -> Any:
@@ -89,7 +89,7 @@ class InputDropout(nn.Module):
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def begin_step(self, step: int) -> None:
-        """Set the key of the random numbers that drop elements in the step with this number."""
+        """Set the key of the random numbers that drop elements in this optimizer step. Call it before each step."""
         self.key.fill_(counter_rng.key("dropout", self.seed, step, self.name))
 
     def forward(self, x: Tensor, index: Tensor, rank: int) -> Tensor:
@@ -111,7 +111,7 @@ class InputDropout(nn.Module):
 
 
 def tell_tokens(model: Transformer) -> CurrentTokens:
-    """Let a stage's blocks tell the tokens that they compute, in place, and return the object that has them.
+    """Wrap the blocks' methods of a stage, in place, to set a `CurrentTokens` while they run, and return that object.
 
     Called before recomputation wraps the same methods.
     """

@@ -77,7 +77,7 @@ def adapter_splits(matrix: str, split: Split, rank: int) -> dict[str, Split]:
 
 
 def divisor(lora: LoRA, rank: float) -> float:
-    """Return what alpha is divided by to scale the product of an adapter of this rank: the rank, or rsLoRA's root."""
+    """Return what alpha is divided by to scale an adapter's product: its rank or, with lora.rslora, the rank's root."""
     return math.sqrt(rank) if lora.rslora else rank
 
 

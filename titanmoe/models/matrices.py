@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(shape: Shape, rows: MatrixRows, by_head: bool) -> list[Matrix]:
-    """Return the matrices that a parameter consists of, in order.
+    """Return the matrices that a parameter consists of: in order of experts, or of `rows.per_head` and then heads.
 
     Args:
         shape: full shape of the parameter: (rows, columns), or (experts, rows, columns).

@@ -36,7 +36,7 @@ class SequenceSegments(NamedTuple):
     """The ranks of cp, which share each sequence."""
 
     def split(self, x_BS: Tensor) -> Tensor:
-        """Return this rank's slices of the sequences, (B, S, ...), as segments, (R, c, ...)."""
+        """Return this rank's slices of the sequences, (B, S, ...), as segments, (R, c, ...), sample by sample."""
         return x_BS.unflatten(1, (len(self.local), -1)).flatten(0, 1)
 
     def join(self, x_Rc: Tensor) -> Tensor:
@@ -69,8 +69,10 @@ class SequenceSegments(NamedTuple):
     def states_before(self, M_RHkk: Tensor, gain_RHkv: Tensor) -> Tensor:
         """Return the state in which each of this rank's segments begins, (R, H, k, v). Collective over the group.
 
+        It is 0 for the first segment of a sequence.
+
         Args:
-            M_RHkk: factor of the change S -> M S + gain that each segment makes to a state S.
+            M_RHkk: factor of the change S -> M S + gain that each of this rank's segments makes to a state S.
             gain_RHkv: summand of that change.
         """
         widths = [x.shape[-1] for x in (M_RHkk, gain_RHkv)]

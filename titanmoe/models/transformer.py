@@ -61,6 +61,11 @@ class Block(nn.Module):
         """Return the residual stream (B, s, D) after the block, for the tokens that this rank owns.
 
         Collective over the groups of the mixer and of the experts: tp, cp, ep and etp.
+
+        Args:
+            x_BsD: the residual stream before the block.
+            rope: cos and sin of RoPE's angles for the attention slice, (B, S, 1, rotated width) each.
+            tokens: metadata of the tokens.
         """
         if not self.in_halves or len(x_BsD) < 2:
             return self.feed(self.attend(x_BsD, rope, tokens), tokens)
@@ -70,14 +75,16 @@ class Block(nn.Module):
 
     # Both are methods so that recomputation can wrap either of them.
     def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
-        """Return the residual stream after the norm and the mixer. Collective over tp and cp."""
+        """Return the residual stream x + mixer(norm(x)), (B, s, D). Collective over tp and cp."""
         y_BsD = self.attention_norm(x_BsD)
         with region("attention"):
             y_BsD = self.attention(y_BsD, rope, tokens.mask)
         return x_BsD + y_BsD
 
     def feed(self, x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor] | None = None) -> Tensor:
-        """Return the residual stream after the norm and the dense network or the experts.
+        """Return the residual stream of all samples, (B, s, D), after the norm and the dense network or the experts.
+
+        Collective over tp; with experts over ep and etp too, and with `attend` over cp.
 
         Args:
             x_BsD: the residual stream after the mixer, of the first half of the samples if there is `attend`.
@@ -133,12 +140,12 @@ class MultiToken(nn.Module):
         self.register_buffer("loss_M", torch.zeros(microbatches, dtype=torch.float64), persistent=False)
 
     def forward(self, x_BsD: Tensor, next_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
-        """Return the normed hidden states that predict the token after next.
+        """Return the normed hidden states (B, s, D) that predict the token after next. Collective as its block is.
 
         Args:
-            x_BsD: hidden states of the last layer.
+            x_BsD: hidden states of the last layer; with model.mtp_after_norm, after the final norm.
             next_BsD: embeddings of the next tokens.
-            rope: cos and sin.
+            rope: cos and sin of RoPE's angles for the attention slice, (B, S, 1, rotated width) each.
             tokens: metadata of this rank's tokens.
         """
         both = torch.cat((self.embed_norm(next_BsD), self.hidden_norm(x_BsD)), -1)
@@ -226,7 +233,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the stage's output: hidden states (B, s, D), HeadScores (N, B, S), or logits without labels.
 
-        If all stages share the head, the last one returns its normed hidden states, as `FinalNorm` does.
+        Collective over the groups of its layers: tp, cp, ep and etp. If all stages share the head, the last one returns
+        normed hidden states (B, s, D), in training with those of multi-token prediction behind them, (2 B, s, D). Else,
+        in training, multi-token prediction writes its loss to its `loss_M`, and trains by the scores' backward.
 
         Args:
             x: ids (B, S) on the first stage, else the previous stage's hidden states (B, s, D).

@@ -69,9 +69,12 @@ class Embedding(Vocabulary):
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """Return the embeddings of the tokens that this rank owns. Collective over tp.
+        """Return the embeddings (B, s, D) of the tokens that this rank owns. Collective over tp.
 
         If ranks of other pipeline stages have rows too, it is this stage's summand of the embeddings.
+
+        Args:
+            ids_BS: ids of the attention slice, the same on all ranks of tp.
         """
         weight = to_local(self.weight)
         if self.sharded_over.size == 1:
@@ -237,14 +240,15 @@ class Head(Vocabulary):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the labels' scores (N, B, S), or logits (B, S, vocabulary) without labels. Collective over tp.
 
-        If all pipeline stages share the head, it returns `statistics` of this rank's logits with labels.
+        With `mtp` it returns a pair. If all pipeline stages share the head, with labels it returns statistics (K, T) of
+        this rank's logits, for `merge_statistics`.
 
         Args:
             x_BsD: hidden states of the tokens that this rank owns.
             labels_BS: ids to predict, IGNORE where there is none.
             mtp: hidden states of multi-token prediction, already normed, or a function that computes them from this
                 head's normed hidden states; and their labels. Their losses (B, S) are returned second.
-            candidates_BSK: ids whose log-probabilities to return.
+            candidates_BSK: ids whose log-probabilities to return, if the head has candidates.
         """
         normed_BsD = self.norm(x_BsD)
         if labels_BS is None:
@@ -311,7 +315,9 @@ class Head(Vocabulary):
     def statistics(self, normed_BsD: Tensor, labels_BS: Tensor) -> Tensor:
         """Return statistics (K, T) of this rank's logits, for `merge_statistics`. Collective over tp.
 
-        Their backward gets other numbers than their gradient (`Statistics`).
+        They are the largest logit, the sum of exp(logit - largest), the label's logit (0 if another rank has it) and,
+        for the entropy, the sum of exp(logit - largest) * (logit - largest). Their backward gets other numbers than
+        their gradient (`Statistics`).
         """
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         inputs = weight_VD, labels_BS.flatten(), self.ids or self.vocab_size, self.shard_rows

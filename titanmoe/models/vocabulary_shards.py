@@ -34,9 +34,16 @@ class FinalNorm(nn.Module):
         mtp: tuple[Tensor | Callable[[Tensor], Tensor], Tensor] | None = None,
         candidates_BSK: None = None,
     ) -> Tensor:
-        """Return the normed hidden states of the tokens that this rank owns; arguments as of `Head.forward`.
+        """Return the normed hidden states (B, s, D) of the tokens that this rank owns.
 
         With `mtp` it returns (2 B, s, D): behind these the hidden states of multi-token prediction.
+
+        Args:
+            x_BsD: hidden states before the norm.
+            labels_BS: not used, here for the interface of `Head`.
+            mtp: hidden states of multi-token prediction, already normed, or a function that computes them from the
+                normed hidden states; and their labels, which are not used. None without.
+            candidates_BSK: not used.
         """
         normed_BsD = self.norm(x_BsD)
         if mtp is None:

@@ -104,7 +104,12 @@ def free_unused_memory(device: torch.device) -> None:
 
 
 def kind_of_setting(setting: str) -> Kind:
-    """Return the device type that the value of training.device selects on this machine."""
+    """Return the device type that the value of training.device selects on this machine.
+
+    Args:
+        setting: "cpu"; or "auto" or "cuda", which both fall back to "cpu" if torch finds no GPU. In a rehearsal they
+            select the hardware that it imitates.
+    """
     if setting == "cpu":
         return "cpu"
     if _instead is not None:

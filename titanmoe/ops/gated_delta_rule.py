@@ -320,7 +320,7 @@ def _gla(q: Tensor, k: Tensor, v: Tensor, decays: _Decays) -> tuple[Tensor, Tens
 
 
 def _gla_weights(q: Tensor, k: Tensor, since: Tensor) -> Tensor:
-    """Return the weight of each earlier token in the output of each token of a chunk: sum over k of q k e^(decay).
+    """Return the weight (..., C, C) of each earlier token in each token's output: sum over k of q k e^(decay).
 
     The decay is that between the two tokens. First each token with itself, then chunks twice as long each time: from
     the first half to the second, decays add up to the first half's end and from there on. Later tokens get 0.
@@ -350,7 +350,7 @@ def _run_fla(
     beta_BSH: Tensor | None,
     begins_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `ChunkedSegment.forward` by the kernels of fla-core 0.6 (github.com/fla-org).
+    """Return outputs (B, S, H, v) and the state after the segment, by the kernels of fla-core 0.6 (github.com/fla-org).
 
     **Not run yet**: no GPU was at hand. Tests put stand-ins with the same arguments in their place. The kernels save
     what they get, with q and k of length 1 instead, and 64 numbers of 16 bits per token and value head. Decays and

@@ -56,7 +56,7 @@ def largest_gain(steps: Coefficients) -> float:
 
 
 def normalize(x: Tensor, eps_norm: Tensor | float) -> Tensor:
-    """Divide each matrix of a stack by its Frobenius norm plus eps_norm; 0 / 0 is 0."""
+    """Return each matrix of x (..., rows, columns) divided by its Frobenius norm plus eps_norm; 0 / 0 is 0."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     norm = norm + eps_norm
     return (x / norm.where(norm > 0, 1)).to(x.dtype)

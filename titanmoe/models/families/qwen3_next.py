@@ -56,7 +56,7 @@ SIZES: dict[str, dict[str, object]] = {
 def mixer(model: Model, layer: int) -> MixerSpec:
     """Return the spec of full attention for every full_attention_every-th layer, else that of linear attention.
 
-    With full_attention_every = 0 all layers have linear attention.
+    Layers count from 0: with 4, the first full one is layer 3. With 0 all layers have linear attention.
     """
     every = model.full_attention_every
     return attention(model, layer) if every and (layer + 1) % every == 0 else GATED_DELTA

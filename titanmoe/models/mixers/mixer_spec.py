@@ -12,11 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from math import gcd, prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from titanmoe.config.blocks import window
 from titanmoe.config.component_kinds import Spec
 from titanmoe.config.schema import Config, Model
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 Shape = tuple[int, ...]
 Split = tuple[Shape, int | None]
@@ -126,7 +130,7 @@ class MixerSpec(Spec, ABC):
         """
 
     def max_tp(self, model: Model) -> dict[str, int]:
-        """Return the largest tp that shards a module of the mixer, by the name of each module that has a limit, or {}.
+        """Return the largest tp that shards a module of the mixer, such as {"wk": 8}; {} if no module has a limit.
 
         For the projections of keys and values it is the number of key heads. A larger tp replicates the module: each
         rank has the full parameters and uses a part of them, and their gradients are summed over tp.
@@ -229,14 +233,14 @@ class MixerSpec(Spec, ABC):
                 f'"{config.model.family}" needs full sequences: use cp = 1'
             )
 
-    def build(self, model: Model, layer: int, dtype: Any, kernels: str) -> Any:
+    def build(self, model: Model, layer: int, dtype: torch.dtype, kernels: str) -> nn.Module:
         """Build the mixer's torch module for a layer.
 
         Args:
             model: the recipe's [model].
             layer: number of the block.
-            dtype: torch.dtype of the parameters.
-            kernels: moe.kernels, whether Triton kernels are used.
+            dtype: of the parameters.
+            kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
         """
         module, _, name = self.implementation.partition(":")
         return getattr(import_module(module), name)(model, layer, dtype, kernels)

@@ -27,13 +27,14 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
 
     Args:
         q: the queries (B, heads, S, width).
-        k: the keys of the block.
-        v: the values of the block.
-        bias: what is added to the scores, such as a mask; None for nothing.
+        k: the keys of the block (B, key heads, keys, width); each serves heads / key heads consecutive query heads.
+        v: the values of the block, which may have another width.
+        bias: what is added to the scores, such as a mask; None for nothing. Where it hides all keys of a query, the
+            query's log-sum-exp is undefined.
         causal: whether a query sees only keys at its own position and before.
 
     Returns:
-        The outputs, and the log-sum-exp of each query's scores, by which blocks are merged.
+        The outputs, as wide as v, and the log-sum-exp (B, heads, S) of each query's scores, by which blocks are merged.
     """
     scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -42,7 +43,9 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
     return out[..., : v.shape[-1]], lse
 
 
-def block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
+def block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v of one call of `block`.
 
     Args:

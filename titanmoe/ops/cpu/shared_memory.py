@@ -52,7 +52,7 @@ def allocate_shared(
 ) -> tuple[Tensor, MappedBuffers]:
     """Allocate a buffer on this rank that the ranks of `group` map into their memory. Collective over the world.
 
-    All ranks allocate equal sizes.
+    All ranks allocate equal sizes. Buffers begin as zeros. `device` is not used.
 
     Returns:
         The buffer, and a handle to the buffers of all ranks of the group.

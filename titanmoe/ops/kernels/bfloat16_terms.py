@@ -38,9 +38,9 @@ def _bfloat16_terms(x, out, N, C, BACKWARDS: tl.constexpr, TILE: tl.constexpr):
 
 @kernel("titanmoe::bfloat16_terms")
 def bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
-    """Split contiguous float32 numbers into three bfloat16 terms that sum to them, the first one twice: (R, 4, C).
+    """Split float32 numbers into three bfloat16 terms that sum to them, the first one twice: (R, 4, C).
 
-    The order along dim 1 is first, first, second, third; reversed if `backwards`.
+    x_RC has to be contiguous. The order along dim 1 is first, first, second, third; reversed if `backwards`.
     """
     (R, C), N = x_RC.shape, x_RC.numel()
     out = x_RC.new_empty(R, 4, C, dtype=torch.bfloat16)

@@ -39,11 +39,12 @@ def can_run(x: Tensor) -> bool:
 def kernel(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that registers a function that launches kernels as a torch operation.
 
-    Compilers and dispatch modes see the operation. Without either, a call goes to the function directly: torch's
-    dispatcher would take longer than the launch.
+    Compilers and dispatch modes see the operation, and need its shapes: pass a function that allocates the outputs to
+    the decorated function's `register_fake`. Without either, a call goes to the function directly: torch's dispatcher
+    would take longer than the launch.
 
     Args:
-        name: the name of the operation, "titanmoe::...".
+        name: the name of the operation, such as "titanmoe::rotate".
         mutates_args: the names of arguments that it changes in place.
     """
 

@@ -185,7 +185,7 @@ def _(y_RD, weight_R1, slot_TJ, K):
 
 
 def split_packed(packed_RP: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return views of the routed tokens (R, D) and of the routing weights (R, 1) in packed rows."""
+    """Return views of the routed tokens (R, D) and of the routing weights (R, 1, of weight_dtype) in packed rows."""
     size, D = packed_RP.element_size(), packed_RP.shape[1] - SPACE // packed_RP.element_size()
     first = D * size // weight_dtype.itemsize
     return packed_RP[:, :D], packed_RP.view(weight_dtype)[:, first : first + 1]
@@ -213,9 +213,12 @@ def _(x_TD, weights_TK, choice_R):
 
 @kernel("titanmoe::fetch_unpacked_rows")
 def fetch_unpacked_rows(packed_NP: Tensor, index_R: Tensor, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Copy the packed rows index_R[r], split into routed tokens (R, D) and routing weights (R, 1).
+    """Copy the packed rows index_R[r], split into routed tokens (R, D) and routing weights (R, 1). Not differentiable.
 
-    Not differentiable.
+    Args:
+        packed_NP: the packed rows.
+        index_R: for each row of the result, the row to copy; N gives zeros.
+        weight_dtype: the dtype of the packed weights.
     """
     x_ND, weight_N1 = split_packed(packed_NP.contiguous(), weight_dtype)
     out = x_ND.new_empty(index_R.numel(), x_ND.shape[1]), weight_N1.new_empty(index_R.numel(), 1)

@@ -65,7 +65,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise each row of (R, W), or of (e, R, W) with any strides, to e4m3 numbers with a float32 scale.
 
     Returns:
-        The numbers, of x's shape, and the scales, without its last dim; both contiguous.
+        The numbers, of x's shape, and the scales, without its last dim, both contiguous: x is about number * scale.
     """
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)

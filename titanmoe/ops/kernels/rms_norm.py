@@ -120,7 +120,14 @@ def _empty_weight_sums(x: Tensor, wanted: bool) -> Tensor:
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight_D: Tensor, eps: float, weight_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `rms_norm_forward`.
+    """Compute the gradients of x / sqrt(mean(x^2) + eps) * weight.
+
+    Args:
+        grad: the gradient of that result.
+        x: the input.
+        weight_D: the weight.
+        eps: added to the mean square.
+        weight_grad: whether to compute the weight's gradient.
 
     Returns:
         The gradient of x; and summands (P, D) of the weight's gradient, to be added over P; P = 0 without weight_grad.

@@ -220,11 +220,11 @@ def route(
 
     Args:
         logits_TE: router logits.
-        bias_E: expert_bias.
+        bias_E: expert_bias, added to the scores for the choice, not for the weights.
         index_T: the global position of each token, which decides its experts if `forced`.
         sample_T: the sample of each token.
         valid_T: whether each token is no padding.
-        count_BE: counts of choices by sample and expert.
+        count_BE: int64 counts of choices by sample and expert, to which those of valid tokens are added.
         top_k: K.
         groups: the number of groups of experts.
         top_groups: the number of groups from which a token chooses.
@@ -235,7 +235,7 @@ def route(
         forced: whether experts are chosen in turn instead of by score.
 
     Returns:
-        Scores (T, E), routing weights (T, K) and chosen experts (T, K), E for padding.
+        Scores (T, E), routing weights (T, K), and chosen experts (T, K), the best first, E for padding.
     """
     inputs = [x.contiguous() for x in (logits_TE, bias_E, index_T, sample_T, valid_T)]
     T, E = logits_TE.shape
@@ -302,7 +302,11 @@ def _(grad_scores_TE, grad_weights_TK, logits_TE, scores_TE, *_):
 
 
 class RouteFunction(torch.autograd.Function):
-    """The operation `route` with its backward: scores and routing weights are differentiable."""
+    """The operation `route` with its backward: scores and routing weights are differentiable.
+
+    Its inputs are those of `route`, with the number of samples B in place of count_BE; it also returns the counts
+    (B, E), as its fourth output.
+    """
 
     @staticmethod
     def forward(ctx, logits_TE, bias_E, index_T, sample_T, valid_T, samples, top_k, groups, top_groups, *rest):

@@ -42,7 +42,7 @@ def launch_constants(experts: int) -> dict[str, int]:
 
 @kernel("titanmoe::entropy_and_count")
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
-    """Return the sum of the tokens' score entropies and the number of tokens, without padding, for each of N programs.
+    """Return the sum of the tokens' score entropies in nats and the number of tokens, without padding, per program.
 
     The caller adds these over N.
 
@@ -52,7 +52,7 @@ def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
         norm: whether scores do not sum to 1 and have to be scaled.
 
     Returns:
-        (N, 2) in float64.
+        (N, 2) in float64: sum and number of each of N programs.
     """
     T, E = scores_TE.shape
     shape = launch_constants(E)

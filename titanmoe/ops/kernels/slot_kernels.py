@@ -92,7 +92,12 @@ def number_of_blocks(choices: int, experts: int) -> int:
 
 @kernel("titanmoe::count_choices")
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
-    """Count the choices of each expert in each block of consecutive choices: (E, blocks)."""
+    """Count the choices of each expert in each block of consecutive choices: (E, `number_of_blocks`), int32.
+
+    Args:
+        chosen_N: the chosen expert of each choice; E, no expert, is not counted.
+        experts: E.
+    """
     N = len(chosen_N)
     programs = number_of_blocks(N, experts)
     count = torch.empty(experts, programs, dtype=torch.int32, device=chosen_N.device)
@@ -112,7 +117,7 @@ def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: i
 
     Args:
         chosen_N: the chosen expert of each choice; E for no expert.
-        ends: cumulative sums of the counts of `count_choices`, flattened.
+        ends: cumulative sums of the counts of `count_choices`, flattened: (E * blocks,), int32.
         experts: E.
         ep: the number of ranks among which the experts are divided.
         etp: the number of ranks that share each expert.
@@ -146,6 +151,9 @@ def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     Args:
         count_Ge: the number of routed tokens from each sender for each local expert.
         rows: the sum of these numbers.
+
+    Returns:
+        Two int64 tensors (rows,): received[first] is sorted, and sorted[second] is in the order of arrival.
     """
     order, inverse = (torch.empty(rows, dtype=torch.int64, device=count_Ge.device) for _ in range(2))
     J = count_Ge.numel()

@@ -94,7 +94,14 @@ def _with_adjacent_numbers(x: Tensor) -> Tensor:
 
 @kernel("titanmoe::weighted_swiglu")
 def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
-    """Compute act(gate) * up * routing weight: (R, F), as `plain_swiglu` does. Not differentiable."""
+    """Compute act(gate) * up * routing weight: (R, F), in gate's dtype. Not differentiable.
+
+    Args:
+        gate_RF: gate projections.
+        up_RF: up projections.
+        weight_R1: routing weights.
+        clamped: whether gate and up are clamped and up is increased by 1, as in gpt-oss; else it is SwiGLU.
+    """
     gate_RF, up_RF, weight_R1 = _with_adjacent_numbers(gate_RF), _with_adjacent_numbers(up_RF), weight_R1.contiguous()
     (R, F), out = gate_RF.shape, gate_RF.new_empty(gate_RF.shape)
     rows, columns = tile_shape(F, TILE)
@@ -116,10 +123,17 @@ def _(gate_RF, up_RF, weight_R1, clamped):
 def weighted_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `weighted_swiglu` and its gradients, as `plain_swiglu_backward` does.
+    """Compute act(gate) * up * routing weight, and its gradients.
+
+    Args:
+        grad_RF: the gradient of that product.
+        gate_RF: gate projections.
+        up_RF: up projections.
+        weight_R1: routing weights.
+        clamped: whether gate and up are clamped and up is increased by 1, as in gpt-oss; else it is SwiGLU.
 
     Returns:
-        The output of `weighted_swiglu` (R, F); the gradients of gate and up side by side (R, 2F); and the gradient of
+        The product (R, F); the gradients of gate and up side by side (R, 2F); and the gradient of
         the routing weights (R, 1).
     """
     grad_RF, gate_RF, up_RF, weight_R1 = (
