@@ -242,6 +242,9 @@ class Components(NamedTuple):
         """Yield a violation for each set of a config's fields that contradict each other.
 
         They come from `laws` and from the specs of the components that the config names.
+
+        Raises:
+            ComponentError: if a component cannot be used.
         """
         for law in self.laws:
             yield from law(config)

@@ -26,7 +26,7 @@ class WrongType(NamedTuple):
 
 
 def convert(value: Any, target: Field) -> Any:
-    """Convert a value of a recipe to the field's type; return a WrongType if that is impossible."""
+    """Return a value of a recipe in the field's type, integers as floats where it has these; else a WrongType."""
     if target.item:
         if isinstance(value, list) and target.item is float:
             value = [float(item) if type(item) is int and abs(item) < ranges.LIMIT else item for item in value]
@@ -64,7 +64,7 @@ def convert_words(texts: list[str], target: Field) -> Any:
 
 
 def parse(text: str, value_type: Any) -> Any:
-    """Parse a text as a value of a type, such as int; return None if it is no such value."""
+    """Parse a text as an int, float, str or bool ("true", "false"); return None if it is none, and for dict."""
     if value_type is dict:
         return None
     if value_type is bool:

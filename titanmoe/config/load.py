@@ -44,7 +44,7 @@ class ConfigError(ValueError):
 def format_problems(problems: Sequence[str], source: str = "") -> str:
     """Return the problems as a numbered list below a line with their count and source, as error messages show them.
 
-    A last problem that reads "and N more ..." counts as N.
+    A single problem without a source is one line, "error: ...". A last problem that reads "and N more ..." counts as N.
     """
     if len(problems) == 1 and not source:
         return f"error: {problems[0]}"
@@ -121,7 +121,7 @@ class Draft:
 
     @property
     def source(self) -> str:
-        """The origin of the config for messages, such as "my.toml and the command line"."""
+        """The origin of the config for messages, such as "my.toml and the command line"; "" if all is by default."""
         words = self.command_line
         return " and ".join(filter(None, [words.recipe, "the command line" * bool(words.overrides or words.problems)]))
 

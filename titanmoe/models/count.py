@@ -140,7 +140,7 @@ def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) ->
 
 
 class TrainingWork(NamedTuple):
-    """FLOPs of forward and backward of all blocks, for samples whose tokens see different numbers of positions."""
+    """FLOPs of a model's forward and backward, for samples whose tokens see different numbers of positions."""
 
     per_token: float = 0.0
     """FLOPs of a token without scores and weighted values."""
@@ -153,7 +153,7 @@ NO_WORK = TrainingWork()
 
 
 def training_work(model: Model, tuning: Tuning) -> TrainingWork:
-    """Return the FLOPs of forward and backward, per token and per (query, key) pair of positions.
+    """Return the FLOPs of the model's forward and backward, per token and per visible (query, key) pair of positions.
 
     Args:
         model: the recipe's [model].

@@ -169,8 +169,8 @@ class RMSNorm(nn.Module):
     def by_triton(self, x: Tensor) -> bool:
         """Return whether the Triton kernel, and not torch, computes the norm of x.
 
-        The kernel holds a row of x in registers, which limits the width. Compiled code uses torch's operations, which
-        the compiler fuses.
+        The kernel holds a row of x in registers, which limits the width to 8192 (float64: 4096). Compiled code uses
+        torch's operations, which the compiler fuses.
         """
         holds = x.shape[-1] <= (4096 if x.dtype == torch.float64 else 8192)
         return holds and fused(self.kernels, x) and not torch.compiler.is_compiling()
@@ -329,7 +329,7 @@ def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -
 
     Args:
         x_BSHh: queries or keys.
-        rope: cos and sin, as `rope_angles` returns them.
+        rope: cos and sin of the angles, (B, S, 1, h) each.
         kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
     """
     if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # the compiler fuses these by itself
@@ -348,7 +348,7 @@ def rotate_both(
     Args:
         q_BSHh: queries.
         k_BSGh: keys.
-        rope: cos and sin, as `rope_angles` returns them.
+        rope: cos and sin of the angles, (B, S, 1, width) each.
         kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
     """
     width, head = rope[0].shape[-1], q_BSHh.shape[-1]

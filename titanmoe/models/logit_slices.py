@@ -227,7 +227,7 @@ def _slices_backward(
     entropy_scale_T: Tensor | None = None,
     logits: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the hidden states and of this rank's shard of the head's weight, or None.
+    """Return the gradients of the hidden states and of this rank's shard of the head's weight; None if not wanted.
 
     Args:
         ctx: of an autograd function whose first two inputs are these.

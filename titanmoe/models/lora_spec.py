@@ -33,7 +33,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_adaptable(name: str) -> bool:
-    """Return whether the parameter with this name is a matrix that may have adapters.
+    """Return whether a parameter, such as "layers.3.attention.wq.weight", is a matrix that may have adapters.
 
     Such are the matrices of mixers, dense networks, shared experts and routed experts.
     """
@@ -63,10 +63,10 @@ def shared_dim(adapter: str) -> int:
 
 
 def adapter_splits(matrix: str, split: Split, rank: int) -> dict[str, Split]:
-    """Return the full shape and the sharded dim of a matrix's A and B, by name.
+    """Return the full shape and the sharded dim of a matrix's A and B, by their names (`adapter_names`).
 
     Args:
-        matrix: name of the matrix.
+        matrix: name of the matrix, such as "attention.wq.weight".
         split: shape of the matrix, (outputs, inputs) or (experts, outputs, inputs), and the dim that tp or etp shards.
         rank: rank of the adapters.
     """

@@ -11,7 +11,7 @@ from titanmoe.models.count import head_flops, layer_flops
 def split_layers(
     model: Model, seq_len: int, stages: int, explicit: list[int], shares_vocabulary: bool = False
 ) -> list[range]:
-    """Return the layers of each stage, from 0: as listed in the recipe, or so that the costliest stage is cheapest.
+    """Return each stage's layers, numbered from 0: as listed in the recipe, or so that the costliest stage is cheapest.
 
     Cost is forward FLOPs per token; the last stage also has multi-token prediction and the head, the first the
     embedding's small lookup, without head and lookup if all stages share these.

@@ -20,7 +20,7 @@ from titanmoe.models.mixers.mixer_spec import MixerSpec, Shape, Split
 
 
 def swiglu(dim: int, hidden: int) -> dict[str, Split]:
-    """Return the full shape, and the dim that tp shards, of the weights of a SwiGLU network: gate w1, up w3, down w2.
+    """Return the full shape and the dim that tp shards of "w1.weight" (gate), "w3.weight" (up) and "w2.weight" (down).
 
     Args:
         dim: width of the residual stream.
@@ -123,6 +123,8 @@ VOCABULARY = ("embed.weight", "head.weight")
 
 def edge_splits(model: Model, first: bool = True, last: bool = True) -> dict[str, Split]:
     """Return the full shape, and the dim that tp shards, of a stage's parameters outside blocks, by name.
+
+    A tied head is among them.
 
     Args:
         model: the recipe's [model].

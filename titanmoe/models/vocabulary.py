@@ -57,7 +57,7 @@ class Vocabulary(nn.Module):
 
     @property
     def shard_rows(self) -> int:
-        """Number of rows of a rank. Fewer on the last one if the number of ranks does not divide the vocabulary."""
+        """Number of rows of a rank, rounded up: the last has fewer if the number of ranks does not divide the ids."""
         return -(-self.vocab_size // self.sharded_over.size)
 
 
@@ -143,7 +143,7 @@ wide.
 
 
 def chunk_count(tokens: int, vocabulary: int, logit_bytes: int, setting: int, slice_bytes: int = CHUNK_BYTES) -> int:
-    """Return the number of slices of the vocabulary whose logits the loss computes one after the other.
+    """Return the number of slices, at least 1, of the vocabulary whose logits the loss computes one after the other.
 
     Args:
         tokens: number of tokens.

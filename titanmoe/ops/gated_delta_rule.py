@@ -122,9 +122,9 @@ def make_segment(
 
 
 def uses_fla(kernels: str, x: Tensor) -> bool:
-    """Return whether fla-core's kernels compute the rule for tensors of x's device and dtype.
+    """Return whether fla-core's kernels compute the rule: if installed, on GPUs, in 16 bits, with kernels not "torch".
 
-    Not in float32, where these kernels round to TF32 in between.
+    Not in float32, where these kernels round to TF32 in between, nor where Triton miscompiles them.
     """
     return FLA and kernels != "torch" and x.is_cuda and x.element_size() == 2 and not is_miscompiled(x.device)
 

@@ -122,8 +122,8 @@ def layer(
 
     Args:
         hf_tensors: Hugging Face's name within a block, and layout, of each tensor, by our name within the block.
-        our_prefix: prefix of our names.
-        hf_prefix: prefix of Hugging Face's names.
+        our_prefix: prefix of our names, with {layer} in place of the block's number.
+        hf_prefix: prefix of Hugging Face's names, likewise.
 
     Returns:
         A dict by our names, with both prefixes added.

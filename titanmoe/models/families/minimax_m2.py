@@ -43,10 +43,13 @@ _UNUSED = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermed
 
 
 def _read_rope(config: hf.Json) -> dict[str, object]:
-    """Return the fields of [model] about RoPE; Unrepresentable if rotary_dim and partial_rotary_factor disagree.
+    """Return the fields of [model] about RoPE.
 
     The published config.json has RoPE's width as rotary_dim, which vLLM reads; transformers prefers
-    partial_rotary_factor. The two must agree.
+    partial_rotary_factor.
+
+    Raises:
+        Unrepresentable: if the two disagree, or [model] has no such RoPE.
     """
     config = {"head_dim": 128, **config}
     if width := config.get("rotary_dim"):

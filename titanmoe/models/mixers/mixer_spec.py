@@ -123,7 +123,7 @@ class MixerSpec(Spec, ABC):
 
     @abstractmethod
     def parameters(self, model: Model) -> dict[str, Split]:
-        """Return the full shape, and the dim that tp shards, of each parameter of the mixer, by name.
+        """Return the full shape, and the dim that tp shards, of each parameter, by name within the mixer ("wq.weight").
 
         A dim of None replicates the parameter: each rank uses it for tokens, or heads, that no other rank has
         (titanmoe.parallel.parallel_plan).
@@ -192,7 +192,7 @@ class MixerSpec(Spec, ABC):
 
     @abstractmethod
     def saved_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
-        """Return the bytes that the mixer saves for backward of one microbatch, without the block's input.
+        """Return the bytes that one rank's mixer saves for backward of one microbatch, without the block's input.
 
         For the planner. `selective` is whether activation_checkpoint.mode is "selective".
         """
@@ -205,7 +205,7 @@ class MixerSpec(Spec, ABC):
         return batch.positions
 
     def backward_bytes(self, model: Model, batch: LocalBatch, selective: bool) -> int:
-        """Return the most bytes that the mixer holds in backward of one microbatch, without the block's input.
+        """Return the most bytes that one rank's mixer holds in backward of a microbatch, without the block's input.
 
         For the planner. 0 if that is no more than `saved_bytes`. It is more where much is recomputed. `selective` is
         whether activation_checkpoint.mode is "selective".

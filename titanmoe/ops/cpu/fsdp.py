@@ -43,12 +43,13 @@ class _Exchange(dist.Work):
             self.works.append((dist.isend(outgoing[after], group=group, group_dst=after, tag=tag), "take", after))
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait until all messages have arrived, at most for the group's current timeout.
+        """Wait until all messages have arrived, at most for the group's current timeout, and return True.
 
-        gloo by itself would use the timeout of the group's creation.
+        gloo by itself would use the timeout of the group's creation. `timeout` is not used.
 
         Raises:
             TimeoutError: names the rank that did not send or take its shard in time.
+            RuntimeError: gloo's, if the exchange fails earlier.
         """
         observe.waits(self.group.group_name)
         bound = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
@@ -84,7 +85,10 @@ class DirectAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
-        """Start the all-gather, and return the handle to wait on. Called by FSDP2; collective over the group."""
+        """Start to gather each rank's input_tensor into output_tensor, and return the handle to wait on.
+
+        Called by FSDP2; collective over the group.
+        """
         ranks = group.size()
         return _Exchange(
             [input_tensor] * ranks, output_tensor.chunk(ranks), group, "FSDP's all-gather of weights", tag=0
@@ -125,7 +129,10 @@ class ReduceScatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Sum the gradients over the ranks, and wait for this rank's shard of the sum. Collective over the group."""
+        """Reduce input_tensor over the ranks by `op`, and write this rank's shard of the result to output_tensor.
+
+        Called by FSDP2; collective over the group. Returns once the shard has been written.
+        """
         observe.waits(group.group_name)
         REDUCE_SCATTER(output_tensor, input_tensor, op, group)
         observe.arrived()

@@ -71,7 +71,7 @@ def loss_slice(
         logits_Tv: the slice.
         label_T: the column of each token's label in this rank's vocabulary; one outside the slice has no effect.
         begin: the slice's first column in this rank's vocabulary.
-        top_T: the largest logit so far.
+        top_T: the largest logit so far; -inf before the first slice, when the other two are 0.
         total_T: the sum of exp(logit - top_T) so far.
         label_logit_T: the logit of the label, written if the slice has it.
     """

@@ -229,7 +229,7 @@ def route(
         groups: the number of groups of experts.
         top_groups: the number of groups from which a token chooses.
         scores_per_group: the number of a group's best scores whose sum rates it, 1 or 2.
-        scoring: the score function, a value of MODES.
+        scoring: the score function, a value of MODES: 0 softmax, 1 sigmoid, 2 softmax over the chosen experts.
         norm: whether weights are scaled to sum to 1 over a token's choices.
         scale: the factor of the weights, route_scale.
         forced: whether experts are chosen in turn instead of by score.
@@ -278,7 +278,7 @@ def route_backward(
         logits_TE: router logits.
         scores_TE: router scores.
         chosen_TK: each token's chosen experts; E for padding.
-        mode: the score function, a value of MODES.
+        mode: the score function, a value of MODES: 0 softmax, 1 sigmoid, 2 softmax over the chosen experts.
         norm: whether weights were scaled to sum to 1 over a token's choices.
         scale: the factor of the weights, route_scale.
     """
