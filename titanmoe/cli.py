@@ -62,7 +62,13 @@ def command() -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, run the subcommand and return its exit code."""
+    """Parse the command line, run the subcommand and return its exit code.
+
+    SystemExit is raised after --help, --version and mistakes that argparse finds.
+
+    Args:
+        argv: words after the program's name; None for those of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="titanmoe", description="Trains Mixture-of-Experts models, and plans, checks, converts and watches runs."
     )

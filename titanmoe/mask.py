@@ -92,7 +92,7 @@ class Mask(NamedTuple):
         return Mask(self.until_BL, self.depth_BL, window, self.on_host)
 
     def halves(self) -> tuple[Mask, Mask]:
-        """Return the masks of the first and of the second half of the samples."""
+        """Return the masks of the first and of the second half of the samples; of an odd number, the first has more."""
         until, depth = ((None, None) if x is None else x.tensor_split(2) for x in (self.until_BL, self.depth_BL))
         on_host = (None, None) if self.on_host is None else self.on_host.halves
         first, second = (Mask(*half[:2], self.window, half[2]) for half in zip(until, depth, on_host, strict=True))
@@ -103,9 +103,9 @@ class Mask(NamedTuple):
 
         Args:
             samples: the samples; slice(None) for all.
-            queries: positions of the queries.
-            keys: positions of the keys.
-            device: device of the result.
+            queries: positions of the queries, with start and stop.
+            keys: positions of the keys, with start and stop.
+            device: device of the result, which the mask's tensors are on.
         """
         count = 1 if self.until_BL is None else len(self.until_BL)
         first, end = (0, count) if count == 1 or samples.stop is None else (samples.start, samples.stop)
@@ -144,7 +144,7 @@ class Mask(NamedTuple):
         return _known_pairs(self.on_host, self.window, chunk, chunks, tuple(query_chunks), tuple(key_chunks))
 
     def count(self, length: int, samples: int = 1) -> int:
-        """Return the number of pairs of a query and a key that it sees, over all samples.
+        """Return the number of pairs of a query and a key that the query sees, over all samples. Reads the host's copy.
 
         Args:
             length: number of positions of a sample.
@@ -184,11 +184,11 @@ def sees(until_BL: Tensor | None, depth_BL: Tensor | None, window: int, b: Tenso
 
 
 def spans(until_BL: Tensor, depth_BL: Tensor | None = None) -> Mask:
-    """Return the mask with these tensors on the CPU, for the host and the device, without a window.
+    """Return the mask that has these CPU tensors, also as its copy for the host, in the same memory; without a window.
 
     Args:
-        until_BL: position before which queries see a key.
-        depth_BL: position within the text; None for the position in the sequence.
+        until_BL: position before which queries see each key.
+        depth_BL: position of each token within its text; None for the position in the sequence.
     """
     return Mask(until_BL, depth_BL, 0, OnHost(until_BL.numpy(), None if depth_BL is None else depth_BL.numpy()))
 
@@ -209,10 +209,10 @@ def branches(length_PX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `until` and `depth` of a sequence of prompts, each of which is followed by its completions.
 
     Args:
-        length_PX: number of tokens of each prompt (first column) and of each of its completions.
+        length_PX: number of tokens of each prompt (first column) and of each of its completions; 0 where there is none.
 
     Returns:
-        Two arrays with one number for each position of the sequence.
+        Two arrays with one number for each position of the sequence, whose length is the sum of `length_PX`.
     """
     end_PX = np.cumsum(length_PX).reshape(length_PX.shape)
     begin_PX, until_PX = end_PX - length_PX, end_PX.copy()
@@ -235,7 +235,16 @@ def _pairs(
     query_chunks: Sequence[int],
     key_chunks: Sequence[int],
 ) -> list[BlockPair]:
-    """Return the blocks of queries and keys to compute; see `Mask.pairs`. The cache's key is all arguments."""
+    """Return the blocks of queries and keys to compute, by sample, query and key. The cache's key is all arguments.
+
+    Args:
+        host: the mask in host memory; None for all samples under a causal mask.
+        window: number of positions that a query sees; 0 for all.
+        chunk: number of positions of a chunk.
+        chunks: number of chunks of the sequence.
+        query_chunks: indices of the chunks of queries, a tuple in the order of their tensor.
+        key_chunks: indices of the chunks of keys, a tuple in the order of their tensor.
+    """
     every_sample, place = slice(None), np.arange(chunk * chunks)
     samples_masks = [(every_sample, np.full_like(place, len(place)), place)]
     if host is not None:

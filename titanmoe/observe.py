@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch import Tensor, nn
 from torch.compiler import is_compiling
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -52,41 +56,48 @@ class Observer:
     def region(self, name: str) -> AbstractContextManager[None] | None:
         """Return a context manager to be entered while a named region of code runs, such as "dispatch"; or None."""
 
-    def products(self, experts: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def products(self, experts: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         """Note that the experts of a layer have computed the routed tokens on this rank.
 
         Args:
             experts: the module.
-            inputs: the routed tokens that the rank received, and their routing weights.
-            output: the experts' output, before it is sent back.
+            inputs: the routed tokens that the rank received (R, D), and their routing weights (R, 1).
+            output: the experts' output (R, D), before it is sent back.
         """
 
     def waits(self, group: str) -> None:
         """Note that this rank begins to wait for a message of a process group.
 
         Args:
-            group: name of the group.
+            group: name that torch gave the group (`group_name`).
         """
 
     def arrived(self) -> None:
         """Note that the message has come for which this rank has waited since the last call of `waits`."""
 
-    def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
-        """Note that the gradients of a step are summed and finite, before they are clipped.
+    def gradients(self, step: int, work: Any, parameters: dict[str, nn.Parameter]) -> None:
+        """Note that the gradients of a step, in `.grad`, are summed over ranks and finite, before they are clipped.
 
         Args:
             step: number of the step.
-            work: the StepWork of the step.
-            parameters: the parameters of this rank, by name.
+            work: the step's microbatches, a titanmoe.train.gradients.StepWork.
+            parameters: the trained parameters of this rank, by name.
         """
 
     def updated(self, step: int) -> None:
         """Note that the optimizer has updated the weights."""
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """Note an event, such as a skipped step, with a kind, a text and further fields for events.jsonl."""
+        """Note an event, which a line of events.jsonl records.
 
-    def rank_times(self, steps: list[int], seconds: dict[str, Any]) -> None:
+        Args:
+            step: number of the step.
+            kind: "skip", "save", "stop", ... (docs/watching.md).
+            text: what happened, for the user.
+            more: further fields of the line, which JSON can hold.
+        """
+
+    def rank_times(self, steps: list[int], seconds: dict[str, np.ndarray]) -> None:
         """Note how long each rank took in some steps.
 
         Args:
@@ -151,7 +162,7 @@ in functions that no caller could pass it to."""
 
 @contextmanager
 def listening(observer: Observer) -> Iterator[None]:
-    """Add an observer to those that are called, for the duration of this context."""
+    """Add an observer to those that all threads of this process call, for the duration of this context."""
     global active
     active = _SeveralObservers((*_listening(), observer))
     try:
@@ -180,24 +191,24 @@ def _listening() -> tuple[Observer, ...]:
 # `observe.active` itself.
 
 
-def products(experts: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def products(experts: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     """Tell all active observers that a layer's experts have computed the routed tokens on this rank.
 
     Does nothing in code that torch.compile traces.
 
     Args:
         experts: the module.
-        inputs: the routed tokens that the rank received, and their routing weights.
-        output: the experts' output, before it is sent back.
+        inputs: the routed tokens that the rank received (R, D), and their routing weights (R, 1).
+        output: the experts' output (R, D), before it is sent back.
     """
     if not is_compiling():
         active.products(experts, inputs, output)
 
 
 def waits(group: str) -> None:
-    """Tell all active observers that this rank begins to wait for a message of the process group of this name.
+    """Tell all active observers that this rank begins to wait for a message of a process group.
 
-    Does nothing in code that torch.compile traces.
+    `group` is the name that torch gave it (`group_name`). Does nothing in code that torch.compile traces.
     """
     if not is_compiling():
         active.waits(group)

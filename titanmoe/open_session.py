@@ -54,7 +54,8 @@ def open_session(
 
     Args:
         recipe: a TOML file, or the name of a shipped recipe.
-        changes: options to set in place of the recipe's, such as {"training.steps": 100}. checkpoint.load names a
+        changes: options to set in place of the recipe's, by path, such as {"training.steps": 100}; values are strings,
+            numbers, booleans or lists of these. checkpoint.load names a
             checkpoint to go on from, checkpoint.initial_hf a Hugging Face model.
         trains: False for a run that only computes log-probabilities, such as a reference model: no gradients, no
             optimizer state.
@@ -62,7 +63,8 @@ def open_session(
             probability. 0 for all.
 
     Raises:
-        ConfigError: with every problem, before any message between ranks.
+        ConfigError: with every problem of the recipe, before any message between ranks; later if the weights cannot be
+            loaded, or `ids` leave a rank of the vocabulary without any.
     """
     # The recipe's data is not opened, so it cannot say how many steps an epoch has.
     words = [str(recipe), *_command_line({"training.epochs": 0} | dict(changes or {}))]
@@ -98,7 +100,10 @@ def _joined_runtime(config: Config) -> Runtime:
 
 
 def _command_line(changes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words that set these options on a command line."""
+    """Yield the words that set options on a command line: "--training.steps", "100" for {"training.steps": 100}.
+
+    A boolean is "true" or "false", each item of a list a word of its own, an empty list the word "".
+    """
     for path, value in changes.items():
         yield f"--{path}"
         values: Sequence[Any] = value if isinstance(value, list | tuple) else [value]

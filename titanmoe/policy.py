@@ -87,7 +87,7 @@ def token_weights(has_loss_NL: Tensor, by: Normalisation = "token", longest: int
         longest: the most tokens that an answer may have; for "constant".
 
     Raises:
-        ConfigError: no position has a loss.
+        ConfigError: no position has a loss, or `longest` is missing with "constant".
     """
     has_loss_NL = has_loss_NL.to(torch.float64)
     tokens_N1 = has_loss_NL.sum(1, keepdim=True)

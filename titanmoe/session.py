@@ -163,8 +163,9 @@ class Session:
         Args:
             ids: token ids of the samples.
             labels: next token of each position, -100 where there is no loss; None: every next token of a document.
-            documents: number of the document of each position; None: each sample is one document.
-            columns: further fields that the objective reads, as `titanmoe.train.world_batch.make_batch` takes them.
+            documents: ascending number of the document of each position; None: each sample is one document.
+            columns: further fields that the objective reads, by name: numbers per position, or a number per sample.
+                "routes" are the experts to choose: Routes, or for each sample a tensor (positions, MoE layers, K).
 
         Raises:
             ConfigError: with every problem of the samples.
@@ -188,10 +189,10 @@ class Session:
         They are the objective's count, which divides the loss, and tokens, samples and FLOPs. Collective.
 
         Args:
-            batch: as in `forward_backward`.
-            objective: as in `forward_backward`.
+            batch: the samples, the same on all ranks or given on one with None on the others.
+            objective: name of an objective, "" for the recipe's, or a function that returns the loss of samples.
             divisor: count of the objective over the batch; None: its own, which is the number of labels for a function.
-            per_data_rank: as in `forward_backward`.
+            per_data_rank: whether each data rank gives samples of its own in `batch`, possibly none.
 
         Raises:
             ConfigError: `divisor` is not above 0, or there is no such objective or no batch.
@@ -267,12 +268,12 @@ class Session:
         routes: bool = False,
         per_data_rank: bool = False,
     ) -> PassResult:
-        """Compute forward and backward of a batch, and add its gradients to those of the step.
+        """Compute forward and backward of a batch, and add its gradients to those of the open step, or begin one.
 
         Args:
             batch: the samples, the same on all ranks or given on one with None on the others.
             objective: name of an objective, "" for the recipe's, or a function that takes log-probabilities (B, L) and
-                the Batch of some samples, and returns the sum of their losses.
+                the Batch of some samples, and returns the sum of their losses, a scalar.
             counts: what a step of several calls is divided by: run.count(a, objective) + run.count(b, objective) + ...,
                 the same object in each call. None: the batch is the whole step.
             temperature: divides the logits, as in sampling; of log-probabilities, entropy and loss alike.
@@ -414,6 +415,8 @@ class Session:
 
         Raises:
             ConfigError: without a `forward_backward` call since the last step.
+            NumericalFault: on all ranks, if the loss or the gradient norm is not finite; with optimizer.skip_spikes
+                only after skip_limit such steps.
         """
         if self._counts is None:
             raise ConfigError(["there are no gradients: call forward_backward before optim_step"])
@@ -441,10 +444,11 @@ class Session:
         """Return the log-probability of each label (N, L), 0 where there is none. Gradients of an open step stay.
 
         Args:
-            batch: as in `forward_backward`.
+            batch: the samples, the same on all ranks or given on one with None on the others.
             temperature: divides the logits.
             adapters: False for the weights under LoRA's adapters, as a reference model.
-            per_data_rank: as in `forward_backward`.
+            per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone. Else
+                every rank gets those of all samples.
         """
         with nullcontext() if adapters else without_adapters(self.training.stages):
             return self._forward(batch, temperature, per_data_rank, routes=False).log_probs
@@ -452,12 +456,13 @@ class Session:
     def log_probs_and_routes(
         self, batch: Batch | None, *, temperature: float = 1.0, per_data_rank: bool = False
     ) -> tuple[Tensor, Routes]:
-        """Return what `log_probs` does, and the experts that the routers choose, to be given with a later batch.
+        """Return the log-probability of each label (N, L), and the routers' experts, a later batch's "routes".
 
         Args:
-            batch: as in `forward_backward`.
+            batch: the samples, the same on all ranks or given on one with None on the others.
             temperature: divides the logits.
-            per_data_rank: as in `forward_backward`.
+            per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone. Else
+                every rank gets those of all samples.
         """
         result = self._forward(batch, temperature, per_data_rank, routes=True)
         return result.log_probs, result.routes
@@ -581,6 +586,8 @@ class Session:
 
     def save(self, folder: str | Path) -> Path:
         """Write a checkpoint to a folder, from which any mapping can go on (checkpoint.load); return its path.
+
+        A checkpoint that is there is replaced. It returns once all is on disk.
 
         Raises:
             ConfigError: on all ranks, between `forward_backward` and `optim_step`, or if it cannot be written.

@@ -46,7 +46,8 @@ def print_report(problems: list[str], report: Callable[[], Report]) -> int:
 
     Args:
         problems: messages on what is wrong with the command line; if there are any, only these are printed.
-        report: makes the report; may raise a ConfigError, which is then printed.
+        report: returns the lines to print, the text of each file by its path (one under None is not written), and the
+            exit code; may raise a ConfigError, which is then printed.
     """
     if problems:
         print(format_problems(problems), file=sys.stderr)

@@ -48,7 +48,10 @@ class Tokens(NamedTuple):
     """Global index, like index_T, of each token of the attention slice, for dropout of adapters; None without it."""
 
     def halves(self) -> tuple[Tokens, Tokens]:
-        """Return the metadata of the first and the second half of the samples, with None for next_BS and later_BS."""
+        """Return the metadata of the first and the second half of the samples, with None for next_BS and later_BS.
+
+        Of an odd number the first half has more. sample_T begins at 0 in both; given_TNK and routes_TNK are views.
+        """
         B = len(self.position_BS)
 
         def split(x_T: Tensor) -> Iterator[Tensor]:

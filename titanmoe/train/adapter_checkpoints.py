@@ -58,6 +58,10 @@ class AdapterCheckpoints(Checkpoints):
         Args:
             with_moments: whether to add the optimizer's moments of these weights.
             base: whether to return the base weights and the persistent buffers instead of the adapters.
+
+        Returns:
+            By "model.NAME" or "optimizer.MOMENT.NAME": the stored tensor's name, and a TensorShard in the live tensor's
+                memory.
         """
         moments = self.optimizer.moments() if with_moments else None
         parameters = {name: p for name, p in self.parameters.items() if p.requires_grad != base}
@@ -72,9 +76,12 @@ class AdapterCheckpoints(Checkpoints):
     # ---- the weights under the adapters
 
     def _load_base(self) -> None:
-        """Load the base weights from checkpoint.initial_hf or checkpoint.load; nothing if they come from the seed.
+        """Load the base weights in place: from checkpoint.initial_hf, or with model_only from checkpoint.load.
 
-        Then record their digest. Collective over the world.
+        Those that come from the seed are left as they are. Then record their digest. Collective over the world.
+
+        Raises:
+            ConfigError: on all ranks, if the weights cannot be read or do not fit the model.
         """
         options = self.options
         if options.initial_hf:
@@ -86,7 +93,10 @@ class AdapterCheckpoints(Checkpoints):
         self._record_base_digest()
 
     def _record_base_digest(self) -> None:
-        """Store the digest of the base weights in `run_record`, part of every checkpoint. Collective over the world."""
+        """Store the digest of the base weights as `run_record["base"]`, part of every later checkpoint's record.
+
+        Collective over the world.
+        """
         frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
         own = {name: p for name, p in frozen.items() if name == stored_name(name, self.model.tie_embeddings)}
         self.run_record["base"] = frozen_digest(own, self.group)
@@ -103,6 +113,9 @@ class AdapterCheckpoints(Checkpoints):
 
         Returns:
             `notes`, with where the adapters came from added to the line "begins from".
+
+        Raises:
+            ConfigError: on all ranks, if the adapters cannot be read, or do not fit the model, [lora] or its base.
         """
         if not (folder := self.options.initial_adapter):
             return notes

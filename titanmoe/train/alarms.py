@@ -103,8 +103,10 @@ class LoadAlarm:
     def check(self, loads: dict[int, list[float]]) -> Iterator[str]:
         """Add the loads of a step; yield a text for each "collapse" event, such as a dying expert or very uneven loads.
 
+        A layer's loads are added when the iterator comes to it, so the caller goes on to the end.
+
         Args:
-            loads: number of tokens that each expert received in this step, by layer number.
+            loads: number of tokens that each of all experts received in this step, over all ranks, by layer number.
         """
         for layer, load in loads.items():
             mean = sum(load) / len(load)
@@ -179,7 +181,7 @@ class DivergenceAlarm:
         Args:
             step: number of the step.
             loss: loss of the step.
-            smoothed: running average of the loss.
+            smoothed: running average of the loss, this step's included.
         """
         if not math.isfinite(loss):  # the step was skipped
             return ""

@@ -37,14 +37,17 @@ class BestStep:
 
     @classmethod
     def of(cls, config: Config) -> BestStep | None:
-        """Return a tracker of the recipe's metric; None if checkpoint.keep_best and training.stop_after are not set."""
+        """Return a tracker of the metric that checkpoint.keep_best names, else of "val_loss".
+
+        None if neither checkpoint.keep_best nor training.stop_after is set.
+        """
         keep_best, stop_after = config.checkpoint.keep_best, config.training.stop_after
         return cls(keep_best or DEFAULT, bool(keep_best), stop_after) if keep_best or stop_after else None
 
     def after_step(self, step: int, report: Mapping[str, Any]) -> None:
         """Compare a step's metric with the best so far; a step that does not report it changes nothing.
 
-        NaN is never better.
+        NaN is never better. If evaluations report other metrics and never this one, a "best" event says so.
 
         Args:
             step: number of the step.
@@ -92,7 +95,7 @@ class BestStep:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that a checkpoint's manifest stores; forget the best step if it is of another metric."""
+        """Restore what a checkpoint's manifest stores; forget the best step if that is of another metric or {}."""
         self.value, self.step, self.without_gain = math.nan, -1, 0
         if state.get("metric") == self.metric:
             self.without_gain = state["without_gain"]

@@ -73,7 +73,8 @@ def build_training(
 ) -> Training:
     """Build all objects of a run on this rank: model, data, optimizer, checkpoints, metrics. Collective over the world.
 
-    The first six keyword arguments let tests and tools replace an object of the run.
+    Weights have their first random values, and nothing is written: `Trainer` loads checkpoints and opens files. The
+    first six keyword arguments let tests and tools replace an object of the run.
 
     Args:
         config: the resolved config.
@@ -88,6 +89,9 @@ def build_training(
         returns_top_k: whether the head returns the top-k ids and their log-probabilities, as a teacher's does. Such a
             run cannot train.
         notes: lines to add to the header that is printed at the start, by label.
+
+    Raises:
+        ConfigError: the data, the teacher or the dispatcher cannot be used.
     """
     training, device = config.training, runtime.device
     fold = derive(runtime.world, config.parallelism)
@@ -275,9 +279,15 @@ def build_model(
 
 
 def prepare_reference(config: Config, training: Training) -> dict[str, str]:
-    """Compute and store the reference model's log-probabilities of the data, unless the run has them (for DPO).
+    """Give the loader a DPO run's reference log-probabilities; compute and store them beside the data unless there.
 
-    Returns one line of the startup header, by label. Collective over the world.
+    Called once the weights are loaded, and before the first step. Collective over the world.
+
+    Returns:
+        A line for the startup header: {"reference": text}.
+
+    Raises:
+        ConfigError: the data are not token shards, or a resumed run's stored log-probabilities are gone.
     """
     from titanmoe.train.reference import Reference  # few runs need it, and it takes a while
 
@@ -297,7 +307,7 @@ def make_evaluations(
     Args:
         config: the resolved config.
         model: this rank's model and data.
-        slicer_for: makes from `objective` the Slicer that takes this rank's part of a batch.
+        slicer_for: called as slicer_for(objective=...); makes the Slicer that takes this rank's part of a batch.
     """
     data, loader, last = model.meshes.data, model.loader, config.training.steps
     validation = quiz = None
@@ -326,7 +336,7 @@ def make_evaluations(
 
 
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:
-    """Build the object that prints the header and writes metrics and events on rank 0."""
+    """Build the object that prints the header and writes metrics and events on rank 0. Opens no file yet."""
     name, count = device_name(runtime.device), parameters(config.model)
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(name, config.training.mixed_precision_param)
     known = OBJECTIVES.look_up(config.training.objective).uniform_guess_loss(config)

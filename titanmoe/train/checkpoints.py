@@ -75,7 +75,11 @@ class Checkpoints:
     def in_folder(self, run: Path) -> Checkpoints:
         """Set the run's folder and return self, which the caller enters as a context manager.
 
+        With checkpoint.enable the checkpoints' folder is created, and files of interrupted saves are removed from it.
         Collective over the world.
+
+        Args:
+            run: the run's folder.
 
         Raises:
             ConfigError: checkpoints are saved, and their folder cannot be written to.
@@ -103,10 +107,13 @@ class Checkpoints:
     # ---- loading
 
     def begin(self) -> dict[str, str]:
-        """Load the checkpoint or weights that the config asks for, if any. Collective over the world.
+        """Load the checkpoint or weights that the config asks for, if any, in place. Collective over the world.
 
         Returns:
             Lines for the header that is printed at the start, by label: what was loaded, and warnings.
+
+        Raises:
+            ConfigError: on all ranks, if they cannot be read or do not fit the run.
         """
         notes = self._load_start()
         if note := self._context_note():
@@ -173,7 +180,13 @@ class Checkpoints:
             raise ConfigError([str(error)]) from None
 
     def begin_from_hf(self) -> dict[str, str]:
-        """Load the weights of checkpoint.initial_hf; return lines of the header by label. Collective over the world."""
+        """Load the weights of checkpoint.initial_hf in place; return lines of the header by label.
+
+        A model on the hub is fetched first. Collective over the world.
+
+        Raises:
+            ConfigError: the model cannot be fetched or does not fit [model].
+        """
         from titanmoe.checkpoint.hf.huggingface_source import open_first_weights
         from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files
 
@@ -185,9 +198,13 @@ class Checkpoints:
         return {"begins from": "\n".join([f"weights of {self.options.initial_hf}", *source.notes])}
 
     def _find_hf_folder(self, name: str) -> Path:
-        """Return this machine's folder of a Hugging Face model, given by folder or by name on the hub.
+        """Return this machine's folder of a Hugging Face model, fetched if need be. Collective over the world.
 
-        Collective over the world. Raises a ConfigError if the files differ between ranks.
+        Args:
+            name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
+
+        Raises:
+            ConfigError: on all ranks, if it cannot be fetched or its files differ between ranks.
         """
         from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
         from titanmoe.checkpoint.hf.fetch import fingerprint, weights_folder
@@ -225,13 +242,22 @@ class Checkpoints:
         """Return one line for each damaged file of a checkpoint; [] if it is intact.
 
         Only rank 0 calls it, in the `choose` of `choose_start`, where the other ranks wait to verify some of the files.
+
+        Args:
+            path: the checkpoint's folder.
+
+        Raises:
+            CheckpointError: the folder is no checkpoint.
         """
         layout.read_manifest(path)  # raises before the other ranks are involved if this is not a checkpoint
         from_rank(self.group, 0, lambda: path)
         return self._check_together(path)
 
     def _check_together(self, path: Path) -> list[str]:
-        """Verify a checkpoint's files, each rank some of them; return all ranks' lines on damage. Collective."""
+        """Verify a checkpoint's files, each rank some of them; return all ranks' lines on damage, [] if none.
+
+        Collective over the world.
+        """
 
         def find_damage_of_some() -> list[str]:
             files = sorted(layout.read_manifest(path).files)
@@ -252,7 +278,8 @@ class Checkpoints:
             model_only: whether to load the weights alone, and start at step 0 with a new optimizer.
 
         Returns:
-            One line for each option that differs from the checkpoint's config; [] with `model_only`.
+            One line for each option that differs from the checkpoint's config, and notes on the effects; [] with
+                `model_only`.
 
         Raises:
             ConfigError: the checkpoint does not fit the run, its model or its data, or cannot be read.
@@ -291,7 +318,9 @@ class Checkpoints:
         return state.changed_fields(before, now) + describe_rate_change(self.state.step, before, self.rate)
 
     def _check_names(self, saved: Checkpoint, targets: state.Targets, model_only: bool) -> None:
-        """Raise a CheckpointError unless a checkpoint has exactly the tensors that all ranks load. Collective.
+        """Raise a CheckpointError unless a checkpoint has exactly the tensors that all ranks together load.
+
+        Collective over the world.
 
         Args:
             saved: the checkpoint.
@@ -322,19 +351,31 @@ class Checkpoints:
         return state.refused_record(saved.record, now, saved.path, trains_adapters, model_only, initial)
 
     def _targets(self, with_moments: bool) -> state.Targets:
-        """Return this rank's shards of all tensors that a checkpoint of this run contains, by name.
+        """Return this rank's shards of all tensors that a checkpoint of this run contains, in the live tensors' memory.
 
-        Moments of the optimizer are among them `with_moments`.
+        Args:
+            with_moments: whether to add the optimizer's moments.
+
+        Returns:
+            By "model.NAME" or "optimizer.MOMENT.NAME": the stored tensor's name, and a TensorShard.
         """
         moments = self.optimizer.moments() if with_moments else None
         return state.shards_to_load(self.parameters, self.buffers, moments, self.model.tie_embeddings)
 
     def _hf_targets(self) -> state.Targets:
-        """Return this rank's shards of the tensors that checkpoint.initial_hf fills, by name."""
+        """Return the shards to fill from checkpoint.initial_hf, by "model.NAME": the stored name, and a TensorShard."""
         return self._targets(with_moments=False)
 
     def _stored_targets(self, saved: Checkpoint, with_moments: bool) -> state.Targets:
-        """Return this rank's shards of the tensors to load from `saved`, by name, with or without moments."""
+        """Return the shards to load from a checkpoint, in the live tensors' memory.
+
+        Args:
+            saved: the checkpoint.
+            with_moments: whether to add the optimizer's moments.
+
+        Returns:
+            By "model.NAME" or "optimizer.MOMENT.NAME": the stored tensor's name, and a TensorShard.
+        """
         return self._targets(with_moments)
 
     # ---- saving
@@ -362,23 +403,37 @@ class Checkpoints:
 
         Returns:
             The metric checkpoint_blocked_s, the seconds for which the save paused training; {} without a save.
+
+        Raises:
+            CheckpointError: the save before has failed, or with checkpoint.save = "sync" this one. With "async" it goes
+                on in a thread.
         """
         return {"checkpoint_blocked_s": self._save()} if self.is_due else {}
 
     @property
-    def long_timeout_groups(self) -> list[Any]:
+    def long_timeout_groups(self) -> list[dist.ProcessGroup]:
         """Process groups whose collectives wait for disks, and therefore keep the long time-out of the start."""
         return [self.saver.group] if self.saver and self.saver.group else []
 
     def wait(self) -> None:
-        """Wait until the last save is on disk."""
+        """Wait until the last save, if any, is on disk. Collective over the world.
+
+        Raises:
+            CheckpointError: on all ranks, if it fails or takes longer than checkpoint.timeout_s.
+        """
         if self.saver:
             self.saver.wait()
 
     def finish(self) -> int:
-        """Save the last step unless it is saved already, and wait until it is on disk. Collective over the world.
+        """Save the last step unless it is saved already, wait until it is on disk, and print where it is.
 
-        Returns the number of the signal that any rank has received, or 0.
+        Nothing is saved if this process made no step. Collective over the world.
+
+        Returns:
+            The number of the signal that any rank has received, or 0; always 0 with checkpoint.enable = false.
+
+        Raises:
+            CheckpointError: on all ranks, if a save fails.
         """
         if not self.saver:
             return 0
@@ -403,19 +458,26 @@ class Checkpoints:
             record["best"] = self.best.state_dict()
         return record
 
-    def save_to(self, folder: Path, group: Any) -> None:
+    def save_to(self, folder: Path, group: dist.ProcessGroup | None) -> None:
         """Write a checkpoint into a folder of any name, and wait until it is on disk. Collective over the world.
 
         Args:
             folder: the checkpoint's folder; one that exists is replaced.
             group: a process group of CPU tensors of all ranks; None for a single rank.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be written or a tensor has NaN or infinite elements.
         """
         shards, step = state.shards_to_save(self._targets(with_moments=True)), self.state.step
         record, carried = self.record(), from_rank(group, 0, self.find_carried)
         save(folder, shards, lambda sums: Manifest(step, 1, sums, record), group, carried, finite=True)
 
     def _save(self) -> float:
-        """Start a save, write an event, and return the seconds for which training paused. Collective over the world."""
+        """Start a save, write an event, and return the seconds for which training paused. Collective over the world.
+
+        Raises:
+            CheckpointError: the save before has failed, or with checkpoint.save = "sync" this one.
+        """
         step = self.state.step
         blocked = self.saver.save(step, state.shards_to_save(self._targets(with_moments=True)), self.record())
         name = layout.folder_name(step)

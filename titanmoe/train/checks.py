@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from titanmoe.observe import Observer
+
+if TYPE_CHECKING:
+    from titanmoe.train.gradients import StepSums, StepWork
 
 
 class NumericalFault(RuntimeError):
@@ -21,16 +24,16 @@ class Restore(NumericalFault):
 class Checks(Observer):
     """Default numerical checks, which accept every step; `titanmoe.watch` has real ones. An observer of the run."""
 
-    def suspect(self, why: str, work: Any, sums: Any) -> Any:
-        """Examine a step whose loss or gradient norm is unusual. The Guard calls it before the update.
+    def suspect(self, why: str, work: StepWork, sums: StepSums) -> StepSums | None:
+        """Examine a step whose loss or gradient norm is unusual. The Guard calls it on all ranks before the update.
 
         Args:
-            why: what is unusual.
-            work: the step's microbatches, a StepWork.
-            sums: the step's loss, gradient norm and statistics, a StepSums.
+            why: what is unusual, as text.
+            work: the step's microbatches.
+            sums: the step's loss, gradient norm and statistics over all ranks.
 
         Returns:
-            New StepSums if forward and backward were repeated, else None.
+            New sums if forward and backward were repeated, whose gradients are then in `.grad`; else None.
         """
 
     def after_step(self, saves: bool) -> None:

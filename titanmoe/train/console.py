@@ -106,13 +106,12 @@ def format_metrics(record: dict[str, float]) -> dict[str, str]:
 
 
 def format_rl_seconds(record: dict[str, float]) -> dict[str, str]:
-    """Return the seconds of the parts of a step of [rl] as text, by their labels on the console; {} for other runs.
+    """Return the seconds of a step of [rl] as text, such as "2.1 s", by "generate", "rewards" and "learn".
 
-    They are the clock's, as the panel's percentages (`format_phases`). A step that learns from answers which an earlier
-    one has generated has the last part alone.
+    {} for other runs. A step that learns from answers of an earlier step has "learn" alone.
 
     Args:
-        record: one line of metrics.jsonl, by name of the metric.
+        record: one line of metrics.jsonl, by name of the metric; times are under "time.PHASE", in seconds.
     """
     if "rl.reward" not in record:
         return {}
@@ -147,7 +146,7 @@ def print_closing_line(
         first: the first step that this process reported, and the metric after it.
         last: the metric after the last step.
         seconds: how long this process trained.
-        checkpoint: text of `describe_last_checkpoint`.
+        checkpoint: where the last checkpoint is, as text, such as "saved as FOLDER".
         folder: the run's folder.
         wrong: what is wrong with the loss and what to change; "" if nothing is.
     """
@@ -280,7 +279,7 @@ class LivePanel:
 
 
 def draw_curve(values: deque[float]) -> str:
-    """Return a sparkline of block characters, scaled to the range of the values."""
+    """Return a sparkline of one block character per value, scaled to their range; all are finite, and not none."""
     low, high = min(values), max(values)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0
     return "".join(BLOCKS[round((value - low) * scale)] for value in values)
@@ -370,6 +369,9 @@ class RankPrefixed:
 
 
 def prefix_output_with_rank(rank: int) -> None:
-    """Put the rank before every line that this process prints, unless it is rank 0."""
+    """Put "[rank N] " before every line that this process prints, unless it is rank 0.
+
+    Replaces sys.stdout and sys.stderr.
+    """
     if rank:
         sys.stdout, sys.stderr = RankPrefixed(sys.stdout, rank), RankPrefixed(sys.stderr, rank)

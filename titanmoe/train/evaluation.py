@@ -43,7 +43,8 @@ def forward_only(
         gradients: has the stages and the engine that runs them.
 
     Yields:
-        For each step the objective's sum on this rank and its count over all ranks, float64 scalars.
+        For each step the objective's sum on this rank (0 without the last pipeline stage) and its count over all ranks,
+            float64 scalars on the device.
     """
     for batches in samples:
         totals = slicer.count(batches)
@@ -157,7 +158,11 @@ def score_question(question: Question, log_p: np.ndarray) -> dict[str, float]:
 
     Args:
         question: the question, its choices and the number of the right one.
-        log_p: log-probability of each choice, summed over the choice's tokens.
+        log_p: log-probability of each choice in nats, summed over the choice's tokens, shape (choices,).
+
+    Returns:
+        bits_per_byte of the right choice; margin, in nats over the best wrong one; accuracy, 1.0 if the right one has
+            the largest log_p, else 0.0; accuracy_norm, likewise with log_p divided by the choice's characters.
     """
     right = question.answer
     bytes_of_right = len(question.choices[right].encode())
@@ -199,7 +204,7 @@ class QuizEvaluation(ForwardEvaluation):
     def log_probabilities(self) -> np.ndarray:
         """Return the log-probability of every choice of every question, summed over the choice's tokens, shape (C,).
 
-        Collective over the world.
+        They are on every rank, in the order of tasks, questions and choices. Collective over the world.
         """
         sums, meshes = self.slicer.objective, self.slicer.meshes
         sums.clear(len(self.questions.encoded), self.slicer.device)

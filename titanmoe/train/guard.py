@@ -78,7 +78,11 @@ class Guard:
 
         Args:
             work: the step's microbatches.
-            sums: the step's loss, gradient norm and statistics over all ranks.
+            sums: the step's loss, gradient norm and statistics over all ranks; the gradients are in `.grad`.
+
+        Returns:
+            The decision, and the sums of the step's last forward and backward, which a check may have repeated. Without
+                an update the gradients are freed and the step is counted as skipped.
 
         Raises:
             NumericalFault: on all ranks, if the run cannot go on.
@@ -104,6 +108,9 @@ class Guard:
         Args:
             why: what is unusual about the step.
             batches: this data rank's microbatches.
+
+        Raises:
+            NumericalFault: on all ranks, after optimizer.skip_limit such steps in a row.
         """
         self.gradients.drop()
         self.state.skips.skip()
@@ -119,7 +126,7 @@ class Guard:
     def check_finite(self, loss: float, norm: float) -> None:
         """Raise NonFinite on all ranks if the loss or the gradient norm of the step is not finite.
 
-        Both numbers must be the same on all ranks. The message names the first parameter with a non-finite gradient and
+        All ranks call it with the same numbers. The message names the first parameter with a non-finite gradient and
         the first non-finite weight of any rank.
         """
         if math.isfinite(loss) and math.isfinite(norm):

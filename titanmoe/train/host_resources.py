@@ -56,7 +56,7 @@ def _kib(file: str, name: str) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return an estimate of the bytes of a checkpoint: weights and the optimizer's state."""
+    """Return an estimate of the bytes of a checkpoint of all ranks: weights and the optimizer's state."""
     training, tuning = config.training, Tuning.of(config)
     trained = trained_parameters(config.model, tuning)
     # Weights under adapters are not saved; other frozen weights are, in the dtype of their memory.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -40,6 +40,10 @@ from titanmoe.train.runtime import (
     world_size,
 )
 
+if TYPE_CHECKING:
+    from titanmoe.train.trainer import Trainer
+    from titanmoe.train.training import Training
+
 
 def resolve(
     config: Config,
@@ -49,7 +53,7 @@ def resolve(
     """Return the config with derived values filled in: degrees of parallelism, batch sizes, number of steps.
 
     Args:
-        config: the config as given.
+        config: the config as given, whose degrees are legal on `world` ranks.
         world: number of ranks.
         read_record: returns what the checkpoint that the run resumes from records besides tensors; {} without one. A
             global batch size of -1 becomes that of the record.
@@ -117,6 +121,9 @@ def fit_to_world(config: Config, node: int, world: int) -> tuple[Config, str]:
 
     Returns:
         The config, and one line on what changed in the mapping, "" if nothing did.
+
+    Raises:
+        FoldError: the mapping cannot be adapted to so many ranks.
     """
     config = with_ranks_per_node(config, node)
     if not (was_restarted() or has_begun(config)):
@@ -128,8 +135,10 @@ def fit_to_world(config: Config, node: int, world: int) -> tuple[Config, str]:
 def read_config(argv: list[str], world: int, components: Components, check_inputs: bool = False) -> Config:
     """Read recipe and command line, check them, and return the resolved config.
 
+    With --help or --print-config it prints and exits. Not collective.
+
     Args:
-        argv: arguments of the command line.
+        argv: arguments of the command line, such as ["recipe.toml", "--training.steps", "10"].
         world: number of ranks.
         components: the components (optimizers, dispatchers, ...) that a recipe may name.
         check_inputs: whether to check the files that the run reads, too; one rank does so for all.
@@ -217,15 +226,18 @@ def problems_without_launcher(config: Config, draft: Draft) -> list[str]:
 def main(
     argv: list[str],
     components: Components,
-    watch: Callable[[Config, Any], AbstractContextManager[None]] = lambda config, training: nullcontext(),
+    watch: Callable[[Config, Training], AbstractContextManager[None]] = lambda config, training: nullcontext(),
     overlap: Callable[[Config, Runtime], tuple[Config, str]] = lambda config, runtime: (config, ""),
-    trainer: Callable[[Config, Any], Any] | None = None,
+    trainer: Callable[[Config, Training], Trainer] | None = None,
     **replacements: Any,
 ) -> int:
     """Run one rank, from the command line to the end of training, and return its exit code.
 
+    It is 0, 128 plus the number of the signal that stopped training, 1 after a failure, 130 after a KeyboardInterrupt.
+    A refused config ends the process with code 2, and an unexpected error is raised.
+
     Args:
-        argv: arguments of the command line.
+        argv: arguments of the command line, such as ["recipe.toml", "--training.steps", "10"].
         components: the components (optimizers, dispatchers, ...) that a recipe may name.
         watch: makes from the config and the Training a context that is entered while the run trains.
         overlap: sets moe.overlap where it is "auto"; returns the config and the header's text on the choice.

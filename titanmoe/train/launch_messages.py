@@ -89,7 +89,7 @@ class CheckedConfig(NamedTuple):
 def pass_config(checked: CheckedConfig) -> Iterator[Path]:
     """Write the checked config to a temporary file, yield its path, and remove it when the context ends.
 
-    The launcher names the file in CONFIG_FILE of the environment of the ranks that it starts.
+    The caller sets the variable CONFIG_FILE (TITANMOE_CONFIG) to it in the environment of the ranks that it starts.
     """
     with tempfile.NamedTemporaryFile("w", prefix="titanmoe-", suffix=".json", encoding="utf-8") as file:
         json.dump(checked._replace(config=flatten(checked.config))._asdict(), file)
@@ -127,6 +127,8 @@ def write_failure_note(
     following: Iterable[int] = (),
 ) -> bool:
     """Write a file that tells the launcher why this rank failed; return False if no launcher reads it.
+
+    A file that cannot be written returns False too.
 
     Args:
         text: the message for the user.

@@ -91,7 +91,7 @@ def as_json(record: dict[str, float]) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class Metrics(Observer):
-    """Writer of a run's header, metrics and events on rank 0. On other ranks its methods do nothing."""
+    """Writer of a run's header, metrics and events on rank 0. On other ranks `begin`, `log` and `close` do nothing."""
 
     options: Options
     model: Model
@@ -216,8 +216,8 @@ class Metrics(Observer):
         Args:
             step: the number of the step just made.
             values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A
-                list under "layers.N..." has the number of tokens of each expert; "quiz" has the lines for quiz.jsonl,
-                and "samples" the answers to the prompts of [validation.samples].
+                list under "layers.N.load" has the number of tokens of each expert; "quiz" has the lines for quiz.jsonl,
+                and "samples" the answers to the prompts of [validation.samples]. These two are removed from the dict.
         """
         if not self.writes:
             return
@@ -296,7 +296,7 @@ class Metrics(Observer):
             self._experts.put(lambda file: file.write(json.dumps(line, separators=(",", ":"))))
 
     def rank_times(self, steps: list[int], seconds: dict[str, np.ndarray]) -> None:
-        """Record how long each rank took in some steps; write means over several steps to ranks.jsonl.
+        """Record how long each rank took in some steps; write means over several steps to ranks.jsonl. On rank 0 alone.
 
         Args:
             steps: numbers of the steps.
@@ -312,7 +312,7 @@ class Metrics(Observer):
                 self._times = []
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """Write an event to events.jsonl, the console and the other report targets.
+        """Write an event to events.jsonl, the console and the other report targets. On rank 0 alone, after `begin`.
 
         Args:
             step: number of the step.

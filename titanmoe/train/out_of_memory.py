@@ -160,7 +160,9 @@ def _capacity(device: torch.device) -> int:
 
 
 def advise_settings(config: Config, state: int, rest: int, room: int) -> list[str]:
-    """Return the three settings that would save most memory as numbered lines; none changes what the model learns.
+    """Return a heading and at most three numbered lines with the settings that would save most memory.
+
+    None of them changes what the model learns.
 
     Args:
         config: the resolved config.

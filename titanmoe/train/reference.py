@@ -146,12 +146,18 @@ class Reference:
 
 
 def run_scoring(config: Config, training: Training, top_k: bool) -> int:
-    """Run `titanmoe score` on one rank and return the exit code 0. Collective over the world.
+    """Load the weights, store the model's log-probabilities of the run's data beside the token shards, and return 0.
+
+    This is `titanmoe score` on one rank; what is stored already is not computed again. Collective over the world.
 
     Args:
         config: the resolved config.
-        training: the model and its data.
-        top_k: whether to store the top-k ids of each position instead of the labels' log-probabilities.
+        training: the model and its data, as built.
+        top_k: whether to store the top-k ids of each position, which the head must return, instead of the labels'
+            log-probabilities.
+
+    Raises:
+        ConfigError: the weights cannot be loaded, or some data does not come from token shards.
     """
     with training.checkpoints.in_folder(run_folder(config.job)) as checkpoints:
         begun, reference = checkpoints.begin(), Reference(config, training)

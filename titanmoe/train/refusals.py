@@ -136,7 +136,8 @@ def check_inputs_and_resolve(
 ) -> Config:
     """Check the files that a run reads and the space on its disk; return the resolved config.
 
-    Inputs are checked first, because resolving a config with training.epochs tokenizes the data.
+    Inputs are checked first, because resolving a config with training.epochs tokenizes the data. A Hugging Face model
+    to begin from is fetched. Not collective: one process checks for all.
 
     Args:
         config: the config, fitted to the number of ranks.

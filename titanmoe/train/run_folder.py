@@ -66,7 +66,7 @@ class RunFolder:
         """Choose, create and lock the folder on rank 0 and return its path on all ranks. Collective over the world.
 
         Raises:
-            ConfigError: on all ranks, if `claim_folder` raises it on rank 0.
+            ConfigError: on all ranks, if the folder cannot be written to, has links, or is locked by another process.
         """
         import torch.distributed as dist
 
@@ -122,7 +122,7 @@ def claim_folder(job: Job, continues: bool, checkpoints: str = "checkpoints") ->
         The folder, and for a run that continues the open lock file. Closing that file releases the lock.
 
     Raises:
-        ConfigError: if the folder cannot be written to, or another process holds the lock.
+        ConfigError: if the folder cannot be written to or has symbolic links, or another process holds the lock.
     """
     parent, name = Path(job.dump_folder), job.name or "run"
     folder, n = parent / name, 1
@@ -173,6 +173,10 @@ def refuse_links(folder: Path, checkpoints: str) -> None:
     """Raise a ConfigError if a run's folder has symbolic links, through which the run would write elsewhere.
 
     Links in W&B's folder are allowed, and so are those in the checkpoints' folder, which the saver handles.
+
+    Args:
+        folder: the run's folder, which need not exist.
+        checkpoints: checkpoint.folder: the checkpoints' folder, within `folder` or absolute.
     """
     skipped = {folder / "wandb", folder / checkpoints}
     for path, folders, files in os.walk(folder):

@@ -29,7 +29,7 @@ from titanmoe.ops.cpu import process
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store
+    from torch.distributed import ProcessGroup, Store
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun sets for every rank."""
@@ -64,7 +64,7 @@ class Runtime:
     keep_timeouts: bool = False
     """Whether time-outs must not change, because other runs use the process groups after this one."""
 
-    def steady_timeout(self, seconds: int, patient: Sequence[Any] = ()) -> None:
+    def steady_timeout(self, seconds: int, patient: Sequence[ProcessGroup] = ()) -> None:
         """Set the time-out of the process groups once the slow first step is over, unless `keep_timeouts` is set.
 
         Collective over the world.
@@ -121,7 +121,11 @@ def read_environment() -> Environment:
 
 
 def world_size() -> int:
-    """Return the run's number of ranks, which torchrun sets in the environment; 1 without torchrun."""
+    """Return the run's number of ranks, which torchrun sets in the environment; 1 without torchrun.
+
+    Raises:
+        ConfigError: torchrun's variables are incomplete or no whole numbers.
+    """
     return read_environment().world
 
 
@@ -179,7 +183,8 @@ def start(config: Config) -> Runtime:
     asks for them, and the limit of open files.
 
     Raises:
-        ConfigError: with one line, the same on all ranks.
+        ConfigError: with one line, if this machine lacks the device, MASTER_PORT cannot be used, or not all ranks join
+            within training.first_step_timeout_s seconds. It may be raised on some ranks alone, which the others await.
     """
     environment = read_environment()
     device = _choose_device(config.training.device, environment)

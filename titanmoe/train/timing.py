@@ -149,7 +149,9 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile the step made in this context if the recipe's [profile] names it and this rank; write the trace.
+        """Profile the step made in this context if the recipe's [profile] names it and this rank.
+
+        The trace and a table of operations are written to the folder `profile` of the run's folder.
 
         If the GPU's memory runs out and its history is recorded, write that before the error is raised again.
 

@@ -33,6 +33,9 @@ def update(training: Training, work: StepWork, sums: StepSums, rate: float) -> d
         work: the step's microbatches.
         sums: loss, gradient norm and statistics of the step, whose gradients are in `.grad`.
         rate: learning rate of the step.
+
+    Raises:
+        NumericalFault: on all ranks, if the run cannot go on, such as with a loss that is not finite.
     """
     step, verdict = training.state.step, training.guard(work, sums)
     scalars = verdict.sums.scalars
@@ -82,6 +85,8 @@ class Trainer:
 
         Raises:
             NumericalFault: if training must not go on, such as with a loss that is not finite.
+            ConfigError: the run's folder, its data or what it starts from cannot be used.
+            CheckpointError: a save failed.
         """
         return self.training.guard.run_with_restores(self._train)
 
@@ -167,7 +172,11 @@ class Trainer:
         """Make one step: read a batch, compute gradients, update the weights. Collective over the world.
 
         Returns:
-            The step's metrics by name; {} if its batch is skipped (data.skip_steps).
+            The step's metrics by name, numbers and the lists "layers.N.load"; {} if its batch is skipped
+                (data.skip_steps).
+
+        Raises:
+            NumericalFault: on all ranks, if the run cannot go on.
         """
         training, state = self.training, self.training.state
 

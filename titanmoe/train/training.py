@@ -88,7 +88,10 @@ class RankModel:
 
     @property
     def shards(self) -> Targets:
-        """This rank's shards of all weights and selection biases, adapters and frozen weights among them."""
+        """This rank's shards of all weights and selection biases, adapters and frozen weights among them.
+
+        By "model.NAME": the stored tensor's name and a TensorShard, whose `tensor` is the live weight's memory.
+        """
         return shards_to_load(self.parameters, self.buffers, None, self.stages[0].shape.tie_embeddings)
 
 

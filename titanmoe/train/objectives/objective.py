@@ -56,7 +56,7 @@ class Objective:
         self._sums[id(batch_slice)] = torch.stack(sums).detach().double()
 
     def take_metrics(self, like: Tensor) -> Tensor:
-        """Return this rank's sums of `metrics` since the last call, and reset them to 0.
+        """Return this rank's sums since the last call, a vector in the order of `metrics`, and reset them to 0.
 
         Args:
             like: tensor whose device and dtype the zeros have that ranks without the head return.

@@ -173,7 +173,8 @@ class Offload:
     def visit_buckets(self) -> Iterator[dict[str, Moments]]:
         """Yield the moments of one bucket after another, on the device: a tuple of tensors by name of the parameter.
 
-        The caller updates them in place before it asks for the next bucket; then they are copied to the host.
+        The caller updates them in place before it asks for the next bucket; then they are copied to the host. It
+        goes on until the iterator ends, or the last bucket is not copied.
         """
         arrived = self._fetch(0)
         for number, bucket in enumerate(self.buckets):

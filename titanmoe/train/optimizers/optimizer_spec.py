@@ -111,7 +111,7 @@ def _malformed(number: int, table: dict) -> Iterator[str]:
 def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
     """Yield a violation for each setting that contradicts QK-Clip or the measurement of attention logits.
 
-    And for each option of theirs that has no effect because they are off.
+    An option of theirs that has no effect because they are off is one too.
     """
     model, limit, options = config.model, config.optimizer.qk_clip, config.metrics
     field, value = ("optimizer.qk_clip", limit) if limit else ("metrics.max_logit_every", options.max_logit_every)
@@ -210,7 +210,8 @@ class OptimizerSpec(Spec):
     def matrices(self, config: Config) -> tuple[str, ...]:
         """Return patterns of the names of weights that the optimizer treats as matrices, as Muon does; () for none.
 
-        Their state has `numbers_per_matrix_weight` numbers per element, that of other weights `numbers_per_weight`.
+        A pattern is like "layers.*.attention.wq.weight". The state of these weights has `numbers_per_matrix_weight`
+        numbers per element, that of others `numbers_per_weight`.
         """
         return ()
 
