@@ -18,7 +18,13 @@ __version__ = "0.1.0"
 def open(recipe, changes=None, trains=True, ids=0):
     """Return a `titanmoe.session.Session` of a recipe, to be trained from your code.
 
-    The arguments are those of `titanmoe.open_session.open_session`.
+    Collective over the world.
+
+    Args:
+        recipe: a TOML file, or the name of a shipped recipe.
+        changes: dict of options to set in place of the recipe's, such as {"training.steps": 100}.
+        trains: False for a run that only computes log-probabilities.
+        ids: number of ids that exist, if model.vocab_size is padded beyond them; 0 for all.
     """
     from titanmoe.open_session import open_session  # imports torch
 

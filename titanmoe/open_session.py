@@ -55,8 +55,8 @@ def open_session(
     Args:
         recipe: a TOML file, or the name of a shipped recipe.
         changes: options to set in place of the recipe's, by path, such as {"training.steps": 100}; values are strings,
-            numbers, booleans or lists of these. checkpoint.load names a
-            checkpoint to go on from, checkpoint.initial_hf a Hugging Face model.
+            numbers, booleans or lists of these. checkpoint.load names a checkpoint to go on from,
+            checkpoint.initial_hf a Hugging Face model.
         trains: False for a run that only computes log-probabilities, such as a reference model: no gradients, no
             optimizer state.
         ids: number of ids that the sampler knows, if model.vocab_size is padded beyond them: the others get no

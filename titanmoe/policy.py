@@ -199,16 +199,17 @@ class PolicyLoss:
     def metrics(self, log_probs_NL: Tensor, batch: Batch, entropy_NL: Tensor | None = None) -> dict[str, float]:
         """Return metrics of the given samples by name, for reports; {} if every label's weight is 0. No communication.
 
-        They are the fraction of clipped labels and quantiles of the ratio to the old policy; with `entropy_NL` the mean
-        entropy; with the column "reference" the mean divergence from that model; with the column "generator" the mean
-        and largest difference of log-probabilities between generator and old policy; with the column "age" (N,), steps
-        made since a sample's generator got its weights, its mean and largest value; and with "routes" the fraction of
-        tokens whose routes were not recorded, which routers choose themselves. They are computed on the host.
+        They are the fraction of clipped labels and the 1, 50 and 99 % quantiles of the ratio to the old policy; with
+        `entropy_NL` the mean entropy; with the column "reference" the mean divergence from that model; with the column
+        "generator" the mean and largest difference of log-probabilities between generator and old policy; with the
+        column "age" (N,), steps made since a sample's generator got its weights, its mean and largest value; and with
+        "routes" the fraction of tokens whose routes were not recorded, which routers choose themselves. They are
+        computed on the host.
 
         Args:
             log_probs_NL: log-probability of each label, as `forward_backward` returned them.
             batch: the samples, with the columns (`extra_fields`) "weight" and "advantage".
-            entropy_NL: entropy of the distribution of each label, likewise.
+            entropy_NL: entropy of the distribution of each label, in nats; None to leave it out.
         """
         log_probs_NL, entropy_NL = log_probs_NL.cpu(), None if entropy_NL is None else entropy_NL.cpu()
         column = {name: x.cpu() for name, x in _with_old(batch, log_probs_NL).extra_fields.items()}

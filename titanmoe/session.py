@@ -282,6 +282,10 @@ class Session:
             routes: whether to return the experts that the routers choose.
             per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone.
 
+        Returns:
+            What the samples of all ranks add to the step's loss and the objective's metrics; where asked for,
+                log-probabilities (N, L), entropies (N, L) and routes.
+
         Raises:
             ConfigError: the calls of a step have different objects as counts, the run trains nothing, or the objective
                 cannot be computed with the model.
@@ -401,7 +405,7 @@ class Session:
             self._entropy = False
 
     def _with_routes(self, batch_slice: BatchSlice) -> BatchSlice:
-        """Return the slice with a tensor in which routers write the experts that they choose."""
+        """Return the slice with `tokens.routes_TNK`, a tensor of NO_EXPERT in which routers write what they choose."""
         model, tokens = self.config.model, batch_slice.tokens
         shape = len(tokens.index_T), moe_layers(model), model.top_k
         routes_TNK = torch.full(shape, NO_EXPERT, dtype=torch.int16, device=self.device)
@@ -481,7 +485,10 @@ class Session:
 
     @contextmanager
     def _counts_set_aside(self) -> Iterator[None]:
-        """Restore at the end what an open step has counted so far."""
+        """Restore, when the context ends, what an open step has counted so far: the MoE layers' tokens and loads.
+
+        Attention logits are not measured inside.
+        """
         logits = self.training.gradients.logits
         measures = logits is not None and logits.measures
         balances = [moe.balance for moe in self.training.moe_layers.values()]
@@ -571,7 +578,7 @@ class Session:
         By messages; the first call plans them. Moments are not copied.
 
         Args:
-            to: a run in the same processes.
+            to: a run in the same processes; it may lack the weights of multi-token prediction.
 
         Raises:
             ConfigError: on all ranks, if the other run's model differs, with names and shapes.

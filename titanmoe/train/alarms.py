@@ -49,7 +49,8 @@ class SpikeAlarm:
     def check(self, loss: float) -> str:
         """Add the loss of a step; return the text of a "spike" event, or "".
 
-        A spike of several steps is reported once, at its first step. A loss that is not finite is ignored.
+        A spike of several steps is reported once, at its first step, and none in the first MIN_LOSSES (16) steps.
+        A loss that is not finite is ignored.
         """
         if not math.isfinite(loss):  # the step was skipped; a NaN would make the median meaningless
             return ""

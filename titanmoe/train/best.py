@@ -86,7 +86,10 @@ class BestStep:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tracker's state for a checkpoint's manifest: "metric", "value", "step" and "without_gain"."""
+        """Return the tracker's state for a checkpoint's manifest: "metric", "value", "step" and "without_gain".
+
+        "value" is None while no evaluation has given a number.
+        """
         return {
             "metric": self.metric,
             "value": None if math.isnan(self.value) else self.value,

@@ -137,7 +137,13 @@ class Checkpoints:
         return self.begin_from_hf() if self.options.initial_hf else {}
 
     def _start_from_checkpoint(self, beginning: StartPoint) -> dict[str, str]:
-        """Load a checkpoint or its weights alone; return lines of the header by label. Collective over the world."""
+        """Load a checkpoint, or with `beginning.model_only` its weights alone; return lines of the header by label.
+
+        Collective over the world.
+
+        Args:
+            beginning: the start, whose `path` is set.
+        """
         self.origin = beginning.path
         changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         self._copy_files(lambda: layout.carried_files(beginning.path))

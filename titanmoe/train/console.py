@@ -45,6 +45,8 @@ class ConsoleSettings(NamedTuple):
 def open_console(style: str, run: ConsoleSettings, name: str, console: Console | None = None) -> ReportTarget:
     """Return the console output of a run: a live panel, or a printer of lines.
 
+    The panel is drawn at once, until it is closed.
+
     Args:
         style: metrics.console: "live", "lines", or "auto" for the panel on a terminal that can show it.
         run: settings of the recipe to show.
@@ -58,16 +60,16 @@ def open_console(style: str, run: ConsoleSettings, name: str, console: Console |
 
 
 def judged_metric(record: Mapping[str, float]) -> tuple[str, float]:
-    """Return the name and value of the metric by which a run is judged: reward or loss.
+    """Return the metric by which a run is judged: ("reward", its value), or ("loss", its value) without rewards.
 
     Args:
-        record: metrics of a step by name.
+        record: metrics of a step by name: "rl.reward" or "loss", and others.
     """
     return ("reward", record["rl.reward"]) if "rl.reward" in record else ("loss", record["loss"])
 
 
 def format_metrics(record: dict[str, float]) -> dict[str, str]:
-    """Select the metrics that the console shows and return them as text, by their labels on the console.
+    """Select the metrics that the console shows and return them as text by label, such as {"tokens/s": "12,345"}.
 
     Args:
         record: one line of metrics.jsonl, by name of the metric.

@@ -159,7 +159,7 @@ def _write(file: Path, text: str) -> bool:
 
 
 def note_paths(file: Path) -> list[Path]:
-    """Return the paths at which a rank's failure note may be: `file`, or one in memory for when the disk is full."""
+    """Return where a rank's failure note may be: `file`, and if NOTES_FOLDER is set, one in memory for a full disk."""
     spare = os.environ.get(NOTES_FOLDER)
     return [file, Path(spare, file.name)] if spare else [file]
 

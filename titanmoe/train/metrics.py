@@ -186,7 +186,11 @@ class Metrics(Observer):
             )
 
     def _describe_machine(self, step: int) -> None:
-        """Write the "start" or "restart" event, which names the machine, the software and the mapping."""
+        """Write the "start" event, which names the machine, the software and the mapping, or after a resume "restart".
+
+        Args:
+            step: number of steps that the run has made already; 0 for a new run.
+        """
         fold, device = self.fold, device_name(self.runtime.device)
         machine = {
             "ranks": fold.world,
@@ -354,7 +358,7 @@ def describe_answers(samples: Sequence[Mapping[str, Any]]) -> str:
     """Return prompts and their answers as lines of text.
 
     Args:
-        samples: dicts with "prompt", "answer", "tokens" and "end", as `Evaluation.after_step` returns them.
+        samples: dicts with "prompt" and "answer" as text; other keys are not read.
     """
     lines = [f"{len(samples)} prompt{'s' * (len(samples) > 1)} answered"]
     for sample in samples:

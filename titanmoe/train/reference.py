@@ -205,6 +205,9 @@ def compute_scores(config: Config, training: Training, model: str, top_k: TopK |
         training: the model and its data.
         model: digest of the model, part of the files' names.
         top_k: the top-k ids that the head returns; None for the log-probabilities of labels.
+
+    Raises:
+        ConfigError: on all ranks, if one cannot write the files.
     """
     steps = ScoringSteps(config, training)
     writers: dict[Path, ScoreWriter] = {}

@@ -232,7 +232,12 @@ def rewind(folder: Path, step: int) -> None:
 
 
 def read_records(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Return the parsed lines of a JSONL file of a run, without one that was cut off by a kill; [] without the file."""
+    """Return the parsed lines of a run's JSONL file, without one that was cut off by a kill; [] without the file.
+
+    Args:
+        folder: the run's folder.
+        name: name of the file, such as "metrics.jsonl".
+    """
     records = []
     for line in _read_lines(folder, name) if (folder / name).exists() else []:
         with contextlib.suppress(ValueError):

@@ -104,7 +104,7 @@ class Clock(Observer):
             name, begin, end = self._open.popleft()
             self._seconds[name] += begin.elapsed_time(end) / 1e3 if self.gpu else end - begin
 
-    def _mark(self) -> Any:
+    def _mark(self) -> float | torch.cuda.Event:
         """Return the present time: in seconds on a CPU; on a GPU an event recorded on the current stream."""
         if not self.gpu:
             return time.perf_counter()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,8 @@ ALIGNED = 256
 
 Moments = tuple[Tensor, ...]
 """Moments of one parameter."""
+Event = torch.cuda.Event | None
+"""Event of a CUDA stream; None on a machine without GPU."""
 
 
 class Copies:
@@ -32,7 +33,7 @@ class Copies:
     page_locked = False
     """Whether host memory has to be page-locked for these copies."""
 
-    def copy(self, to: str, target: Tensor, source: Tensor, *after: Any) -> Any:
+    def copy(self, to: str, target: Tensor, source: Tensor, *after: Event) -> Event:
         """Start to copy a tensor; return a CUDA event that is complete when the copy is done (None without a GPU).
 
         Args:
@@ -43,13 +44,13 @@ class Copies:
         """
         target.copy_(source)
 
-    def mark(self) -> Any:
+    def mark(self) -> Event:
         """Return a CUDA event that is complete when the device has done all its work so far; None without a GPU."""
 
-    def wait_on_device(self, event: Any) -> None:
+    def wait_on_device(self, event: Event) -> None:
         """Make later work on the device wait for the event."""
 
-    def wait_on_host(self, event: Any) -> None:
+    def wait_on_host(self, event: Event) -> None:
         """Block this thread until the event is complete."""
 
 
@@ -61,7 +62,7 @@ class CudaCopies(Copies):
     def __init__(self, device: torch.device):
         self.streams = {to: torch.cuda.Stream(device) for to in ("device", "host")}
 
-    def copy(self, to: str, target: Tensor, source: Tensor, *after: Any) -> Any:
+    def copy(self, to: str, target: Tensor, source: Tensor, *after: Event) -> Event:
         stream = self.streams[to]
         for event in after:
             if event is not None:
@@ -70,13 +71,13 @@ class CudaCopies(Copies):
             target.copy_(source, non_blocking=True)
         return stream.record_event()
 
-    def mark(self) -> Any:
+    def mark(self) -> Event:
         return torch.cuda.current_stream().record_event()
 
-    def wait_on_device(self, event: Any) -> None:
+    def wait_on_device(self, event: Event) -> None:
         torch.cuda.current_stream().wait_event(event)
 
-    def wait_on_host(self, event: Any) -> None:
+    def wait_on_host(self, event: Event) -> None:
         event.synchronize()
 
 
@@ -90,7 +91,7 @@ class Bucket:
     """Number of moments of each parameter."""
     host: Tensor
     """Bytes of all moments in host memory."""
-    copied_out: Any = None
+    copied_out: Event = None
     """Event that ends the last copy to the host; None before the first."""
 
     def unpack(self, data: Tensor) -> dict[str, Moments]:
@@ -139,7 +140,7 @@ class Offload:
         most = max(bucket.host.nbytes for bucket in self.buckets)
         self.buffers = [first.new_empty(most, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self.buckets)))]
         """Buffers on the device, each large enough for the moments of any bucket."""
-        self.free: list[Any] = [None] * len(self.buffers)
+        self.free: list[Event] = [None] * len(self.buffers)
         """Event after which each buffer may be overwritten."""
 
     @staticmethod
@@ -187,7 +188,7 @@ class Offload:
             yield bucket.unpack(every)
             self.free[slot] = bucket.copied_out = self.copies.copy("host", bucket.host, every, self.copies.mark())
 
-    def _fetch(self, number: int) -> Any:
+    def _fetch(self, number: int) -> Event:
         """Start to copy the moments of a bucket to the device; return the event that ends the copy."""
         bucket, slot = self.buckets[number], number % len(self.buffers)
         target, after = self.buffers[slot][: bucket.host.nbytes], (bucket.copied_out, self.free[slot])

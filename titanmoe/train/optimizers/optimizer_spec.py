@@ -177,7 +177,12 @@ def _bound_contradictions(config: Config, value: float) -> Iterator[Violation]:
 
 
 def _frozen_clip_contradictions(config: Config, field: str) -> Iterator[Violation]:
-    """Yield a violation if QK-Clip would scale a weight that is not trained."""
+    """Yield a violation if QK-Clip would scale a weight that is not trained; one at most, of the first such weight.
+
+    Args:
+        config: the resolved config.
+        field: name of the option that asks for QK-Clip, for the message.
+    """
     tuning = Tuning.of(config)
     for layer, mixer in enumerate(mixers(config.model)):
         for leaf in mixer.qk_clip_rows(config.model):
