@@ -81,7 +81,7 @@ class AdapterCheckpoints(Checkpoints):
         Those that come from the seed are left as they are. Then record their digest. Collective over the world.
 
         Raises:
-            ConfigError: on all ranks, if the weights cannot be read or do not fit the model.
+            ConfigError: the weights cannot be read or do not fit the model.
         """
         options = self.options
         if options.initial_hf:

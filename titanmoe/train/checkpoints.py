@@ -113,7 +113,7 @@ class Checkpoints:
             Lines for the header that is printed at the start, by label: what was loaded, and warnings.
 
         Raises:
-            ConfigError: on all ranks, if they cannot be read or do not fit the run.
+            ConfigError: they cannot be read or do not fit the run.
         """
         notes = self._load_start()
         if note := self._context_note():
@@ -401,7 +401,7 @@ class Checkpoints:
 
     @property
     def has_saved(self) -> bool:
-        """True if a checkpoint is on disk from which the run can continue after a NumericalFault."""
+        """True if a checkpoint is on disk, or being written, from which the run can continue after a NumericalFault."""
         return bool(self.saver and self.saver.saved_step >= 0)
 
     def after_step(self) -> dict[str, float]:

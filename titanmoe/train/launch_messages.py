@@ -195,14 +195,17 @@ def write_memory_advice(make: Callable[[], str]) -> None:
 
 
 def exit_refused(error: ConfigError) -> NoReturn:
-    """Print the problems of a refused config, once for all ranks, and end this process with exit code 2."""
+    """Print the problems of a refused config, or write them for a launcher, which prints them once, and exit (2)."""
     if write_failure_note(str(error), alike=True):
         sys.exit(2)
     exit_with(error.problems, error.source)
 
 
 def write_error_note(error: BaseException) -> None:
-    """Write a failure note of one line: the error, and the last frame of titanmoe's code that it passed."""
+    """Write a failure note of one line: the error, and the last frame of titanmoe's code that it passed.
+
+    Does nothing if no launcher reads it.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/titanmoe/" in frame.filename] or frames
     place = f" ({ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name})" if ours else ""

@@ -217,6 +217,8 @@ class Metrics(Observer):
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Record a step's metrics, write the events that they cause, and report them if metrics.log_every asks for it.
 
+        The first and the last step and those with a validation or a quiz are reported as well.
+
         Args:
             step: the number of the step just made.
             values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A

@@ -208,7 +208,7 @@ def rewind(folder: Path, step: int) -> None:
     """Remove lines of steps after `step` from the JSONL files of a resumed run; at step 0 rename the files instead.
 
     Of later events only those of REPEATED_EVENTS are removed: that the run was started or saved remains true. Renamed
-    files are metrics-1.jsonl, experts-1.jsonl, ..., or with the next number that is free.
+    files are metrics-1.jsonl, experts-1.jsonl, ..., or with the next number that is free. Only one rank may call this.
 
     Args:
         folder: the run's folder.

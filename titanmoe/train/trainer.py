@@ -26,7 +26,7 @@ from titanmoe.train.training import Training
 def update(training: Training, work: StepWork, sums: StepSums, rate: float) -> dict[str, Any]:
     """Clip a step's gradients and update the weights, unless the guard refuses; return the step's metrics by name.
 
-    The gradients are freed. Collective over the world.
+    Selection biases are moved, the run's tokens are counted, and the gradients are freed. Collective over the world.
 
     Args:
         training: the run.
