@@ -225,3 +225,7 @@ def test_recipes_are_within_5_percent(name: str, script: ModuleType) -> None:
     for rank in peaks if name.startswith("debug") else [max(peaks, key=peaks.get)]:
         peak = agrees(config, fold.world, rank * fold.stage)
         assert on_page[name, f"{rank} of {fold.pp}"] == format_bytes(peak)
+
+
+def test_bytes_that_round_to_a_thousand_are_one_of_the_next_unit() -> None:
+    assert [format_bytes(count) for count in (0, 999.4, 999.6, 999_700)] == ["0 B", "999 B", "1 KB", "1 MB"]

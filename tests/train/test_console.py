@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pytest
 from rich.console import Console
@@ -157,6 +158,7 @@ def test_a_step_of_reinforcement_learning_says_in_which_phase_its_seconds_went(c
 def test_small_things():
     assert draw_curve([1.0, 2.0, 3.0]) == "▁▅█"
     assert draw_curve([2.0, 2.0]) == "▁▁"
+    assert draw_curve([1.0, math.nan, 3.0]) == "▁ █" and draw_curve([math.nan]) == " "
     assert format_duration(3725.4) == "1:02:05"
     assert format_phases({"loss": 1.0}) == ""
     assert format_phases({"time.data": 1e-4, "time.optimizer": 1.0}) == "optimizer 100%"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import shutil
 import sys
@@ -281,10 +282,11 @@ class LivePanel:
 
 
 def draw_curve(values: deque[float]) -> str:
-    """Return a sparkline of one block character per value, scaled to their range; all are finite, and not none."""
-    low, high = min(values), max(values)
+    """Return a sparkline: a block character per value, scaled to their range, and a space where one is not finite."""
+    finite = list(filter(math.isfinite, values))
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0
-    return "".join(BLOCKS[round((value - low) * scale)] for value in values)
+    return "".join(BLOCKS[round((value - low) * scale)] if math.isfinite(value) else " " for value in values)
 
 
 def format_phases(record: dict[str, float]) -> str:
