@@ -213,9 +213,9 @@ def test_a_file_that_cannot_run_is_refused(rows: list[list[str]], tmp_path: Path
 def test_cells_are_read_as_torch_reads_them(text: str) -> None:
     from torch.distributed.pipelining.schedules import _Action
 
-    from titanmoe.parallel.pipeline import _cell
+    from titanmoe.parallel.schedule_tables import cell_of
 
-    assert parse_cell(text) == _cell(_Action.from_str(text))
+    assert parse_cell(text) == cell_of(_Action.from_str(text))
 
 
 @pytest.mark.parametrize("text", ["F0", "0F", "0G1", "0F0 1", "(0F0)OVERLAP_F_B", "(0F0;1UNSHARD)OVERLAP_F_B"])

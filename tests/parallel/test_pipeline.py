@@ -21,11 +21,12 @@ from tests import parity, world
 from tests.fold.test_pipeline_schedules import table, write
 from tests.rehearse.small import config_of
 from titanmoe.comm.collectives import to_local
-from titanmoe.config.schema import Model
+from titanmoe.config.schema import Model, Pipeline
 from titanmoe.models.count import layer_flops
 from titanmoe.models.stages import split_layers
 from titanmoe.parallel import pipeline
-from titanmoe.parallel.pipeline import Stage, add_weight_gradients, gather_each_stage_once
+from titanmoe.parallel.pipeline import Stage, add_weight_gradients
+from titanmoe.parallel.schedule_tables import gather_each_stage_once, make_schedule
 from titanmoe.rehearse.rehearsal import rehearse
 
 # ---- stages
@@ -93,6 +94,17 @@ def test_a_schedule_from_a_file_agrees(tmp_path: Path) -> None:
     path = write(tmp_path / "1f1b.csv", table(2, 4))
     mapping = {"parallelism.tp": 2, "parallelism.experts.ep": 2, "pipeline.schedule_csv": path}
     parity.check(4, STEP | mapping, steps=1)
+
+
+def test_idle_cells_and_messages_in_a_file_change_no_table(tmp_path: Path) -> None:
+    rows = [["", "0UNSHARD", *row, "0RESHARD"] for row in table(2, 4)]
+    tables = []
+    for name, cells in {"with": rows, "without": table(2, 4)}.items():
+        stage: Any = SimpleNamespace(num_stages=2, group_size=2, group_rank=0, is_last=False, has_backward=True)
+        options = Pipeline(schedule_csv=write(tmp_path / f"{name}.csv", cells))
+        kwargs = dict(microbatches=4, loss=int, keep_gathered=False, with_vocabulary=False)
+        tables.append(make_schedule([stage], options, **kwargs)[0].pipeline_order_with_comms)
+    assert tables[0] == tables[1] and "0SEND_F3" in map(str, tables[0][0])
 
 
 def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torch.Tensor], float]:

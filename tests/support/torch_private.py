@@ -125,7 +125,7 @@ PRIVATE = (
     Private(
         f"{_SCHEDULES}._PipelineScheduleRuntime",
         (
-            *("_load_csv", "_step_microbatches", "_has_backward", "_stages", "_n_microbatches"),
+            *("_step_microbatches", "_has_backward", "_stages", "_n_microbatches"),
             *("_assert_unsharded", "_maybe_compute_loss", "_maybe_get_loss", "_prepare_schedule_with_comms"),
             "_comp_type_to_function_map",
         ),

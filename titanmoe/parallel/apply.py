@@ -14,11 +14,9 @@ import torch
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Parallelism, Training
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.config.schema import Pipeline as PipelineOptions
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
-from titanmoe.fold.unsharded_experts import reshards_after_forward
 from titanmoe.models.lora import add_adapters
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
@@ -131,15 +129,7 @@ def build(
 
 
 def make_engine(
-    stages: list[Transformer],
-    *,
-    pipeline: PipelineOptions,
-    parallelism: Parallelism,
-    training: Training,
-    meshes: Meshes,
-    microbatches: int,
-    device: torch.device,
-    in_pairs: bool = False,
+    stages: list[Transformer], config: Config, meshes: Meshes, microbatches: int, device: torch.device
 ) -> WithoutPipeline | Pipeline:
     """Return the object whose `run` runs forward and backward of a step through the stages, with or without a pipeline.
 
@@ -147,20 +137,18 @@ def make_engine(
 
     Args:
         stages: this rank's stages of the model, as `build` returns them.
-        pipeline: the recipe's [pipeline].
-        parallelism: the recipe's [parallelism].
-        training: the recipe's [training].
+        config: the recipe.
         meshes: process groups and meshes of the run.
         microbatches: number of microbatches in a step.
         device: the device that this rank computes on.
-        in_pairs: whether forward of one microbatch and backward of another run interleaved on a rank, so that each
-            computes while the other's routed tokens are in flight (moe.overlap = "pairs").
     """
-    summed_before, shards = meshes.pp.size > 1 or parallelism.reduce_once, None
-    if parallelism.vocab == "pipeline":
+    reduce_once, shards = config.parallelism.reduce_once, None
+    if config.parallelism.vocab == "pipeline":
         *stages, shards = stages
-    experts = [UnshardedExperts(stage, training, meshes, summed_before) for stage in stages]
+    summed_before = meshes.pp.size > 1 or reduce_once
+    experts = [UnshardedExperts(stage, config.training, meshes, summed_before) for stage in stages]
     if meshes.pp.size == 1:
-        return WithoutPipeline(stages, experts, parallelism.reduce_once)
-    keep_gathered = not reshards_after_forward(parallelism)
-    return Pipeline(stages, experts, pipeline, training, meshes, microbatches, device, keep_gathered, in_pairs, shards)
+        return WithoutPipeline(stages, experts, reduce_once)
+    return Pipeline(
+        stages, experts, config=config, meshes=meshes, microbatches=microbatches, device=device, shards=shards
+    )

@@ -21,22 +21,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from titanmoe import observe
 from titanmoe.comm.collectives import Group
-from titanmoe.config.schema import Pipeline as Options
-from titanmoe.config.schema import Training
+from titanmoe.config.schema import Config, Training
 from titanmoe.fold.meshes import Meshes
-from titanmoe.fold.pipeline_schedules import (
-    COST,
-    SINGLE,
-    Action,
-    Cell,
-    bubble,
-    channels,
-    is_pass,
-    single_order,
-    stage_ranks,
-)
+from titanmoe.fold.pipeline_schedules import bubble, channels, stage_ranks
 from titanmoe.fold.rank_groups import groups
-from titanmoe.fold.vocabulary_passes import insert_passes
+from titanmoe.fold.unsharded_experts import reshards_after_forward
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Head
 from titanmoe.models.vocabulary_shards import VocabularyShards
@@ -44,46 +33,10 @@ from titanmoe.observe import region
 from titanmoe.ops.device import choose
 from titanmoe.parallel import pairs
 from titanmoe.parallel.batch_slice import BatchSlice, MicrobatchLoss
+from titanmoe.parallel.schedule_tables import make_schedule
 from titanmoe.parallel.unsharded import UnshardedExperts
-from titanmoe.parallel.vocabulary_pipeline import Pass, VocabularyPasses, with_passes
+from titanmoe.parallel.vocabulary_pipeline import Pass, VocabularyPasses
 from titanmoe.parallel.warm_up import warm_up
-
-
-def _cell(action: torch_schedules._Action | None) -> Cell:
-    """Return the forwards and backwards in one cell of torch's schedule table, without messages; () if it is idle."""
-    actions = () if action is None else action.sub_actions or (action,)
-    return tuple(
-        Action(one.stage_index, one.computation_type.value, one.microbatch_index)
-        for one in actions
-        if one.computation_type.value in COST
-    )
-
-
-def _torch_action(cell: Cell) -> torch_schedules._Action:
-    """Return torch's form of the one forward or backward in a cell of our schedule table."""
-    (action,) = cell
-    return torch_schedules._Action.from_str(str(action))
-
-
-def gather_each_stage_once(row: list[torch_schedules._Action]) -> list[torch_schedules._Action]:
-    """Return a rank's row of torch's schedule table, changed so that each stage's weights are gathered and freed once.
-
-    torch keeps at most 3 stages of a rank gathered, however small they are (`_add_unshard_reshard`, max_active_stages),
-    and gathers the others anew each time: of 4 ranks with 7 stages each, one would gather 71 times in 32 microbatches,
-    not 7.
-    """
-    first, last = ({} for _ in range(2))
-    for i, action in enumerate(row):
-        if action.computation_type == torch_schedules.UNSHARD:
-            first.setdefault(action.stage_index, i)
-        elif action.computation_type == torch_schedules.RESHARD:
-            last[action.stage_index] = i
-    first_and_last = {*first.values(), *last.values()}
-    sizing = (torch_schedules.UNSHARD, torch_schedules.RESHARD)
-    return [action for i, action in enumerate(row) if i in first_and_last or action.computation_type not in sizing]
-
-
-# ---- running
 
 
 class Announcer:
@@ -255,6 +208,48 @@ class Stage(PipelineStage):
         super().perform_reduce_grad(grad_scale_factor)
 
 
+def make_stages(
+    models: list[Transformer], ranks: list[int], training: Training, meshes: Meshes, device: torch.device
+) -> tuple[list[Stage], Tensor]:
+    """Return torch's stages of this rank, and a meta tensor like a microbatch's hidden states between two stages.
+
+    Shapes of inputs and outputs are given, else the first step would run an extra, real forward and backward.
+
+    Args:
+        models: this rank's stages of the model.
+        ranks: the pipeline rank of each stage of the pipeline.
+        training: the recipe's [training].
+        meshes: process groups and meshes of the run.
+        device: the device that this rank computes on.
+    """
+    B, S = training.local_batch_size, training.seq_len // meshes.fold.cp
+    compute = getattr(torch, training.mixed_precision_param)
+    wide = torch.promote_types(compute, torch.float32)
+    ids_BS = torch.empty(B, S, dtype=torch.int64, device="meta")
+    hidden_BsD = torch.empty(B, S // meshes.fold.tp, models[0].shape.dim, dtype=compute, device="meta")
+    hidden_BsD.requires_grad_()
+
+    def output_of(model: Transformer) -> Tensor:
+        if not isinstance(model.head, Head):
+            return hidden_BsD
+        return torch.empty(model.head.num_values, B, S, dtype=wide, device="meta", requires_grad=True)
+
+    own_stages = [stage for stage, rank in enumerate(ranks) if rank == meshes.pp.rank]
+    stages = [
+        Stage(
+            model,
+            stage,
+            len(ranks),
+            device,
+            input_args=(hidden_BsD if model.embed is None else ids_BS,),
+            output_args=(output_of(model),),
+            group=meshes.pp.process_group,
+        )
+        for model, stage in zip(models, own_stages, strict=True)
+    ]
+    return stages, hidden_BsD
+
+
 def add_weight_gradients(
     weights: Iterable[nn.Parameter], groups: list[dict[str, Any]], after: Callable[[nn.Parameter], None]
 ) -> None:
@@ -336,13 +331,11 @@ class Pipeline:
         self,
         models: list[Transformer],
         unsharded_experts: list[UnshardedExperts],
-        options: Options,
-        training: Training,
+        *,
+        config: Config,
         meshes: Meshes,
         microbatches: int,
         device: torch.device,
-        keep_gathered: bool,
-        in_pairs: bool,
         shards: VocabularyShards | None,
     ):
         """Make torch's stages and schedule. Collective over the world.
@@ -350,77 +343,41 @@ class Pipeline:
         Args:
             models: this rank's stages of the model.
             unsharded_experts: the experts of each stage that FSDP does not shard.
-            options: the recipe's [pipeline].
-            training: the recipe's [training].
+            config: the recipe.
             meshes: process groups and meshes of the run.
             microbatches: number of microbatches in a step.
             device: the device that this rank computes on.
-            keep_gathered: whether weights stay gathered from a stage's first forward to its last backward.
-            in_pairs: whether forward of one microbatch and backward of another run interleaved on a rank.
             shards: this rank's rows of embedding and head, if all stages share these.
         """
-        fold, pp = meshes.fold, meshes.pp
-        ranks = stage_ranks(options, pp.size)
-        own_stages = [stage for stage, rank in enumerate(ranks) if rank == pp.rank]
-        B, length = training.local_batch_size, training.seq_len // fold.cp
-        compute = getattr(torch, training.mixed_precision_param)
-        # Static shapes: without them the first step runs an extra, real forward and backward.
-        ids = torch.empty(B, length, dtype=torch.int64, device="meta")
-        self.hidden = hidden = torch.empty(B, length // fold.tp, models[0].shape.dim, dtype=compute, device="meta")
-        wide = torch.promote_types(compute, torch.float32)
-        heads = [m.head for m in models if isinstance(m.head, Head)]
-        scores = [torch.empty(head.num_values, B, length, dtype=wide, device="meta") for head in heads]
-        self.stages = [
-            Stage(
-                model,
-                stage,
-                len(ranks),
-                device,
-                input_args=(ids if model.embed is not None else hidden.requires_grad_(),),
-                output_args=((scores[0] if isinstance(model.head, Head) else hidden).requires_grad_(),),
-                group=pp.process_group,
-            )
-            for model, stage in zip(models, own_stages, strict=True)
-        ]
-        self.device, self.announcer = device, Announcer(pp)
+        self.device, self.announcer = device, Announcer(meshes.pp)
         self.cold = device.type == "cuda"
         """Whether kernels are not loaded yet. Always False on a CPU, where none waits for another."""
+        ranks = stage_ranks(config.pipeline, meshes.pp.size)
+        self.stages, self.hidden = make_stages(models, ranks, config.training, meshes, device)
         between = message_groups(ranks, meshes, device)
         for stage, stage.unsharded_experts in zip(self.stages, unsharded_experts, strict=True):
             stage.announce, stage.group_between = self.announcer, between
-        # GPipe and 1F1B too: torch's own put sends and receives in one batch, which only one group can run.
-        from_rows = options.schedule_csv or options.schedule in SINGLE
-        name = "_PipelineScheduleRuntime" if from_rows else f"Schedule{options.schedule}"
-        kind = getattr(torch_schedules, name)
-        self.schedule = kind(self.stages, microbatches, loss_fn=self._loss, scale_grads=False)
-        if options.schedule_csv:
-            self.schedule._load_csv(options.schedule_csv)
-        elif from_rows:
-            single = enumerate(single_order(options.schedule, pp.size, microbatches))
-            self.schedule.pipeline_order = {rank: list(map(_torch_action, row)) for rank, row in single}
-            self.schedule._prepare_schedule_with_comms(self.schedule.pipeline_order)
-        order = self.schedule.pipeline_order
-        rows = [[_cell(action) for action in order[rank]] for rank in range(pp.size)]
-        if shards is not None:
-            rows = insert_passes(rows, len(ranks))
-            order = {rank: [_torch_action(cell) for cell in row if not is_pass(cell)] for rank, row in enumerate(rows)}
-            self.schedule.pipeline_order = order
-            self.schedule._prepare_schedule_with_comms(order)
-        if keep_gathered:
-            table = self.schedule.pipeline_order_with_comms
-            self.schedule.pipeline_order_with_comms = {rank: gather_each_stage_once(row) for rank, row in table.items()}
-        self.pairs = pairs.Pairs(device) if in_pairs else None
+        self.schedule, cells = make_schedule(
+            self.stages,
+            config.pipeline,
+            microbatches=microbatches,
+            loss=self._loss,
+            keep_gathered=not reshards_after_forward(config.parallelism),
+            with_vocabulary=shards is not None,
+        )
+        self.bubble = bubble(cells, len(ranks))
+        self.pairs = pairs.Pairs(device) if config.moe.overlap == "pairs" else None
         if self.pairs is not None:
             self.schedule.register_custom_function(torch_schedules._ComputationType.OVERLAP_F_B, self.pairs)
         self.vocabulary = None
         if shards is not None:
-            self.schedule.pipeline_order_with_comms = with_passes(self.schedule.pipeline_order_with_comms, rows)
             multi_token = [mtp for model in models for mtp in model.mtp or ()]
-            self.vocabulary = VocabularyPasses(shards, ranks, meshes, hidden, multi_token, self.announcer.computing)
+            self.vocabulary = VocabularyPasses(
+                shards, ranks, meshes, self.hidden, multi_token, self.announcer.computing
+            )
             self.schedule._comp_type_to_function_map |= dict.fromkeys(Pass, self.vocabulary)
             for stage in self.stages:
                 stage.vocabulary = self.vocabulary
-        self.bubble = bubble(rows, len(ranks))
 
     def _loss(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
         if self.vocabulary is not None:  # a pass computes the loss

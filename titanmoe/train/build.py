@@ -234,16 +234,7 @@ def build_model(
     state = RunState(SkipRule(config.optimizer))
     gradients = Gradients(
         stages=stages,
-        engine=make_engine(
-            stages,
-            pipeline=config.pipeline,
-            parallelism=config.parallelism,
-            training=training,
-            meshes=meshes,
-            microbatches=loader.microbatches,
-            device=device,
-            in_pairs=config.moe.overlap == "pairs",
-        ),
+        engine=make_engine(stages, config, meshes, loader.microbatches, device),
         objective=objective,
         tied=TiedEmbeddings(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes),
         first_pass=first_pass,

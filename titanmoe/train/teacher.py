@@ -96,15 +96,7 @@ class SlicerWithTeacher(Slicer):
             check_tokenizer(self.teacher, loader.mix.tokenizer.identity)
         output = HeadOutput(top_k=options.top, temperature=options.temperature)
         self.stages = build(own, meshes, loader.microbatches, device, materialize=allocate_uninitialized, output=output)
-        self.engine = make_engine(
-            self.stages,
-            pipeline=own.pipeline,
-            parallelism=own.parallelism,
-            training=own.training,
-            meshes=meshes,
-            microbatches=loader.microbatches,
-            device=device,
-        )
+        self.engine = make_engine(self.stages, own, meshes, loader.microbatches, device)
         self.outputs, self.one = TeacherOutputs(meshes, options.top), torch.ones((), dtype=torch.float64, device=device)
         self.note = f"{self.teacher.path}, top {options.top} ids of each position"
         self._load_weights()
