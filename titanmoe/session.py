@@ -79,7 +79,7 @@ class PassResult:
     """Result of a forward_backward call. Its tensors are on the device; reading them waits for it."""
 
     loss: Tensor
-    """The objective's sum over the call's samples, divided by the step's count."""
+    """The objective's sum over the call's samples, divided by the step's divisor."""
     metrics: dict[str, Tensor]
     """Metrics of the objective, likewise."""
     log_probs: Tensor | None
@@ -203,8 +203,8 @@ class Session:
 
     def _count(self, local: DataRankBatch, name: ObjectiveName, divisor: float | None = None) -> Counts:
         totals = self.training.slicer.count(local.microbatches, self._objective(name))
-        count = totals.count if divisor is None else torch.full_like(totals.count, divisor)
-        return Counts({name: count}, totals.tokens, totals.samples, totals.flops)
+        divided_by = totals.divisor if divisor is None else torch.full_like(totals.divisor, divisor)
+        return Counts({name: divided_by}, totals.tokens, totals.samples, totals.flops)
 
     def _local(self, batch: Batch | None, per_data_rank: bool) -> DataRankBatch:
         local = data_rank_batch(

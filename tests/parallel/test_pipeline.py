@@ -120,7 +120,7 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
     gradients, losses = trainer.training.gradients, []
 
     def per_label(scores_NBS: torch.Tensor, batch_slice: Any) -> torch.Tensor:
-        return gradients.objective(scores_NBS, batch_slice) / totals.count
+        return gradients.objective(scores_NBS, batch_slice) / totals.divisor
 
     for _ in range(2):
         losses.append(gradients.engine.run(slices, per_label, backward=False))

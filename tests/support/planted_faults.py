@@ -80,7 +80,7 @@ def loss_divided_by_local_tokens() -> Callable[[], None]:
             totals = count(self, batches)
             mine = sum(int((b.labels_BS != -100).sum()) for b in batches)
             dp = self.meshes.fold.dp
-            return replace(totals, count=torch.tensor(float(mine * dp), dtype=torch.float64))
+            return replace(totals, divisor=torch.tensor(float(mine * dp), dtype=torch.float64))
 
         return run
 

@@ -80,7 +80,7 @@ def test_a_batch_reaches_the_device_while_the_host_goes_on(depth: int, monkeypat
     monkeypatch.setattr(torch, "tensor", None)  # with a device it waits too, and no mode sees it
     with _Waits() as waits:
         totals, slices = slicer.count(batches), slicer.slices(batches)
-    assert totals.count.is_meta and all(s.ids_BS.is_meta and s.tokens.microbatch.is_meta for s in slices)
+    assert totals.divisor.is_meta and all(s.ids_BS.is_meta and s.tokens.microbatch.is_meta for s in slices)
     assert not waits.found
 
 

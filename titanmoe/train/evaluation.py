@@ -43,13 +43,13 @@ def forward_only(
         gradients: has the stages and the engine that runs them.
 
     Yields:
-        For each step the objective's sum on this rank (0 without the last pipeline stage) and its count over all ranks,
-            float64 scalars on the device.
+        For each step the objective's sum on this rank (0 without the last pipeline stage) and its divisor over all
+            ranks, float64 scalars on the device.
     """
     for batches in samples:
         totals = slicer.count(batches)
         gradients.begin_step(totals)
-        yield gradients.engine.run(slicer.slices(batches), slicer.objective, backward=False), totals.count
+        yield gradients.engine.run(slicer.slices(batches), slicer.objective, backward=False), totals.divisor
 
 
 @dataclass(eq=False, kw_only=True)
@@ -118,15 +118,15 @@ class Validation(ForwardEvaluation):
         Collective over the world. A metric "preference.accuracy" gets the name "preference.val_accuracy".
         """
         meshes, objective = self.slicer.meshes, self.slicer.objective
-        total, count = (torch.zeros((), dtype=torch.float64, device=self.slicer.device) for _ in range(2))
+        total, divisor = (torch.zeros((), dtype=torch.float64, device=self.slicer.device) for _ in range(2))
         sums = objective.take_metrics(total)
-        for sum_of_batches, count_of_batches in forward_only(self.samples, self.slicer, self.gradients):
+        for sum_of_batches, divisor_of_batches in forward_only(self.samples, self.slicer, self.gradients):
             total += sum_of_batches
             sums += objective.take_metrics(total)
-            count += count_of_batches
+            divisor += divisor_of_batches
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         mine = torch.cat((total.view(1), sums))
-        loss, *values = (all_reduce(mine, meshes.world) / meshes.tp.size / count.clamp(min=1)).tolist()
+        loss, *values = (all_reduce(mine, meshes.world) / meshes.tp.size / divisor.clamp(min=1)).tolist()
         names = [name.replace(".", ".val_") for name in objective.metrics]
         return loss + objective.constant, dict(zip(names, values, strict=True))
 

@@ -2,7 +2,7 @@
 
 `Trainer.train_step` makes the slices by `Slicer` and calls `Gradients.sums`. A `titanmoe.session.Session` calls what
 that consists of: `begin_step`, `add` for each pass of microbatches, `reduce`. The objective's sums are divided by their
-global count and every reduction is a sum, so no gradient is scaled twice.
+`divisor`, counted over the whole step, and every reduction is a sum, so no gradient is scaled twice.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from titanmoe.train.run_state import RunState
 class Totals:
     """Counts of a step's batch, summed over all data ranks."""
 
-    count: Tensor
-    """Divisor of the objective's sum, such as the number of labels."""
+    divisor: Tensor
+    """What the objective's sum is divided by, such as the number of labels (`Objective.count`)."""
     tokens: Tensor
     """Tokens without padding."""
     samples: Tensor
@@ -74,8 +74,8 @@ class StepScalars:
     norm: float
     """Gradient norm before clipping."""
     tokens: float
-    count: float
-    """Divisor of the objective's sum, such as the number of labels."""
+    divisor: float
+    """What the objective's sum was divided by, such as the number of labels."""
     flops: float
     layers: dict[int, LayerStatistics]
     """Statistics of each MoE layer, by number of the layer."""
@@ -174,7 +174,7 @@ class Slicer:
     with_index: bool = False
 
     def count(self, batches: list[Batch], objective: Objective | None = None) -> Totals:
-        """Count labels, tokens, samples and FLOPs of a step's batch over all data ranks. Collective over these ranks.
+        """Count divisor, tokens, samples and FLOPs of a step's batch over all data ranks. Collective over these ranks.
 
         Args:
             batches: this data rank's microbatches.
@@ -183,7 +183,7 @@ class Slicer:
         objective = objective or self.objective
         tokens = [b.valid_BS.sum().double() for b in batches]
         own = {
-            "count": sum(objective.count(b).double() for b in batches),
+            "divisor": sum(objective.count(b).double() for b in batches),
             "tokens": sum(tokens),
             "samples": sum(b.valid_BS.any(1).sum().double() for b in batches),
             "flops": sum(
@@ -284,25 +284,29 @@ class Gradients:
 
         Collective over the world. All scalars come to the host in one transfer, the only one of a step outside its
         dispatchers; the norm and the statistics of the MoE layers are returned on the device too.
+
+        All ranks of a tp group of the last stage compute the same loss, and other stages none. So a loss or a metric
+        that is summed over the world is tp times what it should be, and is divided by tp here. Gradients are not, for
+        backward takes the losses of a tp group as one.
         """
         self.finish_gradients()
         observe.active.phase("optimizer", self.state.step)
         norm = grad_norm(self.trained, self.meshes.world, self.tied.names, self.device)
-        counts = {number: moe.balance.counts for number, moe in self.moe_layers.items()}
-        experts = sum_statistics(counts, self.blocks, self.layout, self.meshes.world, self.device)
+        of_layers = {number: moe.balance.counts for number, moe in self.moe_layers.items()}
+        experts = sum_statistics(of_layers, self.blocks, self.layout, self.meshes.world, self.device)
         logits = self.logits.reduce_over_ranks(self.device) if self.logits else None
         rows = dict(zip(self.blocks, experts, strict=True))
         by_block = {} if logits is None else {"max_logits": logits.amax(1)}
         by_layer = {f"layer {number}": row for number, row in rows.items()}
         known = to_host(vars(totals) | vars(summed) | {"norm": norm} | by_layer | by_block)
-        tp = self.meshes.tp.size  # only ranks of the last stage have a loss, and all ranks of a tp group the same one
+        tp = self.meshes.tp.size
         scalars = StepScalars(
             loss=known["loss"] / tp + constant,
             mtp_loss=known["mtp_loss"] / tp,
             stop=bool(known["stop"]),
             norm=known["norm"],
             tokens=known["tokens"],
-            count=known["count"],
+            divisor=known["divisor"],
             flops=known["flops"],
             layers={number: self.layout.read(known[f"layer {number}"]) for number in rows},
             max_logits=known.get("max_logits", []),
@@ -332,7 +336,7 @@ class Gradients:
             moe.balance.begin_pass()
 
     @named("forward backward")
-    def add(self, slices: list[BatchSlice], objective: Objective, count: Tensor, backward: bool = True) -> PassSums:
+    def add(self, slices: list[BatchSlice], objective: Objective, divisor: Tensor, backward: bool = True) -> PassSums:
         """Run microbatches forward and backward, add gradients to `.grad`, and return this rank's loss and metrics.
 
         Collective over the stage and the pipeline. Gradients of replicated parameters are not yet summed over ranks.
@@ -340,23 +344,23 @@ class Gradients:
         Args:
             slices: this rank's microbatches, at most as many as the recipe's step has; with a pipeline, just as many.
             objective: what to differentiate.
-            count: divisor of the objective's sum: its count over all microbatches and ranks of the step.
+            divisor: what to divide the objective's sums by: its count over all microbatches and ranks of the step.
             backward: whether to compute gradients.
         """
-        count = count.where(count > 0, 1)
+        divisor = divisor.where(divisor > 0, 1)
 
         # The objective's sums are divided here alone. Every reduction is a sum, so nothing is scaled twice.
         def microbatch_loss(scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
-            return objective(scores_NBS, batch_slice) / count
+            return objective(scores_NBS, batch_slice) / divisor
 
         mtps = [mtp for stage in self.stages for mtp in stage.mtp or ()]
         for mtp in mtps:
             mtp.loss_M.zero_()
         loss = self.engine.run(slices, microbatch_loss, backward)
-        mtp_loss = sum((mtp.loss_M.sum() / count for mtp in mtps), loss.new_zeros(()))
+        mtp_loss = sum((mtp.loss_M.sum() / divisor for mtp in mtps), loss.new_zeros(()))
         zero = torch.zeros_like(loss)
         return PassSums(
-            loss=loss, mtp_loss=mtp_loss, stop=zero, repeat=zero, metrics=objective.take_metrics(loss) / count
+            loss=loss, mtp_loss=mtp_loss, stop=zero, repeat=zero, metrics=objective.take_metrics(loss) / divisor
         )
 
     def forward_backward(
@@ -379,7 +383,7 @@ class Gradients:
         """
         self.begin_step(totals)
         with first_pass.used_by(self.moe_layers.values()) if first_pass else nullcontext():
-            own = self.add(slices, self.objective, totals.count)
+            own = self.add(slices, self.objective, totals.divisor)
         own.stop = torch.full_like(own.loss, wants_to_stop())
         if first_pass:
             own.repeat = first_pass.needs_repeat.to(own.loss.dtype)

@@ -192,18 +192,18 @@ class Trainer:
         sums = training.gradients.sums(work, training.checkpoints.wants_to_stop)
         self.stopping = sums.scalars.stop
 
-        self._count_labels(sums.scalars.count)
+        self._count_labels(sums.scalars.divisor)
         return update(training, work, sums, training.rate(state.step))
 
-    def _count_labels(self, count: float) -> None:
+    def _count_labels(self, divisor: float) -> None:
         """Count steps with and without labels; write an event at the 1st, 2nd, 4th, 8th, ... step without any.
 
         Args:
-            count: number of labels of the step, or another divisor of its objective.
+            divisor: number of labels of the step, or another divisor of its objective.
         """
-        self.labelled += count > 0
-        self.unlabelled += not count
-        if not count and self.unlabelled.bit_count() == 1:
+        self.labelled += divisor > 0
+        self.unlabelled += not divisor
+        if not divisor and self.unlabelled.bit_count() == 1:
             which = (
                 f"; so had {self.unlabelled - 1:,} of the {self.step - 1:,} steps before" if self.unlabelled > 1 else ""
             )

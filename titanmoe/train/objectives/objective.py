@@ -1,8 +1,8 @@
-"""Interface of a training objective: a sum over labels, and the count that it is divided by.
+"""Interface of a training objective: a sum over labels, and the divisor of it.
 
-The step's loss is the sum over all microbatches and ranks divided once by the count over all of them. Only ranks with
-the last pipeline stage have a sum, and all ranks of a tp group have the same; each cp rank has some of a sample's
-labels.
+The step's loss is the sum over all microbatches and ranks, divided once by the divisor, the sum of what `count`
+returns for each. Only ranks with the last pipeline stage have a sum, and all ranks of a tp group have the same; each cp
+rank has some of a sample's labels.
 
 If the loss of a sample is not a sum over its labels, as in DPO, `sum` first adds up each sample's labels over the cp
 ranks (titanmoe.comm.collectives.all_reduce_autograd), and then returns the loss divided by meshes.cp.size.
@@ -47,7 +47,7 @@ class Objective:
         """Record this rank's sums of a microbatch for the metrics named in `metrics`. Called by a subclass's `sum`.
 
         A second forward over the same microbatch replaces the sums of the first, and does not add to them. The sums are
-        later added over microbatches and ranks, and divided by the step's count. Not collective.
+        later added over microbatches and ranks, and divided by the step's divisor. Not collective.
 
         Args:
             batch_slice: the microbatch, which only identifies it.
