@@ -16,7 +16,7 @@ from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.router import Router
 from titanmoe.moe.score_functions import SCORE_FUNCTIONS, ScoreFunction, Sigmoid
-from titanmoe.ops.kernels.route import MODES
+from titanmoe.ops.kernels.route import SCORE_KERNELS
 
 
 class SquareRoot(ScoreFunction):
@@ -83,7 +83,7 @@ def test_a_published_model_with_one_weight_of_1_is_refused() -> None:
 
 def test_the_kernel_has_the_formulas_of_the_package() -> None:
     modes = {name: spec.kernel_mode for name, spec in SCORE_FUNCTIONS.table.items() if spec.kernel_mode}
-    assert modes == {name: name for name in MODES}
+    assert modes == {name: name for name in SCORE_KERNELS}
 
 
 def test_a_subclass_with_formulas_of_its_own_does_not_inherit_the_kernel() -> None:

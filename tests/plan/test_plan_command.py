@@ -24,7 +24,7 @@ from titanmoe.plan.links import Factors
 from titanmoe.plan.plan_table import TIE
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.search import evaluate, is_unfolded, search
-from titanmoe.plan.totals_by_mode import MODES
+from titanmoe.plan.totals_by_mode import RECOMPUTE_MODES
 from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 
 RECIPE = "train_configs/debug.toml"
@@ -163,7 +163,7 @@ def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys:
         if candidate.fold.pp == 2
     }
     assert ("DualPipeV", "none") in proposed and ("1F1B", "full") in proposed
-    assert not {("DualPipeV", mode) for mode in MODES[1:]} & proposed
+    assert not {("DualPipeV", mode) for mode in RECOMPUTE_MODES[1:]} & proposed
     split = "--parallelism.pp 2 --parallelism.experts.ep 2 --pipeline.schedule DualPipeV --model.num_layers 4"
     more = "--activation_checkpoint.mode full --training.global_batch_size 16"
     assert plan("--ranks", "4", "--explain", *split.split(), *more.split()) == 0
@@ -220,7 +220,7 @@ def test_the_search_finds_the_fastest() -> None:
 
     every = [
         evaluate(mapped, world, device, Factors())
-        for fold, mode, samples in product(legal_folds(world), MODES[::3], (1, 4))
+        for fold, mode, samples in product(legal_folds(world), RECOMPUTE_MODES[::3], (1, 4))
         if fold.pp == 1 and fold.dp_replicate == fold.edp_replicate == 1
         if (mapped := with_mapping(fold, mode, samples)) is not None
     ]

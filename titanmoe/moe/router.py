@@ -126,10 +126,10 @@ class Router(nn.Module):
         Returns:
             Scores (T, E), routing weights (T, K), chosen experts (T, K), and counts of choices (B, E).
         """
-        from titanmoe.ops.kernels.route import MODES, RouteFunction
+        from titanmoe.ops.kernels.route import SCORE_KERNELS, RouteFunction
 
         model, of = self.model, (tokens.index_T, tokens.sample_T, tokens.valid_T, len(tokens.position_BS))
-        mode = MODES[self.score_function.kernel_mode]
+        mode = SCORE_KERNELS[self.score_function.kernel_mode]
         groups = (model.num_groups, model.top_groups, self.score_function.scores_per_group)
         how = (mode, model.norm_topk, float(model.route_scale), self.options.force_balance)
         return RouteFunction.apply(logits_TE, self.expert_bias, *of, model.top_k, *groups, *how)

@@ -27,7 +27,7 @@ class ScoreFunction(Spec):
     """The formulas of a router's score function, and its spec. The values here are the defaults."""
 
     kernel_mode = ""
-    """The key of titanmoe.ops.kernels.route.MODES whose kernel computes it; "" if only the plain formulas do.
+    """The key of titanmoe.ops.kernels.route.SCORE_KERNELS whose kernel computes it; "" if only the plain formulas do.
 
     A subclass with formulas of its own does not inherit it."""
     scores_sum_to_one = True

@@ -3,25 +3,35 @@
     mode                    saved of a block                          recomputed
     none                    all that backward reads                   nothing
     selective               all but what its modules name (below)     what they name
-    moe                     all of `attend`; input of `feed`          `feed` up to gate and up
-    full_except_dispatch    inputs of both; received routed tokens    `attend`; router; gate and up; no dispatch
-    full                    inputs of both                            `attend`; `feed` up to gate and up
+    moe                     all of `attend`; input of `feed`          `feed`
+    full_except_dispatch    inputs of both; received routed tokens    `attend`; `feed` without dispatch
+    full                    inputs of both                            `attend`; `feed`
 
-`MODES` is this table for the code. `attend` and `feed` are the methods of a block (titanmoe.models.transformer): norm
-and mixer; norm, router, dispatch, experts and combine. The `feed` of a dense block is recomputed in the last two modes.
-Every mode recomputes the activation of routed experts (titanmoe.moe.expert_products).
+`RECOMPUTED_PARTS` is this table for the code. `attend` and `feed` are the two methods of a block
+(titanmoe.models.transformer):
 
-What is recomputed is a checkpointed region: a call of which torch.utils.checkpoint saves the inputs alone; backward
-recomputes it up to the last tensor that autograd saved in it. What dispatch and combine save is small and saved outside
-of the region. So the last tensors that `feed` saves are gate and up, and recomputation ends there: routed tokens are
-sent a second time, but neither multiplied by the down projection nor sent back. In "full_except_dispatch" products are
-a region of their own, whose inputs, the routed tokens that arrived, are saved outside of `feed`; the last tensors that
-`feed` saves are then the router's or the shared expert's, and nothing is dispatched a second time. Of other messages
-only those of `attend`, over tp and cp, and those of a shared expert, over tp, are sent twice, and the host never waits
-a second time: titanmoe.comm.recomputation.
+    attend    norm and mixer
+    feed      norm, router, dispatch, experts (products with gate, up and down) and combine; of a dense block, which
+              the mode "moe" leaves alone, norm and dense network
 
-In a MoE layer that is compiled as one graph, which has its routed tokens saved, the products are a region inside the
-graph, and `feed` is none: of the rest the compiler saves what is small.
+Each recomputed method is a checkpointed region: a call of which torch.utils.checkpoint saves the inputs alone. Backward
+calls the method a second time, and torch stops this call as soon as it has every tensor that autograd saved in the
+first.
+
+So the recomputation of a MoE layer's `feed` does not run to its end. The last tensors that are saved there are the
+outputs of gate and up: the activation is recomputed from them in every mode (titanmoe.moe.expert_products), and what
+dispatch and combine save is small and saved outside of the region. Norm, router, dispatch, gate and up run a second
+time; down and combine do not.
+
+In "full_except_dispatch" the products are a region of their own inside `feed`. Its inputs, the received routed tokens,
+are saved, so nothing is dispatched a second time: the recomputation of `feed` ends with the router or the shared
+expert, and that of the products with gate and up.
+
+Other messages that are sent a second time are those of `attend`, over tp and cp, and of a shared expert, over tp. The
+host never waits a second time (titanmoe.comm.recomputation).
+
+A MoE layer is compiled as one graph only in a mode that saves its routed tokens. Then its products are a region inside
+the graph, and `feed` is no region: of the rest the compiler saves what is small.
 
 `selective` recomputes what takes little time for its memory. The modules name it (titanmoe.models.layers):
 
@@ -52,7 +62,7 @@ from titanmoe.moe.layer import MoE
 from titanmoe.tokens import Tokens
 
 
-class Mode(NamedTuple):
+class RecomputedParts(NamedTuple):
     """The parts of a block that backward recomputes. Of each, forward saves the inputs alone."""
 
     selected: bool = False
@@ -62,17 +72,17 @@ class Mode(NamedTuple):
     dense_feed: bool = False
     """Norm and dense network, of a block without experts."""
     moe_feed: bool = False
-    """Norm, router, and experts up to gate and up."""
+    """Norm, router, and the experts' products with gate and up."""
     dispatch: bool = False
     """Between router and experts, the dispatch, which is sent twice then; else the received routed tokens are saved."""
 
 
-MODES = {
-    "none": Mode(),
-    "selective": Mode(selected=True),
-    "moe": Mode(moe_feed=True, dispatch=True),
-    "full_except_dispatch": Mode(attend=True, dense_feed=True, moe_feed=True),
-    "full": Mode(attend=True, dense_feed=True, moe_feed=True, dispatch=True),
+RECOMPUTED_PARTS = {
+    "none": RecomputedParts(),
+    "selective": RecomputedParts(selected=True),
+    "moe": RecomputedParts(moe_feed=True, dispatch=True),
+    "full_except_dispatch": RecomputedParts(attend=True, dense_feed=True, moe_feed=True),
+    "full": RecomputedParts(attend=True, dense_feed=True, moe_feed=True, dispatch=True),
 }
 """The values of activation_checkpoint.mode."""
 
@@ -243,18 +253,18 @@ def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_on
         options: the recipe's [activation_checkpoint].
         in_one_graph: whether a MoE layer is compiled as one graph.
     """
-    mode = MODES[options.mode]
+    parts = RECOMPUTED_PARTS[options.mode]
     for number, block in model.blocks().items():
         if number % options.every:
             continue
-        if mode.selected:
+        if parts.selected:
             _recompute_selected(block)
-        if mode.attend:
+        if parts.attend:
             _checkpoint_method(block, "attend")
-        if mode.dense_feed and block.moe is None:
+        if parts.dense_feed and block.moe is None:
             _checkpoint_feed(block)
-        if mode.moe_feed and block.moe is not None:
-            _recompute_moe(block, block.moe, mode.dispatch, in_one_graph)
+        if parts.moe_feed and block.moe is not None:
+            _recompute_moe(block, block.moe, parts.dispatch, in_one_graph)
 
 
 def _recompute_moe(block: Block, moe: MoE, dispatch: bool, in_one_graph: bool) -> None:

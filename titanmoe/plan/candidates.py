@@ -18,7 +18,7 @@ from titanmoe.plan.dispatch_costs import NEAR, DispatchChoice, hidden_by_pairs
 from titanmoe.plan.least_memory import LeastMemory, TriedSchedule, Variant
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.schedule_cost import backward_loads, schedule_cost
-from titanmoe.plan.totals_by_mode import MODES, TotalsByMode
+from titanmoe.plan.totals_by_mode import RECOMPUTE_MODES, TotalsByMode
 
 MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10
@@ -166,7 +166,7 @@ class Candidates:
             halves = totals.in_halves(tp, cp, samples, ep, etp, choice.dispatcher)
             experts.append((choice, *totals.experts(tp * cp, samples, shared, ep, etp, choice), halves))
         for least_bytes, mode, schedule in group.variants:
-            launches = model.num_layers * pricer.launches(fold, MODES[mode])
+            launches = model.num_layers * pricer.launches(fold, RECOMPUTE_MODES[mode])
             for plain, by_mode, message_seconds, halves in experts:
                 choice, more = plain, by_mode[mode]
                 if schedule.name == "DualPipeV":
@@ -177,7 +177,15 @@ class Candidates:
                 busy = max((seconds[mode] + more) / fold.pp + hop * schedule.stages, launches / fold.pp)
                 bound = busy * (m + schedule.idle)
                 yield Candidate(
-                    bound, busy, least_bytes, fold, samples, MODES[mode], schedule.name, schedule.stages, choice
+                    bound,
+                    busy,
+                    least_bytes,
+                    fold,
+                    samples,
+                    RECOMPUTE_MODES[mode],
+                    schedule.name,
+                    schedule.stages,
+                    choice,
                 )
 
 

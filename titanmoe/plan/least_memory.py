@@ -15,7 +15,7 @@ from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.saved_bytes import Widths, saved_bytes
-from titanmoe.plan.totals_by_mode import MODES
+from titanmoe.plan.totals_by_mode import RECOMPUTE_MODES
 
 
 class TriedSchedule(NamedTuple):
@@ -37,7 +37,7 @@ class Variant(NamedTuple):
     least_bytes: float
     """Lower bound of the bytes that a rank needs."""
     mode: int
-    """Index in MODES of the mode of recomputation."""
+    """Index in RECOMPUTE_MODES of the mode of recomputation."""
     schedule: TriedSchedule
 
 
@@ -78,7 +78,7 @@ class LeastMemory:
                 yield Variant(self.state + max(held), mode, schedule)
 
     def _saved_of_block(self, fold: Fold, samples: int) -> list[float]:
-        """Return the bytes that the mean block saves of a microbatch for each mode of MODES, in order."""
+        """Return the bytes that the mean block saves of a microbatch for each of RECOMPUTE_MODES, in order."""
         model, training = self.config.model, replace(self.config.training, local_batch_size=samples)
         shared = fold.tp if model.shared_hidden else 1  # tp matters to experts only through the shared one
         attention_key = fold.tp, fold.cp, samples
@@ -87,9 +87,9 @@ class LeastMemory:
             widths = Widths(replace(self.config, training=training), fold)
             self._attention[attention_key] = [
                 sum(n * saved_bytes(widths, i, mode).attention for i, n in self.mixer_counts.items()) / model.num_layers
-                for mode in MODES
+                for mode in RECOMPUTE_MODES
             ]
         if ffn_key not in self._ffn:
             widths = Widths(replace(self.config, training=training), fold)
-            self._ffn[ffn_key] = [saved_bytes(widths, model.num_layers - 1, mode).ffn for mode in MODES]
+            self._ffn[ffn_key] = [saved_bytes(widths, model.num_layers - 1, mode).ffn for mode in RECOMPUTE_MODES]
         return list(map(add, self._attention[attention_key], self._ffn[ffn_key]))

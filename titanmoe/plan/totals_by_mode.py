@@ -15,9 +15,9 @@ from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.dispatch_costs import DispatchChoice
 
-MODES = ("none", "selective", "moe", "full_except_dispatch", "full")
+RECOMPUTE_MODES = ("none", "selective", "moe", "full_except_dispatch", "full")
 SecondsByMode = tuple[float, ...]
-"""Seconds in the order of MODES."""
+"""Seconds in the order of RECOMPUTE_MODES."""
 
 
 def _add(
@@ -31,7 +31,7 @@ def _add(
     """Return `totals` with `count` equal layers added, for each mode of recomputation.
 
     Args:
-        totals: seconds in the order of MODES.
+        totals: seconds in the order of RECOMPUTE_MODES.
         forward: cost of one layer's forward.
         backward: cost of one layer's backward without recomputation.
         recomputed: cost of recomputation by mode; by default both full modes repeat the forward.
@@ -41,7 +41,7 @@ def _add(
     memory, products = costs.stack.selective
     recompute = {mode: sum(cost) for mode, cost in recomputed.items()}
     recompute["selective"] = forward.memory * memory + forward.matrix * products
-    return [x + count * (once + recompute.get(mode, 0.0)) for x, mode in zip(totals, MODES, strict=True)]
+    return [x + count * (once + recompute.get(mode, 0.0)) for x, mode in zip(totals, RECOMPUTE_MODES, strict=True)]
 
 
 class TotalsByMode:
@@ -60,7 +60,7 @@ class TotalsByMode:
     def _non_experts(self, tp: int, cp: int, samples: int) -> SecondsByMode:
         """Return the seconds of the head, attention and dense networks, by mode of recomputation."""
         costs = self.costs
-        totals = [sum(costs.head(tp, cp, samples))] * len(MODES)
+        totals = [sum(costs.head(tp, cp, samples))] * len(RECOMPUTE_MODES)
         for (experts, first), count in costs.kinds.items():
             totals = _add(costs, totals, count, *costs.attention(tp, cp, samples, first))
             if not experts:
@@ -80,10 +80,10 @@ class TotalsByMode:
             samples: samples of the microbatch.
             choice: the dispatcher, and what overlaps with it.
         """
-        totals, messages, degrees = [0.0] * len(MODES), 0.0, (sample_ranks, samples, tp, ep, etp)
+        totals, messages, degrees = [0.0] * len(RECOMPUTE_MODES), 0.0, (sample_ranks, samples, tp, ep, etp)
         for factor, count in self.moe_layers.items():
             forward, backward = self.costs.experts(*degrees, choice, factor)
-            modes = ("moe", *MODES[3:])
+            modes = ("moe", *RECOMPUTE_MODES[3:])
             recomputed = {mode: self.costs.recomputed_experts(forward, mode, *degrees, choice) for mode in modes}
             totals = _add(self.costs, totals, count, forward, backward, recomputed)
             messages += count * sum(cost.rows for cost in (forward, backward))
@@ -104,12 +104,12 @@ class TotalsByMode:
         costs = self.costs
         config = replace(self.config, training=replace(self.config.training, local_batch_size=samples))
         if ep * etp == 1 or any(halves_violations(config, DISPATCHERS.look_up(dispatcher))):
-            return (inf,) * len(MODES)
+            return (inf,) * len(RECOMPUTE_MODES)
         fold = Fold(tp * cp, 1, 1, 1, cp, tp, 1, 1, ep, etp)
         choice, head = DispatchChoice(dispatcher, halves=True), sum(costs.head(tp, cp, samples))
         examples = {(has_experts(costs.model, i), costs.first_alike[i]): i for i in range(costs.model.num_layers)}
         return tuple(
             head
             + sum(n * costs.block(fold, samples, examples[k], choice, mode).seconds for k, n in costs.kinds.items())
-            for mode in MODES
+            for mode in RECOMPUTE_MODES
         )

@@ -25,12 +25,12 @@ from titanmoe.ops.kernels.kernel_launch import kernel
 
 TILE = 512
 """The scores per program. It is one warp, so that no sum or choice over the experts has to wait for another warp."""
-MODES = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
+SCORE_KERNELS = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
 """The formulas that the kernel has, which score functions name (`ScoreFunction.kernel_mode`).
 
 Another needs its scores in `_route_forward`, its gradient in `_route_backward`, and its routing weights, if they are
 not the scores, in `_unnormalised` and in the backward of these."""
-_SIGMOID, _AFTER = tl.constexpr(MODES["sigmoid"]), tl.constexpr(MODES["softmax_after_topk"])
+_SIGMOID, _AFTER = tl.constexpr(SCORE_KERNELS["sigmoid"]), tl.constexpr(SCORE_KERNELS["softmax_after_topk"])
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _unnormalised(logits, scores, chosen, MODE: tl.constexpr):
         logits: router logits.
         scores: router scores.
         chosen: a mask of the chosen experts.
-        MODE: the score function, a value of MODES.
+        MODE: the score function, a value of SCORE_KERNELS.
     """
     return _softmax(tl.where(chosen, logits, float("-inf"))) if MODE == _AFTER else tl.where(chosen, scores, 0.0)
 
@@ -229,7 +229,7 @@ def route(
         groups: the number of groups of experts.
         top_groups: the number of groups from which a token chooses.
         scores_per_group: the number of a group's best scores whose sum rates it, 1 or 2.
-        scoring: the score function, a value of MODES: 0 softmax, 1 sigmoid, 2 softmax over the chosen experts.
+        scoring: the score function, a value of SCORE_KERNELS: 0 softmax, 1 sigmoid, 2 softmax over the chosen experts.
         norm: whether weights are scaled to sum to 1 over a token's choices.
         scale: the factor of the weights, route_scale.
         forced: whether experts are chosen in turn instead of by score.
@@ -278,7 +278,7 @@ def route_backward(
         logits_TE: router logits.
         scores_TE: router scores.
         chosen_TK: each token's chosen experts; E for padding.
-        mode: the score function, a value of MODES: 0 softmax, 1 sigmoid, 2 softmax over the chosen experts.
+        mode: the score function, a value of SCORE_KERNELS: 0 softmax, 1 sigmoid, 2 softmax over the chosen experts.
         norm: whether weights were scaled to sum to 1 over a token's choices.
         scale: the factor of the weights, route_scale.
     """
