@@ -52,13 +52,19 @@ def test_patterns_that_match_nothing_and_all_frozen_are_refused_together():
 
 def test_adapters_of_matrices_that_are_not_there_are_refused():
     assert refused([], LoRA(rank=4)) == refused([], LoRA(rank=4, targets=["*.attention.w[qv].*", "*.experts.w2"])) == []
-    one, two = refused(["embed.*"], LoRA(rank=4, targets=["*q_proj*", "embed.*"]))
-    assert one.startswith('lora.targets has "*q_proj*" and "embed.*", which match') and "embed.weight" not in one
+    one, two = refused(["embed.*"], LoRA(rank=4, targets=["*q_proj*", "embeddings.*"]))
+    assert (
+        one.startswith('lora.targets has "*q_proj*" and "embeddings.*", which match no') and "embed.weight" not in one
+    )
     assert "choose from layers.*.attention.wq.weight, " in one
     assert "training.freeze is not used with lora.rank = 4" in two
+    one, two = refused([], LoRA(rank=4, targets=["lm_head.*", "head.*", "embed.*"]))
+    assert one.startswith('lora.targets has "lm_head.*", which matches no parameter: choose from')
+    assert two.startswith('lora.targets has "head.*" and "embed.*", whose parameters cannot have adapters: choose from')
+    assert "choose from layers.*.attention.wq.weight, " in two and "head.weight" not in two
     one, two = refused([], LoRA(rank=4, targets=["*.router.*", "*.attention.*", "embed.*"]))
     assert one.startswith('lora.targets has "*.router.*", and routers have no adapters: frozen, they send tokens to')
-    assert two.startswith('lora.targets has "embed.*", which matches no parameter')
+    assert two.startswith('lora.targets has "embed.*", whose parameters cannot have adapters')
     one, two = refused([], LoRA(targets=["*"], experts_rank=2))
     assert "lora.targets" in one and "lora.experts_rank" in two
     (text,) = refused([], LoRA(alpha=64.0))

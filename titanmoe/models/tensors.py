@@ -265,9 +265,13 @@ def contradictions(config: Config) -> Iterator[Violation]:
     if lora.rank:
         adaptable = list(filter(lora_spec.is_adaptable, everything))
         routers = [name for name in everything if ".router." in name]
-        of_routers = [p for p in unmatched_patterns(lora.targets, adaptable) if not unmatched_patterns([p], routers)]
+        wrong = unmatched_patterns(lora.targets, adaptable)
+        of_routers = [p for p in wrong if not unmatched_patterns([p], routers)]
+        absent = unmatched_patterns(wrong, everything)
+        others = [p for p in wrong if p not in (*of_routers, *absent)]
         yield from lora_spec.of_routers(of_routers)
-        yield from unmatched("lora.targets", [p for p in lora.targets if p not in of_routers], adaptable)
+        yield from unmatched("lora.targets", absent, adaptable)
+        yield from unmatched("lora.targets", others, adaptable, "whose parameters cannot have adapters")
         yield from lora_spec.contradictions(config, Tuning.of(config), everything)
     elif all(matches(name, tuple(patterns)) for name in everything):
         yield Violation(
@@ -281,21 +285,22 @@ def unmatched_patterns(patterns: Sequence[str], known: Collection[str]) -> list[
     return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]
 
 
-def unmatched(field: str, patterns: Sequence[str], known: Collection[str]) -> Iterator[Violation]:
+def unmatched(field: str, patterns: Sequence[str], known: Collection[str], problem: str = "") -> Iterator[Violation]:
     """Yield one Violation that lists the patterns that match none of the known names; nothing if all match.
 
     Args:
         field: path of the option that has the patterns, such as "training.freeze".
         patterns: shell patterns of parameters' names.
         known: the names that a pattern may match.
+        problem: what the message says of the patterns; "" for that they match no parameter.
     """
     if unmatched := unmatched_patterns(patterns, known):
         layers = [name.split(".")[1] for name in known if name.startswith("layers.")]
         prefix = f"layers.{layers[-1] if layers else 0}."
         shown = [name.replace(prefix, "layers.*.") for name in known if name.startswith(prefix) or "layers" not in name]
+        problem = problem or f"which {'matches' if len(unmatched) == 1 else 'match'} no parameter"
         listed = " and ".join(f'"{pattern}"' for pattern in unmatched)
         yield Violation(
             (field, "model.family"),
-            f"{field} has {listed}, which {'matches' if len(unmatched) == 1 else 'match'} no parameter: choose "
-            f"from {', '.join(shown)}",
+            f"{field} has {listed}, {problem}: choose from {', '.join(shown)}",
         )
