@@ -15,7 +15,7 @@ from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config, Model, MoE
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, RouterOutput
-from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES, OTHER_METRICS, BalanceSpec, active_losses
+from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES, RESERVED_METRICS, BalanceSpec, active_losses
 from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.train.alarms import warn_of_no_balancing
 
@@ -131,9 +131,9 @@ def test_one_cannot_overwrite_another_number_of_the_report(name: str, metric: st
 def test_every_metric_of_the_page_is_a_name_that_is_taken() -> None:
     table = (ROOT / "docs/watching.md").read_text().partition("| key |")[2].partition("\n\n")[0]
     names = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert len(names) > 20 and names - set(BALANCE_LOSSES.table) <= OTHER_METRICS
+    assert len(names) > 20 and names - set(BALANCE_LOSSES.table) <= RESERVED_METRICS
     layout = RowLayout.of(2, MoE())
-    assert {*layout.counts, *layout.read([1.0] * layout.width).metrics()} <= OTHER_METRICS
+    assert {*layout.counts, *layout.read([1.0] * layout.width).metrics()} <= RESERVED_METRICS
 
 
 def test_all_that_is_wrong_in_the_list_is_said_at_once() -> None:

@@ -4,8 +4,9 @@ A layer writes the counts of a microbatch in that microbatch's row, so that a re
 Once a step the counts of all layers are summed over microbatches and ranks, in one message (`sum_statistics`), for the
 expert_bias updates and the metrics.
 
-A new statistic is an entry in STATISTICS: how it is measured in a microbatch, and what is reported of its sum; and its
-names in OTHER_METRICS (balance_losses/balance_spec.py), which no balance loss may have.
+A new statistic is an entry in STATISTICS: how it is measured in a microbatch, and what is reported of its sum. Its
+names go into RESERVED_METRICS, so that no balance loss has them: in titanmoe.moe.balance_losses.balance_spec, which
+refuses such a loss and may not import torch, as this file does.
 
 Shapes: M microbatches of a step, L MoE layers of the model, X counted numbers, T owned tokens, E experts.
 """

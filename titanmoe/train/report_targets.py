@@ -137,7 +137,7 @@ class LineFile:
         os.close(self.descriptor)
 
 
-GROUPS = {
+CHART_GROUPS = {
     "train": ("loss", "mtp_loss", "grad_norm", "lr", "tokens", "flops", "max_logit"),
     "speed": ("tokens_per_s", "step_time_s", "mfu"),
     "memory": ("memory_gib",),
@@ -168,7 +168,7 @@ def chart_name(name: str, balance_losses: Sequence[str]) -> str:
         return name.replace(".", "/", 1)
     if name in balance_losses:
         return f"experts/{name}"
-    return next((f"{group}/{name}" for group, names in GROUPS.items() if name in names), f"more/{name}")
+    return next((f"{group}/{name}" for group, names in CHART_GROUPS.items() if name in names), f"more/{name}")
 
 
 class TensorBoardWriter:

@@ -19,14 +19,16 @@ FIELD = "moe.balance_losses"
 KEYS = frozenset(field.name for field in fields(MoE))
 """The keys of [moe]. A balance loss of the table that is named like one of them has its coefficient there."""
 
-OTHER_METRICS = {
+RESERVED_METRICS = {
     "step", "loss", "mtp_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu", "memory_gib",
     "imbalance", "overflow_reruns", "skipped_steps", "dropped_fraction", "router_entropy", "data_wait_s", "val_loss",
     "val_perplexity", "val_best", "val_s", "checkpoint_blocked_s", "nonfinite", "quiz", "quiz_s", "samples",
     "samples_s", "val_reward", "val_length", "flops", "max_logit", "tokens_min", "tokens_mean", "tokens_max", "load",
     "entropy", "dropped",
 }  # fmt: skip
-"""Names of reported numbers, and of the counts behind them, that no balance loss may have."""
+"""Names of other reported numbers, and of the counts behind them, which no balance loss may have (`contradictions`).
+
+Those of MoE layers are measured by titanmoe.moe.layer_statistics, which this file, without torch, cannot import."""
 
 
 class BalanceSpec(Spec):
@@ -149,7 +151,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
     for term in active_losses(config.moe):
         names.setdefault(term.metric, []).append(term.name)
     for metric, losses in names.items():
-        if metric in OTHER_METRICS or "." in metric:
+        if metric in RESERVED_METRICS or "." in metric:
             text = f"{losses[0]} would be reported as {metric}, a name that other numbers have: give it another metric"
             yield Violation((FIELD,), text)
         elif len(losses) > 1:
