@@ -102,9 +102,9 @@ class DeepEP(Dispatcher):
             x_TD.contiguous(), weights_TJ, chosen_TJ, self.memory.buffer, self.num_experts * self.etp
         )
         chosen_NJ = chosen_NJ.where(chosen_NJ >= 0, self.local_experts)
-        order, count_e = sort_by_expert(chosen_NJ, self.local_experts)
-        choice_S, slot = assign_slots(chosen_NJ, order, count_e, 1, 1, 0, sum(counts))
-        x_RD, weights_R1, route = fill_slots(x_ND, weights_NJ, choice_S, slot, self.kernels)
+        order_C, count_e = sort_by_expert(chosen_NJ, self.local_experts)
+        choice_S, slot_CX = assign_slots(chosen_NJ, order_C, count_e, 1, 1, 0, sum(counts))
+        x_RD, weights_R1, route = fill_slots(x_ND, weights_NJ, choice_S, slot_CX, self.kernels)
         return_sums = partial(_Combine.apply, self.memory.buffer, handle)
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
 

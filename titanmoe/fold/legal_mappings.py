@@ -36,8 +36,10 @@ class StageViews:
 
     world: int
     pp: int
-    attention: list[dict[str, int]]  # dp_replicate, dp_shard, cp, tp
-    experts: list[dict[str, int]]  # edp_replicate, edp, ep, etp
+    attention: list[dict[str, int]]
+    """Degrees dp_replicate, dp_shard, cp and tp."""
+    experts: list[dict[str, int]]
+    """Degrees edp_replicate, edp, ep and etp."""
 
     def fold(self, attention: dict[str, int], experts: dict[str, int]) -> Fold:
         """Return the mapping that combines an attention view and an expert view."""

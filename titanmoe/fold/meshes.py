@@ -114,23 +114,36 @@ class Meshes:
 
     fold: Fold
     communicators: Communicators
-    dense: DeviceMesh  # (dp_replicate, fsdp, tp) of this rank's stage, fsdp being dp_shard x cp
-    experts: DeviceMesh  # (edp_replicate, edp, ep, etp) of the same ranks
-    dense_data: DeviceMesh  # where attention, dense layers and vocabulary are sharded: ([dp_replicate,] fsdp)
-    expert_data: DeviceMesh  # where experts are sharded: ([edp_replicate,] edp)
+    dense: DeviceMesh
+    """Attention's view of this rank's stage: (dp_replicate, fsdp, tp), fsdp being dp_shard x cp."""
+    experts: DeviceMesh
+    """The experts' view of the same ranks: (edp_replicate, edp, ep, etp)."""
+    dense_data: DeviceMesh
+    """Ranks that shard attention, dense layers and vocabulary: ([dp_replicate,] fsdp)."""
+    expert_data: DeviceMesh
+    """Ranks that shard experts: ([edp_replicate,] edp)."""
     pp: Group
     cp: Group
     tp: Group
-    data: Group  # dp_replicate x dp_shard: ranks with different samples
-    sequence: Group  # cp x tp: ranks that own tokens of the same samples
-    expert_group: Group  # ep x etp, etp innermost: ranks that send each other routed tokens
+    data: Group
+    """dp_replicate x dp_shard: ranks with different samples."""
+    sequence: Group
+    """cp x tp: ranks that own tokens of the same samples."""
+    expert_group: Group
+    """ep x etp, etp innermost: ranks that send each other routed tokens."""
     world: Group
-    within: Group  # of expert_group, those on this rank's node
-    etp: Group  # where gradients are summed over it: with adapters
-    across: Group  # of expert_group, those with this rank's place on the group's other nodes
-    stages: Group  # pp, for the collectives of a vocabulary that is sharded over pp and tp
-    vocabulary: Group  # pp x tp: ranks that shard this vocabulary
-    vocabulary_mesh: DeviceMesh | None  # (dp_replicate, fsdp, vocabulary) of all ranks, vocabulary being pp x tp
+    within: Group
+    """Ranks of `expert_group` on this rank's node."""
+    etp: Group
+    """Ranks over which experts' adapters sum their gradients; NO_GROUP without adapters."""
+    across: Group
+    """Ranks of `expert_group` at this rank's position on the group's other nodes."""
+    stages: Group
+    """pp, for the collectives of a vocabulary that is sharded over pp and tp; NO_GROUP if none is."""
+    vocabulary: Group
+    """pp x tp: ranks that shard this vocabulary; NO_GROUP if none do."""
+    vocabulary_mesh: DeviceMesh | None
+    """(dp_replicate, fsdp, vocabulary) of all ranks, vocabulary being pp x tp; None if it is not sharded so."""
 
     @property
     def vocabulary_data(self) -> DeviceMesh:

@@ -22,9 +22,12 @@ from titanmoe.config.schema import Pipeline
 class Schedule:
     """The properties of a named pipeline schedule, such as "1F1B"."""
 
-    stages_per_rank: int  # unless [pipeline] virtual_stages says otherwise
-    v_shape: bool = False  # the second half of the stages is on the ranks in reverse
-    zero_bubble: bool = False  # backward is split into input and weight gradients
+    stages_per_rank: int
+    """Number of stages of a rank unless `pipeline.virtual_stages` says otherwise."""
+    v_shape: bool = False
+    """Whether the second half of the stages is on the ranks in reverse order."""
+    zero_bubble: bool = False
+    """Whether backward is split into gradients of inputs and of weights."""
 
 
 SCHEDULES = {

@@ -7,8 +7,8 @@ Tokens may bring the choice along (Tokens.given_TNK), so that a policy is traine
 with (routing replay, arXiv 2510.11370). Weights are then computed from this router's scores of the given experts, with
 gradients as usual. Counts of choices, and what moves with them, are those of the router's own choice.
 
-Shapes: T tokens this rank owns, D model, E experts, K top-k, B samples, N MoE layers. Expert number E stands for "no
-expert".
+Shapes: T tokens this rank owns, D model, E experts, K top-k, B samples, N MoE layers, G groups of experts, e experts
+of a group. Expert number E stands for "no expert".
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ one expert (with etp, one copy for each etp rank of the expert).
     truncate_buffer, _route        drop slots at the end that turned out to be unused
     order_by_expert                after the exchange: the order that sorts what arrived by expert
 
-Shapes: T tokens, D model, K top-k, E experts, e local experts, G ranks, S slots of the send buffer, J = K * etp copies
-of a token, P destination ranks. Expert number E stands for "no expert".
+Shapes: T tokens, D model, K top-k, E experts, e local experts, G ranks, S slots of the send buffer, R received routed
+tokens, C = T * K choices, X = etp copies of a choice, J = K * X copies of a token, P parts of the experts (ep). Expert
+number E stands for "no expert".
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
     """Sort the T * K choices by expert, then by token, with choices of no expert last.
 
     Returns:
-        The sorted choices, numbered token * K + k, (T * K,); and the number of choices of each expert (E,).
+        The sorted choices, numbered token * K + k, (C,); and the number of choices of each expert (E,).
     """
     flat = chosen_TK.flatten()
     count = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
@@ -52,7 +53,7 @@ def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
 
 @named("permute")
 def assign_slots(
-    chosen_TK: Tensor, order: Tensor, count_E: Tensor, ep: int, etp: int, slots_per_expert: int, num_slots: int
+    chosen_TK: Tensor, order_C: Tensor, count_E: Tensor, ep: int, etp: int, slots_per_expert: int, num_slots: int
 ) -> tuple[Tensor, Tensor]:
     """Assign slots of a send buffer to each choice: one for each of the etp ranks of the chosen expert.
 
@@ -61,7 +62,7 @@ def assign_slots(
 
     Args:
         chosen_TK: each token's chosen experts; E for no expert.
-        order: the choices sorted by expert, from `sort_by_expert`.
+        order_C: the choices sorted by expert, from `sort_by_expert`.
         count_E: the number of choices of each expert.
         ep: the number of ranks among which the experts are divided.
         etp: the number of ranks that share each expert.
@@ -69,34 +70,33 @@ def assign_slots(
         num_slots: the number of slots of the buffer.
 
     Returns:
-        The choice in each slot, (num_slots,), T * K in an empty one; and the slots of each choice, (T * K, etp),
-        `num_slots` for no expert.
+        The choice in each slot (S,), C in an empty one; and the slots of each choice (C, X), `num_slots` for no expert.
     """
-    expert = chosen_TK.flatten()[order]
-    place = torch.arange(expert.numel(), device=order.device)
+    expert_C = chosen_TK.flatten()[order_C]
+    place_C = torch.arange(expert_C.numel(), device=order_C.device)
     if slots_per_expert:
         # From a place in the sorted order to one in the padded expert buffers.
         start_E = F.pad(count_E.cumsum(0), (1, 0))
-        place = place - start_E[expert] + expert * slots_per_expert
+        place_C = place_C - start_E[expert_C] + expert_C * slots_per_expert
         length_P = count_E.new_full((ep,), count_E.numel() // ep * slots_per_expert)
     else:
         length_P = count_E.view(ep, -1).sum(1)
-    block = (expert // (count_E.numel() // ep)).clamp(max=ep - 1)
-    before = (length_P.cumsum(0) - length_P)[block]  # slots of earlier blocks, each repeated etp times
-    copy = torch.arange(etp, device=order.device)
-    row = (place + (etp - 1) * before).unsqueeze(1) + copy * length_P[block].unsqueeze(1)
-    row = row.where((expert < count_E.numel()).unsqueeze(1), num_slots)
+    block_C = (expert_C // (count_E.numel() // ep)).clamp(max=ep - 1)
+    before_C = (length_P.cumsum(0) - length_P)[block_C]  # slots of earlier blocks, each repeated etp times
+    copy_X = torch.arange(etp, device=order_C.device)
+    row_CX = (place_C + (etp - 1) * before_C).unsqueeze(1) + copy_X * length_P[block_C].unsqueeze(1)
+    row_CX = row_CX.where((expert_C < count_E.numel()).unsqueeze(1), num_slots)
 
-    slot = torch.empty_like(row)
-    slot[order] = row
-    choice = order.new_full((num_slots + 1,), expert.numel())
-    choice[row] = order.unsqueeze(1).expand_as(row)
-    return choice[:num_slots], slot
+    slot_CX = torch.empty_like(row_CX)
+    slot_CX[order_C] = row_CX
+    choice = order_C.new_full((num_slots + 1,), expert_C.numel())  # and one slot for choices of no expert
+    choice[row_CX] = order_C.unsqueeze(1).expand_as(row_CX)
+    return choice[:num_slots], slot_CX
 
 
 @named("permute")
 def fill_slots(
-    x_TD: Tensor, weights_TK: Tensor, choice_S: Tensor, slot: Tensor, kernels: str = "auto", packed: bool = False
+    x_TD: Tensor, weights_TK: Tensor, choice_S: Tensor, slot_CX: Tensor, kernels: str = "auto", packed: bool = False
 ) -> tuple[Tensor, Tensor | None, Route]:
     """Copy tokens and their routing weights into the slots of a send buffer. Differentiable.
 
@@ -104,7 +104,7 @@ def fill_slots(
         x_TD: the tokens.
         weights_TK: the routing weights of each token's choices.
         choice_S: the choice in each slot, numbered token * K + k, from `assign_slots`.
-        slot: the slots of each choice, from `assign_slots`.
+        slot_CX: the slots of each choice, from `assign_slots`.
         kernels: the option `[moe] kernels`.
         packed: whether each routing weight is written behind its routed token, in one tensor.
 
@@ -113,7 +113,7 @@ def fill_slots(
         tokens.
     """
     T, K = weights_TK.shape
-    route = Route(choice_S // K, slot.view(T, K * slot.shape[1]))
+    route = Route(choice_S // K, slot_CX.view(T, K * slot_CX.shape[1]))
     if packed:
         return permute_packed(x_TD, weights_TK, choice_S, route.slot_TJ), None, route
     return *permute_with_weights(x_TD, weights_TK, choice_S, route.slot_TJ, kernels), route
@@ -150,15 +150,15 @@ def assign_unpadded_slots(
         kernels: the option `[moe] kernels`.
 
     Returns:
-        The choice in each slot, numbered token * K + k, and T * K in an unused one; the slots of each choice
-        (T * K, etp); and the number of choices of each expert (E,).
+        The choice in each slot (S,), numbered token * K + k, and C in an unused one; the slots of each choice (C, X);
+        and the number of choices of each expert (E,).
     """
     if fused(kernels, chosen_TK):
         from titanmoe.ops.kernels import slot_kernels
 
         return slot_kernels.assign_unpadded_slots(chosen_TK, num_experts, ep, etp)
-    order, count_E = sort_by_expert(chosen_TK, num_experts)
-    return *assign_slots(chosen_TK, order, count_E, ep, etp, 0, chosen_TK.numel() * etp), count_E
+    order_C, count_E = sort_by_expert(chosen_TK, num_experts)
+    return *assign_slots(chosen_TK, order_C, count_E, ep, etp, 0, chosen_TK.numel() * etp), count_E
 
 
 @named("permute")
@@ -179,5 +179,5 @@ def order_by_expert(count_Ge: Tensor, total: int, kernels: str = "auto") -> tupl
     start_Ge = (count_Ge.flatten().cumsum(0) - count_Ge.flatten()).view_as(count_Ge)
     length = count_Ge.t().flatten()
     shift = start_Ge.t().flatten() - (length.cumsum(0) - length)
-    order = torch.arange(total, device=count_Ge.device) + shift.repeat_interleave(length, output_size=total)
-    return order, invert(order)
+    order_R = torch.arange(total, device=count_Ge.device) + shift.repeat_interleave(length, output_size=total)
+    return order_R, invert(order_R)

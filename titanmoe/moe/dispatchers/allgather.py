@@ -41,13 +41,13 @@ class AllGather(Dispatcher):
                 as many; 0 for buffers without padding.
         """
         slots_per_expert *= self.group.size
-        chosen_NK, order, count_e, number = self.gather_and_sort_choices(chosen_TK, slots_per_expert)
+        chosen_NK, order_C, count_e, number = self.gather_and_sort_choices(chosen_TK, slots_per_expert)
         # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.
         x_ND = all_gather_autograd(x_TD, 0, self.group)
         weights_NK = all_gather_autograd(weights_TK, 0, self.group, small=True)
         rows = self.local_experts * slots_per_expert if number is None else number.read()  # the layer's only host sync
-        choice_S, slot = assign_slots(chosen_NK, order, count_e, 1, 1, slots_per_expert, rows)
-        x_RD, weights_R1, route = fill_slots(x_ND, weights_NK, choice_S, slot, self.kernels)
+        choice_S, slot_CX = assign_slots(chosen_NK, order_C, count_e, 1, 1, slots_per_expert, rows)
+        x_RD, weights_R1, route = fill_slots(x_ND, weights_NK, choice_S, slot_CX, self.kernels)
         count_e = torch.full_like(count_e, slots_per_expert) if slots_per_expert else count_e
         return_sums = partial(reduce_scatter_autograd, dim=0, group=self.group)
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
@@ -65,8 +65,8 @@ class AllGather(Dispatcher):
         chosen_NK = all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts
         local = (chosen_NK >= 0) & (chosen_NK < self.local_experts)
         chosen_NK = chosen_NK.where(local, self.local_experts)
-        order, count_e = sort_by_expert(chosen_NK, self.local_experts)
-        return chosen_NK, order, count_e, None if slots_per_expert else HostCopy(count_e.sum())
+        order_C, count_e = sort_by_expert(chosen_NK, self.local_experts)
+        return chosen_NK, order_C, count_e, None if slots_per_expert else HostCopy(count_e.sum())
 
 
 class SummedExchange(NamedTuple):

@@ -8,7 +8,7 @@
                                  eager code fills the largest buffer possible before it reads them and drops its unused
                                  end, a compiled graph reads them first
 
-Shapes as in titanmoe.moe.dispatchers.dispatcher.
+Shapes as in titanmoe.moe.dispatchers.dispatcher, C choices and X copies of one as in titanmoe.moe.send_slots.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class AllToAll(Dispatcher):
         waiting_costs = device.choose(x_TD, True, cpu=False, compiled=True)
         if G == 1 and not slots_per_expert and self.allows_unused_slots and waiting_costs:
             return self.dispatch_locally(x_TD, weights_TK, chosen_TK)
-        choice_S, slot, count_E, counts = self.assign(chosen_TK, slots_per_expert)
+        choice_S, slot_CX, count_E, counts = self.assign(chosen_TK, slots_per_expert)
         in_graph = counts is not None and torch.compiler.is_compiling()
         if in_graph:
             count_Ge, send, receive = counts.read()
-            choice_S, slot = choice_S.narrow(0, 0, sum(send)), slot.clamp(max=sum(send))
+            choice_S, slot_CX = choice_S.narrow(0, 0, sum(send)), slot_CX.clamp(max=sum(send))
         # Rows that are reordered when they arrive are packed with their weights, and unpacked, on the way.
         packed = G > 1 and e > 1 and can_pack(x_TD, self.kernels)
-        x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot, self.kernels, packed)
+        x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot_CX, self.kernels, packed)
         if counts is None:
             send = receive = None  # the same size to and from every rank
             count_Ge = count_E.new_full((G, e), slots_per_expert)
@@ -89,8 +89,8 @@ class AllToAll(Dispatcher):
         does not know how much is used. Unused slots come last; what experts compute of them is undefined and reaches no
         token.
         """
-        choice_S, slot, count_e = assign_unpadded_slots(chosen_TK, self.num_experts, 1, 1, self.kernels)
-        x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot, self.kernels)
+        choice_S, slot_CX, count_e = assign_unpadded_slots(chosen_TK, self.num_experts, 1, 1, self.kernels)
+        x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot_CX, self.kernels)
         x_RD, weights_R1 = InFlight(x_SD, None), InFlight(weights_S1, None)
         return AllToAllExchange(x_RD, weights_R1, weights_TK.dtype, count_e, None, route, self.kernels)
 
@@ -98,17 +98,17 @@ class AllToAll(Dispatcher):
         """Assign a slot of the send buffer to each choice of an expert.
 
         Returns:
-            The choice in each slot (S,); the slots of each choice (T * K, etp); the number of choices of each expert
-            (E,); and the started exchange of counts, None if expert buffers are padded.
+            The choice in each slot (S,); the slots of each choice (C, X); the number of choices of each expert (E,);
+            and the started exchange of counts, None if expert buffers are padded.
         """
         if not slots_per_expert:
-            choice_S, slot, count_E = assign_unpadded_slots(
+            choice_S, slot_CX, count_E = assign_unpadded_slots(
                 chosen_TK, self.num_experts, self.ep, self.etp, self.kernels
             )
-            return choice_S, slot, count_E, self.send_counts(count_E)
-        order, count_E = sort_by_expert(chosen_TK, self.num_experts)
+            return choice_S, slot_CX, count_E, self.send_counts(count_E)
+        order_C, count_E = sort_by_expert(chosen_TK, self.num_experts)
         most = self.num_experts * slots_per_expert * self.etp
-        return *assign_slots(chosen_TK, order, count_E, self.ep, self.etp, slots_per_expert, most), count_E, None
+        return *assign_slots(chosen_TK, order_C, count_E, self.ep, self.etp, slots_per_expert, most), count_E, None
 
     def send_counts(self, count_E: Tensor) -> CountExchange:
         """Start to tell each rank of the dispatch group how many routed tokens this rank sends to its experts.

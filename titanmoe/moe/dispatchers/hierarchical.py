@@ -50,8 +50,8 @@ class Hierarchical(Dispatcher):
         T, N = x_TD.shape[0], across.size
         if N == 1:
             return self.inner.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
-        choice_S, slot, counts = self.assign(chosen_TK, slots_per_expert)
-        route = Route(choice_S // N, slot.view(T, N))
+        choice_S, slot_CX, counts = self.assign(chosen_TK, slots_per_expert)
+        route = Route(choice_S // N, slot_CX.view(T, N))
         x_SD, weights_SK = (permute_tokens(x, route.source_S, route.slot_TJ, self.kernels) for x in (x_TD, weights_TK))
         choices_SK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_S)
         if counts is None:
@@ -78,12 +78,12 @@ class Hierarchical(Dispatcher):
         visits_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=chosen_TK.device)
         visits_TN = visits_TN.scatter_(1, chosen_TK // self.node_experts, True)[:, :N]
         node_TN = torch.arange(N, device=chosen_TK.device).where(visits_TN, N)
-        order, count_N = sort_by_expert(node_TN, N)
+        order_C, count_N = sort_by_expert(node_TN, N)
         on_gpu = device.kind(chosen_TK) == "cuda"
         counts = None if slots_per_expert else CountExchange(count_N.view(N, 1), self.ranks.across, on_gpu)
         # A static size with padded expert buffers, where a token may visit every node; otherwise the largest possible.
         most = T * N if slots_per_expert else T * min(N, chosen_TK.shape[1])
-        return *assign_slots(node_TN, order, count_N, N, 1, T if slots_per_expert else 0, most), counts
+        return *assign_slots(node_TN, order_C, count_N, N, 1, T if slots_per_expert else 0, most), counts
 
 
 @dataclass

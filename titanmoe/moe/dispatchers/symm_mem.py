@@ -72,10 +72,10 @@ class Symmetric(Dispatcher):
         if memory is None or self.group == NO_GROUP:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
         rows = chosen_TK.numel() * self.etp
-        choice_S, slot, count_E = assign_unpadded_slots(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        choice_S, slot_CX, count_E = assign_unpadded_slots(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
         to_S, from_R, slots_e, fits, _ = self.gather_places(count_E, memory, rows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
-        x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot.where(fits, rows), self.kernels)
+        x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot_CX.where(fits, rows), self.kernels)
         x_RD, weights_R1 = exchange((x_SD, weights_S1), to_S, from_R, memory.name)
         return SymmetricExchange(x_RD, weights_R1, slots_e, memory.name, to_S, from_R, route, self.kernels)
 
