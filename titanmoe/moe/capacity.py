@@ -52,12 +52,12 @@ class Capacity(nn.Module):
         return samples * min(self.limit(positions * self.sequence.size), positions)
 
     def forward(self, chosen_TK: Tensor, weights_TK: Tensor, tokens: Tokens, samples: int) -> Tensor:
-        """Return chosen_TK with every choice over capacity set to E, which stands for "no expert".
+        """Return a copy of chosen_TK in which each choice over capacity is E, which stands for "no expert".
 
         Collective over cp x tp if `[moe] capacity_scope` is full_sequence.
 
         Args:
-            chosen_TK: each token's chosen experts.
+            chosen_TK: the global numbers of each token's chosen experts.
             weights_TK: their routing weights, which decide who is dropped if `drop_policy` is "probability".
             tokens: the positions and samples of this rank's tokens.
             samples: the number of samples in the microbatch.
@@ -92,8 +92,8 @@ def over_capacity(
 
     Args:
         chosen_NK: each token's chosen experts; `num_experts` for a choice of no expert, which is never in the mask.
-        weights_NK: if given, choices of higher weight come first, then those of lower order_N; if None, order_N alone
-            decides.
+        weights_NK: if given, as `sortable` returns them, choices of higher weight come first, then those of lower
+            order_N; if None, order_N alone decides.
         order_N: the global positions of the tokens.
         scope_N: the number of the set of tokens that each token is counted in, such as its sample.
         num_experts: the number of experts.

@@ -8,7 +8,8 @@
 
 Biases are added by the experts themselves (titanmoe.moe.experts).
 
-Shapes as in titanmoe.moe.grouped_mm. `hidden` is gate and up, (R, F) each, or both side by side, (R, 2F).
+Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
+`hidden` is gate and up, (R, F) each, or both side by side, (R, 2F).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,9 @@ from titanmoe.moe.grouped_mm import (
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
+if TYPE_CHECKING:
+    from titanmoe.moe.fp8 import Quantised
+
 ProductMethod = Literal["grouped", "even", "loop"]
 """Kind of product of a rank's tokens with the weights of their experts.
 
@@ -46,7 +50,7 @@ GRADIENTS = {"grouped": grouped_gradient, "even": even_gradient, "loop": loop_gr
 
 
 def width_multiple(method: ProductMethod, dtype: torch.dtype) -> int:
-    """Return the number that each width of a product has to be a multiple of, if its factors are of this dtype."""
+    """Return the number of elements that each width of a product with factors of this dtype has to be a multiple of."""
     return 16 // dtype.itemsize if method == "grouped" else 1  # rows of torch's grouped product begin at 16 bytes
 
 
@@ -68,7 +72,7 @@ class ExpertProducts:
         return self.method == "grouped"
 
     def width_multiple(self, dtype: torch.dtype) -> int:
-        """Return the number that each width of a product of this dtype has to be a multiple of."""
+        """Return the number of elements that each width of a product of this dtype has to be a multiple of."""
         return width_multiple(self.method, dtype)
 
     # ---- differentiable
@@ -89,7 +93,8 @@ class ExpertProducts:
     ) -> tuple[Tensor, ...]:
         """Return the product of the down projection's input with each of the weights (e, D, F), one tensor (R, D) each.
 
-        The input is act(gate) * up * routing weight, which backward recomputes. Differentiable.
+        The input is act(gate) * up * routing weight, which backward recomputes. Differentiable. In a forward that
+        backward recomputes, the product with the first of the weights is left unwritten: only its shape counts.
 
         Args:
             hidden: gate and up, (R, F) each, or one tensor with both side by side.
@@ -113,11 +118,11 @@ class ExpertProducts:
 
     # ---- not differentiable: the factors of a product, the product, and the gradient of a weight
 
-    def token_factor(self, x_RD: Tensor) -> Any:
+    def token_factor(self, x_RD: Tensor) -> Tensor | Quantised:
         """Convert tokens to the left operand of `product`. Here they stay as they are; a subclass quantises them."""
         return x_RD
 
-    def weight_factor(self, name: str, w_eFD: Tensor) -> Any:
+    def weight_factor(self, name: str, w_eFD: Tensor) -> Tensor | Quantised:
         """Convert a weight to the right operand of `product`. Here it stays as it is; a subclass quantises it.
 
         Args:
@@ -126,7 +131,7 @@ class ExpertProducts:
         """
         return w_eFD
 
-    def product(self, x_RD: Any, w_eFD: Any) -> Tensor:
+    def product(self, x_RD: Tensor | Quantised, w_eFD: Tensor | Quantised) -> Tensor:
         """Multiply each token by its expert's transposed weight: (R, F). Not differentiable.
 
         Args:
@@ -331,7 +336,7 @@ def _through(products: ExpertProducts, name: str, grads: list[Tensor], weights: 
 
 
 def _total(summands: Iterator[Tensor]) -> Tensor:
-    """Sum tensors into the first. Only two of them exist at a time."""
+    """Add tensors to the first, in place, and return it. At least one; only two of them exist at a time."""
     out = next(summands)
     for summand in summands:
         out += summand
@@ -354,7 +359,8 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
     """Compute the down projection's input, act(gate) * up * weight, by operations of torch: the kernel's reference.
 
-    The routing weight is applied here, so that backward needs no expert's output.
+    act is SiLU, or with `clamped` act(gate) * up is `clamped_swiglu`. Computes in the dtype of the routing weights and
+    returns that of gate. The routing weight is applied here, so that backward needs no expert's output.
     """
     gate, up = gate_RF.to(weight_R1.dtype), up_RF.to(weight_R1.dtype)
     h_RF = clamped_swiglu(gate, up) if clamped else F.silu(gate) * up
@@ -401,7 +407,8 @@ def gate_and_up(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
     """Return two functions with the signatures of `plain_swiglu` and `plain_swiglu_backward`, `clamped` already bound.
 
-    They are kernels on GPUs, if the option `[moe] kernels` allows them; else the plain functions.
+    They are kernels if x is on a GPU and the option `[moe] kernels`, given as `kernels`, allows them; else the plain
+    functions.
     """
     if fused(kernels, x):
         from titanmoe.ops.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward

@@ -63,6 +63,9 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         """Apply each routed token's expert, times the token's routing weight: (R, D).
 
+        With etp the result is this rank's summand, over its part of the hidden width. Results of slots after the last
+        expert's tokens are undefined.
+
         Args:
             x_RD: the routed tokens, sorted by expert.
             weight_R1: their routing weights.
@@ -73,7 +76,7 @@ class Experts(nn.Module):
         return y_RD
 
     def hidden_weights(self) -> dict[str, Tensor]:
-        """Return this rank's weights for gate and up by name: "w1" and "w3", or "w1_and_w3" with both side by side."""
+        """Return the local weights for gate and up: "w1" and "w3", (e, F, D) each, or "w1_and_w3", (e, 2F, D)."""
         if self.w1_and_w3 is not None:
             return {"w1_and_w3": self.w1_and_w3}
         return {"w1": to_local(self.w1), "w3": to_local(self.w3)}
@@ -87,7 +90,13 @@ class Experts(nn.Module):
 
     # A method so that compilation and recomputation can wrap it.
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        """Apply each routed token's expert, times its routing weight: `forward` without telling observers."""
+        """Apply each routed token's expert, times its routing weight: (R, D). Observers are not told.
+
+        Args:
+            x_RD: the routed tokens, sorted by expert.
+            weight_R1: their routing weights.
+            count_e: the number of each local expert's tokens.
+        """
         products = self.choose_products(x_RD, count_e)
         hidden = self.gate_and_up(products, x_RD)
         if self.w1_bias is None:
@@ -111,21 +120,29 @@ class Experts(nn.Module):
         return EightBitProducts(method=method, emulated=emulated, rounded=self.rounded, **common)
 
     def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
-        """Compute gate and up without biases, (R, F) each, or side by side in one tensor (R, 2F)."""
+        """Compute gate and up without biases, (R, F) each, or side by side in one tensor (R, 2F). Differentiable."""
         weights = self.hidden_weights()
         return products.up(x_RD, *weights.values(), sums=[self.sums.get(name) for name in weights])
 
     def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
-        """Compute the activation times the routing weights, and its down projection without bias: (R, D)."""
+        """Compute the activation times the routing weights, and its down projection without bias: (R, D).
+
+        Differentiable.
+
+        Args:
+            products: the object that multiplies, from `choose_products`.
+            hidden: gate and up, (R, F) each, or one tensor with both side by side.
+            weight_R1: the routing weights.
+        """
         (y_RD,) = products.down(hidden, weight_R1, to_local(self.w2), add=self.sums.get("w2"))
         return y_RD
 
     def add_up_bias(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:
-        """Add the biases of gate and up. Unused slots become 0.
+        """Return `hidden` plus the biases of gate and up. Slots after the last expert's tokens become 0.
 
         Args:
             hidden: gate and up, (R, F) each, or one tensor with both side by side.
-            member_Re: the mask of `expert_one_hot`.
+            member_Re: the mask of `expert_one_hot`, 1 where a token belongs to an expert.
             count_e: the number of each local expert's tokens.
         """
         w1_eF, w3_eF = to_local(self.w1_bias), to_local(self.w3_bias)
@@ -137,7 +154,9 @@ class Experts(nn.Module):
         return tuple(x.where(used_R1, 0) for x in hidden)  # 0 * NaN is NaN: mask, do not multiply
 
     def add_down_bias(self, y_RD: Tensor, weight_Re: Tensor) -> Tensor:
-        """Add the bias of the down projection, times each token's routing weight.
+        """Return y_RD plus the bias of the down projection, times each token's routing weight.
+
+        With etp this rank adds only the columns of the bias that it has.
 
         Args:
             y_RD: the experts' outputs, already times the routing weight.

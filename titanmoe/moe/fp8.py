@@ -41,7 +41,12 @@ class Quantised(NamedTuple):
 
 
 def quantise(x: Tensor, kernels: str = "auto") -> Quantised:
-    """Quantise x to e4m3 numbers with a scale per row of the last dim, x ~ q * scale. A row of zeros stays zeros."""
+    """Quantise x to e4m3 numbers with a scale per row of the last dim, x ~ q * scale. A row of zeros stays zeros.
+
+    Args:
+        x: floating-point numbers in any shape.
+        kernels: the option `[moe] kernels`.
+    """
     if fused(kernels, x):
         from titanmoe.ops.kernels.quantise import quantise as by_kernel
 
@@ -100,7 +105,7 @@ def scaled_grouped_mm(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:
     Args:
         x: the tokens, sorted by expert.
         w: the weights (e, F, D).
-        ends_e: the number of the token after each expert's last, int32.
+        ends_e: the index in x of the token after each expert's last, int32.
     """
     return torch._scaled_grouped_mm(
         x.q, w.q.transpose(1, 2), x.scale, w.scale, offs=ends_e, out_dtype=x.dtype, use_fast_accum=True
@@ -115,7 +120,7 @@ def plain_scaled_grouped_mm(x: Quantised, w: Quantised, sizes: list[int]) -> Ten
     Args:
         x: the tokens, sorted by expert.
         w: the weights (e, F, D).
-        sizes: the number of each expert's tokens.
+        sizes: the number of each expert's tokens, R together.
     """
     rows = (x.q.to(torch.float32) * x.scale.unsqueeze(1)).split(sizes)
     weights = w.q.to(torch.float32) * w.scale.unsqueeze(2)

@@ -48,6 +48,11 @@ def loop_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
     Differentiable. An expert without tokens gets a gradient of exact zeros. Rows after the last expert's tokens, which
     only a padded buffer has, are zero in the result (in `grouped_product` they are undefined).
+
+    Args:
+        x_RD: the tokens.
+        w_eFD: the weights.
+        count: the number of each expert's tokens (e,). On GPUs the host waits for them.
     """
     sizes = as_groups(count).sizes
     *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
@@ -56,14 +61,22 @@ def loop_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
-    """Multiply the tokens of each expert by its transposed weight, by `torch._grouped_mm`: (R, F). Differentiable."""
+    """Multiply the tokens of each expert by its transposed weight, by `torch._grouped_mm`: (R, F). Differentiable.
+
+    Rows after the last expert's tokens, which only a padded buffer has, are undefined in the result.
+
+    Args:
+        x_RD: the tokens, in a dtype and width that `can_group` allows.
+        w_eFD: the weights.
+        count: the number of each expert's tokens (e,).
+    """
     return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=as_groups(count).ends_e)
 
 
 def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """Multiply the tokens of each expert by its transposed weight in one batched product: (R, F).
 
-    All experts must have the same number of tokens; no host sync is needed to learn it.
+    Not differentiable. All experts must have R / e tokens, so `count` is not read, and no host sync is needed.
     """
     out_RF = x_RD.new_empty(x_RD.shape[0], w_eFD.shape[1])  # no view, so that it can be changed in place
     e = len(w_eFD)
@@ -177,7 +190,7 @@ def can_group(x: Tensor, *widths: int) -> bool:
 
 
 def forgets_empty_groups(x: Tensor) -> bool:
-    """Return whether torch's grouped product may leave the weight gradient of an expert without tokens unwritten.
+    """Return whether torch's grouped product on x's device may leave an empty expert's weight gradient unwritten.
 
     It does on Blackwell (github.com/pytorch/pytorch/issues/172439, still open, so every version is assumed to).
     """

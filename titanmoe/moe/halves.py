@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def accept_exchanges(experts: Experts) -> None:
     """Replace `experts.forward` so that it also takes the exchanges of a microbatch's two halves, instead of tensors.
 
-    Such a call waits for the routed tokens of each exchange, computes them, and starts to send the outputs back; it
-    returns a list with what `start_combine` returned for each. It is one call, so that hooks around it, such as FSDP's
-    that gather weights, run once.
+    Such a call takes what `SplitExchange.relay` returned, waits for the routed tokens of each exchange, computes them,
+    and starts to send the outputs back; it returns a list with what `start_combine` returned for each. It is one call,
+    so that hooks around it, such as FSDP's that gather weights, run once.
     """
     plain = experts.forward
 
@@ -51,16 +51,17 @@ def forward_in_halves(
     """Compute a MoE block for a microbatch in two halves; messages of one overlap with computation of the other.
 
     Called after attention of the first half. The first half's routed tokens are in flight while `attend` runs.
+    Collective over the dispatch group, and where the layer has a shared expert or balance losses, over their groups.
 
     Args:
         moe: the block's MoE layer, without capacity.
         norm: the block's norm before the MoE layer.
         first_hsD: the hidden states of the first half of the samples, after attention.
         attend: computes attention of the second half, and returns its hidden states.
-        tokens: the tokens of both halves.
+        tokens: the metadata of both halves' tokens.
 
     Returns:
-        The block's output for both halves, (B, s, D).
+        The block's output, residual included, for both halves, (B, s, D).
     """
     first, second = tokens.halves()
     with region("MoE layer"):

@@ -52,7 +52,7 @@ class MoE(nn.Module):
         self.pad = options.pad_to_capacity
 
     def begin_step(self, step: int, tokens: Tensor, samples: Tensor | int) -> None:
-        """Reset the counts and caches of the step before.
+        """Reset the counts and caches of the step before, and store the totals that balance losses divide by.
 
         Args:
             step: the number of the step.
@@ -66,7 +66,11 @@ class MoE(nn.Module):
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         """Return the weighted sum of each token's experts, plus the shared expert's output: (B, s, D).
 
-        Collective over the dispatch group, and by the shared expert over tp.
+        Collective over the dispatch group, by the shared expert over tp, and as `route` is.
+
+        Args:
+            x_BsD: the hidden states of this rank's tokens.
+            tokens: the metadata of these tokens.
         """
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, slots_per_expert = self.route(x_TD, tokens)
@@ -78,6 +82,9 @@ class MoE(nn.Module):
 
     def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
         """Choose each token's experts, drop choices over capacity, and attach the gradients of the balance losses.
+
+        Records the microbatch's counts for metrics. Collective over cp x tp if `[moe] capacity_scope` is full_sequence,
+        and over the groups whose tokens a balance loss counts.
 
         Returns:
             The routing weights (T, K); the chosen experts (T, K), E for a dropped choice; and the slots per expert and
@@ -98,13 +105,24 @@ class MoE(nn.Module):
     ) -> Exchange:
         """Start to send these tokens to their experts' ranks; return the exchange, from which to receive and combine.
 
-        Collective over the dispatch group. Arguments are those of `Dispatcher.dispatch`; `tokens`, the metadata of the
-        tokens, is for dropout of adapters.
+        Collective over the dispatch group.
+
+        Args:
+            x_TD: this rank's tokens.
+            tokens: the metadata of the tokens, for dropout of adapters.
+            weights_TK: the routing weights, from `route`.
+            chosen_TK: the chosen experts, from `route`; E for no expert.
+            slots_per_expert: the slots per expert and sender if expert buffers are padded, else 0.
         """
         return self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
 
     def run_shared(self, x_BsD: Tensor, tokens: Tokens) -> Tensor | None:
-        """Return the shared expert's output for these tokens; None if the layer has no shared expert."""
+        """Return the shared expert's output (B, s, D); None if the layer has no shared expert. Collective over tp.
+
+        Args:
+            x_BsD: the hidden states of this rank's tokens.
+            tokens: the metadata of the tokens, for dropout of adapters.
+        """
         if self.shared is None:
             return None
         with region("shared expert"):

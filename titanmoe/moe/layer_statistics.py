@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,18 @@ from titanmoe.ops.kernels import fused
 class LayerStatistics:
     """The counts of one MoE layer over one step: tensors, or Python numbers once they are on the host."""
 
-    load: Any
+    load: Tensor | list[float]
     """The number of times each expert was chosen, before dropping: (E,)."""
-    losses: dict[str, Any]
+    losses: dict[str, Tensor | float]
     """The balance losses that are on, times their coefficients, by their names in metrics."""
-    counts: dict[str, Any]
+    counts: dict[str, Tensor | float]
     """The counts that the entries of STATISTICS declare, by name."""
 
-    def metrics(self) -> dict[str, Any]:
-        """Compute the layer's metrics by name, such as "imbalance" and "load". The counts must be Python numbers."""
+    def metrics(self) -> dict[str, float | list[float]]:
+        """Compute the layer's metrics by name, such as "imbalance", a float, and "load", a list of E numbers.
+
+        The counts must be Python numbers.
+        """
         mean = sum(self.load) / len(self.load)
         values = {**self.losses, "tokens_min": min(self.load), "tokens_mean": mean, "tokens_max": max(self.load)}
         values["imbalance"] = max(self.load) / mean if mean else 1.0
@@ -61,7 +64,7 @@ class Statistic(NamedTuple):
 
 
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
-    """Return the sum of the tokens' score entropies and the number of tokens, without padding: (2,) in float64.
+    """Return the sum of the tokens' score entropies (nats) and the number of tokens, without padding: (2,) in float64.
 
     Args:
         scores_TE: the router scores of each token.
@@ -114,15 +117,15 @@ class RowLayout:
         return self.num_experts + len(self.losses) + len(self.counts)
 
     def columns(self, names: tuple[str, ...]) -> slice:
-        """Return the columns of several named losses or counts, which must be adjacent in a row."""
+        """Return the columns of several losses or counts, which must be adjacent in a row and named in its order."""
         first = self.num_experts + (*self.losses, *self.counts).index(names[0])
         return slice(first, first + len(names))
 
-    def read(self, row: Any) -> LayerStatistics:
+    def read(self, row: Tensor | list[float]) -> LayerStatistics:
         """Return the counts in a row with these columns by name.
 
         Args:
-            row: a row of counts, a tensor or a list of numbers.
+            row: a row of counts (X,), a tensor or a list of numbers.
         """
         values = dict(zip((*self.losses, *self.counts), row[self.num_experts :], strict=True))
         losses, counts = ({name: values[name] for name in names} for names in (self.losses, self.counts))
@@ -182,7 +185,9 @@ class StepCounts(nn.Module):
         self.counts_MX[:, columns].index_copy_(0, microbatch.view(1), row_1X)
 
     def record_routed(self, routed: RouterOutput) -> None:
-        """Write how often a microbatch's tokens chose each expert, and counts such as the sum of score entropies.
+        """Write how often a microbatch's tokens chose each expert, and the counts that STATISTICS measure.
+
+        Overwrites what was written for the microbatch before. No communication.
 
         Args:
             routed: the router's output for the microbatch.
@@ -217,8 +222,10 @@ def sum_statistics(
     return all_reduce(table_LX, world) if blocks else table_LX
 
 
-def step_metrics(layers: Mapping[int, LayerStatistics]) -> dict[str, Any]:
+def step_metrics(layers: Mapping[int, LayerStatistics]) -> dict[str, float | list[float]]:
     """Return the metrics of a step's MoE layers by name: first of all layers together, then "layers.N.NAME" of each.
+
+    Over all layers, balance losses are sums, "imbalance" is the largest, and others are means. {} without MoE layers.
 
     Args:
         layers: the counts of each MoE layer by block number, as Python numbers.
@@ -227,7 +234,7 @@ def step_metrics(layers: Mapping[int, LayerStatistics]) -> dict[str, Any]:
         return {}
     of_layers = {number: layer.metrics() for number, layer in layers.items()}
     first, rows = next(iter(layers.values())), of_layers.values()
-    values: dict[str, Any] = {name: sum(row[name] for row in rows) for name in first.losses}
+    values: dict[str, float | list[float]] = {name: sum(row[name] for row in rows) for name in first.losses}
     values["imbalance"] = max(row["imbalance"] for row in rows)
     for statistic in STATISTICS:
         values[statistic.metric] = sum(row[statistic.metric] for row in rows) / len(rows)

@@ -174,6 +174,8 @@ def can_pack(x_TD: Tensor, kernels: str) -> bool:
 def permute_packed(x_TD: Tensor, weights_TK: Tensor, choice_S: Tensor, slot_TJ: Tensor) -> Tensor:
     """Copy tokens into slots, each followed by its routing weight in the same row: (S, P). Differentiable.
 
+    Rows have the tokens' dtype; the weight's bytes follow the token's. Only where `can_pack` holds.
+
     Args:
         x_TD: the tokens.
         weights_TK: the routing weights of each token's choices.
@@ -189,9 +191,11 @@ def reorder_and_unpack(
 ) -> tuple[Tensor, Tensor]:
     """Reorder the rows of `permute_packed`, and split them into routed tokens (R, D) and routing weights (R, 1).
 
+    Differentiable. Row r of the result is row order_R[r] of the packed rows.
+
     Args:
         packed_RP: the rows.
-        order_R: the row that becomes each row of the result, a permutation.
+        order_R: a permutation.
         inverse_R: the inverse of that permutation.
         weights_dtype: the dtype of the routing weights.
     """

@@ -32,7 +32,7 @@ def uses_terms(setting: str, x_TD: Tensor, router_dtype: torch.dtype) -> bool:
     It does on GPUs, for tokens in bfloat16 and a router in float32.
 
     Args:
-        setting: the option `[moe] router_product`.
+        setting: the option `[moe] router_product`, "auto" or "float32".
         x_TD: the tokens.
         router_dtype: the dtype that the router computes in.
     """
@@ -96,5 +96,11 @@ class _ProductByTerms(torch.autograd.Function):
 
 
 def product_by_terms(x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
-    """Return x w^T in float32, for x in bfloat16 and w in float32, by products of bfloat16 terms. Differentiable."""
+    """Return x w^T (T, E) in float32, by products of bfloat16 terms. Differentiable.
+
+    Args:
+        x_TD: the tokens, in bfloat16.
+        w_ED: the router's weight, in float32.
+        kernels: the option `[moe] kernels`.
+    """
     return _ProductByTerms.apply(as_non_leaf(x_TD), as_non_leaf(w_ED), kernels)

@@ -49,7 +49,13 @@ class ScoreFunction(Spec):
         raise NotImplementedError
 
     def weights(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Return the routing weights (T, K) of the chosen experts, before norm_topk and route_scale are applied."""
+        """Return the routing weights (T, K) of the chosen experts, before norm_topk and route_scale are applied.
+
+        Args:
+            logits_TE: the router's logits.
+            scores_TE: what `scores` returned for them.
+            chosen_TK: the numbers of each token's chosen experts.
+        """
         return scores_TE.gather(1, chosen_TK)
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
@@ -111,9 +117,9 @@ SCORE_FUNCTIONS = ComponentKind(
 
 
 def score_function_of(model: Model) -> ScoreFunction:
-    """Return the score function that `model.score_function` names.
+    """Return the score function that `model.score_function` names: a key of SCORE_FUNCTIONS, or "module:NAME".
 
     Raises:
-        ComponentError: if it is unknown.
+        ComponentError: if it is unknown, or the module cannot be imported.
     """
     return cast(ScoreFunction, SCORE_FUNCTIONS.look_up(model.score_function))

@@ -120,7 +120,7 @@ def fill_slots(
 
 
 def truncate_buffer(x_SD: Tensor, used_slots: int) -> Tensor:
-    """Return the first `used_slots` slots of a buffer (S, D); the others are unused. Differentiable."""
+    """Return the first `used_slots` slots of a buffer (S, D), a view; the others are unused. Differentiable."""
     if torch.compiler.is_compiling():  # their number is not known then
         return x_SD.narrow(0, 0, used_slots)
     rest = x_SD.shape[0] - used_slots
@@ -128,7 +128,10 @@ def truncate_buffer(x_SD: Tensor, used_slots: int) -> Tensor:
 
 
 def truncate_route(route: Route, used_slots: int) -> Route:
-    """Return the links between tokens and the first `used_slots` slots of a buffer; the others are unused."""
+    """Return the links between tokens and the first `used_slots` slots of a buffer; the others are unused.
+
+    `used_slots` replaces S in slot_TJ, for a choice of no expert.
+    """
     if not torch.compiler.is_compiling() and used_slots == len(route.source_S):
         return route
     return Route(route.source_S.narrow(0, 0, used_slots), route.slot_TJ.clamp(max=used_slots))

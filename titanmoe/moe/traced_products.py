@@ -4,7 +4,8 @@ torch's grouped product can be traced in bfloat16 only, a loop over experts not 
 for a rank without a token. As operations (torch.library), both steps run the formulas of titanmoe.moe.expert_products
 in every dtype, for any number of tokens. Sums of weight gradients and products in 8 bits are for untraced calls.
 
-Shapes as in titanmoe.moe.grouped_mm; `hidden` as in titanmoe.moe.expert_products.
+Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
+`hidden` is gate and up, (R, F) each, or both side by side, (R, 2F).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class TracedProducts:
         return self.method == "grouped"
 
     def width_multiple(self, dtype: torch.dtype) -> int:
-        """Return the number that each width of a product of this dtype has to be a multiple of."""
+        """Return the number of elements that each width of a product of this dtype has to be a multiple of."""
         return width_multiple(self.method, dtype)
 
     def up(self, x_RD: Tensor, *weights: Tensor, sums: Sequence[None] = ()) -> tuple[Tensor, ...]:

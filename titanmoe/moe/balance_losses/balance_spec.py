@@ -100,7 +100,11 @@ def parse_entries(lines: list[str]) -> list[Entry]:
 
 
 def entry_names(lines: list[str]) -> list[str]:
-    """Return the names of the losses that the lines of `[moe] balance_losses` list."""
+    """Return the names of the losses that the lines of `[moe] balance_losses`, each "NAME COEFFICIENT", list.
+
+    Raises:
+        ComponentError: if `parse_entries` refuses the lines.
+    """
     return [entry.name for entry in parse_entries(lines)]
 
 
@@ -136,6 +140,9 @@ def active_losses(moe: MoE) -> list[Term]:
 
     Args:
         moe: the recipe's [moe].
+
+    Raises:
+        ComponentError: if a line of `balance_losses` is wrong, or names an unknown loss.
     """
     keys = [Entry(name, getattr(moe, name)) for name in BALANCE_LOSSES.table if name in KEYS]
     return [
@@ -146,7 +153,7 @@ def active_losses(moe: MoE) -> list[Term]:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield a violation for each balance loss in the recipe that would be reported under the name of another metric."""
+    """Yield a violation for each metric name that a balance loss in the recipe would share with another metric."""
     names: dict[str, list[str]] = {}
     for term in active_losses(config.moe):
         names.setdefault(term.metric, []).append(term.name)

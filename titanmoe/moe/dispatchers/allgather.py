@@ -3,8 +3,9 @@
 A reduce-scatter brings sums back. Per rank and direction: T * (G - 1) rows of D elements for any top_k, as many for
 each rank. Useful for a group of about two, or if top_k is near ep.
 
-Shapes as in titanmoe.moe.dispatchers.dispatcher, and: N = T * G tokens of the group. Slots are filled after the tokens
-have arrived, so those of `titanmoe.moe.send_slots`, S, are the routed tokens of this rank's experts, R.
+Shapes: T tokens this rank owns, N = T * G tokens of the dispatch group's G ranks, D model, K top-k, E experts, e local
+experts, R routed tokens of this rank's experts. Slots are filled after the tokens have arrived, so those of
+`titanmoe.moe.send_slots`, S, are R.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ class AllGather(Dispatcher):
     ) -> tuple[Tensor, Tensor, Tensor, HostCopy | None]:
         """Gather the choices of all ranks, and sort those of this rank's experts. Collective over the dispatch group.
 
+        Args:
+            chosen_TK: the global numbers of each token's chosen experts; E for no expert.
+            slots_per_expert: not 0 if expert buffers are padded.
+
         Returns:
             The chosen experts of all tokens, numbered among this rank's experts (N, K), e for an expert of another
             rank; the choices sorted by expert; the number of choices of each local expert (e,); and the sum of these
@@ -97,5 +102,8 @@ class SummedExchange(NamedTuple):
 
     @named("combine")
     def combine(self, y_RD: Tensor) -> Tensor:
-        """Sum the outputs of this rank's experts by token, send the sums back, and return each token's total (T, D)."""
+        """Sum the outputs of this rank's experts by token, send the sums back, and return each token's total (T, D).
+
+        Collective over the dispatch group. `y_RD` has the order of `receive_routed`.
+        """
         return self.return_sums(unpermute_tokens(y_RD, self.route.source_S, self.route.slot_TJ, self.kernels))

@@ -8,7 +8,9 @@
                                  eager code fills the largest buffer possible before it reads them and drops its unused
                                  end, a compiled graph reads them first
 
-Shapes as in titanmoe.moe.dispatchers.dispatcher, C choices and X copies of one as in titanmoe.moe.send_slots.
+Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp),
+S slots of this rank's send buffer, R routed tokens that it receives for its experts, C = T * K choices of an expert, X
+copies of one (etp).
 """
 
 from __future__ import annotations
@@ -54,6 +56,12 @@ class AllToAll(Dispatcher):
         Without padding, tokens fill a buffer of the largest possible size before its used size is known; then the
         unused end is dropped. In a compiled graph that would copy the gradients once more, so there the size is read
         first.
+
+        Args:
+            x_TD: this rank's tokens.
+            weights_TK: the routing weights of each token's chosen experts.
+            chosen_TK: the numbers of each token's chosen experts; E for no expert.
+            slots_per_expert: the slots of a padded expert buffer for each sending rank; 0 for buffers without padding.
         """
         G, e = self.group.size, self.local_experts
         waiting_costs = device.choose(x_TD, True, cpu=False, compiled=True)
@@ -96,6 +104,8 @@ class AllToAll(Dispatcher):
 
     def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, Tensor, CountExchange | None]:
         """Assign a slot of the send buffer to each choice of an expert.
+
+        Collective over the dispatch group, unless expert buffers are padded (`slots_per_expert` is not 0).
 
         Returns:
             The choice in each slot (S,); the slots of each choice (C, X); the number of choices of each expert (E,);
@@ -160,12 +170,19 @@ class AllToAllExchange(NamedTuple):
         return x_RD, weights_R1, self.count_e
 
     def combine(self, y_RD: Tensor) -> Tensor:
-        """Send the experts' outputs back, wait, and return each token's sum of them (T, D)."""
+        """Send the experts' outputs back, wait, and return each own token's sum of them (T, D).
+
+        Collective over the dispatch group. `y_RD` has the order of `receive_routed`.
+        """
         return self.finish_combine(self.start_combine(y_RD))
 
     @named("combine")
     def start_combine(self, y_RD: Tensor) -> InFlight:
-        """Start to send the experts' outputs back to the ranks of their tokens."""
+        """Start to send the experts' outputs back to the ranks of their tokens. Collective over the dispatch group.
+
+        Args:
+            y_RD: the outputs, in the order of `receive_routed`.
+        """
         if self.expert_order is not None:
             y_RD = reorder(y_RD, *reversed(self.expert_order), self.kernels)
         return start_reverse_all_to_all(y_RD, self.x_RD)

@@ -48,7 +48,13 @@ class Exchange(Protocol):
         ...
 
     def combine(self, y_RD: Tensor) -> Tensor:
-        """Send the experts' outputs back to their tokens' ranks; return each token's sum of them (T, D)."""
+        """Send the experts' outputs back to their tokens' ranks; return each own token's sum of them (T, D).
+
+        Collective over the dispatch group. Called once.
+
+        Args:
+            y_RD: the outputs, each already times its routing weight, in the order of `receive_routed`.
+        """
         ...
 
 
@@ -70,7 +76,10 @@ class SplitExchange(Exchange, Protocol):
         ...
 
     def start_combine(self, y_RD: Tensor) -> Any:
-        """Start to send the experts' outputs back to their tokens' ranks.
+        """Start to send the experts' outputs back to their tokens' ranks. Collective over the dispatch group.
+
+        Args:
+            y_RD: the outputs, each already times its routing weight, in the order of `receive_routed`.
 
         Returns:
             The argument for `finish_combine`.
@@ -139,12 +148,16 @@ class SharedBuffers:
         return ranks > 0
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics about the buffers by name, for the metrics of every step; {} by default."""
+        """Return metrics about the buffers by name, for the metrics of every step; {} here, subclasses override it."""
         return {}
 
     @contextmanager
     def used_by(self, layers: Collection[nn.Module]) -> Iterator[None]:
-        """Let the dispatchers of these MoE layers use the buffers inside the context; clear `needs_repeat` first."""
+        """Let the dispatchers of these MoE layers use the buffers inside the context; clear `needs_repeat` first.
+
+        Args:
+            layers: this rank's `MoE` modules, whose `dispatcher.memory` is set and at the end None again.
+        """
         self.needs_repeat.zero_()
         try:
             for layer in layers:

@@ -56,7 +56,7 @@ class ExchangeCosts(Protocol):
         """Return two groups: a dispatch group's ranks within one NVLink domain, and one rank of each of its domains."""
 
     def visits(self, parts: int) -> float:
-        """Return over how many of equal groups of experts a token's chosen experts are spread, on average.
+        """Return over how many of equal groups of experts a token's top-k experts are spread, on average (1 to top_k).
 
         Args:
             parts: the number of groups, such as the NVLink domains, each of which has an equal part of the experts.
@@ -122,7 +122,7 @@ class DispatcherSpec(Spec):
     """Whether the planner's search may replace the dispatcher, or choose it in place of another that says so too."""
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        """Yield options of the recipe that the dispatcher cannot run with, whatever the mapping."""
+        """Yield a violation for each option of the recipe that the dispatcher cannot run with, whatever the mapping."""
         moe = config.moe
         if moe.overlap == "halves":
             yield from halves_violations(config, self)
@@ -162,7 +162,7 @@ class DispatcherSpec(Spec):
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
         """Yield a message for each reason why the dispatcher cannot serve a dispatch group of these degrees.
 
-        Called only if the group has more than one rank. Subclasses override it.
+        Called only if the group has more than one rank (ep * etp > 1). None by default; subclasses override it.
         """
         yield from ()
 
@@ -256,7 +256,7 @@ class HierarchicalSpec(DispatcherSpec):
     search_tries = True
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Estimate the seconds of a layer's dispatch and combine in one forward.
+        """Estimate the seconds of a layer's dispatch and combine in one forward, without overlap.
 
         Each token goes once to each NVLink domain of its experts, then within the domain as one copy for each expert
         and etp rank.
@@ -367,9 +367,13 @@ def with_planned_dispatcher(config: Config, fold: Fold, node: int, gpus: bool) -
 
 
 def halves_violations(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:
-    """Yield the reasons why moe.overlap = "halves" is impossible.
+    """Yield a violation for each reason why moe.overlap = "halves" is impossible, whatever the config's moe.overlap is.
 
     It computes one half of a microbatch's samples while routed tokens of the other half are in flight.
+
+    Args:
+        config: the recipe.
+        spec: the spec of the recipe's dispatcher.
     """
     moe, samples = config.moe, config.training.local_batch_size
     halves, off = 'moe.overlap = "halves"', 'or overlap = "none"'

@@ -6,8 +6,10 @@ rank and direction: between nodes, one row for each token and each other node th
 for each expert there that a token arriving at this rank has chosen. With a group inside one node nothing crosses, and
 this is AllToAll.
 
-Shapes as in titanmoe.moe.dispatchers.dispatcher, and: N nodes of the group, V tokens that arrive here from all of them.
-Between nodes a slot of the send buffer has a token for a node, not for an expert.
+Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp),
+S slots of this rank's send buffer, R routed tokens that it receives for its experts,
+N nodes of the group, V tokens that arrive here from all of them. Between nodes a slot of the send buffer has a token for
+a node, not for an expert.
 """
 
 from __future__ import annotations
@@ -45,6 +47,12 @@ class Hierarchical(Dispatcher):
 
         Collective over the dispatch group. The host waits for counts, unless expert buffers are padded. Within a single
         node, start the all-to-all to experts.
+
+        Args:
+            x_TD: this rank's tokens.
+            weights_TK: the routing weights of each token's chosen experts.
+            chosen_TK: the numbers of each token's chosen experts; E for no expert.
+            slots_per_expert: the slots of a padded expert buffer for each sending rank; 0 for buffers without padding.
         """
         across = self.ranks.across
         T, N = x_TD.shape[0], across.size
@@ -69,9 +77,11 @@ class Hierarchical(Dispatcher):
     def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, CountExchange | None]:
         """Assign a slot of the send buffer to each copy of a token, one for each node that has experts of it.
 
+        Collective over the nodes (`ranks.across`), unless expert buffers are padded (`slots_per_expert` is not 0).
+
         Returns:
-            The copy in each slot, numbered token * N + node; the slot of each copy; and the started exchange of counts
-            between nodes, None if expert buffers are padded.
+            The copy in each slot, numbered token * N + node; the slot of each copy, (T * N, 1); and the started exchange
+            of counts between nodes, None if expert buffers are padded.
         """
         T, N = chosen_TK.shape[0], self.ranks.across.size
         # A token visits each of its nodes once; "no expert" is on node N, which does not exist.
@@ -105,6 +115,8 @@ class HierarchicalExchange:
     def relay(self) -> AllToAllExchange:
         """Wait for the tokens from other nodes, and start to send them to their experts inside this node.
 
+        Called once, before `start_combine`: directly, or by `receive_routed`. Collective over the node's ranks.
+
         Returns:
             The exchange inside the node, which brings the tokens to the experts.
         """
@@ -114,7 +126,7 @@ class HierarchicalExchange:
         return self.node_exchange
 
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for both hops, and return the routed tokens of this rank's experts.
+        """Run the second hop, wait for it, and return the routed tokens of this rank's experts. Not after `relay`.
 
         Returns:
             The routed tokens (R, D), sorted by expert; their routing weights (R, 1); and the number of each expert's
@@ -129,11 +141,17 @@ class HierarchicalExchange:
         return chosen_VK.where((chosen_VK >= 0) & (chosen_VK < node_experts), node_experts)
 
     def combine(self, y_RD: Tensor) -> Tensor:
-        """Send the experts' outputs back over both hops, wait, and return each token's sum of them (T, D)."""
+        """Send the experts' outputs back over both hops, wait, and return each own token's sum of them (T, D).
+
+        Collective over the dispatch group. `y_RD` has the order of `receive_routed`.
+        """
         return self.finish_combine(self.start_combine(y_RD))
 
     def start_combine(self, y_RD: Tensor) -> InFlight:
-        """Start the first hop back: send the experts' outputs to the ranks of this node that forwarded the tokens."""
+        """Start the first hop back: send the experts' outputs to the ranks of this node that forwarded the tokens.
+
+        Collective over the node's ranks. `y_RD` has the order of `receive_routed`.
+        """
         return self.node_exchange.start_combine(y_RD)
 
     @named("combine")
@@ -141,7 +159,7 @@ class HierarchicalExchange:
         """Wait for the first hop back, sum the outputs by token, send the sums across nodes, and wait.
 
         Returns:
-            Each token's sum over its experts (T, D).
+            Each own token's sum over its experts (T, D).
         """
         y_VD, across = self.node_exchange.finish_combine(in_flight), self.dispatcher.ranks.across
         y_SD = finish_all_to_all(start_all_to_all(y_VD, across, self.arriving, self.leaving))

@@ -12,9 +12,10 @@ no rank sends anything and a flag is set: the step is then repeated without the 
 A rank alone has no group and allocates nothing. A group of one that has a name, such as the world's in a single
 process, sends its routed tokens to itself through its own buffer: so all of this can be tested on one GPU.
 
-Shapes as in titanmoe.moe.dispatchers.dispatcher, with S = T * K * etp slots of the send buffer, the unused ones last,
-and R slots of the receive buffer: every expert has a multiple of ALIGN, those after its routed tokens and after all
-experts' unused. G ranks as senders, P the same ranks as receivers. A place is rank * limit + slot, and -1 is nowhere.
+Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, S = T * K * etp slots of the send buffer,
+the unused ones last, R slots of the receive buffer: every expert has a multiple of ALIGN, those after its routed tokens
+and after all experts' unused. G ranks as senders, P the same ranks as receivers. A place is rank * limit + slot, and -1
+is nowhere.
 """
 
 from __future__ import annotations
@@ -66,7 +67,13 @@ class Symmetric(Dispatcher):
 
         Collective over the dispatch group. The experts get the full receive buffer, in which unused slots are zero;
         their outputs for these may be anything. If the routed tokens for any rank do not fit, nothing is sent, and that
-        rank sets `needs_repeat`.
+        rank sets `needs_repeat`. While `memory` is None, the routed tokens go by AllToAll.
+
+        Args:
+            x_TD: this rank's tokens.
+            weights_TK: the routing weights of each token's chosen experts.
+            chosen_TK: the numbers of each token's chosen experts; E for no expert.
+            slots_per_expert: 0, because pad_to_capacity is refused with this dispatcher.
         """
         memory = self.memory
         if memory is None or self.group == NO_GROUP:
@@ -119,6 +126,9 @@ class SymmetricExchange(NamedTuple):
 
     @named("combine")
     def combine(self, y_RD: Tensor) -> Tensor:
-        """Write the experts' outputs back to their tokens' ranks, and return each token's sum of them (T, D)."""
+        """Write the experts' outputs back to their tokens' ranks, and return each own token's sum of them (T, D).
+
+        Collective over the dispatch group. `y_RD` has the order of `receive_routed`.
+        """
         (y_SD,) = exchange((y_RD,), self.from_R, self.to_S, self.memory)
         return unpermute_tokens(y_SD, self.route.source_S, self.route.slot_TJ, self.kernels)

@@ -5,7 +5,8 @@ Every rank of a dispatch group maps the receive buffers of the others. `exchange
 under torch's dispatch modes the operation `titanmoe::exchange`. A Triton kernel writes the rows
 (titanmoe.ops.kernels.put), and `plain_put` and `plain_take` are its reference.
 
-Shapes as in titanmoe.moe.dispatchers.symm_mem, and: N rows that leave and M that arrive, either way.
+Shapes: D model, G ranks of the dispatch group, N rows that leave and M that arrive, either way: S slots of the send
+buffer and R of the receive buffer on the way to experts, R and S on the way back.
 """
 
 from __future__ import annotations
@@ -107,7 +108,11 @@ def allocate_shared(
     """Allocate a buffer on this rank that the ranks of `group` map into their memory. Collective over the world.
 
     Returns:
-        The buffer, and a handle with `get_remote_tensor` for the other ranks' buffers and `barrier`.
+        The buffer, and a handle with `get_remote_tensor(rank, shape, dtype)` for the other ranks' buffers and
+        `barrier()`, a wait for all ranks of `group`.
+
+    Raises:
+        RuntimeError: on all ranks of the world, if one of them cannot allocate.
     """
     return devices.choose(device, _allocate_on_gpus, cpu=shared_memory.allocate_shared)(shape, dtype, device, group)
 

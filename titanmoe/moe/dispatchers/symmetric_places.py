@@ -4,7 +4,8 @@ All ranks of a dispatch group know how many routed tokens each has for each expe
 slot of which rank's receive buffer each of its routed tokens goes, sorted by expert and then by sender, and from which
 slot of which rank's send buffer each that arrives comes.
 
-Shapes as in titanmoe.moe.dispatchers.symm_mem.
+Shapes: E experts, e local experts, S slots of the send buffer, the unused ones last, R slots of the receive buffer:
+every expert has a multiple of ALIGN. G ranks as senders, P the same ranks as receivers.
 """
 
 from __future__ import annotations
