@@ -93,8 +93,8 @@ class ExpertProducts:
     ) -> tuple[Tensor, ...]:
         """Return the product of the down projection's input with each of the weights (e, D, F), one tensor (R, D) each.
 
-        The input is act(gate) * up * routing weight, which backward recomputes. Differentiable. In a forward that
-        backward recomputes, the product with the first of the weights is left unwritten: only its shape counts.
+        The input is act(gate) * up * routing weight, which backward recomputes. Differentiable. While backward
+        recomputes the layer, the first of the results is uninitialized memory, since nothing reads it.
 
         Args:
             hidden: gate and up, (R, F) each, or one tensor with both side by side.

@@ -71,9 +71,10 @@ def build(
     flex: Callable = flex,
     output: HeadOutput = LOSS_ONLY,
 ) -> list[Transformer]:
-    """Return this rank's stages of the model, ready to train: one transformer per stage.
+    """Return this rank's stages of the model, ready to train: one transformer per stage, in the order of stages.
 
-    If all stages share the embedding and the head, this rank's rows of these are last in the list.
+    If all stages share the embedding and the head (parallelism.vocab = "pipeline"), this rank's rows of these, a
+    `VocabularyShards`, are last in the list.
 
     Tensor, context and expert parallelism come first, because FSDP shards what they leave on a rank. Compilation and
     recomputation go inside FSDP, so that the hooks that gather weights stay outside. Memory is allocated last, so that
@@ -85,7 +86,7 @@ def build(
         microbatches: number of microbatches in a step.
         device: the device that this rank computes on.
         materialize: allocates and initialises a stage, given (stage, training.seed, device).
-        flex: computes attention in place of `titanmoe.parallel.flex.flex`.
+        flex: computes attention in place of `titanmoe.parallel.flex.flex`, with its arguments.
         output: what the head of the last stage returns.
 
     Raises:

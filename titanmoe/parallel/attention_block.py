@@ -6,7 +6,8 @@ attention calls both for each pair of blocks (titanmoe.parallel.context, titanmo
 On GPUs 16-bit numbers without a mask go to the kernel that `titanmoe.parallel.attention_kernel` has chosen, float64,
 which no kernel takes, to plain operations, and everything else to the memory-efficient kernel.
 
-All tensors are (B, H, c, .): B samples, H heads, of which keys may have fewer, c positions of a block.
+All tensors are (B, H, c, .): B samples, H heads, of which keys may have fewer, c positions of a block. But a
+log-sum-exp is (B, H, c), and a bias (B, 1, queries, keys).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
 def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, c, .) and log-sum-exp (B, H, c) of each query, computed by plain operations.
 
-    There must be as many key heads as query heads. `bias` is added to the logits; with `causal` a query sees the keys
-    up to its own position.
+    The output has the dtype of q, the log-sum-exp at least float32. There must be as many key heads as query heads.
+    `bias` is added to the logits; with `causal` a query sees the keys up to its own position.
     """
     scores = _scores(q, k, bias, causal)
     lse = scores.logsumexp(-1)
@@ -47,11 +48,14 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
     return (weights @ promote(v)).to(q.dtype), lse
 
 
-def backward_reference(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
+def backward_reference(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, computed by plain operations in float32 at least.
 
     With p = exp(scores - lse):  dv = p' dout,  dscores = p (dout v' - sum(dout out)). There must be as many key heads
-    as query heads. `out` and `lse` are final: merged over all blocks of keys.
+    as query heads. `out`, whose gradient is `grad`, and `lse` are final: merged over all blocks of keys. `bias` is
+    added to the logits; with `causal` a query sees the keys up to its own position in the block.
     """
     grad, k, v = promote(grad), promote(k), promote(v)
     weights = torch.exp(_scores(q, k, bias, causal) - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
@@ -127,7 +131,9 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
     return out, lse
 
 
-def block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
+def block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through attention of this block of queries to this block of keys.
 
     Args:

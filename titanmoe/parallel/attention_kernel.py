@@ -36,7 +36,7 @@ def missing(kernel: str, query_dim: int) -> str:
     """Return why this machine cannot run an attention kernel, as text; "" if it can.
 
     Args:
-        kernel: one of the values of parallelism.attention_kernel, but not "auto".
+        kernel: "fa2", "fa3", "fa4" or "cudnn".
         query_dim: width of a query and key head.
     """
     if device.kind_of_setting("auto") != "cuda":
@@ -76,7 +76,10 @@ def pick(setting: str, query_dim: int, value_dim: int, deterministic: bool) -> K
 
 
 def use(kernel: Kernel) -> None:
-    """Switch attention of all models in this process to a kernel, by torch's global settings."""
+    """Switch attention of all models in this process to a kernel, by torch's global settings.
+
+    Does not check that the kernel can run here, as `missing` does.
+    """
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     name = kernel.upper() if kernel in PACKAGES else None
     if not hasattr(attention, "activate_flash_attention_impl"):

@@ -51,10 +51,11 @@ def mask_of(batch: Batch) -> Mask:
 
 
 def mtp_ids_and_labels(batch: Batch, until_BS: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return for each position the id of the next token, and the label of multi-token prediction, each (B, S).
+    """Return for each position the id of the next token, and the label of multi-token prediction, each (B, sequence).
 
-    That label is the token after the next. It is IGNORE at the end of a sample, and where the next token starts another
-    document or one of several branches.
+    The last position of a sample gets its label as the next id, or its own id if it has none. The second result
+    is the token after the next. It is IGNORE at the end of a sample, and where the next token starts another document
+    or one of several branches.
 
     Args:
         batch: full samples, before they are sharded over cp and tp.
@@ -69,7 +70,10 @@ def mtp_ids_and_labels(batch: Batch, until_BS: Tensor | None) -> tuple[Tensor, T
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Start copying a tensor to the device and return the copy. The host waits neither for it nor for earlier work."""
+    """Start copying a CPU tensor to the device and return the copy. The host waits neither for it nor for earlier work.
+
+    On the CPU it returns x itself.
+    """
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device, non_blocking=True)
 
 

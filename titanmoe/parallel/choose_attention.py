@@ -51,14 +51,15 @@ def attend(
         v_BSGh: values of this rank's positions; a head may be narrower than a key.
         mask: which positions see each other.
         sinks_H: logit of one more key of each head, whose value is zero.
-        report_lse: gets the log-sum-exp of each query that this rank computes.
+        report_lse: gets the log-sum-exp of each query that this rank computes, (B, H, S), with ulysses (B, H / cp, L)
+            of the full sequence. Sinks are in it only in the "plain" implementation.
         backend: parallelism.attention_backend.
         cp_kind: parallelism.cp_kind, "ring", "allgather" or "ulysses".
         placement: which chunks of the sequence each rank of cp has.
         masks: cache of the masks of flex_attention.
         group: the ranks of cp.
         ring_lacks: what this version of torch lacks for its ring attention, as text; "" if nothing.
-        flex: computes attention in place of `titanmoe.parallel.flex.flex`.
+        flex: computes attention in place of `titanmoe.parallel.flex.flex`, with its arguments.
 
     Raises:
         ValueError: if the backend is "torch" and torch's own attention cannot compute this, with the reason.
@@ -106,7 +107,7 @@ def apply_context_parallel(
         options: the recipe's [parallelism].
         placement: which chunks of the sequence each rank of cp has.
         cp: the ranks of context parallelism, also where there is only one.
-        flex: computes attention in place of `titanmoe.parallel.flex.flex`.
+        flex: computes attention in place of `titanmoe.parallel.flex.flex`, with its arguments.
     """
     widths, deterministic = head_widths(model.shape), torch.are_deterministic_algorithms_enabled()
     attention_kernel.use(attention_kernel.pick(options.attention_kernel, *widths, deterministic))

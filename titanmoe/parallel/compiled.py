@@ -27,10 +27,14 @@ from titanmoe.moe.layer import MoE
 
 
 def compile_layer(moe: MoE, backend: str) -> None:
-    """Compile a MoE layer as one graph, in place.
+    """Compile a MoE layer as one graph, in place. torch compiles it in its first call.
 
     Hooks that gather weights cannot be part of the graph. So calling the layer calls its experts, whose hooks run
     around the graph.
+
+    Args:
+        moe: the layer, whose `forward` and whose experts' `forward` are replaced.
+        backend: the name of a backend of torch.compile, such as "inductor" (compile.backend).
     """
     experts = moe.experts
     graph = torch.compile(_without_hooks(moe).forward, backend=backend, fullgraph=True, dynamic=False)
@@ -72,6 +76,8 @@ def why_not_one_graph(config: Config, splits: bool) -> str:
 
 def compile_model(model: Transformer, config: Config, splits: bool) -> None:
     """Compile the modules of each block, and the head, in place. Does nothing if compile.enable is false.
+
+    With `splits` it also turns off torch's donated buffers, for the process.
 
     Args:
         model: a pipeline stage.

@@ -39,7 +39,10 @@ from titanmoe.ops import device
 from titanmoe.parallel.attention_block import block, block_backward
 
 LseCallback = Callable[[Tensor], None] | None
-"""Function that gets the log-sum-exp of each query that this rank computes, (B, H, S); None if nobody needs it."""
+"""Function that gets the log-sum-exp of each query that this rank computes, (B, H, S); None if nobody needs it.
+
+Here, unlike in torch's ring and flex_attention, sinks are in it.
+"""
 
 
 class Placement(NamedTuple):
@@ -64,7 +67,10 @@ class Placement(NamedTuple):
         return [chunk for rank in range(self.size) for chunk in self.chunks_of(rank)]
 
     def rank_slice(self, x_BL: Tensor, rank: int) -> Tensor:
-        """Return a rank's slice of a tensor whose dim 1 is the sequence, chunk after chunk."""
+        """Return a rank's slice (B, S) of a tensor whose dim 1 is the sequence, chunk after chunk.
+
+        `chunks` divides the sequence. It is a copy, with one rank the tensor itself.
+        """
         if self.size == 1:
             return x_BL
         chunks = x_BL.chunk(self.chunks, 1)
@@ -87,6 +93,8 @@ class Placement(NamedTuple):
     def pairs(self, mask: Mask, q: Tensor, rank: int, key_chunks: Sequence[int]) -> list[BlockPair]:
         """Return the blocks of queries of a rank, each with a block of keys that some of these queries see.
 
+        Empty if the mask hides all of the keys.
+
         Args:
             mask: which positions see each other.
             q: the rank's queries (B, H, S, h); only S is used.
@@ -98,7 +106,7 @@ class Placement(NamedTuple):
 
 
 def placement(options: Parallelism) -> Placement:
-    """Return the placement that a recipe's [parallelism] asks for."""
+    """Return the placement of cp's ranks that a recipe's [parallelism] asks for."""
     return Placement(options.cp, options.cp_placement == "zigzag")
 
 
@@ -255,11 +263,11 @@ def heads_first(*xs: Tensor) -> list[Tensor]:
 
 
 def ring_attention(
-    q_BSHh,
-    k_BSGh,
-    v_BSGh,
+    q_BSHh: Tensor,
+    k_BSGh: Tensor,
+    v_BSGh: Tensor,
     mask: Mask,
-    sinks_H=None,
+    sinks_H: Tensor | None = None,
     report_lse: LseCallback = None,
     *,
     placement: Placement,
@@ -267,19 +275,31 @@ def ring_attention(
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence; keys and values go around the ring of ranks.
 
-    Collective over cp. Queries, keys, values and the result (B, S, H, v) are of this rank's positions; the other
-    arguments are those of `attend` in titanmoe.parallel.choose_attention.
+    Collective over cp.
+
+    Args:
+        q_BSHh: queries of this rank's positions.
+        k_BSGh: keys of this rank's positions.
+        v_BSGh: values of this rank's positions; a head may be narrower than a key.
+        mask: which positions see each other.
+        sinks_H: logit of one more key of each head, whose value is zero; None without.
+        report_lse: gets the log-sum-exp of each query, sinks included.
+        placement: which chunks of the sequence each rank of cp has.
+        group: the ranks of cp.
+
+    Returns:
+        Attention of this rank's queries (B, S, H, width of a value).
     """
     q, k, v = heads_first(q_BSHh, k_BSGh, v_BSGh)
     return _Ring.apply(q, k, v, sinks_H, placement, group, mask, report_lse).transpose(1, 2)
 
 
 def allgather_attention(
-    q_BSHh,
-    k_BSGh,
-    v_BSGh,
+    q_BSHh: Tensor,
+    k_BSGh: Tensor,
+    v_BSGh: Tensor,
     mask: Mask,
-    sinks_H=None,
+    sinks_H: Tensor | None = None,
     report_lse: LseCallback = None,
     *,
     placement: Placement,
@@ -287,8 +307,20 @@ def allgather_attention(
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence; every rank gathers all keys and values.
 
-    Collective over cp. Queries, keys, values and the result (B, S, H, v) are of this rank's positions; the other
-    arguments are those of `attend` in titanmoe.parallel.choose_attention.
+    Collective over cp.
+
+    Args:
+        q_BSHh: queries of this rank's positions.
+        k_BSGh: keys of this rank's positions.
+        v_BSGh: values of this rank's positions; a head may be narrower than a key.
+        mask: which positions see each other.
+        sinks_H: logit of one more key of each head, whose value is zero; None without.
+        report_lse: gets the log-sum-exp of each query, sinks included.
+        placement: which chunks of the sequence each rank of cp has.
+        group: the ranks of cp.
+
+    Returns:
+        Attention of this rank's queries (B, S, H, width of a value).
     """
     k, v = (placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     q, k, v = heads_first(q_BSHh, k, v)
@@ -296,23 +328,36 @@ def allgather_attention(
 
 
 def ulysses_attention(
-    q_BSHh,
-    k_BSGh,
-    v_BSGh,
+    q_BSHh: Tensor,
+    k_BSGh: Tensor,
+    v_BSGh: Tensor,
     mask: Mask,
-    sinks_H=None,
+    sinks_H: Tensor | None = None,
     report_lse: LseCallback = None,
     *,
     placement: Placement,
     group: Group,
-    full_attention=None,
+    full_attention: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence, computed with heads sharded over cp.
 
     Collective over cp: an all-to-all turns shards of the sequence into shards of the heads, another turns the result
-    back, (B, S, H, v) of this rank's positions. Arguments are those of `attend` in titanmoe.parallel.choose_attention,
-    and `full_attention`, which computes attention over the full sequence for this rank's heads:
-    `full_sequence_attention` if it is None.
+    back.
+
+    Args:
+        q_BSHh: queries of this rank's positions.
+        k_BSGh: keys of this rank's positions.
+        v_BSGh: values of this rank's positions; a head may be narrower than a key.
+        mask: which positions see each other.
+        sinks_H: logit of one more key of each head, whose value is zero; None without.
+        report_lse: gets the log-sum-exp of the full sequence's queries for this rank's heads, (B, H / cp, L).
+        placement: which chunks of the sequence each rank of cp has.
+        group: the ranks of cp.
+        full_attention: computes attention over the full sequence for this rank's heads, with the arguments of
+            `full_sequence_attention`, which it replaces; None for that.
+
+    Returns:
+        Attention of this rank's queries (B, S, H, width of a value).
     """
     # Key heads are repeated until cp divides their number.
     heads = math.lcm(k_BSGh.shape[2], group.size)
@@ -328,11 +373,26 @@ blockwise_attention = partial(allgather_attention, placement=Placement(1, zigzag
 """Attention over the full sequence on this rank, block by block: never all logits in memory."""
 
 
-def full_sequence_attention(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H=None, report_lse: LseCallback = None) -> Tensor:
-    """Return attention over full sequences on one rank, without communication.
+def full_sequence_attention(
+    q_BLHh: Tensor,
+    k_BLGh: Tensor,
+    v_BLGh: Tensor,
+    mask: Mask,
+    sinks_H: Tensor | None = None,
+    report_lse: LseCallback = None,
+) -> Tensor:
+    """Return attention over full sequences on one rank, (B, L, H, width of a value), without communication.
 
     It is computed block by block, never with all logits in memory, if there are windows, sinks or a `report_lse`, or on
     a CPU documents; else by torch's scaled_dot_product_attention.
+
+    Args:
+        q_BLHh: queries.
+        k_BLGh: keys.
+        v_BLGh: values.
+        mask: which positions see each other.
+        sinks_H: logit of one more key of each head, whose value is zero; None without.
+        report_lse: gets the log-sum-exp of each query (B, H, L), sinks included.
     """
     inputs = (q_BLHh, k_BLGh, v_BLGh, mask, sinks_H)
     # torch's kernel for CPUs computes what a mask hides.

@@ -62,10 +62,10 @@ def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
 
 
 def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism, meshes: Meshes) -> None:
-    """Wrap a stage, its blocks and its experts in FSDP units, in place. The model is on meta.
+    """Wrap a stage, its blocks and its experts in FSDP units, in place. The model is on meta. No communication.
 
     Experts are a unit on the experts' data axes, all else on attention's. Routers are in no unit, nor are experts that
-    one data rank has alone (titanmoe.parallel.unsharded).
+    one data rank has alone (titanmoe.parallel.unsharded). Also sets whether experts cache their weights in 8 bits.
     """
     freed, policy = reshards_after_forward(parallelism), _precision(training)
     unsharded = experts_are_unsharded(parallelism, training, meshes.fold.edp)

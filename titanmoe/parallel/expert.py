@@ -6,7 +6,6 @@ The experts' weights are sharded by the parallel plan (titanmoe.parallel.paralle
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from titanmoe.ops.device import kind
 
 
 def apply_expert_parallel(model: Transformer, meshes: Meshes) -> None:
-    """Set the process groups of each MoE layer's dispatcher, balance loss and capacity, in place."""
+    """Set the process groups of each MoE layer's dispatcher, balance loss and capacity, in place. No communication."""
     for moe in model.moe_layers().values():
         moe.dispatcher.place(expert_ranks(meshes))
         moe.balance.sequence, moe.balance.data = meshes.sequence, meshes.data
@@ -41,7 +40,7 @@ def reserve_buffers(
     training: Training,
     meshes: Meshes,
     device: torch.device,
-    reserve: Callable[..., Any] | None = None,
+    reserve: Callable[..., SharedBuffers | None] | None = None,
 ) -> SharedBuffers | None:
     """Allocate the buffers in which dispatchers exchange routed tokens, for a step to attach to all its MoE layers.
 
@@ -53,7 +52,7 @@ def reserve_buffers(
         training: the recipe's [training].
         meshes: process groups and meshes of the run.
         device: the device that the buffers are on.
-        reserve: called in place of the `reserve` of the dispatcher's class.
+        reserve: called in place of the `reserve` of the dispatcher's class, with its arguments (`Dispatcher.reserve`).
 
     Raises:
         CannotReserve: on all ranks, if one of them cannot use the dispatcher.
@@ -77,7 +76,7 @@ def choose_dispatcher(
         meshes: process groups and meshes of the run.
         device: the device that the buffers are on.
         node: the number of ranks on this machine.
-        reserve: `reserve_buffers`, or a function that replaces it.
+        reserve: `reserve_buffers`, or a function that replaces it, given (model, moe, training, meshes, device).
 
     Returns:
         The config with the chosen dispatcher, its buffers or None, and a text that says what was chosen and why, "" if

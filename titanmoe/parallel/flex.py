@@ -10,6 +10,7 @@ h head width; Q blocks of queries, N blocks of keys.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -137,7 +138,8 @@ def flex(
 ) -> Tensor:
     """Return attention of queries to the keys that the mask shows them, by flex_attention. No communication.
 
-    On a CPU it runs as plain operations without a backward, only to be compared with other implementations.
+    The result is (B, S, H, width of a value). On a CPU it runs as plain operations without a backward, only to be
+    compared with other implementations.
 
     Args:
         q_BSHh: queries.
@@ -145,7 +147,7 @@ def flex(
         v_BLGh: values of the full sequence.
         mask: flex_attention's mask, as `block_mask` returns it.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
-        report_lse: gets the log-sum-exp of each query, sinks left out.
+        report_lse: gets the log-sum-exp of each query (B, H, S), sinks left out.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh))
     attend = flex_attention if hardware.kind(q) == "cpu" else _kernel()
@@ -163,21 +165,34 @@ def flex(
 
 
 def flex_attention_over(
-    q_BSHh,
-    k_BSGh,
-    v_BSGh,
+    q_BSHh: Tensor,
+    k_BSGh: Tensor,
+    v_BSGh: Tensor,
     mask: Mask,
-    sinks_H=None,
+    sinks_H: Tensor | None = None,
     report_lse: LseCallback = None,
     *,
     masks: Masks,
     group: Group,
-    flex=flex,
+    flex: Callable[..., Tensor] = flex,
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence, by flex_attention on gathered keys and values.
 
-    Collective over cp. Queries, keys, values and the result (B, S, H, v) are of this rank's positions; the other
-    arguments are those of `attend` in titanmoe.parallel.choose_attention.
+    Collective over cp.
+
+    Args:
+        q_BSHh: queries of this rank's positions.
+        k_BSGh: keys of this rank's positions.
+        v_BSGh: values of this rank's positions; a head may be narrower than a key.
+        mask: which positions see each other.
+        sinks_H: logit of one more key of each head, whose value is zero; None without.
+        report_lse: gets the log-sum-exp of each query (B, H, S), sinks left out.
+        masks: cache of flex_attention's masks.
+        group: the ranks of cp.
+        flex: computes attention in place of `titanmoe.parallel.flex.flex`, with its arguments.
+
+    Returns:
+        Attention of this rank's queries (B, S, H, width of a value).
     """
     k, v = (masks.placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     return flex(q_BSHh, k, v, masks(k.shape[1], mask, q_BSHh.device), sinks_H, report_lse)

@@ -24,9 +24,9 @@ def frozen_dtype(name: str, compute: torch.dtype) -> torch.dtype:
 
 
 def freeze(model: Transformer, config: Config) -> None:
-    """Replace the parameters that the recipe freezes by ones without gradient, in place. The model is on meta.
+    """Replace the parameters that the recipe freezes by ones without gradient, in place; then tie embeddings again.
 
-    They are stored in the dtype that they are computed in.
+    The model is on meta. The new parameters are stored in the dtype that they are computed in.
     """
     tuning = Tuning.of(config)
     compute = getattr(torch, config.training.mixed_precision_param)

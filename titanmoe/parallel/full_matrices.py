@@ -81,7 +81,7 @@ class OwnerExchange:
         scale: Callable[[Matrix], float],
         dtype: torch.dtype,
     ) -> None:
-        """Replace each matrix by what `work` returns for it, times its scale. Collective over the shard group.
+        """Replace each matrix by what `work` returns for it, times its scale. Collective over the shard group; waits.
 
         Args:
             weight_shards: this rank's shards of the weights, by name, which are overwritten.
@@ -191,7 +191,8 @@ def plan_rounds(weights: list[ShardedWeight], width: int) -> list[Round]:
 def sum_grams(weights: list[ShardedWeight], weight_shards: Mapping[str, Tensor], group: Group) -> list[Tensor]:
     """Return X X' of each matrix of the weights, summed over the group in float32 at least. Collective over the group.
 
-    X is the matrix, or its transpose if it has more rows than columns.
+    X is the matrix, or its transpose if it has more rows than columns. In the order of the weights, and of the matrices
+    of each.
 
     Args:
         weights: weights of one shard group, whose matrices are sharded along their larger dim alone.

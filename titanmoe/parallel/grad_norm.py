@@ -24,8 +24,8 @@ def replicas(parameter: nn.Parameter) -> int:
     return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
 
 
-def local_grad(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's shard of a parameter's gradient, as a plain tensor that shares its memory."""
+def local_grad(parameter: nn.Parameter) -> Tensor | None:
+    """Return this rank's shard of a parameter's gradient, a plain tensor that shares its memory; None if none."""
     grad = parameter.grad
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
@@ -47,7 +47,7 @@ def grad_norm(
     Each parameter counts once, however many ranks have a replica of a shard of it.
 
     Args:
-        parameters: this rank's trained parameters, by name; a stage may have none.
+        parameters: this rank's trained parameters, by name, all with a gradient; a stage may have none.
         world: all ranks.
         copies: names of the parameters that are copies of one matrix, such as a tied embedding on the first and last
             stage; together they count once.
@@ -69,7 +69,7 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> T
     No communication.
 
     Args:
-        parameters: this rank's trained parameters.
+        parameters: this rank's trained parameters, all with a gradient.
         norm: the norm of all gradients of all ranks, as `grad_norm` returns it.
         max_norm: the limit.
     """

@@ -118,7 +118,8 @@ class LargestLogits:
     def reduce_over_ranks(self, device: torch.device) -> Tensor | None:
         """Return the largest logits (layers, heads), float64, at the end of a step; None if it was not measured.
 
-        Collective over the world in steps that are measured.
+        Rows are all blocks of the model, those of multi-token prediction last; -inf where nothing was computed.
+        Collective over the world in steps that are measured. Called once per step: a second call returns None.
         """
         if not self.measures:
             return None

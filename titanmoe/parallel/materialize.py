@@ -25,8 +25,10 @@ INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's shard of a tensor, as a plain tensor, and the index of its first element in each full dim.
 
-    A tensor that is no DTensor is its own shard. Raises a RuntimeError if torch gives the shard another shape than its
-    region has.
+    The shard shares the tensor's memory; a tensor that is no DTensor is its own shard.
+
+    Raises:
+        RuntimeError: if torch gives the shard another shape than its region has.
     """
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()

@@ -7,7 +7,7 @@ and etp in the experts' view. Replicas are shard groups of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -141,7 +141,7 @@ def matrix_shard(matrix: Matrix, region: ShardRegion) -> MatrixShard:
 
 
 def shard_group_members(fold: Fold, view: View, rank: int) -> dict[int, dict[str, int]]:
-    """Return the ranks of a rank's shard group, each with its coordinate on every mesh axis: {rank: {axis: number}}."""
+    """Return the global ranks of a rank's shard group, each with its mesh coordinates: {rank: {axis: number}}."""
     out = {}
     for member in group_of(fold, view, SHARD_AXES[view], rank):
         coordinate = out[member] = coordinates(fold, view, member)
@@ -225,8 +225,8 @@ class WeightSharding:
             for shard in shards
         )
 
-    def local_matrices(self) -> Iterable[tuple[Matrix, MatrixShard]]:
-        """Return the matrices of which this rank has a shard, as pairs (matrix, this rank's shard of it)."""
+    def local_matrices(self) -> Iterator[tuple[Matrix, MatrixShard]]:
+        """Return an iterator over the matrices of which this rank has a shard: (matrix, this rank's shard of it)."""
         rank = self.shard_group.group.rank
         if self.has_full_experts:
             pairs = ((m, matrix_shard(m, self.local_region)) for m in self.matrices)

@@ -84,7 +84,12 @@ class Sharded(ParallelStyle):
     """Ranks that sum the gradients of the parameters that the style replicates."""
 
     def replicates(self, name: str, ranks: int) -> bool:
-        """Return whether the style replicates a parameter over the mesh's last axis, on a mesh of so many ranks."""
+        """Return whether the style replicates a parameter over the mesh's last axis.
+
+        Args:
+            name: a key of `dims`.
+            ranks: number of ranks of the mesh.
+        """
         return self.dims[name] is None or (self.max_tp is not None and ranks > self.max_tp)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -237,6 +242,9 @@ def parallelize(model: Transformer | VocabularyShards, plan: Plan, meshes: Meshe
         model: a pipeline stage, or the rows of embedding and head that all stages share, on meta.
         plan: styles by module path or pattern.
         meshes: process groups and meshes of the run.
+
+    Raises:
+        ConfigError: if the plan does not list exactly the model's parameters.
     """
     rows, by_name = expand(plan, model), {"stage": meshes.dense}
     if meshes.tp.size > 1:
@@ -255,7 +263,7 @@ def parallelize(model: Transformer | VocabularyShards, plan: Plan, meshes: Meshe
 
 
 def summed_over(rows: Plan, tp: int) -> dict[str, SummedOver]:
-    """Return by name, for each parameter that the plan replicates, the ranks that sum its gradient.
+    """Return by full name, for each parameter that the plan replicates, the ranks that sum its gradient.
 
     Args:
         rows: styles by module path, as `expand` returns them.

@@ -6,7 +6,7 @@ is merged at the end, as in `titanmoe.parallel.context`: backward only needs the
 
 The template is private to torch. `missing` says what a version of torch lacks; our own ring is used then.
 
-Shapes: as in `titanmoe.parallel.context`.
+Shapes: B samples, S positions of this rank, H query heads and G key heads, h head width, which may differ for values.
 """
 
 from __future__ import annotations
@@ -104,16 +104,25 @@ class _Ring(torch.autograd.Function):
 # Its options and process groups cannot be traced; compiled attention breaks into two graphs here.
 @torch.compiler.disable
 def torch_ring_attention(
-    q_BSHh, k_BSGh, v_BSGh, sinks_H, report_lse: LseCallback = None, *, placement: Placement, group: Group
+    q_BSHh: Tensor,
+    k_BSGh: Tensor,
+    v_BSGh: Tensor,
+    sinks_H: Tensor | None,
+    report_lse: LseCallback = None,
+    *,
+    placement: Placement,
+    group: Group,
 ) -> Tensor:
     """Return causal attention of this rank's queries to all keys, by torch's ring template. Collective over cp.
+
+    Only where `missing` returns "". The result is (B, S, H, width of a value). Differentiable.
 
     Args:
         q_BSHh: queries of this rank's positions.
         k_BSGh: keys of this rank's positions.
         v_BSGh: values of this rank's positions.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
-        report_lse: gets the log-sum-exp of each query, sinks left out.
+        report_lse: gets the log-sum-exp of each query (B, H, S), sinks left out.
         placement: which chunks of the sequence each rank of cp has.
         group: the ranks of cp.
     """

@@ -125,8 +125,8 @@ class UnshardedExperts:
     def use_computed_weights(self, accumulate: bool) -> Iterator[None]:
         """Give the experts' modules the weights that products multiply by, within this context, for a step.
 
-        At its end the gradients are summed over replicas, and added to the stored weights' `grad`. Collective over
-        edp_replicate.
+        At its end the gradients are summed over replicas, and added to the stored weights' `grad`; an exception
+        drops them. Collective over edp_replicate.
 
         Args:
             accumulate: whether to sum the gradients of the microbatches; False if there is no backward.
@@ -221,7 +221,10 @@ class UnshardedExperts:
             weight.reducing = launch_all_reduce(weight.grad, self.replicas)
 
     def sum_over_replicas(self) -> None:
-        """Start to sum over replicas the gradients of the weights for which that has not been started."""
+        """Start to sum over replicas the gradients of the weights for which that has not been started.
+
+        Collective over edp_replicate. Does not wait: the end of `use_computed_weights` does.
+        """
         with region("reduce gradients"):
             for weight in self.weights:
                 self._send(weight)

@@ -175,9 +175,11 @@ class VocabularyPasses:
     def step(self, slices: Sequence[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool) -> Iterator[None]:
         """Run passes within this context, for a step. Its last backward sums the gradients over data ranks.
 
+        Afterwards `losses` has each microbatch's loss on ranks of the last stage. Collective over the data ranks.
+
         Args:
             slices: this rank's slices of the step's microbatches.
-            microbatch_loss: returns a microbatch's loss.
+            microbatch_loss: returns a microbatch's loss, from the head's numbers (N, B, S) and its slice.
             backward: whether backward passes follow; if not, no gradients are computed.
         """
         self.slices, self.microbatch_loss, self.backward = slices, microbatch_loss, backward
@@ -304,7 +306,7 @@ class VocabularyPasses:
 
         Args:
             batch_slice: this rank's slice of a microbatch.
-            microbatch_loss: returns a microbatch's loss.
+            microbatch_loss: returns a microbatch's loss, from the head's numbers (N, B, S) and its slice.
         """
         grads = {parameter: parameter.grad for parameter in self.shards.parameters()}
         for parameter in grads:
@@ -318,13 +320,16 @@ class VocabularyPasses:
             parameter.grad = grad
 
     def input_of(self, m: int) -> Tensor:
-        """Wait for the embeddings of a microbatch, and return them, the first stage's input."""
+        """Wait for the embeddings of a microbatch, and return them (B, s, D), the first stage's input.
+
+        Called once per microbatch, after its pass E, on the first stage.
+        """
         return self.inputs.pop(m)().requires_grad_(self.backward and self.trains_embedding)
 
     def next_input_of(self, m: int) -> Tensor | None:
         """Wait for the embeddings of a microbatch's next tokens, and return them; None without multi-token prediction.
 
-        Backward leaves their gradient for the pass D.
+        Called once per microbatch, after its pass E, on the last stage. Backward leaves their gradient for the pass D.
         """
         if self.predictions == 1:
             return None
@@ -334,5 +339,8 @@ class VocabularyPasses:
         return next_BsD
 
     def loss_of(self, m: int, output_BsD: Tensor) -> Tensor:
-        """Return a scalar whose backward gives the last stage's output the gradient that the pass T has computed."""
+        """Return a scalar 0 whose backward gives the last stage's output the gradient that the pass T has computed.
+
+        Waits for that gradient. Called once per microbatch, after its pass T, on the last stage.
+        """
         return _Seed.apply(output_BsD, self.output_grads.pop(m)())

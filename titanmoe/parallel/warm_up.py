@@ -34,7 +34,7 @@ def warm_up(
         hidden: a meta tensor with the shape and dtype of a microbatch's hidden states on this rank.
         batch_slice: this rank's slice of a microbatch.
         device: the device that this rank computes on.
-        microbatch_loss: returns the microbatch's loss from the last stage's output.
+        microbatch_loss: returns the microbatch's loss from the last stage's output and the slice.
     """
     memories = [moe.dispatcher.memory for moe in model.moe_layers().values()]
     state = [*model.buffers(), *(memory.needs_repeat for memory in memories if memory is not None)]

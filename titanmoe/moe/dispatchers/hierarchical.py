@@ -7,9 +7,8 @@ for each expert there that a token arriving at this rank has chosen. With a grou
 this is AllToAll.
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp),
-S slots of this rank's send buffer, R routed tokens that it receives for its experts,
-N nodes of the group, V tokens that arrive here from all of them. Between nodes a slot of the send buffer has a token for
-a node, not for an expert.
+S slots of this rank's send buffer, R routed tokens that it receives for its experts, N nodes of the group, V tokens
+that arrive here from all of them. Between nodes a slot of the send buffer has a token for a node, not for an expert.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Hierarchical(Dispatcher):
         Collective over the nodes (`ranks.across`), unless expert buffers are padded (`slots_per_expert` is not 0).
 
         Returns:
-            The copy in each slot, numbered token * N + node; the slot of each copy, (T * N, 1); and the started exchange
+            The copy in each slot, numbered token * N + node; the slot of each copy (T * N, 1); and the started exchange
             of counts between nodes, None if expert buffers are padded.
         """
         T, N = chosen_TK.shape[0], self.ranks.across.size
