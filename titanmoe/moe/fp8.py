@@ -153,7 +153,7 @@ class EightBitProducts(ExpertProducts):
 
 
 def missing(on_gpu: bool) -> str:
-    """Return why this machine cannot compute products in 8 bits; "" if it can.
+    """Return why this machine cannot compute products in 8 bits ("fp8", not "fp8_emulated"); "" if it can.
 
     Args:
         on_gpu: whether the run is on GPUs.

@@ -68,7 +68,7 @@ def build(
     microbatches: int,
     device: torch.device,
     materialize: Callable[[Transformer, int, torch.device], None] = materialize,
-    flex: Callable = flex,
+    flex: Callable[..., torch.Tensor] = flex,
     output: HeadOutput = LOSS_ONLY,
 ) -> list[Transformer]:
     """Return this rank's stages of the model, ready to train: one transformer per stage, in the order of stages.

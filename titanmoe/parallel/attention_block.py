@@ -136,6 +136,8 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through attention of this block of queries to this block of keys.
 
+    Their dtypes may be wider than those of q, k and v.
+
     Args:
         grad: gradient of the final output.
         q: queries.

@@ -69,7 +69,7 @@ class Placement(NamedTuple):
     def rank_slice(self, x_BL: Tensor, rank: int) -> Tensor:
         """Return a rank's slice (B, S) of a tensor whose dim 1 is the sequence, chunk after chunk.
 
-        `chunks` divides the sequence. It is a copy, with one rank the tensor itself.
+        `chunks` must divide the sequence's length. The slice is a copy, but with one rank the tensor itself.
         """
         if self.size == 1:
             return x_BL
@@ -110,7 +110,9 @@ def placement(options: Parallelism) -> Placement:
     return Placement(options.cp, options.cp_placement == "zigzag")
 
 
-def _forward_pairs(q, k, v, pairs: list[BlockPair], mask: Mask, out, lse) -> None:
+def _forward_pairs(
+    q: Tensor, k: Tensor, v: Tensor, pairs: list[BlockPair], mask: Mask, out: Tensor, lse: Tensor
+) -> None:
     """Merge attention of these pairs of blocks into `out` (B, H, S, h) and `lse` (B, H, S), in place.
 
     Both are in float32 at least, and begin as attention to no key, or as merged so far. q are this rank's queries, k
@@ -126,10 +128,23 @@ def _forward_pairs(q, k, v, pairs: list[BlockPair], mask: Mask, out, lse) -> Non
         lse[rows] = after
 
 
-def _backward_pairs(grad, q, k, v, pairs: list[BlockPair], mask: Mask, out, lse, dq, dk, dv) -> None:
+def _backward_pairs(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pairs: list[BlockPair],
+    mask: Mask,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
     """Add the gradients through attention of these pairs of blocks to dq, dk and dv, in place.
 
-    These are in float32 at least. `out` and `lse` are final, of all keys; `grad` is the gradient of `out`.
+    All are (B, heads, positions, h), lse (B, H, S). dq, dk and dv are in float32 at least. `out` and `lse` are final,
+    of all keys; `grad` is the gradient of `out`.
     """
     for pair in pairs:
         rows, columns = (pair.samples, slice(None), pair.rows), (pair.samples, slice(None), pair.columns)
@@ -283,7 +298,7 @@ def ring_attention(
         v_BSGh: values of this rank's positions; a head may be narrower than a key.
         mask: which positions see each other.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
-        report_lse: gets the log-sum-exp of each query, sinks included.
+        report_lse: gets the log-sum-exp of each query (B, H, S), sinks included.
         placement: which chunks of the sequence each rank of cp has.
         group: the ranks of cp.
 
@@ -315,7 +330,7 @@ def allgather_attention(
         v_BSGh: values of this rank's positions; a head may be narrower than a key.
         mask: which positions see each other.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
-        report_lse: gets the log-sum-exp of each query, sinks included.
+        report_lse: gets the log-sum-exp of each query (B, H, S), sinks included.
         placement: which chunks of the sequence each rank of cp has.
         group: the ranks of cp.
 

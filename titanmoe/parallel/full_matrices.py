@@ -27,6 +27,8 @@ from titanmoe.parallel.matrix_shards import ShardedWeight, ShardGroup
 def assign_owners(costs: list[int], loads: list[int]) -> list[int]:
     """Return the rank that owns each matrix: the most expensive matrix first, each goes to the rank with least work.
 
+    Ranks are those of the shard group, in the order of `costs`.
+
     Args:
         costs: work of each matrix, in FLOPs.
         loads: work that each rank of the shard group has already; the work of its new matrices is added in place.
@@ -149,7 +151,7 @@ def plan_rounds(weights: list[ShardedWeight], width: int) -> list[Round]:
     """Return the rounds in which an optimizer works on the full matrices of the weights, to limit memory.
 
     A round has weights, in their order, of whose shards a rank has at most ROUND elements together, or a single larger
-    one. Every rank of a shard group plans the same rounds, without communication.
+    one. Every rank of a shard group plans the same rounds, without communication. Without weights there is one, empty.
 
     Args:
         weights: this rank's weights that consist of matrices.

@@ -186,7 +186,7 @@ def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: b
 
 
 def vocabulary_plan() -> Plan:
-    """Return the plan of the embedding and the head that all pipeline stages share."""
+    """Return the plan of the embedding and the head that all pipeline stages share, by the paths "embed" and "head"."""
     return {name.removesuffix(".weight"): VocabularyParallel({"weight": 0}) for name in tensors.VOCABULARY}
 
 

@@ -134,7 +134,10 @@ class HierarchicalExchange:
         return self.relay().receive_routed()
 
     def local_choices(self, chosen_VK: Tensor) -> Tensor:
-        """Renumber chosen experts from this node's first expert; choices of other nodes' experts become "no expert"."""
+        """Renumber chosen experts (V, K) from 0 for this node's first expert.
+
+        Choices of other nodes' experts become the number of experts of a node, which stands for "no expert".
+        """
         node_experts = self.dispatcher.node_experts
         chosen_VK = chosen_VK.long() - self.dispatcher.ranks.across.rank * node_experts
         return chosen_VK.where((chosen_VK >= 0) & (chosen_VK < node_experts), node_experts)

@@ -224,7 +224,9 @@ class SymmetricBuffers(SharedBuffers):
         return exchange_steps(self.barrier, partial(self.put, rows, buffers, to_N), partial(self.take, buffers, from_M))
 
     def put(self, rows: Sequence[Tensor], buffers: Sequence[Buffers], to_N: Tensor) -> None:
-        """Write this rank's rows to the buffers of all ranks, without waiting for any: the first step of `exchange`.
+        """Write this rank's rows to the buffers of all ranks: the step of `exchange` between its two barriers.
+
+        Does not wait for other ranks.
 
         Args:
             rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
