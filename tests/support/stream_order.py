@@ -69,7 +69,7 @@ class StreamOrder:
         return dict(self._clocks(actor))
 
     def join(self, actor: Hashable, other: Clocks) -> None:
-        """Let the actor wait for operations of others."""
+        """Let the actor wait for operations of others, those in `other`, such as what `reached` returned."""
         mine = self._clocks(actor)
         for name, number in other.items():
             mine[name] = max(mine.get(name, 0), number)

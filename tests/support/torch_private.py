@@ -295,7 +295,7 @@ PRIVATE = (
 
 
 def missing_names() -> dict[Private, list[str]]:
-    """Return the needed names that this version of torch does not have."""
+    """Return the needed names that this version of torch does not have, optional ones included; {} if it has all."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     needed = [one for one in PRIVATE if version < one.until]
     found = {one: [name for name in one.names if not _has(one.owner, name)] for one in needed}
