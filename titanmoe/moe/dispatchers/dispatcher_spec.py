@@ -162,7 +162,7 @@ class DispatcherSpec(Spec):
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
         """Yield a message for each reason why the dispatcher cannot serve a dispatch group of these degrees.
 
-        Called only if the group has more than one rank (ep * etp > 1). None by default; subclasses override it.
+        Called only if the group has more than one rank. Yields nothing by default; subclasses override it.
         """
         yield from ()
 

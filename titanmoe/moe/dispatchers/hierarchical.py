@@ -8,7 +8,8 @@ this is AllToAll.
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp),
 S slots of this rank's send buffer, R routed tokens that it receives for its experts, N nodes of the group, V tokens
-that arrive here from all of them. Between nodes a slot of the send buffer has a token for a node, not for an expert.
+that arrive here from all of them. Between nodes a slot of the send buffer has a token for a node, not for an expert:
+C = T * N choices of a node, with X = 1 slot each.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class Hierarchical(Dispatcher):
         Collective over the nodes (`ranks.across`), unless expert buffers are padded (`slots_per_expert` is not 0).
 
         Returns:
-            The copy in each slot, numbered token * N + node; the slot of each copy (T * N, 1); and the started exchange
-            of counts between nodes, None if expert buffers are padded.
+            The copy in each slot, numbered token * N + node; the slot of each copy (C, X); and the started exchange of
+            counts between nodes, None if expert buffers are padded.
         """
         T, N = chosen_TK.shape[0], self.ranks.across.size
         # A token visits each of its nodes once; "no expert" is on node N, which does not exist.

@@ -12,10 +12,10 @@ no rank sends anything and a flag is set: the step is then repeated without the 
 A rank alone has no group and allocates nothing. A group of one that has a name, such as the world's in a single
 process, sends its routed tokens to itself through its own buffer: so all of this can be tested on one GPU.
 
-Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, S = T * K * etp slots of the send buffer,
-the unused ones last, R slots of the receive buffer: every expert has a multiple of ALIGN, those after its routed tokens
-and after all experts' unused. G ranks as senders, P the same ranks as receivers. A place is rank * limit + slot, and -1
-is nowhere.
+Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, C = T * K choices with X = etp slots
+each, S = C * X slots of the send buffer, the unused ones last, R slots of the receive buffer: every expert has a
+multiple of ALIGN, those after its routed tokens and after all experts' unused. G ranks as senders, P the same ranks as
+receivers. A place is rank * limit + slot, and -1 is nowhere.
 """
 
 from __future__ import annotations
