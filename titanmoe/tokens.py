@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
     """Experts that routers have to choose, int16, or one of the marks in all K places: for each of the model's N MoE
     layers, in order, without multi-token prediction's. None: routers choose."""
     routes_TNK: Tensor | None = None
-    """Tensor in which routers write their own choice, like given_TNK; None: nowhere."""
+    """Tensor in which routers write their own choice, like given_TNK but E for padding; None: nowhere."""
     index_BS: Tensor | None = None
     """Global index, like index_T, of each token of the attention slice, for dropout of adapters; None without it."""
 

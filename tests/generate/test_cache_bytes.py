@@ -34,7 +34,7 @@ def taken(path: Path, tp: int) -> tuple[tuple[int, int], int, int]:
         generator.forward([1] * len(PROMPTS))
     kept = [each.x for cache in generator.caches for each in cache.stored]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
-    slots = {each.x.shape[1] for cache in generator.caches for each in cache.stored if isinstance(each, PerToken)}
+    slots = {16 * len(each.x) for cache in generator.caches for each in cache.stored if isinstance(each, PerToken)}
     return cache_bytes(generator.model.shape, tp, 8), sum(storages.values()), *slots
 
 
@@ -44,7 +44,7 @@ def test_it_is_what_the_tensors_take(tmp_path: Path, model: str, tp: int) -> Non
     saved.write(tmp_path / "saved", MODELS[model])
     for (token, text), nbytes, slots in world.run(tp, taken, tmp_path / "saved", tp):
         assert nbytes == token * slots + len(PROMPTS) * text
-        assert slots == 3 * 16 * 3 // 2, "a page for each prompt, and by half more room than was needed"
+        assert slots == 16 * (3 * 3 // 2), "a page for each prompt, and by half more room than was needed"
 
 
 def table() -> str:

@@ -3,8 +3,8 @@
 `add_caches` replaces the token mixing of every block by a Cache, and the head by one that computes the last token of
 each prompt or row only. The caches of attention and of linear attention are in `cached_attention` and `cached_state`.
 
-Shapes: T tokens of a forward, P new prompts, B rows of this rank, n new tokens of each, W writes to slots, L positions,
-G key heads of this rank, h the width of one, D model, V vocabulary.
+Shapes: T tokens of a forward, P new prompts, B rows of this rank, n new tokens of each, W vectors to store, N pages of
+a row, L positions, G key heads of this rank, h the width of a vector, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from titanmoe.comm.collectives import all_gather, all_gather_autograd, to_local
 from titanmoe.config.schema import Model
-from titanmoe.generate.cached_rows import Rows
+from titanmoe.generate.cached_rows import PAGE, Rows
 from titanmoe.generate.model import cache_path
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.mixer_spec import MixerSpec
@@ -34,27 +34,28 @@ class PerToken:
     def __init__(self, rows: Rows):
         self.rows = rows
         self.x: Tensor | None = None
-        """The vectors by slot, (G, slots, h); None before the first prompt."""
+        """The vectors by page, (pages, G, PAGE, h); None before the first prompt."""
 
     def read_prompts(self, x_1TGh: Tensor) -> None:
-        """Store the vectors of new prompts, one after another in the forward, in the slots that `rows` assigns."""
+        """Store the vectors of new prompts, one after another in the forward, in the pages that `rows` assigns."""
         self._store(x_1TGh[0, self.rows.source_W])
 
     def add(self, x_BnGh: Tensor) -> Tensor:
-        """Store the vectors of new tokens; return (G, B, L, h), all cached vectors of each row.
+        """Store the vectors of new tokens; return (B, G, L, h), all cached vectors of each row.
 
-        Slots after a row's last position have numbers of no meaning.
+        Vectors after a row's last position have no meaning.
         """
         self._store(x_BnGh.flatten(0, 1))
-        return self.x[:, self.rows.slot_BL]
+        return self.x.flatten(0, 1)[self.rows.head_pages(self.x.shape[1])].flatten(2, 3)
 
     def _store(self, x_WGh: Tensor) -> None:
+        rows = self.rows
         if self.x is None:
-            self.x = x_WGh.new_zeros(x_WGh.shape[1], 0, x_WGh.shape[2])
-        if self.x.shape[1] < self.rows.num_slots:
+            self.x = x_WGh.new_zeros(0, x_WGh.shape[1], PAGE, x_WGh.shape[2])
+        if len(self.x) < rows.num_pages:
             # By half more than needed, so that all copies together are a few times the cache.
-            self.x = F.pad(self.x, (0, 0, 0, self.rows.num_slots * 3 // 2 - self.x.shape[1]))
-        self.x[:, self.rows.slot_W] = x_WGh.transpose(0, 1)
+            self.x = F.pad(self.x, (0, 0) * 3 + (0, rows.num_pages * 3 // 2 - len(self.x)))
+        self.x[rows.page_W, :, rows.offset_W] = x_WGh
 
     def select_rows(self, row_B: Tensor) -> None:
         """Do nothing: `Rows` has released the pages of other rows."""
@@ -76,30 +77,30 @@ class PerWindow:
         """
         self.rows, self.window = rows, window
         self.x: Tensor | None = None
-        """The vectors, (G, B, L, h), zeros before a row's first position; None before the first prompt."""
+        """The vectors, (B, G, L, h), zeros before a row's first position; None before the first prompt."""
 
     def read_prompts(self, x_1TGh: Tensor) -> None:
         """Store the vectors of the last positions of new prompts, which follow each other in the forward."""
         x_TGh, stored = x_1TGh[0], 0 if self.x is None else self.x.shape[2]
         length = max(stored, min(self.window - 1, max(self.rows.num_new, default=0)))
-        x_GPLh = x_TGh.new_zeros(x_TGh.shape[1], len(self.rows.num_new), length, x_TGh.shape[2])
+        x_PGLh = x_TGh.new_zeros(len(self.rows.num_new), x_TGh.shape[1], length, x_TGh.shape[2])
         for prompt, (first, end) in enumerate(self.rows.spans):
             count = min(end - first, length)
-            x_GPLh[:, prompt, length - count :] = x_TGh[end - count : end].transpose(0, 1)
-        x_GBLh = x_GPLh[:, self.rows.prompt_B]
+            x_PGLh[prompt, :, length - count :] = x_TGh[end - count : end].transpose(0, 1)
+        x_BGLh = x_PGLh[self.rows.prompt_B]
         if self.x is not None:
-            x_GBLh = torch.cat((F.pad(self.x, (0, 0, length - stored, 0)), x_GBLh), 1)
-        self.x = x_GBLh
+            x_BGLh = torch.cat((F.pad(self.x, (0, 0, length - stored, 0)), x_BGLh))
+        self.x = x_BGLh
 
     def add(self, x_BnGh: Tensor) -> Tensor:
-        """Store the vectors of new tokens; return (G, B, L, h), all vectors that these tokens may attend to."""
-        x_GBLh = torch.cat((self.x, x_BnGh.permute(2, 0, 1, 3)), 2)
-        self.x = x_GBLh[:, :, max(0, x_GBLh.shape[2] - self.window + 1) :]
-        return x_GBLh
+        """Store the vectors of new tokens; return (B, G, L, h), all vectors that these tokens may attend to."""
+        x_BGLh = torch.cat((self.x, x_BnGh.transpose(1, 2)), 2)
+        self.x = x_BGLh[:, :, max(0, x_BGLh.shape[2] - self.window + 1) :]
+        return x_BGLh
 
     def select_rows(self, row_B: Tensor) -> None:
         """Keep the cache of the rows with these indices only."""
-        self.x = self.x[:, row_B]
+        self.x = self.x[row_B]
 
     def drop_last(self, count: int) -> bool:
         """Remove the last `count` positions of the only row; return False if its window then lacks some."""
@@ -212,9 +213,8 @@ class LastHead(nn.Module):
         self.head, self.rows = head, rows
 
     def forward(self, x_1sD: Tensor, labels: None, candidates_BSK: None = None) -> Tensor:
-        last_B = self.rows.to_int64([end - 1 for _, end in self.rows.spans])
-        x_1BD = self.head.norm(all_gather_autograd(x_1sD, 1, self.head.tp)[:, last_B])
-        if not len(last_B):
+        x_1BD = self.head.norm(all_gather_autograd(x_1sD, 1, self.head.tp)[:, self.rows.last_tokens()])
+        if not x_1BD.shape[1]:
             return x_1BD
         return all_gather(F.linear(x_1BD, to_local(self.head.weight)), 2, self.head.tp)
 

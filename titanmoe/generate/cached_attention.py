@@ -2,7 +2,7 @@
 
 Shapes: T tokens of a forward, B rows of this rank, n new tokens of each, L positions, H query heads and G key
 heads of this rank, g query heads of each key head, h query and key width, v value width; of latent attention r a
-latent, p the dims of a key with RoPE, c both concatenated.
+latent, p the dims of a key with RoPE; c a key and what is cached with it, X = B * G, Y = g * n.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from titanmoe.generate.cache import Cache, CacheSize, PerToken, PerWindow
 from titanmoe.generate.cached_rows import Rows
 from titanmoe.mask import Mask
 from titanmoe.models.latent_attention import LatentAttention
-from titanmoe.models.layers import promote, rotate
+from titanmoe.models.layers import rotate
 
 UNIT = 16
 """Multiple that prompts are padded to in attention, whose kernels on GPUs read masks in aligned rows."""
@@ -44,13 +44,13 @@ class CachedKeys(Cache):
         rows = self.rows
         if rows.reads_prompts:
             if not self.stored:
-                self.stored = [PerWindow(rows, mask.window) if mask.window else PerToken(rows) for _ in range(2)]
-            for each, x in zip(self.stored, (k_1TGh, v_1TGv), strict=True):
-                each.read_prompts(x)
+                self.stored = [PerWindow(rows, mask.window) if mask.window else PerToken(rows)]
+            self.stored[0].read_prompts(torch.cat((k_1TGh, v_1TGv), -1))
             return within_prompts(self.attend, rows, q_1THh, k_1TGh, v_1TGv, mask, sinks_H)
-        q_BnHh, k_BnGh, v_BnGv = (rows.split(x) for x in (q_1THh, k_1TGh, v_1TGv))
-        k_GBLh, v_GBLv = (each.add(x) for each, x in zip(self.stored, (k_BnGh, v_BnGv), strict=True))
-        out_BnHv = last_attention(q_BnHh, k_GBLh, v_GBLv, rows.place_Bn, q_BnHh.shape[-1] ** -0.5, mask.window, sinks_H)
+        q_BnHh, kv_1TGc = rows.split(q_1THh), torch.cat((k_1TGh, v_1TGv), -1)
+        k_BGLh, v_BGLv = self.stored[0].add(rows.split(kv_1TGc)).split((k_1TGh.shape[-1], v_1TGv.shape[-1]), -1)
+        mask_XYL = rows.mask(q_BnHh, k_BGLh, mask.window)
+        out_BnHv = last_attention(q_BnHh, k_BGLh, v_BGLv, mask_XYL, q_BnHh.shape[-1] ** -0.5, sinks_H)
         return rows.join(out_BnHv, q_1THh.shape[1])
 
 
@@ -83,9 +83,9 @@ class CachedLatents(Cache):
         )
         q_BnHn, q_BnHp = rows.split(mixer.queries(source_1Tr, rope)).split(mixer.query, -1)
         q_BnHc = torch.cat((torch.einsum("BtHn,Hnr->BtHr", q_BnHn, wn_Hnr), q_BnHp), -1)
-        k_1BLc = self.stored[0].add(rows.split(key_1T1c))
-        v_1BLr = k_1BLc[..., : mixer.latent[0]]
-        out_BnHr = last_attention(q_BnHc, k_1BLc, v_1BLr, rows.place_Bn, sum(mixer.query) ** -0.5)
+        k_B1Lc = self.stored[0].add(rows.split(key_1T1c))
+        mask_XYL, v_B1Lr = rows.mask(q_BnHc, k_B1Lc, 0), k_B1Lc[..., : mixer.latent[0]]
+        out_BnHr = last_attention(q_BnHc, k_B1Lc, v_B1Lr, mask_XYL, sum(mixer.query) ** -0.5)
         return rows.join(torch.einsum("BtHr,Hvr->BtHv", out_BnHr, wv_Hvr), source_1Tr.shape[1])
 
 
@@ -120,36 +120,30 @@ def within_prompts(
 
 def last_attention(
     q_BnHh: Tensor,
-    k_GBLh: Tensor,
-    v_GBLv: Tensor,
-    place_Bn: Tensor,
+    k_BGLh: Tensor,
+    v_BGLv: Tensor,
+    mask_XYL: Tensor,
     scale: float,
-    window: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Return the attention output (B, n, H, v) of each row's new tokens over the cached keys up to their positions.
+    """Return the attention output (B, n, H, v) of each row's new tokens over cached keys.
+
+    These are two batched products and not F.scaled_dot_product_attention: under a mask, its kernels for GPUs neither
+    share keys among grouped queries nor spread the positions of few long texts over a GPU.
 
     Args:
         q_BnHh: queries of the new tokens.
-        k_GBLh: cached keys; with a window those of each row's last L positions, some of which may be before its first.
-        v_GBLv: cached values of the same positions.
-        place_Bn: positions of the new tokens.
+        k_BGLh: cached keys.
+        v_BGLv: cached values of the same positions.
+        mask_XYL: what is added to the logits (`Rows.mask`).
         scale: factor of the logits.
-        window: number of last positions that a token attends to; 0 for all.
         sinks_H: a logit of each head that takes part in the softmax without a value; None without sinks.
     """
-    q_GBgnh = q_BnHh.unflatten(2, (len(k_GBLh), -1)).permute(2, 0, 3, 1, 4)
-    groups = q_GBgnh.shape[2:4]
-    scores_GBgnL = promote(q_GBgnh.flatten(2, 3) @ k_GBLh.transpose(-1, -2)).unflatten(2, groups) * scale
-    place_L, place_Bn1 = torch.arange(k_GBLh.shape[2], device=q_BnHh.device), place_Bn.unsqueeze(2)
-    if window:
-        place_B1L = place_L + place_Bn1[:, -1:] + 1 - len(place_L)
-        hidden_BnL = (place_B1L > place_Bn1) | (place_B1L <= place_Bn1 - window) | (place_B1L < 0)
-    else:
-        hidden_BnL = place_L > place_Bn1
-    scores_GBgnL.masked_fill_(hidden_BnL.unsqueeze(1), -torch.inf)
+    (B, n, _, h), (_, G, L, _) = q_BnHh.shape, k_BGLh.shape
+    q_XYh = q_BnHh.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4).reshape(B * G, -1, h)
+    logits_XYL = torch.baddbmm(mask_XYL, q_XYh, k_BGLh.flatten(0, 1).transpose(1, 2), alpha=scale)
     if sinks_H is not None:
-        sinks = promote(sinks_H).view(len(k_GBLh), 1, -1, 1, 1).expand(*scores_GBgnL.shape[:4], 1)
-        scores_GBgnL = torch.cat((scores_GBgnL, sinks), -1)
-    weights = scores_GBgnL.softmax(-1)[..., : k_GBLh.shape[2]].to(v_GBLv.dtype)
-    return (weights.flatten(2, 3) @ v_GBLv).unflatten(2, groups).permute(1, 3, 0, 2, 4).flatten(2, 3)
+        sinks_XY1 = sinks_H.to(q_BnHh.dtype).view(1, G, -1, 1).expand(B, G, -1, n).reshape(B * G, -1, 1)
+        logits_XYL = torch.cat((logits_XYL, sinks_XY1), -1)
+    out_XYv = logits_XYL.softmax(-1)[..., :L] @ v_BGLv.flatten(0, 1)
+    return out_XYv.view(B, G, -1, n, v_BGLv.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)

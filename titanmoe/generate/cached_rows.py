@@ -4,11 +4,11 @@ A forward reads either new prompts or the next tokens of all rows, concatenated 
 splits the tokens as it does a sequence, and the MoE layers see only real tokens. Only mixers know which tokens belong
 together.
 
-Caches of all positions are paged: a page has 16 positions (slots) of one row, and every layer stores a position's
-vector in the slot that this class assigns. Rows of the same prompt share the pages that the prompt fills.
+Caches of all positions are paged: a page has 16 positions of one row, and every layer stores a position's vector in the
+page that this class assigns. Rows of the same prompt share the pages that the prompt fills.
 
 Shapes: T tokens of a forward, P prompts, B rows of this rank, n new tokens of each, W writes to caches, N pages of a
-row, L positions.
+row, G key heads and g query heads of each, L positions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 PAGE = 16
@@ -42,12 +43,17 @@ class Rows:
         """Pages that no row uses."""
         # Made once for all layers of a forward.
         none = self.to_int64([])
-        self.source_W, self.slot_W = none, none
-        """Index of each token to cache among the forward's, and the slot that it is stored in."""
+        self.source_W, self.page_W, self.offset_W = none, none, none
+        """Of each token to cache: its index among those of a forward of prompts, its page, and its position there."""
         self.prompt_B = none
         """Of a forward of prompts: the prompt of each new row."""
-        self.place_Bn, self.slot_BL = none, none
-        """Of a forward of tokens: their positions, and the slots of all positions of each row and of some after."""
+        self.place_Bn = none
+        """Of a forward of tokens: their positions."""
+        self.page_BN: Tensor | None = None
+        """Pages of each row and zeros; None where `pages` has changed by more than new pages of its rows."""
+        self._masks: dict[tuple[int, int, int, int], Tensor] = {}
+        self._head_pages: dict[int, Tensor] = {}
+        """Results of `mask` and `head_pages` for the current forward."""
 
     def begin_prompts(self, lengths: Sequence[int], copies: Sequence[int]) -> None:
         """Prepare for a forward of prompts, which become rows after those that exist.
@@ -56,35 +62,72 @@ class Rows:
             lengths: tokens of each prompt.
             copies: number of rows that each prompt becomes.
         """
-        self.num_new, self.reads_prompts = list(lengths), True
-        source, slots, prompt_of_row = [], [], []
+        self.num_new, self.reads_prompts, self.page_BN = list(lengths), True, None
+        source, pages, offsets, prompt_of_row = [], [], [], []
         for number, ((first, end), count) in enumerate(zip(self.spans, copies, strict=True)):
             shared = [self._take() for _ in range((end - first) // PAGE)]
             source += range(first, first + len(shared) * PAGE)
-            slots += [page * PAGE + i for page in shared for i in range(PAGE)]
+            pages += [page for page in shared for _ in range(PAGE)]
+            offsets += list(range(PAGE)) * len(shared)
             rest = end - first - len(shared) * PAGE
             for _ in range(count):
                 own = [self._take()] if rest else []
                 source += range(end - rest, end)
-                slots += [page * PAGE + i for page in own for i in range(rest)]
+                pages += own * rest
+                offsets += range(rest)
                 self.pages.append(shared + own)
                 self.num_cached.append(0)
                 prompt_of_row.append(number)
             for page in shared:
                 self.num_users[page] = count
-        self.source_W, self.slot_W, self.prompt_B = map(self.to_int64, (source, slots, prompt_of_row))
+        self.source_W, self.page_W, self.offset_W = map(self.to_int64, (source, pages, offsets))
+        self.prompt_B = self.to_int64(prompt_of_row)
 
     def begin_tokens(self, count: int = 1) -> None:
         """Prepare for a forward of `count` more tokens of each row."""
         self.num_new, self.reads_prompts = [count] * len(self.num_cached), False
-        for num_cached, pages in zip(self.num_cached, self.pages, strict=True):
+        taken = []  # row, index among the row's pages, page
+        for row, (num_cached, pages) in enumerate(zip(self.num_cached, self.pages, strict=True)):
             while len(pages) * PAGE < num_cached + count:
                 pages.append(self._take())
+                taken.append((row, len(pages) - 1, pages[-1]))
         most = max(map(len, self.pages), default=0)
-        page_BN = self.to_int64([pages + [0] * (most - len(pages)) for pages in self.pages]).view(len(self.pages), most)
-        self.slot_BL = (page_BN.unsqueeze(2) * PAGE + torch.arange(PAGE, device=self.device)).flatten(1)
-        self.place_Bn = self.to_int64(self.num_cached).unsqueeze(1) + torch.arange(count, device=self.device)
-        self.slot_W = self.slot_BL.gather(1, self.place_Bn).flatten()
+        if self.page_BN is None:
+            table = [pages + [0] * (most - len(pages)) for pages in self.pages]
+            self.page_BN, taken = self.to_int64(table).view(len(self.pages), most), []
+        if missing := most - self.page_BN.shape[1]:  # negative if the longest rows have ended
+            self.page_BN = F.pad(self.page_BN, (0, missing))
+        if taken:
+            row, index, page = self.to_int64(taken).unbind(1)
+            self.page_BN[row, index] = page
+        self.place_Bn = self.to_int64([range(first, first + count) for first in self.num_cached]).view(-1, count)
+        self.page_W = self.page_BN.gather(1, self.place_Bn // PAGE).flatten()
+        self.offset_W = (self.place_Bn % PAGE).flatten()
+        self._masks, self._head_pages = {}, {}
+
+    def mask(self, q_BnHh: Tensor, k_BGLh: Tensor, window: int) -> Tensor:
+        """Return what is added to the attention logits of new tokens: -inf where a token does not attend, else 0.
+
+        Args:
+            q_BnHh: queries of the new tokens.
+            k_BGLh: cached keys of each row's first L positions, or with a window of its last L positions.
+            window: number of last positions that a token attends to; 0 for all.
+
+        Returns:
+            A tensor (B * G, g * n, L) in the queries' dtype, which layers with equal shapes share.
+        """
+        (B, n, H, _), (_, G, L, _) = q_BnHh.shape, k_BGLh.shape
+        key = H, G, L, window
+        if key not in self._masks:
+            place_L, place_Bn1 = torch.arange(L, device=self.device), self.place_Bn.unsqueeze(2)
+            if window:
+                place_B1L = place_L + place_Bn1[:, -1:] + 1 - L
+                hidden_BnL = (place_B1L > place_Bn1) | (place_B1L <= place_Bn1 - window) | (place_B1L < 0)
+            else:
+                hidden_BnL = place_L > place_Bn1
+            mask_BnL = q_BnHh.new_zeros(hidden_BnL.shape).masked_fill_(hidden_BnL, -torch.inf)
+            self._masks[key] = mask_BnL[:, None, None].expand(B, G, H // G, n, L).reshape(B * G, -1, L)
+        return self._masks[key]
 
     def end_forward(self) -> None:
         """Count the tokens of the current forward as cached."""
@@ -93,27 +136,29 @@ class Rows:
             self.num_cached[row] += count
         self.num_new = []
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep only the rows with these indices, in this order."""
+    def select(self, rows: Sequence[int]) -> Tensor:
+        """Keep only the rows with these indices, in this order; return the indices as a tensor."""
         for row in set(range(len(self.pages))) - set(rows):
             self._release(self.pages[row])
         self.num_cached, self.pages = [self.num_cached[i] for i in rows], [self.pages[i] for i in rows]
+        row_B = self.to_int64(rows)
+        if self.page_BN is not None:
+            self.page_BN = self.page_BN[row_B]
+        return row_B
 
     def clear(self) -> None:
         """Remove all rows and pages."""
         self.num_cached, self.num_new, self.pages, self.num_users, self.free = [], [], [], [], []
+        self.page_BN = None
+        self._masks, self._head_pages = {}, {}
 
     def drop_last(self, count: int) -> None:
         """Remove the last `count` positions of the only row, which shares no page."""
         self.num_cached[0] -= count
         num_pages = -(-self.num_cached[0] // PAGE)
         self._release(self.pages[0][num_pages:])
+        self.page_BN = None
         del self.pages[0][num_pages:]
-
-    @property
-    def num_slots(self) -> int:
-        """Number of slots that a cache of all positions needs."""
-        return len(self.num_users) * PAGE
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -124,18 +169,49 @@ class Rows:
             first += num_new
         return out
 
+    @property
+    def num_pages(self) -> int:
+        """Number of pages that a cache of all positions needs."""
+        return len(self.num_users)
+
+    def head_pages(self, heads: int) -> Tensor:
+        """Return the index (B, G, N) of each head's part of each row's pages, where a page has one for each of G heads.
+
+        Args:
+            heads: G.
+        """
+        if heads not in self._head_pages:
+            head_G1 = torch.arange(heads, device=self.device).unsqueeze(1)
+            self._head_pages[heads] = self.page_BN.unsqueeze(1) * heads + head_G1
+        return self._head_pages[heads]
+
+    def positions(self) -> Tensor:
+        """Return the positions (T,) of the forward's tokens in their texts."""
+        if self.reads_prompts:
+            return self.to_int64([place for count in self.num_new for place in range(count)])
+        return self.place_Bn.flatten()
+
+    def last_tokens(self) -> Tensor | slice:
+        """Return the index of each prompt's or row's last token among the concatenated tokens of the forward."""
+        if self.reads_prompts:
+            return self.to_int64([end - 1 for _, end in self.spans])
+        B, n = self.place_Bn.shape
+        return slice(n - 1, B * n, n)
+
     def to_int64(self, values: Any) -> Tensor:
         """Return integers as an int64 tensor on the model's device."""
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def split(self, x_1T: Tensor) -> Tensor:
         """Return the concatenated tokens of a forward (1, T, ...) as (B, n, ...). Not for a forward of prompts."""
-        return x_1T[0, : sum(self.num_new)].unflatten(0, (len(self.num_new), -1))
+        B, n = self.place_Bn.shape
+        return x_1T[0, : B * n].unflatten(0, (B, n))
 
     def join(self, x_Bn: Tensor, positions: int) -> Tensor:
         """Concatenate the tokens of all rows (B, n, ...) to (1, T, ...), padded with zeros to T = `positions`."""
-        x_1T = x_Bn.new_zeros(1, positions, *x_Bn.shape[2:])
-        x_1T[0, : sum(self.num_new)] = x_Bn.flatten(0, 1)
+        x_1T = x_Bn.flatten(0, 1).unsqueeze(0)
+        if (missing := positions - x_1T.shape[1]) > 0:
+            x_1T = F.pad(x_1T, (0, 0) * (x_1T.dim() - 2) + (0, missing))
         return x_1T
 
     def _take(self) -> int:

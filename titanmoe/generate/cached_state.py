@@ -43,7 +43,7 @@ class CachedState(Cache):
             return self.read_prompts(qkv, decay, beta_1TH)
         qkv, gates = ([None if x is None else rows.split(x) for x in xs] for xs in (qkv, (decay, beta_1TH)))
         missing = [self.mixer.heads.conv_width - 1 - each.x.shape[2] for each in self.inputs]
-        before = [F.pad(each.x[0], (0, 0, n, 0)) for each, n in zip(self.inputs, missing, strict=True)]
+        before = [F.pad(each.x.squeeze(1), (0, 0, n, 0)) for each, n in zip(self.inputs, missing, strict=True)]
         for each, x_BnC in zip(self.inputs, qkv, strict=True):
             each.add(x_BnC.unsqueeze(2))
         out_BnHv, self.state.x = self.run(self.state.x, before, qkv, *gates)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm.collectives import all_gather, all_reduce
@@ -27,7 +28,7 @@ from titanmoe.generate.cache import add_caches
 from titanmoe.generate.cached_rows import Rows
 from titanmoe.generate.sampling import Sampling, choose_tokens
 from titanmoe.models.transformer import Transformer
-from titanmoe.tokens import NO_EXPERT, Tokens
+from titanmoe.tokens import Tokens
 
 MOST_PAIRS = 1 << 22
 """Largest new tokens * positions for which a cache is continued, since each head computes a logit for each pair."""
@@ -278,13 +279,17 @@ class Generator:
         else:
             texts, ids = [], []
             self.rows.begin_prompts([], [])
-        logits_BV, routes = self.forward(ids)
+        num_new = self.rows.num_new
+        logits_BV, routes_TNK = self.forward(ids)
         if not texts:
             return []
-        if self.rows.reads_prompts:
-            logits_BV = logits_BV[self.rows.prompt_B]
-            routes = routes and [routes[prompt] for prompt in self.rows.prompt_B.tolist()]
-        self._add_tokens(texts, logits_BV, routes, work)
+        self._add_tokens(texts, logits_BV[self.rows.prompt_B] if self.rows.reads_prompts else logits_BV, work)
+        if routes_TNK is not None:  # the host has waited for the tokens, and does not wait for these
+            routes = routes_TNK[: len(ids)].cpu().split(num_new)
+            if self.rows.reads_prompts:
+                routes = [routes[prompt] for prompt in self.rows.prompt_B.tolist()]
+            for text, routes_nNK in zip(texts, routes, strict=True):
+                text.routes.append(routes_nNK)
         if work.on_token is not None:
             for text in texts:
                 work.on_token(text)
@@ -298,7 +303,7 @@ class Generator:
         work.running = [text for text in running if not text.end]
         return ended
 
-    def _add_tokens(self, texts: Sequence[Generated], logits_BV: Tensor, routes: Sequence[Tensor], work: _Work) -> None:
+    def _add_tokens(self, texts: Sequence[Generated], logits_BV: Tensor, work: _Work) -> None:
         """Choose the next token of each of these texts, which have the last rows."""
         positions = self.rows.num_cached[-len(texts) :]
         logits_BV[:, self.vocab_size :] = -torch.inf
@@ -307,11 +312,9 @@ class Generator:
         for text, token in zip(texts, tokens, strict=True):
             text.tokens.append(token)
             text.end = work.stop.end(text.tokens, self.ends, text.num_earlier)
-        if not self.records:
-            return
-        for text, log_prob, routes_nNK in zip(texts, log_probs, routes, strict=True):
-            text.log_probs.append(log_prob)
-            text.routes.append(routes_nNK)
+        if self.records:
+            for text, log_prob in zip(texts, log_probs, strict=True):
+                text.log_probs.append(log_prob)
 
     def _begin(self, prompts: Sequence[Prompt]) -> list[int]:
         """Prepare the caches for new prompts; return the token ids of their forward.
@@ -333,45 +336,39 @@ class Generator:
         self.rows.begin_prompts([len(prompt.ids) for prompt in prompts], [prompt.answers for prompt in prompts])
         return [token for prompt in prompts for token in prompt.ids]
 
-    def forward(self, ids: list[int]) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, ids: list[int]) -> tuple[Tensor, Tensor | None]:
         """Compute the tokens that `rows` is prepared for. Collective over the world.
 
         Args:
             ids: the token ids of all new prompts, or of all rows, concatenated.
 
         Returns:
-            The logits (P or B, V) of the last token of each prompt or row, and if the generator records the experts of
-            the tokens of each, (tokens, N, K), else nothing.
+            The logits (P or B, V) of the last token of each prompt or row; and the experts of all tokens (T, N, K) if
+            the generator records, else None.
         """
         rows, tp = self.rows, self.meshes.tp
-        starts = [0] * len(rows.num_new) if rows.reads_prompts else rows.num_cached
-        position = [
-            place for start, count in zip(starts, rows.num_new, strict=True) for place in range(start, start + count)
-        ]
         pad = -len(ids) % tp.size or (0 if ids else tp.size)
         ids_1T = rows.to_int64([ids + [0] * pad])
         valid_T = torch.arange(len(ids) + pad, device=self.device) < len(ids)
         owned_T = valid_T.chunk(tp.size)[tp.rank]
+        zeros_T = torch.zeros_like(owned_T, dtype=torch.int64)
         model, routes_TNK = self.model.shape, None
         if self.records:
-            shape = len(owned_T), moe_layers(model), model.top_k
-            routes_TNK = torch.full(shape, NO_EXPERT, dtype=torch.int16, device=self.device)
+            routes_TNK = zeros_T.new_empty(len(owned_T), moe_layers(model), model.top_k, dtype=torch.int16)
         tokens = Tokens(
-            position_BS=rows.to_int64([position + [0] * pad]),
-            index_T=torch.zeros_like(owned_T, dtype=torch.int64),  # for what training adds to routing
-            sample_T=torch.zeros_like(owned_T, dtype=torch.int64),
+            position_BS=F.pad(rows.positions(), (0, pad)).unsqueeze(0),
+            index_T=zeros_T,  # for what training adds to routing
+            sample_T=zeros_T,
             valid_T=owned_T,
-            microbatch=rows.to_int64(0),
+            microbatch=zeros_T[0],
             routes_TNK=routes_TNK,
         )
         logits_BV = self.model(ids_1T, tokens)[0]
-        routes: list[Tensor] = []
         if routes_TNK is not None:
             # As bytes, because gloo gathers no int16.
-            routes_TNK = all_gather(routes_TNK.view(torch.uint8), 0, tp).cpu().view(torch.int16)
-            routes = [routes_TNK[first:end] for first, end in rows.spans]
+            routes_TNK = all_gather(routes_TNK.view(torch.uint8), 0, tp).view(torch.int16)
         rows.end_forward()
-        return logits_BV, routes
+        return logits_BV, routes_TNK
 
     def clear(self) -> None:
         """Remove all texts from the caches, and free the memory of these."""
@@ -386,7 +383,6 @@ class Generator:
         return all_reduce(self.rows.to_int64(numbers), world, "sum").tolist() if world.size > 1 else list(numbers)
 
     def _select_rows(self, remaining: list[int]) -> None:
-        self.rows.select(remaining)
-        row_B = self.rows.to_int64(remaining)
+        row_B = self.rows.select(remaining)
         for cache in self.caches:
             cache.select_rows(row_B)

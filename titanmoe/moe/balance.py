@@ -98,12 +98,15 @@ class Balance(nn.Module):
     ) -> Tensor:
         """Attach the gradients of the balance losses to the routing weights, and record the microbatch's counts.
 
-        Collective over the ranks that the losses count over: those of the same samples, and of all data ranks.
+        Collective over the ranks that the losses count over: those of the same samples, and of all data ranks. A model
+        in eval mode, such as one that generates, does neither and sends nothing.
 
         Returns:
             The routing weights (T, K) with unchanged values; their backward also gives the router the balance losses'
             gradients.
         """
+        if not self.training:
+            return weights_TK
         routed = RouterOutput(
             logits_TE=logits_TE,
             scores_TE=scores_TE,

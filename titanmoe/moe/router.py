@@ -66,14 +66,20 @@ class Router(nn.Module):
             counts of choices (B, E).
         """
         logits_TE = self._logits(x_TD, tokens.index_T)
-        if (tokens.given_TNK is not None or tokens.routes_TNK is not None) and self.takes_routes:
-            return logits_TE, *self._plain(logits_TE, tokens, with_routes=True)  # the kernel chooses and weights in one
+        follows = tokens.given_TNK is not None and self.takes_routes  # the kernel chooses and weights in one
         in_kernel = (
-            self.score_function.kernel_mode
+            not follows
+            and self.score_function.kernel_mode
             and self.score_function.scores_per_group <= 2
             and fused(self.options.kernels, logits_TE)
         )
         return logits_TE, *(self._fused if in_kernel else self._plain)(logits_TE, tokens)
+
+    def _record(self, chosen_TK: Tensor, tokens: Tokens) -> None:
+        """Write the router's own choice into `tokens.routes_TNK`, if there is one."""
+        if tokens.routes_TNK is not None and self.takes_routes:
+            routes_T1K = chosen_TK.unsqueeze(1).to(tokens.routes_TNK.dtype)
+            tokens.routes_TNK.index_copy_(1, self.column, routes_T1K)
 
     def _logits(self, x_TD: Tensor, index_T: Tensor) -> Tensor:
         options, wide = self.options, torch.promote_types(x_TD.dtype, self.wide)
@@ -88,15 +94,12 @@ class Router(nn.Module):
             x_TD = x_TD * self._jitter(index_T, wide)
         return F.linear(x_TD, weight_ED, bias_E)
 
-    def _plain(
-        self, logits_TE: Tensor, tokens: Tokens, with_routes: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _plain(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Route tokens by plain operations of torch, without the kernel, whose reference this is.
 
         Args:
             logits_TE: the router's logits.
-            tokens: positions, samples and padding of this rank's tokens.
-            with_routes: whether `tokens` prescribes experts, or has a tensor to record the chosen ones in.
+            tokens: positions, samples and padding of this rank's tokens, and their routes.
 
         Returns:
             Scores (T, E), routing weights (T, K), chosen experts (T, K), and counts of choices (B, E).
@@ -105,7 +108,7 @@ class Router(nn.Module):
         scores_TE = self.score_function.scores(logits_TE)
         own_TK = chosen_TK = self._choose(scores_TE.detach(), tokens.index_T)
         has_expert = is_valid_T1
-        if with_routes and tokens.given_TNK is not None:
+        if tokens.given_TNK is not None and self.takes_routes:
             given_TK = tokens.given_TNK.index_select(1, self.column).squeeze(1).to(torch.int64)
             has_expert = has_expert & (given_TK != NO_EXPERT)
             chosen_TK = own_TK.where(given_TK == NOT_RECORDED, given_TK.clamp(min=0))
@@ -115,13 +118,11 @@ class Router(nn.Module):
         own_TK = own_TK.where(is_valid_T1, model.num_experts)
         chosen_TK = chosen_TK.where(has_expert, model.num_experts)
         count_BE = count_choices(own_TK, tokens.sample_T, len(tokens.position_BS), model.num_experts)
-        if with_routes and tokens.routes_TNK is not None:
-            routes_T1K = own_TK.where(is_valid_T1, NO_EXPERT).unsqueeze(1).to(tokens.routes_TNK.dtype)
-            tokens.routes_TNK.index_copy_(1, self.column, routes_T1K)
+        self._record(own_TK, tokens)
         return scores_TE, weights_TK * model.route_scale, chosen_TK, count_BE
 
     def _fused(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Route tokens by one Triton kernel, which neither follows nor records routes.
+        """Route tokens by one Triton kernel, which follows no routes.
 
         Returns:
             Scores (T, E), routing weights (T, K), chosen experts (T, K), and counts of choices (B, E).
@@ -132,7 +133,11 @@ class Router(nn.Module):
         mode = SCORE_KERNELS[self.score_function.kernel_mode]
         groups = (model.num_groups, model.top_groups, self.score_function.scores_per_group)
         how = (mode, model.norm_topk, float(model.route_scale), self.options.force_balance)
-        return RouteFunction.apply(logits_TE, self.expert_bias, *of, model.top_k, *groups, *how)
+        scores_TE, weights_TK, chosen_TK, count_BE = RouteFunction.apply(
+            logits_TE, self.expert_bias, *of, model.top_k, *groups, *how
+        )
+        self._record(chosen_TK, tokens)
+        return scores_TE, weights_TK, chosen_TK, count_BE
 
     def _choose(self, scores_TE: Tensor, index_T: Tensor) -> Tensor:
         """Return the top-k experts by score plus expert_bias, or round-robin ones if balance is forced: (T, K)."""

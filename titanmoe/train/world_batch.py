@@ -173,7 +173,7 @@ class DataRankBatch:
 
         Args:
             routes_of_microbatch: what this rank's routers wrote for its owned tokens of each microbatch (T, N, K), and
-                NO_EXPERT where they wrote nothing.
+                NO_EXPERT where they wrote nothing. The result has NO_EXPERT for padding, too.
             meshes: the device meshes of the run.
             placement: which chunks of the sequence each rank of cp has.
         """
@@ -190,6 +190,7 @@ class DataRankBatch:
             of_layer[rows, place_s] = written[:, :, layer].to(torch.int32) - NO_EXPERT
             of_layer = all_reduce(of_layer, meshes.world)[self.first : self.end]
             out[:, :, layer] = (of_layer + NO_EXPERT).to(device="cpu", dtype=torch.int16)
+        out[~self.given.valid_BS] = NO_EXPERT
         return Routes(out, digest_routes(self.given.tokens_BS, out, self.given.valid_BS))
 
 
