@@ -45,8 +45,9 @@ class Rows:
         none = self.to_int64([])
         self.source_W, self.page_W, self.offset_W = none, none, none
         """Of each token to cache: its index among those of a forward of prompts, its page, and its position there."""
+        self.prompts: list[int] = []
         self.prompt_B = none
-        """Of a forward of prompts: the prompt of each new row."""
+        """Of a forward of prompts: the prompt of each new row, on the host and on the device."""
         self.place_Bn = none
         """Of a forward of tokens: their positions."""
         self.page_BN: Tensor | None = None
@@ -63,7 +64,7 @@ class Rows:
             copies: number of rows that each prompt becomes.
         """
         self.num_new, self.reads_prompts, self.page_BN = list(lengths), True, None
-        source, pages, offsets, prompt_of_row = [], [], [], []
+        source, pages, offsets, self.prompts = [], [], [], []
         for number, ((first, end), count) in enumerate(zip(self.spans, copies, strict=True)):
             shared = [self._take() for _ in range((end - first) // PAGE)]
             source += range(first, first + len(shared) * PAGE)
@@ -77,11 +78,11 @@ class Rows:
                 offsets += range(rest)
                 self.pages.append(shared + own)
                 self.num_cached.append(0)
-                prompt_of_row.append(number)
+                self.prompts.append(number)
             for page in shared:
                 self.num_users[page] = count
         self.source_W, self.page_W, self.offset_W = map(self.to_int64, (source, pages, offsets))
-        self.prompt_B = self.to_int64(prompt_of_row)
+        self.prompt_B = self.to_int64(self.prompts)
 
     def begin_tokens(self, count: int = 1) -> None:
         """Prepare for a forward of `count` more tokens of each row."""
@@ -131,7 +132,7 @@ class Rows:
 
     def end_forward(self) -> None:
         """Count the tokens of the current forward as cached."""
-        new = [self.num_new[i] for i in self.prompt_B.tolist()] if self.reads_prompts else self.num_new
+        new = [self.num_new[i] for i in self.prompts] if self.reads_prompts else self.num_new
         for row, count in enumerate(new, len(self.num_cached) - len(new)):
             self.num_cached[row] += count
         self.num_new = []

@@ -287,7 +287,7 @@ class Generator:
         if routes_TNK is not None:  # the host has waited for the tokens, and does not wait for these
             routes = routes_TNK[: len(ids)].cpu().split(num_new)
             if self.rows.reads_prompts:
-                routes = [routes[prompt] for prompt in self.rows.prompt_B.tolist()]
+                routes = [routes[prompt] for prompt in self.rows.prompts]
             for text, routes_nNK in zip(texts, routes, strict=True):
                 text.routes.append(routes_nNK)
         if work.on_token is not None:

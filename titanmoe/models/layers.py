@@ -78,7 +78,8 @@ def product_and_input(x: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Te
     A caller that multiplies x by several weights passes the returned x to the next product. Backward then adds this
     product's gradient of x to the next one's inside one matrix product, instead of in a pass of its own.
     """
-    if torch.compiler.is_compiling():  # the compiler adds gradients where it likes
+    # The compiler adds gradients where it likes.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return F.linear(x, w, b), x
     return _ProductAndInput.apply(*(y if y is None else as_non_leaf(y) for y in (x, w, b)))
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel
+from titanmoe.ops.kernels.kernel_launch import cdiv, kernel
 
 TILE = 1024
 """The numbers of a program."""
@@ -45,7 +45,7 @@ def bfloat16_terms(x_RC: Tensor, backwards: bool) -> Tensor:
     (R, C), N = x_RC.shape, x_RC.numel()
     out = x_RC.new_empty(R, 4, C, dtype=torch.bfloat16)
     if N:
-        _bfloat16_terms[(triton.cdiv(N, TILE),)](x_RC, out, N, C, BACKWARDS=backwards, TILE=TILE, num_warps=4)
+        _bfloat16_terms[(cdiv(N, TILE),)](x_RC, out, N, C, BACKWARDS=backwards, TILE=TILE, num_warps=4)
     return out
 
 

@@ -7,12 +7,24 @@ from functools import wraps
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from titanmoe.ops.kernels import interpreted
+
+_PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that a kernel reads as they are. A parameter of another kind of tensor is of that tensor's type."""
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up. On the host, triton.cdiv and triton.next_power_of_2 take 2 us a call."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least n, for n above 0."""
+    return 1 << (n - 1).bit_length()
 
 
 def tile_shape(width: int, elements: int) -> tuple[int, int]:
@@ -22,7 +34,7 @@ def tile_shape(width: int, elements: int) -> tuple[int, int]:
         width: the number of columns of the tensor; the tile is no wider than the power of two above it.
         elements: the elements of the tile, a power of two.
     """
-    columns = min(triton.next_power_of_2(width), elements)
+    columns = min(next_power_of_2(width), elements)
     return elements // columns, columns
 
 
@@ -63,4 +75,4 @@ def kernel(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..
 
 
 def _real(args: tuple) -> bool:
-    return all(type(x) is Tensor and can_run(x) and not x.is_meta for x in args if isinstance(x, Tensor))
+    return all(type(x) in _PLAIN and can_run(x) and not x.is_meta for x in args if isinstance(x, Tensor))

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype
+from titanmoe.ops.kernels.kernel_launch import kernel, next_power_of_2, sum_dtype
 from titanmoe.ops.kernels.rotate import TILE, adjacent_numbers, angles, rotate_heads
 
 
@@ -73,8 +73,8 @@ def _split(dk, dv, cos, sin, dkv, dkey, S, of_k, k_token, k_head, of_v, v_token,
 
 def _tile(heads: int, width: int) -> tuple[int, int]:
     """Return (columns, heads) of a program's tile for heads of this width, powers of two."""
-    columns = triton.next_power_of_2(width)
-    return columns, min(max(TILE // columns, 1), triton.next_power_of_2(heads))
+    columns = next_power_of_2(width)
+    return columns, min(max(TILE // columns, 1), next_power_of_2(heads))
 
 
 def _run_join(plain: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:

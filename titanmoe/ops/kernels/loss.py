@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype
+from titanmoe.ops.kernels.kernel_launch import kernel, next_power_of_2, sum_dtype
 
 TILE = 4096
 
@@ -57,7 +57,7 @@ def _loss_backward(logits, label, log_total, scale, begin, V: tl.constexpr, WIDE
 def _launch(kernel, logits_Tv: Tensor, *rest) -> None:
     T, V = logits_Tv.shape
     if T:
-        columns = min(triton.next_power_of_2(V), TILE)
+        columns = min(next_power_of_2(V), TILE)
         kernel[(T,)](logits_Tv, *rest, V=V, WIDE=sum_dtype(logits_Tv.dtype), COLUMNS=columns, num_warps=8)
 
 

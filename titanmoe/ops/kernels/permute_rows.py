@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype, tile_shape
+from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, sum_dtype, tile_shape
 
 TILE = 4096
 """The numbers per program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""
@@ -82,7 +82,7 @@ def _launch_fetch(x: Tensor, index_R: Tensor, weight: Tensor, K: int, out: Tenso
     R, (N, D) = index_R.numel(), x.shape
     rows, columns = tile_shape(D, TILE)
     if R:
-        _fetch_rows[(triton.cdiv(R, rows),)](
+        _fetch_rows[(cdiv(R, rows),)](
             x, index_R, out, weight, weight_out, R, N, D=D, K=K,
             OF_X=x.stride(0), OF_OUT=out.stride(0), OF_WEIGHT=weight.stride(0), OF_WEIGHT_OUT=weight_out.stride(0),
             ROWS=rows, COLUMNS=columns, WEIGHTED=weighted, num_warps=8,
@@ -109,7 +109,7 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
     weight_grad = weight_grad if weighted else out
     rows, columns = tile_shape(D, TILE)
     if T:
-        _sum_rows[(triton.cdiv(T, rows),)](
+        _sum_rows[(cdiv(T, rows),)](
             y, slot, out, weight_grad, weight_out, T, R, D=D, J=J, K=K,
             OF_Y=y.stride(0), OF_WEIGHT=weight_grad.stride(0), WIDE=sum_dtype(y.dtype),
             ROWS=rows, COLUMNS=columns, WEIGHTED=weighted, num_warps=8,

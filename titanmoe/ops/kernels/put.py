@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import tile_shape
+from titanmoe.ops.kernels.kernel_launch import cdiv, tile_shape
 from titanmoe.ops.kernels.permute_rows import TILE
 
 
@@ -43,7 +43,7 @@ def put_rows(x_ND: Tensor, to_N: Tensor, addresses_G: Tensor, limit: int) -> Non
     """
     (N, D), (rows, columns) = x_ND.shape, tile_shape(x_ND.shape[1], TILE)
     if N:
-        _put[(triton.cdiv(N, rows),)](
+        _put[(cdiv(N, rows),)](
             x_ND.contiguous(), to_N, addresses_G, N, limit, D=D, ROWS=rows, COLUMNS=columns, num_warps=8
         )
 
@@ -70,5 +70,5 @@ def take_rows(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
     (N, D), (rows, columns) = buffer_ND.shape, tile_shape(buffer_ND.shape[1], TILE)
     out_ND = torch.empty_like(buffer_ND)
     if N:
-        _take[(triton.cdiv(N, rows),)](buffer_ND, from_N, out_ND, N, D=D, ROWS=rows, COLUMNS=columns, num_warps=8)
+        _take[(cdiv(N, rows),)](buffer_ND, from_N, out_ND, N, D=D, ROWS=rows, COLUMNS=columns, num_warps=8)
     return out_ND

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, tile_shape
+from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, tile_shape
 
 TILE = 4096
 ACROSS = 64
@@ -72,7 +72,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     outer = x if x.dim() == 3 else x.unsqueeze(0)
     R, constants = scale.numel(), _launch_constants(x)
     if R:
-        _quantise[(triton.cdiv(R, constants["ROWS"]),)](
+        _quantise[(cdiv(R, constants["ROWS"]),)](
             x, q, scale, R, outer.shape[1], *outer.stride(), **constants, num_warps=8
         )  # fmt: skip
     return q, scale

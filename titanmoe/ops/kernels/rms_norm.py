@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype
+from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, next_power_of_2, sum_dtype
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 
 NUMBERS = 16
@@ -71,7 +71,7 @@ def _rms_norm_backward(grad, x, weight, grad_x, sums, R, of_grad, of_x, D: tl.co
 
 def _block(width: int, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
     """Return the launch options of a program by name, such as its tile and its warps; and its number of rows."""
-    columns, of_thread = triton.next_power_of_2(width), NUMBERS // 2 if dtype == torch.float64 else NUMBERS
+    columns, of_thread = next_power_of_2(width), NUMBERS // 2 if dtype == torch.float64 else NUMBERS
     warps = min(max(columns // (32 * of_thread), 4), 32)
     rows = max(warps * 32 * of_thread // columns, 1)
     return dict(D=width, WIDE=sum_dtype(dtype), ROWS=rows, COLUMNS=columns, num_warps=warps), rows
@@ -89,9 +89,7 @@ def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x_RD, out = _flatten_to_rows(x), x.new_empty(x.shape)
     options, rows = _block(x.shape[-1], x.dtype)
     if R := len(x_RD):
-        _rms_norm_forward[(triton.cdiv(R, rows),)](
-            x_RD, weight_D.contiguous(), out, R, x_RD.stride(0), EPS=eps, **options
-        )
+        _rms_norm_forward[(cdiv(R, rows),)](x_RD, weight_D.contiguous(), out, R, x_RD.stride(0), EPS=eps, **options)
     return out
 
 
@@ -103,7 +101,7 @@ def _(x, weight_D, eps):
 def _backward_programs(x: Tensor) -> int:
     """Return how many Triton programs backward launches for an input of x's shape and dtype."""
     options, rows = _block(x.shape[-1], x.dtype)
-    return min(triton.cdiv(x.numel() // x.shape[-1], rows), max(WARPS // options["num_warps"], 1))
+    return min(cdiv(x.numel() // x.shape[-1], rows), max(WARPS // options["num_warps"], 1))
 
 
 def _empty_weight_sums(x: Tensor, wanted: bool) -> Tensor:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype
+from titanmoe.ops.kernels.kernel_launch import kernel, next_power_of_2, sum_dtype
 
 TILE = 2048
 """The pairs of numbers per step of a program."""
@@ -101,12 +101,12 @@ def rotate(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, s
     (B, S, H, h), G = q.shape, k.shape[2]
     out = q.new_empty(q.shape), k.new_empty(k.shape)
     half = h // 2
-    padded = triton.next_power_of_2(half)
+    padded = next_power_of_2(half)
     if B * S:
         _rotate[(B * S,)](
             q, k, cos, sin, *out, S, q.stride(0), k.stride(0), q.stride(1), k.stride(1), q.stride(2), k.stride(2),
             cos.stride(0) if len(cos) > 1 else 0, H=H, G=G, HALF=half, P=padded, SIGN=sign, WIDE=sum_dtype(cos.dtype),
-            ROWS=min(max(TILE // padded, 1), triton.next_power_of_2(max(H, G))), num_warps=4,
+            ROWS=min(max(TILE // padded, 1), next_power_of_2(max(H, G))), num_warps=4,
         )  # fmt: skip
     return out
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel
+from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, next_power_of_2
 
 TILE = 512
 """The scores per program. It is one warp, so that no sum or choice over the experts has to wait for another warp."""
@@ -195,7 +195,7 @@ def _route_backward(grad_scores, grad_weights, logits, scores, chosen, out, T, E
 
 
 def _launch_constants(experts: int) -> dict[str, int]:
-    padded = triton.next_power_of_2(experts)
+    padded = next_power_of_2(experts)
     return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
 
 
@@ -243,9 +243,9 @@ def route(
     weights_TK, chosen_TK = scores_TE.new_empty(T, top_k), index_T.new_empty(T, top_k, dtype=torch.int64)
     shape = _launch_constants(E)
     if T:
-        _route_forward[(triton.cdiv(T, shape["ROWS"]),)](
+        _route_forward[(cdiv(T, shape["ROWS"]),)](
             *inputs, scores_TE, weights_TK, chosen_TK, count_BE, T, **shape,
-            SCALE=scale, K=top_k, KP=triton.next_power_of_2(top_k), G=groups, GP=triton.next_power_of_2(groups),
+            SCALE=scale, K=top_k, KP=next_power_of_2(top_k), G=groups, GP=next_power_of_2(groups),
             TOP=top_groups, TWO=scores_per_group == 2 and groups < E, MODE=scoring, NORM=norm, FORCED=forced,
             num_warps=1,
         )  # fmt: skip
@@ -286,7 +286,7 @@ def route_backward(
     T, K = chosen_TK.shape
     out, shape = torch.empty_like(scores_TE), _launch_constants(scores_TE.shape[1])
     if T:
-        _route_backward[(triton.cdiv(T, shape["ROWS"]),)](
+        _route_backward[(cdiv(T, shape["ROWS"]),)](
             out if grad_scores_TE is None else grad_scores_TE.contiguous(),
             out if grad_weights_TK is None else grad_weights_TK.contiguous(),
             logits_TE, scores_TE, chosen_TK, out, T, **shape,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel
+from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, next_power_of_2
 
 TILE = 4096
 """The scores per program."""
@@ -36,7 +36,7 @@ def _router_entropy(scores, valid, out, T, E: tl.constexpr, P: tl.constexpr, NOR
 
 def launch_constants(experts: int) -> dict[str, int]:
     """Return the kernel's constants by name, for this number of experts: E, P and ROWS, the tokens of a program."""
-    padded = triton.next_power_of_2(experts)
+    padded = next_power_of_2(experts)
     return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
 
 
@@ -56,7 +56,7 @@ def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
     """
     T, E = scores_TE.shape
     shape = launch_constants(E)
-    programs = triton.cdiv(T, shape["ROWS"])
+    programs = cdiv(T, shape["ROWS"])
     out = torch.empty(programs, 2, dtype=torch.float64, device=scores_TE.device)
     if T:
         _router_entropy[(programs,)](
@@ -68,4 +68,4 @@ def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
 @entropy_and_count.register_fake
 def _(scores_TE, valid_T, norm):
     T, E = scores_TE.shape
-    return scores_TE.new_empty(triton.cdiv(T, launch_constants(E)["ROWS"]), 2, dtype=torch.float64)
+    return scores_TE.new_empty(cdiv(T, launch_constants(E)["ROWS"]), 2, dtype=torch.float64)

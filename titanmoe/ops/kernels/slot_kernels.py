@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel
+from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, next_power_of_2
 
 TILE = 8192
 """The pairs of a choice and an expert that a program compares."""
@@ -81,13 +81,13 @@ def _regroup_rows(count, order, inverse, J: tl.constexpr, EXPERTS: tl.constexpr,
 
 def launch_constants(experts: int) -> dict[str, int]:
     """Return the kernels' constants by name, for this number of experts: E, P and ROWS, the choices of a program."""
-    padded = triton.next_power_of_2(experts)
+    padded = next_power_of_2(experts)
     return {"E": experts, "P": padded, "ROWS": max(16, TILE // padded)}
 
 
 def number_of_blocks(choices: int, experts: int) -> int:
     """Return into how many blocks of consecutive choices the kernels divide all choices, one for each program."""
-    return triton.cdiv(choices, launch_constants(experts)["ROWS"])
+    return cdiv(choices, launch_constants(experts)["ROWS"])
 
 
 @kernel("titanmoe::count_choices")
@@ -159,7 +159,7 @@ def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     J = count_Ge.numel()
     if rows:
         _regroup_rows[(J,)](
-            count_Ge.contiguous(), order, inverse, J=J, EXPERTS=count_Ge.shape[1], P=triton.next_power_of_2(J),
+            count_Ge.contiguous(), order, inverse, J=J, EXPERTS=count_Ge.shape[1], P=next_power_of_2(J),
             STEP=STEP, num_warps=4,
         )  # fmt: skip
     return order, inverse

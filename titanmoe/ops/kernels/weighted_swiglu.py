@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, sum_dtype, tile_shape
+from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, sum_dtype, tile_shape
 
 TILE = 2048
 
@@ -106,7 +106,7 @@ def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: 
     (R, F), out = gate_RF.shape, gate_RF.new_empty(gate_RF.shape)
     rows, columns = tile_shape(F, TILE)
     if R:
-        _swiglu_forward[(triton.cdiv(R, rows),)](
+        _swiglu_forward[(cdiv(R, rows),)](
             gate_RF, up_RF, weight_R1, out, R,
             F=F, OF_GATE=gate_RF.stride(0), OF_UP=up_RF.stride(0), WIDE=sum_dtype(gate_RF.dtype), CLAMPED=clamped,
             ROWS=rows, COLUMNS=columns, num_warps=4,
@@ -146,7 +146,7 @@ def weighted_swiglu_backward(
     outputs = gate_RF.new_empty(R, F), gate_RF.new_empty(R, 2 * F), torch.empty_like(weight_R1)
     rows, columns = tile_shape(F, TILE)
     if R:
-        _swiglu_backward[(triton.cdiv(R, rows),)](
+        _swiglu_backward[(cdiv(R, rows),)](
             grad_RF, gate_RF, up_RF, weight_R1, *outputs, R,
             F=F, OF_GATE=gate_RF.stride(0), OF_UP=up_RF.stride(0), WIDE=sum_dtype(gate_RF.dtype), CLAMPED=clamped,
             ROWS=rows, COLUMNS=columns, num_warps=4,
