@@ -46,7 +46,9 @@ class PerToken:
         Vectors after a row's last position have no meaning.
         """
         self._store(x_BnGh.flatten(0, 1))
-        return self.x.flatten(0, 1)[self.rows.head_pages(self.x.shape[1])].flatten(2, 3)
+        G, (B, N) = self.x.shape[1], self.rows.page_BN.shape
+        pages = self.x.flatten(0, 1).index_select(0, self.rows.head_pages(G))  # on CPUs, faster than [...]
+        return pages.view(B, G, N * PAGE, -1)
 
     def _store(self, x_WGh: Tensor) -> None:
         rows = self.rows

@@ -176,14 +176,14 @@ class Rows:
         return len(self.num_users)
 
     def head_pages(self, heads: int) -> Tensor:
-        """Return the index (B, G, N) of each head's part of each row's pages, where a page has one for each of G heads.
+        """Return the index (B * G * N,) of each head's part of each row's pages, if a page has one for each of G heads.
 
         Args:
             heads: G.
         """
         if heads not in self._head_pages:
             head_G1 = torch.arange(heads, device=self.device).unsqueeze(1)
-            self._head_pages[heads] = self.page_BN.unsqueeze(1) * heads + head_G1
+            self._head_pages[heads] = (self.page_BN.unsqueeze(1) * heads + head_G1).flatten()
         return self._head_pages[heads]
 
     def positions(self) -> Tensor:

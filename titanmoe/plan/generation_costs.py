@@ -292,7 +292,7 @@ class GeneratorCosts:
         longest = self.config.training.seq_len
         pages = texts * ceil((longest - 1) / PAGE)  # the last token of a text is not cached
         pages -= (texts - prompts) * ((longest - self.config.generation.max_tokens) // PAGE)
-        return pages * PAGE * 3 // 2
+        return pages * 3 // 2 * PAGE
 
     def _activations(self, fold: Fold, prompts: int) -> int:
         """Return the most bytes that a forward of the longest prompts of a data rank holds besides weights and caches.
