@@ -44,9 +44,9 @@ READS = 3
 (titanmoe.generate.cached_attention)."""
 CHOICE = 17
 """Bytes that the choice of a token holds of each logit: two float64 and a bool (titanmoe.generate.sampling)."""
-LAUNCHES = 0.3
-"""Host time of a layer's forward without FSDP, over that of forward and backward with it: a half, less two fifths
-(docs/benchmarks.md, "Host time of a layer")."""
+LAUNCHES = 0.2
+"""Host time of a layer's forward over new tokens, over that of its forward and backward in training: 0.15 with the
+idle kernels of scripts/bench/host.py, and more where a driver launches them. No GPU's machine has shown it."""
 GENERATING = ("copying weights to the generator", "generating answers")
 """Moments that may be the fullest while a rank generates."""
 RESTING = ("weights", "moments", "teacher", "reference", "symmetric buffers")
