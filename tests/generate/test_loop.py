@@ -11,6 +11,7 @@ import torch
 from tests import world
 from tests.generate import saved
 from tests.generate.saved import MODELS
+from titanmoe.generate.cached_rows import PAGE, Rows
 from titanmoe.generate.loop import Interrupted, Prompt, Stop
 from titanmoe.generate.sampling import Sampling, choose_tokens
 from titanmoe.ops import counter_rng
@@ -220,3 +221,18 @@ def narrow(path: Path) -> set[int]:
     generator = saved.generator(path, {})
     generator.vocab_size = 5
     return set(saved.answer(generator, [1], 40).tokens)
+
+
+def test_the_table_of_pages_follows_the_rows() -> None:
+    rows = Rows(torch.device("cpu"))
+    rows.begin_prompts([30, 3], [2, 1])
+    rows.end_forward()
+    for step in range(60):
+        if remaining := {25: [0, 2], 45: [1]}.get(step):  # one of two equal rows ends, then the longer
+            rows.select(remaining)
+        rows.begin_tokens(1 + step % 2)
+        most = max(map(len, rows.pages))
+        assert rows.page_BN.shape == (len(rows.pages), most)
+        for table, pages, place_n in zip(rows.page_BN.tolist(), rows.pages, rows.place_Bn.tolist(), strict=True):
+            assert table[: len(pages)] == pages and len(pages) == place_n[-1] // PAGE + 1
+        rows.end_forward()

@@ -382,7 +382,9 @@ def router(experts: int, dtype: torch.dtype, kernels: str, forced: bool = False,
 
 def routed(logits: Tensor, tokens: Tokens, which: str = "both", **options: Any) -> list[Tensor]:
     made = router(logits.shape[1], logits.dtype, **options)
-    _, scores, weights, chosen, count = made(logits, tokens)
+    routes = torch.empty(len(logits), 1, made.model.top_k, dtype=torch.int16, device=DEVICE)
+    _, scores, weights, chosen, count = made(logits, tokens._replace(routes_TNK=routes))
+    assert torch.equal(routes[:, 0].to(torch.int64), chosen)
     if not logits.numel():
         return [scores, weights, chosen, count]
     outputs = {"both": (scores, weights), "scores": (scores,), "weights": (weights,)}[which]
