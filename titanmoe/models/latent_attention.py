@@ -28,6 +28,7 @@ from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import Linear, RMSNorm, rotate, use_recomputable, yarn_mscale
 from titanmoe.ops.kernels import fused
+from titanmoe.ops.without_backward import apply_function
 
 LATENT_EPS = 1e-6
 """Epsilon of the latents' norms: the published code's, whatever the model's own (Moonlight: 1e-5)."""
@@ -119,7 +120,7 @@ class LatentAttention(nn.Module):
             from titanmoe.ops.kernels.latent_heads import Queries
 
             width = sum(self.query)
-            return Queries.apply(q_BSX, q_BSX.shape[-1] // width, *rope).unflatten(-1, (-1, width))
+            return apply_function(Queries, q_BSX, q_BSX.shape[-1] // width, *rope).unflatten(-1, (-1, width))
         q_BSHn, q_BSHp = q_BSX.unflatten(-1, (-1, sum(self.query))).split(self.query, -1)
         return torch.cat((q_BSHn, rotate(q_BSHp, rope, self.kernels)), -1)
 
@@ -137,7 +138,7 @@ class LatentAttention(nn.Module):
         if self.in_one_pass(kv_BSHm):
             from titanmoe.ops.kernels.latent_heads import KeysAndValues
 
-            return KeysAndValues.apply(kv_BSHm, key_BS1p, self.key_value[1], *rope)
+            return apply_function(KeysAndValues, kv_BSHm, key_BS1p, self.key_value[1], *rope)
         k_BSHn, v_BSHv = kv_BSHm.split(self.key_value, -1)
         k_BSHp = rotate(key_BS1p, rope, self.kernels).expand(-1, -1, k_BSHn.shape[2], -1)
         return torch.cat((k_BSHn, k_BSHp), -1), v_BSHv

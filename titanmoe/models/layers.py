@@ -27,6 +27,7 @@ from titanmoe.comm.collectives import (
 from titanmoe.config.schema import Model
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
+from titanmoe.ops.without_backward import apply_function
 
 
 def promote(x: Tensor) -> Tensor:
@@ -78,10 +79,9 @@ def product_and_input(x: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Te
     A caller that multiplies x by several weights passes the returned x to the next product. Backward then adds this
     product's gradient of x to the next one's inside one matrix product, instead of in a pass of its own.
     """
-    # The compiler adds gradients where it likes.
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():  # the compiler adds gradients where it likes
         return F.linear(x, w, b), x
-    return _ProductAndInput.apply(*(y if y is None else as_non_leaf(y) for y in (x, w, b)))
+    return apply_function(_ProductAndInput, *(y if y is None else as_non_leaf(y) for y in (x, w, b)))
 
 
 class Linear(nn.Module):
@@ -360,7 +360,7 @@ def rotate_both(
     if fused(kernels, q_BSHh) and not torch.compiler.is_compiling():
         from titanmoe.ops.kernels.rotate import Rotate
 
-        return Rotate.apply(q_BSHh, k_BSGh, *rope)
+        return apply_function(Rotate, q_BSHh, k_BSGh, *rope)
     return rotate(q_BSHh, rope, kernels), rotate(k_BSGh, rope, kernels)
 
 

@@ -35,6 +35,7 @@ from titanmoe.moe.grouped_mm import (
 )
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
+from titanmoe.ops.without_backward import apply_function
 
 if TYPE_CHECKING:
     from titanmoe.moe.fp8 import Quantised
@@ -86,7 +87,7 @@ class ExpertProducts:
             sums: for each of the first weights, a function that adds its gradient to a sum over microbatches, so that
                 autograd gets none for it; None for a weight whose gradient autograd gets.
         """
-        return _Up.apply(as_non_leaf(x_RD), self, sums, *map(as_non_leaf, weights))
+        return apply_function(_Up, as_non_leaf(x_RD), self, sums, *map(as_non_leaf, weights))
 
     def down(
         self, hidden: tuple[Tensor, ...], weight_R1: Tensor, *weights: Tensor, add: AddGradient | None = None
@@ -103,7 +104,8 @@ class ExpertProducts:
             add: a function that adds the gradient of the first of the weights to a sum over microbatches, so that
                 autograd gets none for it.
         """
-        return _Down.apply(self, add, recomputing(), len(hidden), *hidden, weight_R1, *map(as_non_leaf, weights))
+        inputs = *hidden, weight_R1, *map(as_non_leaf, weights)
+        return apply_function(_Down, self, add, recomputing(), len(hidden), *inputs)
 
     def down_input(self, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
         """Return the down projection's input, act(gate) * up * routing weight: (R, F). Differentiable.
@@ -114,7 +116,7 @@ class ExpertProducts:
             hidden: gate and up, (R, F) each, or one tensor with both side by side.
             weight_R1: the routing weights.
         """
-        return _Activate.apply(self, *gate_and_up(hidden), weight_R1)
+        return apply_function(_Activate, self, *gate_and_up(hidden), weight_R1)
 
     # ---- not differentiable: the factors of a product, the product, and the gradient of a weight
 

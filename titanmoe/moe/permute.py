@@ -17,6 +17,7 @@ from torch import Tensor
 
 from titanmoe.comm.recomputation import save_tensors
 from titanmoe.ops.kernels import fused
+from titanmoe.ops.without_backward import apply_function
 
 
 def _copy(x_TD: Tensor, source_S: Tensor, kernels: str) -> Tensor:
@@ -89,7 +90,7 @@ def permute_tokens(x_TD: Tensor, source_S: Tensor, slot_TJ: Tensor, kernels: str
         kernels: the option `[moe] kernels`.
     """
     with save_tensors():
-        return _Permute.apply(x_TD, source_S, slot_TJ, kernels)
+        return apply_function(_Permute, x_TD, source_S, slot_TJ, kernels)
 
 
 def unpermute_tokens(y_SD: Tensor, source_S: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
@@ -102,7 +103,7 @@ def unpermute_tokens(y_SD: Tensor, source_S: Tensor, slot_TJ: Tensor, kernels: s
         kernels: the option `[moe] kernels`.
     """
     with save_tensors():
-        return _Unpermute.apply(y_SD, source_S, slot_TJ, kernels)
+        return apply_function(_Unpermute, y_SD, source_S, slot_TJ, kernels)
 
 
 def permute_with_weights(
@@ -122,7 +123,7 @@ def permute_with_weights(
     """
     if fused(kernels, x_TD):
         with save_tensors():
-            return _PermuteWithWeights.apply(x_TD, weights_TK, choice_S, slot_TJ)
+            return apply_function(_PermuteWithWeights, x_TD, weights_TK, choice_S, slot_TJ)
     K = weights_TK.shape[1]
     weights_S1 = permute_tokens(
         weights_TK.reshape(-1, 1), choice_S, slot_TJ.view(weights_TK.numel(), slot_TJ.shape[1] // K), kernels
@@ -183,7 +184,7 @@ def permute_packed(x_TD: Tensor, weights_TK: Tensor, choice_S: Tensor, slot_TJ: 
         slot_TJ: the slots of each token, which backward sums; S for none.
     """
     with save_tensors():
-        return _PermutePacked.apply(x_TD, weights_TK, choice_S, slot_TJ)
+        return apply_function(_PermutePacked, x_TD, weights_TK, choice_S, slot_TJ)
 
 
 def reorder_and_unpack(
@@ -200,7 +201,7 @@ def reorder_and_unpack(
         weights_dtype: the dtype of the routing weights.
     """
     with save_tensors():
-        return _Unpack.apply(packed_RP, order_R, inverse_R, weights_dtype)
+        return apply_function(_Unpack, packed_RP, order_R, inverse_R, weights_dtype)
 
 
 class _Reorder(torch.autograd.Function):
@@ -223,7 +224,7 @@ def _move(x_RD: Tensor, order_R: Tensor, kernels: str) -> Tensor:
 def reorder(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor, kernels: str = "auto") -> Tensor:
     """Return x_RD[order_R], for a permutation order_R whose inverse is inverse_R. Differentiable."""
     with save_tensors():
-        return _Reorder.apply(x_RD, order_R, inverse_R, kernels)
+        return apply_function(_Reorder, x_RD, order_R, inverse_R, kernels)
 
 
 def reorder_weighted(
@@ -232,7 +233,7 @@ def reorder_weighted(
     """Return x_RD[order_R] and weights_R1[order_R], for a permutation whose inverse is inverse_R. Differentiable."""
     if fused(kernels, x_RD):
         with save_tensors():
-            return _PermuteWithWeights.apply(x_RD, weights_R1, order_R, inverse_R.unsqueeze(1))
+            return apply_function(_PermuteWithWeights, x_RD, weights_R1, order_R, inverse_R.unsqueeze(1))
     return reorder(x_RD, order_R, inverse_R, kernels), reorder(weights_R1, order_R, inverse_R, kernels)
 
 

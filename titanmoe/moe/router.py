@@ -26,6 +26,7 @@ from titanmoe.moe.score_functions import score_function_of
 from titanmoe.observe import named
 from titanmoe.ops import counter_rng
 from titanmoe.ops.kernels import fused
+from titanmoe.ops.without_backward import apply_function
 from titanmoe.tokens import NO_EXPERT, NOT_RECORDED, Tokens
 
 
@@ -133,8 +134,8 @@ class Router(nn.Module):
         mode = SCORE_KERNELS[self.score_function.kernel_mode]
         groups = (model.num_groups, model.top_groups, self.score_function.scores_per_group)
         how = (mode, model.norm_topk, float(model.route_scale), self.options.force_balance)
-        scores_TE, weights_TK, chosen_TK, count_BE = RouteFunction.apply(
-            logits_TE, self.expert_bias, *of, model.top_k, *groups, *how
+        scores_TE, weights_TK, chosen_TK, count_BE = apply_function(
+            RouteFunction, logits_TE, self.expert_bias, *of, model.top_k, *groups, *how
         )
         self._record(chosen_TK, tokens)
         return scores_TE, weights_TK, chosen_TK, count_BE

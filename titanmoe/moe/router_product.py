@@ -24,6 +24,7 @@ from torch import Tensor
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
+from titanmoe.ops.without_backward import apply_function
 
 
 def uses_terms(setting: str, x_TD: Tensor, router_dtype: torch.dtype) -> bool:
@@ -103,4 +104,4 @@ def product_by_terms(x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
         w_ED: the router's weight, in float32.
         kernels: the option `[moe] kernels`.
     """
-    return _ProductByTerms.apply(as_non_leaf(x_TD), as_non_leaf(w_ED), kernels)
+    return apply_function(_ProductByTerms, as_non_leaf(x_TD), as_non_leaf(w_ED), kernels)

@@ -45,7 +45,7 @@ READS = 3
 CHOICE = 17
 """Bytes that the choice of a token holds of each logit: two float64 and a bool (titanmoe.generate.sampling)."""
 LAUNCHES = 0.2
-"""Host time of a layer's forward over new tokens, over that of its forward and backward in training: 0.15 with the
+"""Host time of a layer's forward over new tokens, over that of its forward and backward in training: 0.13 with the
 idle kernels of scripts/bench/host.py, and more where a driver launches them. No GPU's machine has shown it."""
 GENERATING = ("copying weights to the generator", "generating answers")
 """Moments that may be the fullest while a rank generates."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, next_power_of_2, sum_dtype
 from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
+from titanmoe.ops.without_backward import apply_function
 
 NUMBERS = 16
 """The numbers of a block of rows that each thread holds. Backward has four such blocks in some 100 registers."""
@@ -163,4 +164,4 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype. Differentiable."""
-    return _RMSNorm.apply(x, as_non_leaf(weight_D), eps)
+    return apply_function(_RMSNorm, x, as_non_leaf(weight_D), eps)
