@@ -115,14 +115,16 @@ class Mask(NamedTuple):
         return sees(self.until_BL, self.depth_BL, self.window, b.view(-1, 1, 1), q.view(1, -1, 1), k)
 
     def bias(self, pair: BlockPair, like: Tensor) -> Tensor | None:
-        """Return what to add to the attention logits of a block, 0 or -inf for hidden keys; None if none is hidden.
+        """Return what to add to the attention logits of a block: 0, or -inf for hidden keys; None for nothing.
+
+        It is None for a block with `pair.causal`: the caller applies the causal mask.
 
         Args:
             pair: the block.
-            like: a tensor whose batch size, dtype and device are used.
+            like: a tensor with all samples of the batch as first dim, whose dtype and device are used.
 
         Returns:
-            A tensor of shape (B, 1, queries, keys), or None.
+            A tensor of shape (B, 1, queries, keys) for the B samples of the block, or None.
         """
         if not pair.masked:
             return None

@@ -163,7 +163,7 @@ def toy_experts(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Te
 
 
 def dispatch_and_combine(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a function that dispatches tokens to the experts, computes them and combines the outputs."""
+    """Return a function of x_TD, weights_TK and chosen_TK that dispatches tokens, computes experts and combines."""
 
     def round_trip_of_tokens(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
@@ -173,7 +173,7 @@ def dispatch_and_combine(dispatcher: Dispatcher, experts: Any) -> Callable[[Tens
 
 
 def as_graph(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a function that dispatches tokens, computes experts and combines, compiled as one graph."""
+    """Return `dispatch_and_combine`'s function, compiled as one graph."""
     backend = "inductor" if torch.cuda.is_available() else "aot_eager"
     return torch.compile(dispatch_and_combine(dispatcher, experts), backend=backend, fullgraph=True, dynamic=False)
 

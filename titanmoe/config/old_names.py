@@ -76,7 +76,7 @@ def new_value(path: str, value: Any) -> str:
     """Return the present name of a choice that is given by its old one; "" if it is none.
 
     Args:
-        path: the path of the option.
+        path: the present path of the option.
         value: a text, or a boolean of an option that has choices by now.
     """
     text = toml_value(value) if isinstance(value, bool) else value

@@ -137,7 +137,10 @@ class _Insertion:
             self._embed_next(start)
 
     def _update(self, rank: int) -> None:
-        """Compute anew in `self.starts` when a rank can begin its next pass or action."""
+        """Set `self.starts[rank]` to when the rank can begin its next pass or action, the earlier; None if neither.
+
+        If its next action lacks an input, also add the rank to that input's list in `self.waiting`.
+        """
         starts, queue = [], self.queues[rank]
         if self.passed[rank] < len(self.passes):
             starts.append((max(self.clock[rank], self.passes[self.passed[rank]][0]), False, rank))

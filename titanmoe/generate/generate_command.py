@@ -209,10 +209,18 @@ def check_vocab_size(tokenizer: Tokenizer, trained: TrainedModel) -> None:
 def _encode(
     args: argparse.Namespace, texts: Sequence[str], tokenizer: Tokenizer, chat: ChatEncoder | None
 ) -> list[Prompt]:
-    """Encode the texts of prompts as token ids, each with the begin token that documents have in training.
+    """Encode prompts as token ids, each beginning with the tokenizer's begin token if it has one.
 
-    Text that looks like a special token is text, except in chats, as in training, and with --special-tokens. Raises a
-    ConfigError if a prompt is empty and the tokenizer has no begin token.
+    Text that looks like a special token is text, except in chats, as in training, and with --special-tokens.
+
+    Args:
+        args: the command's options.
+        texts: the prompts; with `chat` the user's message of a new conversation each, after args.system.
+        tokenizer: the model's tokenizer.
+        chat: the encoder of conversations; None to continue plain text.
+
+    Raises:
+        ConfigError: a prompt is empty and the tokenizer has no begin token, or the chat template refuses a message.
     """
     from titanmoe.generate.conversation import Conversation
     from titanmoe.generate.loop import Prompt

@@ -274,7 +274,7 @@ class _Decays(NamedTuple):
 
 
 def _running_sums(x_Cx: Tensor) -> Tensor:
-    """Return running sums along C that are deterministic on GPUs, which torch.cumsum of floats is not."""
+    """Return inclusive running sums over the second to last dim: deterministic on GPUs, unlike torch's of floats."""
     length, distance = x_Cx.shape[-2], 1
     while distance < length:
         x_Cx = x_Cx + F.pad(x_Cx[..., :-distance, :], (0, 0, distance, 0))

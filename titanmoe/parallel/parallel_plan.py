@@ -84,11 +84,11 @@ class Sharded(ParallelStyle):
     """Ranks that sum the gradients of the parameters that the style replicates."""
 
     def replicates(self, name: str, ranks: int) -> bool:
-        """Return whether the style replicates a parameter over the mesh's last axis.
+        """Return whether each rank of the mesh's last axis has the full parameter: its dim is None, or ranks > max_tp.
 
         Args:
             name: a key of `dims`.
-            ranks: number of ranks of the mesh.
+            ranks: number of tp ranks, compared with max_tp.
         """
         return self.dims[name] is None or (self.max_tp is not None and ranks > self.max_tp)
 

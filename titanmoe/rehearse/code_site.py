@@ -141,10 +141,11 @@ class CodeSites(Observer):
         return [str(x) for x in self.current_site()]
 
     def current_site(self) -> CodeSite:
-        """Return the code site of the operation that runs in this thread: line, block, region and phase of the step.
+        """Return the code site of the operation that runs in this thread: line, layer, region and phase of the step.
 
-        The phase is "forward", "backward", "recomputed" or "update". In backward the line is that of the forward whose
-        gradient is computed, unless code of ours runs.
+        Call it within `recording()`. The phase is "forward", "backward", "recomputed" or "update". In backward the line
+        is that of the forward operation whose gradient is computed, unless titanmoe's own code runs. What is unknown is
+        "" or line 0.
         """
         node = torch._C._current_autograd_node()
         stored = None if node is None else node.metadata.get(TRACEBACK_KEY)
