@@ -71,7 +71,7 @@ def percent(value: float) -> str:
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Return round numbers at equal distances from low to high, for the ticks of an axis.
+    """Return round numbers at equal distances within low to high, for the ticks of an axis; [low] if high <= low.
 
     Args:
         low: the least value of the axis.
@@ -170,7 +170,7 @@ class Frame:
         self.sheet.marks.append(Stroke([self.point(*point) for point in points], role, width, opacity))
 
     def hover(self, curves: list[Curve]) -> None:
-        """Store the curves' values for the page's script, which shows those under the pointer."""
+        """Set `sheet.hover` to the curves' values, for the page's script, which shows those under the pointer."""
         self.sheet.hover = {
             "x": [self.x, [LEFT, self.width - RIGHT]],
             "top": [self.top, self.height - BOTTOM],
@@ -269,7 +269,7 @@ def relative_load(load_EC: np.ndarray) -> np.ndarray:
     """Return each value over the mean of its column, (E, C), reduced to at most 64 rows and 240 columns.
 
     For the picture of a layer's loads (or of ranks' times): a row per expert, a column per step. A row that stands for
-    several experts has the value that is furthest from the mean.
+    several experts has the value that is furthest from the mean, a column of several steps their mean.
     """
     share = load_EC / np.maximum(load_EC.mean(0, keepdims=True), 1e-9)
     if share.shape[1] > 240:
@@ -386,7 +386,10 @@ def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[
 
 
 def quiz_sheets(runs: list[Run], task: str) -> list[Sheet]:
-    """Return the charts of a quiz: the mean over the questions of each quantity, then the rank correlation of each."""
+    """Return the charts of a quiz: the mean over the questions of each quantity, then the rank correlation of each.
+
+    Charts without data are left out.
+    """
     means, signals = [], []
     for quantity in QUIZ_METRICS:
         name, unit = TITLES[quantity]

@@ -86,7 +86,7 @@ class Run:
 
     @property
     def fold(self) -> Fold | None:
-        """The degrees of the run's mapping; None if its config or number of ranks is unknown."""
+        """The degrees of the run's mapping; None if its config or number of ranks is unknown, or they do not fit."""
         if self.config is None or "ranks" not in self.environment:
             return None
         try:
@@ -95,7 +95,10 @@ class Run:
             return None
 
     def settings(self) -> dict[str, Any]:
-        """Return the values of the run's config.toml in one dict by dotted path, such as "training.objective"."""
+        """Return the values of the run's config.toml in one dict by dotted path, such as "training.objective".
+
+        They are unchecked; {} if the file is missing or no TOML.
+        """
 
         def flat(table: dict[str, Any], before: str) -> dict[str, Any]:
             out: dict[str, Any] = {}

@@ -84,7 +84,10 @@ class PromptLoader(NoLoader):
         return self.consumed // len(self.prompts.trained)
 
     def peek(self) -> list[Batch]:
-        """Return the ids of the next prompt as a batch, by which ranks check that they have read the same files."""
+        """Return [a batch of the next prompt's ids], by which ranks check that they have read the same files.
+
+        Nothing is taken.
+        """
         ids_1S = torch.tensor([self._next(1)[0].ids])
         return [Batch(ids_1S, ids_1S, torch.ones_like(ids_1S, dtype=torch.bool))]
 
@@ -102,12 +105,16 @@ class PromptLoader(NoLoader):
         """Do nothing: nothing is read ahead."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state to save: prompts taken, and what identifies them."""
+        """Return the loader's state to save: "consumed" (prompts taken), "seed", digests "prompts" and "tokenizer"."""
         state = {"consumed": self.consumed, "seed": self.seed, "prompts": self.prompts.digest}
         return state | {"tokenizer": self.prompts.tokenizer.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the prompts that a saved state has taken; raise a ConfigError if the prompts differ."""
+        """Continue after the prompts that a saved state has taken.
+
+        Raises:
+            ConfigError: prompts, seed or tokenizer differ, or the state is of a run without [rl].
+        """
         if "prompts" not in state:  # of a run that was not of reinforcement learning
             raise ConfigError(["it is of a run on data: start from its weights (checkpoint.model_only = true)"])
         now = self.state_dict()
@@ -163,7 +170,10 @@ class PolicyTrainer(Trainer):
         return super()._train()
 
     def _prepare(self, training: Training) -> dict[str, str]:
-        """Return lines of the header by label; a resumed run says how many answers it generates again."""
+        """Call the run's own `prepare` and return its header lines by label.
+
+        Rank 0 of a resumed run adds "again": how many answers are generated again.
+        """
         lines = {}
         rounds = read_records(training.folder.path, ROUNDS) if self.session.rank == 0 else []
         if count := sum(one["answers"] for one in rounds if one["step"] > self.step):
@@ -210,7 +220,7 @@ class PolicyTrainer(Trainer):
         return report
 
     def _generate(self, step: int) -> list[tuple[Batch, dict[str, Any]]]:
-        """Generate answers for `rl.updates` steps, or those that are left; return their batches and metrics.
+        """Generate answers for `rl.updates` steps, or those that are left; return (batch, metrics) of each step.
 
         If a rank wants to stop meanwhile, return []: the prompts are not taken then. Collective over the world.
         """
@@ -333,7 +343,8 @@ class PolicyTrainer(Trainer):
     def _share_rewards(self, futures: Sequence[Future[Reward] | None], step: int, phase: str) -> list[Reward]:
         """Return the rewards on every rank, once all are computed. Collective over the world.
 
-        Each message of rank 0 counts as progress, until no reward has come for longer than any may take.
+        Each message of rank 0 counts as progress, until no reward has come for longer than any may take. If answers get
+        no reward, an event says so.
 
         Args:
             futures: the rewards; None for each on other ranks than 0.

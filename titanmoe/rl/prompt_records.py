@@ -235,6 +235,8 @@ def _encode(
 ) -> tuple[str, list[int]]:
     """Return a prompt's text, of a chat its last message, and its token ids; ValueError if it cannot be answered.
 
+    The ids begin with the tokenizer's begin token, if it has one, and of a chat are those of all messages.
+
     Args:
         prompt: the prompt.
         tokenizer: the tokenizer.

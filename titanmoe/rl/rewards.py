@@ -159,6 +159,9 @@ def check_reward(options: RL) -> None:
 def parse_reply(line: bytes) -> Reward:
     """Return the reward or message in a worker's line of JSON, or NaN with the reason why it has none.
 
+    A message without a reward has NaN and a `problem`, too, for the case that the answer cannot go on. A reward of
+    LARGEST (1e30) or more, or NaN, counts as none.
+
     Args:
         line: a number, {"reward": NUMBER}, {"message": TEXT} or both, perhaps with "role", or {"error": TEXT}.
 
@@ -251,7 +254,13 @@ class _Worker:
         return line
 
     def _read(self, deadline: float) -> None:
-        """Read what the process has written; raise _Failed if that has ended, or is no line."""
+        """Add what the process has written to `unread`, waiting if there is nothing.
+
+        Raises _Failed if its output has ended or a line has more than LONGEST_REPLY bytes.
+
+        Args:
+            deadline: time.monotonic() until which a process whose output has ended may exit.
+        """
         more = os.read(self.process.stdout.fileno(), 1 << 16)
         self.unread += more
         if len(self.unread) > LONGEST_REPLY:

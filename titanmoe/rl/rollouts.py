@@ -72,7 +72,7 @@ class Rollout:
         return "\n".join(self.turns)
 
     def add_turn(self, generated: Generated, text: str) -> None:
-        """Add what the model generated; the answer is cut if that ended because of its length.
+        """Append what the model generated to the answer; `is_cut` tells if that ended because of its length.
 
         Args:
             generated: the turn's tokens.
@@ -87,7 +87,10 @@ class Rollout:
         self.is_cut = generated.end == "length"
 
     def add_reward(self, reward: Reward) -> None:
-        """Add the reward, or the message after which the answer goes on."""
+        """Store the reward of an answer that is over; if it has `ids`, append its message instead: the answer goes on.
+
+        A message without ids found no room: the answer is cut.
+        """
         if reward.ids is None:
             self.reward = reward.value
             self.is_cut |= reward.message is not None
@@ -129,6 +132,8 @@ def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: in
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     """Return samples as lists of indices of documents that fit into seq_len together, longest first.
+
+    Each document is in one sample, in the first that has room.
 
     Args:
         lengths: positions of each document, at most seq_len.

@@ -104,7 +104,8 @@ class LoadAlarm:
     def check(self, loads: dict[int, list[float]]) -> Iterator[str]:
         """Add the loads of a step; yield a text for each "collapse" event, such as a dying expert or very uneven loads.
 
-        A layer's loads are added when the iterator comes to it, so the caller goes on to the end.
+        A text comes once, when this has lasted for REPORT_STEPS (50) steps, or COLLAPSE_STEPS (10) if all tokens choose
+        the same experts. A layer's loads are added when the iterator comes to it, so the caller goes on to the end.
 
         Args:
             loads: number of tokens that each of all experts received in this step, over all ranks, by layer number.
@@ -177,7 +178,8 @@ class DivergenceAlarm:
     def check(self, step: int, loss: float, smoothed: float) -> str:
         """Add the loss of a step; return the text of a "divergence" event, or "".
 
-        An event is returned once when the loss has become too high, and once when it has recovered.
+        An event is returned once when the loss has become too high, and once when it has recovered; `text` is not ""
+        in between. A loss that is not finite is ignored.
 
         Args:
             step: number of the step.

@@ -45,9 +45,10 @@ class BestStep:
         return cls(keep_best or DEFAULT, bool(keep_best), stop_after) if keep_best or stop_after else None
 
     def after_step(self, step: int, report: Mapping[str, Any]) -> None:
-        """Compare a step's metric with the best so far; a step that does not report it changes nothing.
+        """Store a step's metric in `value` and `step` if it is better than the best, else add 1 to `without_gain`.
 
-        NaN is never better. If evaluations report other metrics and never this one, a "best" event says so.
+        A step that does not report the metric changes nothing. NaN is never better. If evaluations report other metrics
+        and never this one, a "best" event says so.
 
         Args:
             step: number of the step.

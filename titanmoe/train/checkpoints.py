@@ -262,7 +262,7 @@ class Checkpoints:
     def _check_together(self, path: Path) -> list[str]:
         """Verify a checkpoint's files, each rank some of them; return all ranks' lines on damage, [] if none.
 
-        Collective over the world.
+        If a rank cannot see the files, the one line says so. Collective over the world.
         """
 
         def find_damage_of_some() -> list[str]:
@@ -278,6 +278,9 @@ class Checkpoints:
 
     def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
         """Fill the run from a checkpoint, which may have another mapping, in place. Collective over the world.
+
+        Without `model_only` these are also the moments, step and tokens, the positions in the data, the skipped steps,
+        and the best values so far.
 
         Args:
             saved: the checkpoint.
@@ -455,7 +458,11 @@ class Checkpoints:
         return max(on_all_ranks(self.group, lambda: self.signals.number))
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint's manifest stores besides tensors: step, tokens, data position and `run_record`."""
+        """Return what a checkpoint's manifest stores besides tensors, by name.
+
+        These are "step", "tokens", "loader" (its position), "skips", what `run_record` contains, and "validation" and
+        "best" if the run has them.
+        """
         record = {"step": self.state.step, "tokens": self.state.tokens, "loader": self.loader.state_dict()}
         record |= self.run_record | {"skips": self.state.skips.state_dict()}
         if self.validation:

@@ -240,7 +240,10 @@ class LivePanel:
         self.live.stop()
 
     def panel(self, report: Report) -> Panel:
-        """Return the panel for a report: progress, metrics, loss curve, fractions of the step's time, warnings."""
+        """Return the panel for a report: progress, metrics, loss curve, fractions of the step's time, warnings.
+
+        It shows the last validation until the next, and stores its text in `held_out`. The curve is that of `losses`.
+        """
         steps, record = self.run.steps, report.record
         eta = "ETA ..." if report.eta is None else f"ETA {format_duration(report.eta)}"
         head = Table.grid(padding=(0, 2), expand=True)

@@ -134,7 +134,8 @@ class Validation(ForwardEvaluation):
 class ChoiceSums(CrossEntropy):
     """Objective that sums the log-probabilities of the tokens of each quiz choice over all batches of an evaluation.
 
-    The sums are in `sums_C`; the loss that it reports is 0.
+    The sums are in `sums_C`: those of this rank's tokens, and one more entry for padding, at the end. The loss that it
+    reports is 0.
     """
 
     def clear(self, choices: int, device: torch.device) -> None:
@@ -185,7 +186,8 @@ class QuizEvaluation(ForwardEvaluation):
         """Ask all questions if the quiz is due after this step and return metrics, else {}. Collective over the world.
 
         Returns:
-            The mean of each metric under "quiz.TASK.METRIC", lines for quiz.jsonl under "quiz", seconds under "quiz_s".
+            The mean of each metric under "quiz.TASK.METRIC", seconds under "quiz_s", and under "quiz" a dict for each
+                task, a line of quiz.jsonl: "step", "task", and by metric a list with a number per question.
         """
         if not self.is_due:
             return {}

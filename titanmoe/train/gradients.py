@@ -169,9 +169,12 @@ class Slicer:
     placement: Placement
     device: torch.device
     with_mtp: bool
+    """Whether slices have the ids and labels that multi-token prediction reads."""
     objective: Objective
     work: TrainingWork = NO_WORK
+    """FLOPs that `count` counts."""
     with_index: bool = False
+    """Whether slices have the indices of their tokens, which dropout of adapters reads."""
 
     def count(self, batches: list[Batch], objective: Objective | None = None) -> Totals:
         """Count divisor, tokens, samples and FLOPs of a step's batch over all data ranks. Collective over these ranks.
@@ -194,7 +197,10 @@ class Slicer:
         return Totals(**sum_together(dict(zip(own, on_device, strict=True)), self.meshes.data))
 
     def _attention_flops(self, batch: Batch) -> float:
-        """Return the attention FLOPs of a microbatch, which depend on the pairs of positions that the mask allows."""
+        """Return the attention FLOPs of a microbatch of full sequences, forward and backward, all blocks together.
+
+        They depend on the pairs of positions that the mask allows.
+        """
         (samples, length), mask = batch.tokens_BS.shape, mask_of(batch)
         counts = {width: mask._replace(window=width).count(length, samples) for width in self.work.per_pair}
         return sum(cost * counts[width] for width, cost in self.work.per_pair.items())
@@ -253,6 +259,8 @@ class Gradients:
     ) -> tuple[StepSums, bool]:
         """Make one forward and backward; return the step's sums, and whether they must be discarded and made again.
 
+        Collective over the world.
+
         Args:
             work: the step's microbatches.
             first_pass: buffers of fixed size that the dispatchers use; None for none.
@@ -264,15 +272,15 @@ class Gradients:
         return sums, first_pass is not None and first_pass.must_repeat(repeats)
 
     def reduce(self, own: PassSums, totals: Totals, metrics: Sequence[str], constant: float) -> StepSums:
-        """Sum the gradients of all `add` calls of a step over the ranks, and return the step's sums.
+        """Sum the gradients of all `add` calls of a step over the ranks, in `.grad`, and return the step's sums.
 
-        Collective over the world.
+        Call it once. Collective over the world.
 
         Args:
             own: the sum over these calls of what `add` returned.
             totals: counts of the step's batch.
             metrics: names of the numbers in `own.metrics`.
-            constant: what is added to the reported loss.
+            constant: what is added to the reported loss (`Objective.constant`).
         """
         summed = PassSums(**sum_together(vars(own), self.meshes.world))
         return self._finish(own, summed, totals, metrics, constant)[0]
@@ -328,7 +336,7 @@ class Gradients:
             dropout.begin_step(self.state.step)
 
     def begin_pass(self) -> None:
-        """Prepare the layers' counts for another `add` call of the same step.
+        """Prepare the layers' counts for another `add` call of the same step: call it before each but the first.
 
         Its microbatches are numbered from 0 again.
         """
@@ -339,7 +347,8 @@ class Gradients:
     def add(self, slices: list[BatchSlice], objective: Objective, divisor: Tensor, backward: bool = True) -> PassSums:
         """Run microbatches forward and backward, add gradients to `.grad`, and return this rank's loss and metrics.
 
-        Collective over the stage and the pipeline. Gradients of replicated parameters are not yet summed over ranks.
+        Both are divided by `divisor`, and 0 on ranks without the last pipeline stage. Collective over the stage and the
+        pipeline. Gradients of replicated parameters are not yet summed over ranks.
 
         Args:
             slices: this rank's microbatches, at most as many as the recipe's step has; with a pipeline, just as many.

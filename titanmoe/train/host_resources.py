@@ -56,7 +56,10 @@ def _kib(file: str, name: str) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return an estimate of the bytes of a checkpoint of all ranks: weights and the optimizer's state."""
+    """Return an estimate of the bytes of a checkpoint of all ranks: weights and the optimizer's state.
+
+    With LoRA these are the adapters' alone.
+    """
     training, tuning = config.training, Tuning.of(config)
     trained = trained_parameters(config.model, tuning)
     # Weights under adapters are not saved; other frozen weights are, in the dtype of their memory.
@@ -105,7 +108,7 @@ def disk_shortage(config: Config, step: int = 0) -> str:
 
 
 def _saves(interval: int, step: int, steps: int) -> int:
-    """Return how many times a run saves after `step`: at every multiple of the interval, and at its end."""
+    """Return how many times a run saves after `step`: at every multiple of the interval (0: none), and at its end."""
     if step >= steps:
         return 0
     return steps // interval - step // interval + (steps % interval > 0) if interval else 1

@@ -199,7 +199,8 @@ def receive_config(checked: CheckedConfig, world: int) -> Config:
 def scoring_config(config: Config) -> Config:
     """Return the config for a run that only computes log-probabilities: all weights frozen, nothing saved.
 
-    Adapters stay trainable, because a checkpoint of adapters needs them.
+    Of a checkpoint only the weights are loaded (checkpoint.model_only). Adapters stay trainable, because a checkpoint
+    of adapters needs them.
     """
     training = config.training if config.lora.rank else replace(config.training, freeze=["*"])
     checkpoint = replace(config.checkpoint, enable=False, model_only=True)
@@ -234,7 +235,8 @@ def main(
     """Run one rank, from the command line to the end of training, and return its exit code.
 
     It is 0, 128 plus the number of the signal that stopped training, 1 after a failure, 130 after a KeyboardInterrupt.
-    A refused config ends the process with code 2, and an unexpected error is raised.
+    A refused config ends the process with code 2, and an unexpected error is raised. For `titanmoe score`, which its
+    launcher's config tells, log-probabilities are computed instead of training.
 
     Args:
         argv: arguments of the command line, such as ["recipe.toml", "--training.steps", "10"].

@@ -116,6 +116,9 @@ class Metrics(Observer):
     def begin(self, folder: Path, step: int = 0, notes: dict[str, str] | None = None, sample: str = "") -> None:
         """Print the header, open the files of the run's folder, and start to measure the time of steps.
 
+        Also open the console and the other report targets, write config.toml and the "start" or "restart" event, and
+        read the running average from the folder's metrics.jsonl.
+
         Args:
             folder: the run's folder.
             step: number of steps that the run has made already.

@@ -61,7 +61,8 @@ class Reference:
     def prepare(self) -> dict[str, str]:
         """Give the loader the reference model's stored log-probabilities, after computing them if there are none.
 
-        Called once the weights are loaded, and before the first step. Collective over the world.
+        Called once the weights are loaded, and before the first step. The model's digest becomes part of the run's
+        record, which checkpoints contain. Collective over the world.
 
         Returns:
             {"reference": the model's digest, and whether its numbers were stored before or computed now}.
@@ -202,7 +203,7 @@ def compute_scores(config: Config, training: Training, model: str, top_k: TopK |
 
     Args:
         config: the resolved config.
-        training: the model and its data.
+        training: the model and its data. Its adapters count, unless the caller is within `without_adapters`.
         model: digest of the model, part of the files' names.
         top_k: the top-k ids that the head returns; None for the log-probabilities of labels.
 

@@ -63,7 +63,10 @@ class RunFolder:
         self._lock: TextIO | None = None
 
     def claim(self) -> Path:
-        """Choose, create and lock the folder on rank 0 and return its path on all ranks. Collective over the world.
+        """Choose and create the folder on rank 0, store its path in `path` on all ranks and return it.
+
+        The folder of a run that may continue from its own checkpoints is locked until `unlock`. Collective over the
+        world.
 
         Raises:
             ConfigError: on all ranks, if the folder cannot be written to, has links, or is locked by another process.
@@ -116,7 +119,7 @@ def claim_folder(job: Job, continues: bool, checkpoints: str = "checkpoints") ->
     Args:
         job: the recipe's [job].
         continues: whether the run continues from its own checkpoints.
-        checkpoints: the name of the checkpoints' folder, which may be a link.
+        checkpoints: checkpoint.folder: the checkpoints' folder, within the run's or absolute; it may contain links.
 
     Returns:
         The folder, and for a run that continues the open lock file. Closing that file releases the lock.
@@ -172,7 +175,8 @@ def _open_lock(folder: Path) -> TextIO:
 def refuse_links(folder: Path, checkpoints: str) -> None:
     """Raise a ConfigError if a run's folder has symbolic links, through which the run would write elsewhere.
 
-    Links in W&B's folder are allowed, and so are those in the checkpoints' folder, which the saver handles.
+    Links in W&B's folder are allowed, and so are those in the checkpoints' folder, which the saver handles. These two
+    folders themselves may not be links.
 
     Args:
         folder: the run's folder, which need not exist.

@@ -39,7 +39,8 @@ class SkipRule:
     def find_outlier(self, loss: float, norm: float, sigmas: float) -> str:
         """Return a text on what is unusual about a step's loss or gradient norm; "" if nothing is.
 
-        A value that is not finite always is. The mean counts only once half of optimizer.skip_window steps are known.
+        A value that is not finite always is. The mean counts only once half of optimizer.skip_window steps are known,
+        and that of the loss only with `judges_loss`.
 
         Args:
             loss: loss of the step.
@@ -63,7 +64,7 @@ class SkipRule:
         self.in_a_row += 1
 
     def accept(self, loss: float, norm: float) -> None:
-        """Add the loss and gradient norm of a step that makes an update to those of recent steps."""
+        """Add the loss and gradient norm of a step that makes an update to those of recent steps; reset `in_a_row`."""
         self.in_a_row = 0
         for before, value in zip(self.before.values(), (loss, norm), strict=True):
             before.append(value)

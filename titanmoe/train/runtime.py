@@ -370,9 +370,9 @@ def print_rank_0(*parts: object) -> None:
 
 
 class GarbageCollection:
-    """Garbage collection in the same steps on all ranks.
+    """Garbage collection in the same steps on all ranks. Making one turns Python's automatic collection off.
 
-    With Python's automatic collection each rank would pause in a different step and stall the others.
+    With that each rank would pause in a different step and stall the others.
     """
 
     def __init__(self, every: int):

@@ -26,10 +26,11 @@ from titanmoe.train.training import Training
 def update(training: Training, work: StepWork, sums: StepSums, rate: float) -> dict[str, Any]:
     """Clip a step's gradients and update the weights, unless the guard refuses; return the step's metrics by name.
 
-    Selection biases are moved, the run's tokens are counted, and the gradients are freed. Collective over the world.
+    An update also moves the selection biases and counts the run's tokens. The gradients are freed in any case.
+    Collective over the world.
 
     Args:
-        training: the run.
+        training: the run, whose `state.step` is this step already.
         work: the step's microbatches.
         sums: loss, gradient norm and statistics of the step, whose gradients are in `.grad`.
         rate: learning rate of the step.

@@ -34,7 +34,10 @@ from titanmoe.train.timing import Clock
 
 @dataclass(eq=False, kw_only=True)
 class StepReport:
-    """Function object that returns the metrics of a step by name, as metrics.jsonl, TensorBoard and W&B get them."""
+    """Function object that returns the metrics of a step by name, as metrics.jsonl, TensorBoard and W&B get them.
+
+    It is called with the step's StepScalars and its learning rate.
+    """
 
     with_mtp: bool
     """Whether the model predicts further tokens (model.mtp_depth > 0)."""

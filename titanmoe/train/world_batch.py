@@ -172,8 +172,9 @@ class DataRankBatch:
         Collective over the world.
 
         Args:
-            routes_of_microbatch: what this rank's routers wrote for its owned tokens of each microbatch (T, N, K), and
-                NO_EXPERT where they wrote nothing. The result has NO_EXPERT for padding, too.
+            routes_of_microbatch: what this rank's routers wrote for its owned tokens of each microbatch (T, MoE
+                layers of the model, K), and NO_EXPERT where they wrote nothing. The result has NO_EXPERT for padding,
+                too.
             meshes: the device meshes of the run.
             placement: which chunks of the sequence each rank of cp has.
         """
@@ -277,7 +278,9 @@ def _given_samples(batch: Batch | None, model: Model) -> list[int | None]:
 
 
 def _from_any_rank(batch: Batch | None, given: list[int | None]) -> Batch:
-    """Return on all ranks a batch that some rank has; the first one broadcasts it. Collective over the world.
+    """Return on all ranks a batch that some ranks have; the first of these broadcasts it. Collective over the world.
+
+    If every rank has one, each returns its own, and nothing is sent.
 
     Args:
         batch: this rank's batch.
