@@ -116,7 +116,7 @@ def fit_to_world(config: Config, node: int, world: int) -> tuple[Config, str]:
 
     Args:
         config: the config as given.
-        node: ranks per machine, -1 if unknown.
+        node: ranks per machine, if parallelism.node is not set; -1 if unknown.
         world: number of ranks.
 
     Returns:
@@ -124,6 +124,7 @@ def fit_to_world(config: Config, node: int, world: int) -> tuple[Config, str]:
 
     Raises:
         FoldError: the mapping cannot be adapted to so many ranks.
+        ConfigError: the disk with the run's checkpoints does not answer.
     """
     config = with_ranks_per_node(config, node)
     if not (was_restarted() or has_begun(config)):

@@ -61,7 +61,8 @@ P = TypeVar("P", bound=Closable)
 class RetriedWriter(Generic[P]):
     """File or service that must not end the run: it is closed when it fails, and opened again after a pause.
 
-    `warn` is called with a text when it fails and when it works again.
+    `make` opens it and returns an object with `close`; `warn` is called with a text when it fails and when it works
+    again.
     """
 
     def __init__(self, name: str, make: Callable[[], P], warn: Callable[[str], None]):

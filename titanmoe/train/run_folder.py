@@ -175,8 +175,8 @@ def _open_lock(folder: Path) -> TextIO:
 def refuse_links(folder: Path, checkpoints: str) -> None:
     """Raise a ConfigError if a run's folder has symbolic links, through which the run would write elsewhere.
 
-    Links in W&B's folder are allowed, and so are those in the checkpoints' folder, which the saver handles. These two
-    folders themselves may not be links.
+    Links in W&B's folder are allowed, and so are those in the checkpoints' folder, which the saver handles. If
+    these two are within `folder`, they may not be links themselves.
 
     Args:
         folder: the run's folder, which need not exist.

@@ -31,7 +31,7 @@ class OfLogProbs(Objective):
         super().__init__(meshes)
         self.placement, self.device, self.function = placement, device, function
         self.batches: dict[int, Batch] = {}
-        """Full samples of the microbatches of a pass, by the id of their slice."""
+        """Full samples of the microbatches of a pass, by the id of their slice. The caller sets them before it."""
 
     def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
         cp, batch = self.meshes.cp, self.batches[id(batch_slice)]

@@ -59,7 +59,7 @@ class Objective:
         """Return this rank's sums since the last call, a vector in the order of `metrics`, and reset them to 0.
 
         Args:
-            like: tensor whose device and dtype the zeros have that ranks without the head return.
+            like: tensor whose device and dtype the zeros have that ranks without the head return; sums are float64.
         """
         sums, self._sums = sum(self._sums.values(), like.new_zeros(len(self.metrics))), {}
         return sums

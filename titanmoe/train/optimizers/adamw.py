@@ -65,6 +65,8 @@ class Rounding:
     def store(self, target: Tensor, value: Tensor, name: str, what: str) -> None:
         """Round `value` into the stored tensor `target`, in place; do nothing if they are the same tensor.
 
+        Random bits depend on `update`, which the optimizer counts up in each step.
+
         Args:
             target: the stored tensor, in bfloat16.
             value: its new value in float32.

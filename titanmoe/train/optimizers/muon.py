@@ -192,7 +192,8 @@ class Muon(Optimizer):
     def _direction(self, name: str, momentum: Tensor) -> Tensor:
         """Update the momentum with the gradient; return the direction of the weight's update.
 
-        The direction uses the gradient's memory; the parameter's gradient is None afterwards.
+        The direction uses the gradient's memory, unless that is bfloat16: it is float32 then. The parameter's gradient
+        is None afterwards.
 
         Args:
             name: name of the weight.

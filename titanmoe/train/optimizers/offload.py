@@ -126,11 +126,12 @@ class Offload:
         """Allocate zeros for all moments in host memory, and the buffers on the device.
 
         Args:
-            local_shards: this rank's shard of every weight, by name.
+            local_shards: this rank's shard of every weight, by name; at least one.
             copies: how to copy; None to choose by the device of the weights.
             count: number of moments of each weight.
             dtype: dtype of the moments; None for the dtype of each weight.
-            bucket_names: names of the parameters of each bucket; None for buckets of BUCKET_BYTES bytes.
+            bucket_names: names of the parameters of each bucket, in the order of visits; None for buckets of at most
+                BUCKET_BYTES bytes, in the order of `local_shards`.
         """
         first = next(iter(local_shards.values()))
         self.copies = copies or (CudaCopies(first.device) if first.device.type == "cuda" else Copies())
