@@ -108,7 +108,7 @@ def thin(x: list[float], y: list[float]) -> list[Point]:
 
 
 class Frame:
-    """The axes of a chart, which map values to positions on the sheet.
+    """The axes of a chart, which map values to positions on its drawing, `sheet`.
 
     Args:
         title: the chart's title.

@@ -29,7 +29,7 @@ class Rollout:
     """
 
     prompt: int
-    """Number of the prompt."""
+    """Index of the prompt among those that are answered together; not its number in the files."""
     prompt_ids: list[int]
     answer: int = 0
     """Number of the answer among those of the prompt."""
@@ -105,7 +105,8 @@ def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: in
     """Return the advantage of each answer, and the weight in the loss of each token of it that the model chose.
 
     Both lists have a number per answer, in the order of the answers. Answers without a reward have advantage and weight
-    0 and take no part in the mean of their prompt. Answers that were cut have weight 0 if rl.cut is "mask".
+    0 and take no part in the mean of their prompt. Answers that were cut take part: their reward is lowered by
+    rl.cut_penalty, and their weight is 0 if rl.cut is "mask".
 
     Args:
         rollouts: all answers of a step.

@@ -34,6 +34,9 @@ class Checks(Observer):
 
         Returns:
             New sums if forward and backward were repeated, whose gradients are then in `.grad`; else None.
+
+        Raises:
+            NumericalFault: on all ranks, if training cannot go on; a Restore if the newest checkpoint may help.
         """
 
     def after_step(self, saves: bool) -> None:
