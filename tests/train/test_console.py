@@ -80,17 +80,21 @@ def test_the_panel_shows_where_the_run_is_within_the_width(config, width):
     assert len(lines) == 7 and all(len(line) == width for line in lines)
 
 
-def test_a_validation_has_a_line_of_its_own_that_stays(config):
+@pytest.mark.parametrize(
+    "found, words",
+    [({"val_perplexity": 12.18}, "perplexity 12.18"), ({"preference.val_accuracy": 0.75}, "val accuracy 75.0%")],
+)
+def test_a_validation_has_a_line_of_its_own_that_stays(config, found, words):
     console = terminal(80)
     panel = open_console(config.metrics.console, shown(config), "debug", console)
-    panel.log(REPORT._replace(record=RECORD | {"val_loss": 2.5, "val_best": 2.25, "val_perplexity": 12.18}))
+    panel.log(REPORT._replace(record=RECORD | {"val_loss": 2.5, "val_best": 2.25} | found))
     panel.close()
     for width in (80, 100):
         drawn = Console(width=width, file=io.StringIO())
         drawn.print(panel.panel(REPORT))  # a later report has none
         lines = drawn.file.getvalue().splitlines()
         assert len(lines) == 8 and all(len(line) == width for line in lines)
-        assert "val loss 2.5000 (best 2.2500)  perplexity 12.18  at step 20" in drawn.file.getvalue()
+        assert f"val loss 2.5000 (best 2.2500)  {words}  at step 20" in drawn.file.getvalue()
 
 
 def test_a_loss_that_is_too_high_reddens_the_panel(config):

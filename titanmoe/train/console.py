@@ -221,7 +221,7 @@ class LivePanel:
         self.run, self.name, self.console = run, name, console
         self.losses: deque[float] = deque(maxlen=CURVE)
         self.held_out = ""
-        """Text of the last validation loss and perplexity, shown until the next validation."""
+        """Text of the last validation loss, with perplexity or accuracy if it has one, shown until the next."""
         what = "compiling and making the first step" if run.compiles else "making the first step"
         self.live = Live(Spinner("dots", f"{what} ..."), console=console, refresh_per_second=2)
         self.live.start()
@@ -263,8 +263,8 @@ class LivePanel:
             cells[name] = f"[bold red]{cells[name]}[/]"
         cells = {name: cells.pop(name), "smoothed": f"{report.smoothed:.4f}", **cells}
         if "val loss" in cells:
-            loss, perplexity = cells.pop("val loss"), cells.pop("perplexity")
-            self.held_out = f"{loss}  perplexity {perplexity}  at step {report.step:,}"
+            found = [f"{name} {cells.pop(name)}" for name in ("perplexity", "val accuracy") if name in cells]
+            self.held_out = "  ".join([cells.pop("val loss"), *found, f"at step {report.step:,}"])
         names, values = Table.grid(expand=True), list(cells)
         half = -(-len(values) // 2)
         for _ in range(half):
