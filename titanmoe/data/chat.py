@@ -149,7 +149,7 @@ class ChatEncoder:
             spans: number of spans that the template marks.
 
         Raises:
-            ChatError: messages have weights, and the spans are not one for each of them.
+            ChatError: messages have weights other than 1, and the spans are not one for each of the assistant's.
         """
         weights = [float(message.get(WEIGHT, 1)) for message in messages if message["role"] == "assistant"]
         if len(weights) == spans or set(weights) == {1.0}:
@@ -164,6 +164,7 @@ class ChatEncoder:
 
         Raises:
             ChatError: the template refuses the messages.
+            ConfigError: rendering exceeds a limit of time or memory.
         """
         return self.tokenizer.encode_with_offsets(self._render_without_marks(messages, prompt=True)).tokens_T
 
@@ -179,6 +180,7 @@ class ChatEncoder:
 
         Raises:
             ChatError: the template refuses the messages, writes the answer not once, or leaves the reply out.
+            ConfigError: rendering exceeds a limit of time or memory.
         """
         answered = [*messages, {"role": "assistant", "content": ANSWER}]
         text = self._render_without_marks([*answered, reply], prompt=True)
@@ -223,10 +225,12 @@ class ChatEncoder:
     def _render_all(self, requests: list[tuple[list[Any], bool]]) -> list[str]:
         """Return the text of each request, a list of messages and whether the generation prompt follows.
 
-        Renders as transformers' apply_chat_template does.
+        Renders as transformers' apply_chat_template does, but with the marks OPEN and CLOSE around what stands between
+        {% generation %} and {% endgeneration %}.
 
         Raises:
             ChatError: the template refuses the messages, or would write a null, list or object as Python writes it.
+            ConfigError: rendering exceeds a limit of time or memory.
         """
         texts = self._render_unchecked(requests)
         for (messages, prompt), text in zip(requests, texts, strict=True):
@@ -260,7 +264,7 @@ class ChatEncoder:
     def _find_written_null(self, messages: list[Any], prompt: bool, times: int) -> str:
         """Return the place of the first null that the template writes as the word "None"; "" if there is none.
 
-        The place is a text such as "message 2's content".
+        The place is a text such as "message 2's content", with messages counted from 1.
 
         Args:
             messages: the conversation.
@@ -297,6 +301,7 @@ class ChatEncoder:
         The range begins where the text of the earlier messages with the generation prompt ends.
 
         Raises:
+            ChatError: the template refuses the messages, or those before an assistant message.
             ConfigError: the template renders the turns before a message differently once the message follows.
         """
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]

@@ -35,7 +35,8 @@ def read_chat(record: Record, field: str = "") -> tuple[Any, Any]:
 
     Args:
         record: fields of the record by name; null is as absent.
-        field: the field that the user names; "" for the first layout that fits.
+        field: the field that the user names, a key of LAYOUTS or another that holds messages; "" for the first layout
+            that fits.
 
     Raises:
         ChatError: the record has no chat, or one that cannot be converted.

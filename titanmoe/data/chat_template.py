@@ -54,6 +54,7 @@ class ChatTemplate:
     Raises:
         OverBudget: compiling exceeds a limit.
         jinja2.TemplateError: the template is malformed.
+        RecursionError, SyntaxError, ValueError, OverflowError: Python cannot compile what Jinja makes of it.
     """
 
     def __init__(self, text: str, opening: str, closing: str):
@@ -88,7 +89,9 @@ class ChatTemplate:
 
 
 def _ask_worker(worker: _RenderProcess, arguments: tuple[Any, ...], subject: str) -> dict[str, Any]:
-    """Send a request to the rendering process, and return its response, a dict that holds a result or an error.
+    """Send a request to the rendering process, and return its response, for `_result_or_raise`.
+
+    That is {"made": RESULT}, or {"error": [class names], "text": TEXT, "line": NUMBER}.
 
     Args:
         worker: the process.

@@ -17,7 +17,7 @@ class open_decompressed:
     """Context manager that opens a file or URL for reading, and yields (decompressed stream, raw stream).
 
     A name that ends with .gz or .zst is decompressed; of any other file both streams are the same. The raw stream's
-    position tells how much of the compressed input has been read.
+    position tells how much of the compressed input has been read. Errors of reading the streams stay as they are.
 
     Raises:
         ConfigError: it cannot be opened, or the package that decompresses it is missing.

@@ -72,7 +72,7 @@ def describe_sample(
     marks: tuple[str, str] = BRACKETS,
     places: list[Place] | None = None,
 ) -> list[str]:
-    """Return lines on a sample: its numbers, and for each document the positions and all tokens.
+    """Return lines on a sample: how many positions, labels and padding, and the positions and tokens of each document.
 
     Args:
         batch: samples that the loader has read.

@@ -47,12 +47,12 @@ class Documents(Protocol):
         """Return whether each of tokens [start, stop) counts towards the loss as a label (bool); None if all do."""
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
-        """Return the weight in the loss of each token of [start, stop) as a label (float32); None if all are equal."""
+        """Return the weight as a label of each of tokens [start, stop) (float32); None if none are stored."""
 
     def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
         """Return the reference model's log-probability of each token of [start, stop), given the tokens before it.
 
-        It is NaN for tokens that were not scored. None if none are stored.
+        It is 0 for tokens that are no labels, and NaN for those that were not scored. None if the run reads no scores.
         """
 
     def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
@@ -121,7 +121,7 @@ def stored_documents(documents: Documents) -> Any:
 
 
 def is_masked(documents: Documents) -> bool:
-    """Return whether only some tokens of these documents count in the loss, such as the assistant's in chats."""
+    """Return whether only some tokens of these documents count in the loss, as in chats; False if there are none."""
     return len(documents) > 0 and documents.label_mask(0, 1) is not None
 
 

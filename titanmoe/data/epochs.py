@@ -60,7 +60,7 @@ class EpochOrder:
 
 
 def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[int]:
-    """Return the number of packed sequences in each of the first epochs of a source.
+    """Return the number of packed sequences in each of the first `epochs` epochs of a source.
 
     Best fit reads the numbers from `sequences.json`, or packs and writes them there if it can.
     """
@@ -84,7 +84,7 @@ def _counts_file(documents: Any) -> Path | None:
 
 
 def _read_counts(file: Path | None) -> dict[str, list[int]]:
-    """Return the sequences of each epoch in `sequences.json`, by shards and packing. Drops malformed entries.
+    """Return the sequences of each epoch in `sequences.json`, by "FINGERPRINT, PACKING". Drops malformed entries.
 
     {} without a file, or if it cannot be read.
     """

@@ -18,8 +18,8 @@ from titanmoe.data.documents import Documents
 def split_held_out(documents: Documents, every: int, min_tokens: int) -> tuple[DocumentSubset, DocumentSubset]:
     """Split a source into training documents and every `every`-th document (or preference pair), which is held out.
 
-    A source of fewer than `every` documents, such as one text file, holds out the last 1 / `every` of its tokens
-    instead, provided that these are at least `min_tokens`; otherwise nothing.
+    A source of fewer than `every` documents (not pairs), such as one text file, holds out the last 1 / `every` of its
+    tokens instead, rounded down, provided that these are at least `min_tokens`; otherwise nothing.
 
     Returns:
         The training documents, and the held-out ones.
@@ -143,7 +143,7 @@ class DocumentSubset:
 
 
 class _Starts:
-    """The first token of each document of a subset, computed when it is indexed."""
+    """The first token of each document of a subset, then the number of all tokens; computed when it is indexed."""
 
     def __init__(self, subset: DocumentSubset):
         self.subset = subset

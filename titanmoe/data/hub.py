@@ -32,7 +32,10 @@ class HubRepo(NamedTuple):
     """"model" or DATASET."""
 
     def cached_folder(self) -> Path | None:
-        """Return the folder of the revision in the hub's cache, complete or not; None if there is none."""
+        """Return the folder of the revision in the hub's cache, complete or not; None if there is none.
+
+        Also None without the package huggingface_hub.
+        """
         try:
             cache = _cache()
         except ImportError:

@@ -129,7 +129,8 @@ def pin_datasets(config: Config, read_record: Callable[[Config], Mapping[str, An
 
     Args:
         config: the recipe.
-        read_record: returns what that checkpoint records besides tensors; {} without one.
+        read_record: takes the recipe, returns what that checkpoint records besides tensors, of which "config" is read;
+            {} without a checkpoint. Called only if a data set is on the hub.
 
     Raises:
         ConfigError: there is no such data set, or the hub is needed for it and cannot be reached.
@@ -296,7 +297,10 @@ def _glob_to_regex(pattern: Any) -> re.Pattern[str]:
 
 
 def _usual_splits(names: list[str]) -> Splits:
-    """Return the files of each split, told by their names as `datasets` does; all are of train if no name tells."""
+    """Return the files of each split, told by their names as `datasets` does; all are of train if no name tells.
+
+    {} if none can be read.
+    """
     names = [name for name in names if READABLE.fullmatch(name) and name.rpartition("/")[2] not in NOT_DATA]
 
     def by_number(name: str) -> str:

@@ -62,7 +62,7 @@ class BatchLayout:
             number_N: number of each sample within the step; None if they are numbered round-robin.
 
         Raises:
-            ConfigError: the data has a token that stands for an image or a video.
+            ConfigError: the data cannot be read, or has a token that stands for an image or a video.
         """
         *arrays, extra_fields = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights)
         for token in self.media_tokens:
@@ -137,7 +137,7 @@ class StepPlans:
 
 
 class SampleReader:
-    """Mapping whose `reader[plan]` reads a planned step's tokens, and returns (batch, the loader's state after it).
+    """Mapping whose `reader[plan]` reads a planned step, and returns (all its microbatches in one, plan.state_after).
 
     It runs in the worker processes if there are any, else in the prefetching thread.
     """
@@ -153,6 +153,11 @@ class Loader:
     """The training data of one data rank, a list of microbatches for each optimizer step.
 
     The loader's state can be saved, and resumed on another number of data ranks.
+
+    Every rank makes its own. The first tokenizes data that the cache lacks, and those that share the cache wait for it.
+
+    Raises:
+        ConfigError: the data cannot be opened, do not fit the recipe, or are too few.
     """
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
@@ -170,7 +175,8 @@ class Loader:
     def next_step(self) -> list[Batch]:
         """Return this data rank's microbatches of the next optimizer step, and advance the loader's state.
 
-        Waits until they are read, but for no other rank. After the last epoch it returns padding, without end.
+        Waits until they are read, but for no other rank. After the last epoch it returns padding, without end. Sets
+        `wait_s`, `epochs` and `epoch_messages`, lines to log about sources that begin another epoch.
 
         Raises:
             ConfigError: the data cannot be read, or has a token that cannot be trained on.
@@ -192,12 +198,18 @@ class Loader:
         return step.chunk(self.microbatches)
 
     def peek(self) -> list[Batch]:
-        """Return the microbatches that the next call of `next_step` will return, without advancing the state."""
+        """Return the microbatches that the next call of `next_step` will return, without advancing the state.
+
+        Waits until they are read.
+
+        Raises:
+            ConfigError: the data cannot be read, or has a token that cannot be trained on.
+        """
         step, _ = self._start_prefetcher().peek()
         return step.chunk(self.microbatches)
 
     def digest_samples(self, batches: list[Batch]) -> dict[int, str]:
-        """Return a hash of each sample's tokens in the last step, by the sample's number in the training job.
+        """Return a hash (16 hexadecimal digits) of each sample's input tokens, by its number in the training job.
 
         Args:
             batches: the microbatches that `next_step` returned last.
@@ -257,12 +269,12 @@ class Loader:
         self.consumed = self.first = consumed
         """Samples, over all data ranks; first: before the last step."""
         self.state = state
-        """Of each source."""
+        """State of each source's packer."""
         self.mix.state = state
         self.epochs = self.mix.epochs
-        """How many times each source has been read."""
+        """Number of epochs read of each source, by name."""
         self.epoch_messages: list[str] = []
-        """What to log about sources that the last step started over."""
+        """Lines to log about sources of which the last step began another epoch."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's state to save: samples consumed, packers' states, and what identifies the data."""
@@ -277,7 +289,7 @@ class Loader:
         The batch size and the number of data ranks may differ from those when the state was saved.
 
         Raises:
-            ConfigError: the data, packing, seq_len or seed differs.
+            ConfigError: the data, packing, seq_len or seed differs, or only one of both has training.epochs.
         """
         if problems := self.find_state_mismatches(state):
             raise ConfigError(problems)
@@ -286,8 +298,8 @@ class Loader:
     def find_state_mismatches(self, state: dict[str, Any]) -> list[str]:
         """Return the reasons why this loader cannot continue from a saved state; [] if it can.
 
-        Each reason names something that samples depend on and that has changed: seed, seq_len, packing, epochs or the
-        data.
+        Each reason names something that samples depend on and that has changed: seed, seq_len, packing, the data or,
+        with several sources, whether training.epochs is set.
         """
         names = {"seed": "training.seed", "seq_len": "training.seq_len", "packing": "data.packing"}
         unknown = "it would be unknown which samples were already seen"

@@ -60,7 +60,8 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
 def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan | None:
     """Return the plan by which `open_documents` would tokenize an entry of data.paths; None if there is nothing to do.
 
-    That is if the entry is token shards, or the cache has it already. Writes nothing.
+    That is if the entry is token shards, or the cache has it already. The plan has no output folder yet (`job.out` is
+    ""). Writes nothing but the hub's cache.
 
     Args:
         config: the recipe.

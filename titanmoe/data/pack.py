@@ -115,7 +115,7 @@ def _fill_labels(documents: Documents, start: int, stop: int, out: BatchArrays, 
 
 
 def _document_lengths(documents: Documents, count: int) -> np.ndarray:
-    """Return the positions of each of the first `count` documents: one fewer than its tokens."""
+    """Return the number of positions of each of the first `count` documents: one fewer than its tokens."""
     return np.diff(np.asarray(documents.starts[: count + 1]).astype(np.int64)) - 1
 
 
@@ -167,11 +167,11 @@ class StreamPacker:
         )
 
     def needed_lengths(self, count: int) -> np.ndarray:
-        """Return the positions of each of the first `count` documents."""
+        """Return the number of positions of each of the first `count` documents: one fewer than its tokens."""
         return _document_lengths(self.documents, count)
 
     def describe_long(self, count: int) -> str:
-        """Return text on what becomes of documents that are longer than a sequence, among the first `count`."""
+        """Return text on what becomes of documents that are longer than a sequence, whatever `count` is."""
         return "documents are split wherever a sample ends"
 
     def count(self, epochs: int) -> list[int]:
@@ -199,7 +199,7 @@ class StreamPacker:
         return permute(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
 
     def first_epoch(self) -> Iterator[Segments]:
-        """Yield the plans of all sequences of the first epoch. Resets the packer's state."""
+        """Yield the plans of all sequences of the first epoch. Resets and then advances the packer's state."""
         self.sequences_taken = 0
         while self.sequences_taken < self.per_epoch:
             yield from self.take(min(BUFFER, self.per_epoch - self.sequences_taken))
@@ -219,7 +219,13 @@ class StreamPacker:
         (self.sequences_taken,) = state
 
     def _document_begins(self, start_N: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield, for each window, the offsets in it at which a new document begins, up to the last label."""
+        """Yield, for each window, the offsets (1 to S) in it at which a new document begins.
+
+        S is the last label's offset. The document at offset 0 is not among them, even if it begins there.
+
+        Args:
+            start_N: first token of each window.
+        """
         first_N, last_N = (find_documents(self.documents, start_N + offset) + 1 for offset in (0, self.seq_len))
         starts = self.documents.starts
         for start, first, last in zip(start_N.tolist(), first_N.tolist(), last_N.tolist(), strict=True):
@@ -306,7 +312,10 @@ class BestFitPacker:
         return _document_lengths(self.documents, count)
 
     def describe_long(self, count: int) -> str:
-        """Return text on what becomes of documents that are longer than a sequence, among the first `count`."""
+        """Return text on what becomes of documents that are longer than a sequence.
+
+        Subclasses give numbers of those among the first `count` documents or pairs.
+        """
         return "longer ones are split into full samples and a rest"
 
     def count(self, epochs: int, known: Sequence[int] = ()) -> list[int]:
@@ -368,7 +377,7 @@ class BestFitPacker:
         return np.asarray(self.documents.starts[document_D + 1]).astype(np.int64) - start_D - 1
 
     def lengths(self, sequences: list[Segments]) -> list[np.ndarray]:
-        """Return, for each planned sequence, the lengths of its documents."""
+        """Return, for each planned sequence, the positions of each of its segments, such as whole documents."""
         return [segments.pairs_G for segments in sequences]
 
     def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:

@@ -92,7 +92,7 @@ class PreferencePacker(BestFitPacker):
     def _truncate(self, prompt: int) -> None:
         """Truncate the longer completion of a pair, or both, to fit; leave the pair out if nothing usable remains.
 
-        Sets `length_P2`, to 0 for a pair that is left out.
+        Sets `length_P2`. A pair that is left out gets 0 there and in `shared_P`.
 
         Args:
             prompt: number of the pair.

@@ -35,6 +35,7 @@ def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder 
 
     Raises:
         ChatError: the record is not a usable pair.
+        ConfigError: the chat template is unusable.
     """
     prompt, chosen, rejected = split_pair(record)
     tools = record.get(TOOLS)
@@ -53,7 +54,8 @@ def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder 
 def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return (prompt, chosen, rejected) of a record: three texts, or three lists of messages.
 
-    Without a usable prompt, the common beginning of both completions becomes the prompt.
+    Without a prompt, or with a text beside messages, the common beginning of both completions becomes the prompt and is
+    taken off them.
 
     Raises:
         ChatError: the record is not a usable pair.

@@ -114,7 +114,12 @@ def _question(record: Any, line: int) -> Question:
 def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[EncodedChoice]:
     """Return the tokens of each (question, choice), and how many of them, at the end, are the choice's.
 
-    BOS comes first, if the tokenizer has one; else an empty question is EOS.
+    BOS comes first, if the tokenizer has one; else an empty question is EOS. `labels` is below 1 if the choice adds no
+    token to the question.
+
+    Args:
+        tokenizer: the tokenizer.
+        pairs: (question, choice), the choice with the delimiter before it.
     """
     contexts = [context.rstrip() for context, _ in pairs]
     alone = tokenizer.encode_all(contexts)
@@ -146,7 +151,13 @@ class QuizSet:
     """The batches of all multiple-choice questions for one data rank, a list of microbatches per step.
 
     Each sequence packs several choices, which do not attend to each other; padding fills the last step. Every iteration
-    gives the same batches, and as many on every data rank.
+    gives the same batches, and as many on every data rank. They have the extra field CHOICE.
+
+    Args:
+        config: the recipe.
+        data_rank: this rank's number among the data ranks.
+        data_ranks: number of data ranks.
+        stored: tokenizer of the training data's token shards; None if there are none.
 
     Raises:
         ConfigError: a file, a question or the tokenizer cannot be used, or a choice does not fit training.seq_len.
@@ -190,7 +201,7 @@ class QuizSet:
             yield self._batch(sequences).chunk(layout.microbatches)
 
     def _batch(self, sequences: list[list[int]]) -> Batch:
-        """Return one batch of sequences, each given as the numbers of the choices that fill it."""
+        """Return one batch of sequences, each given as the numbers of the choices that fill it; [] is padding."""
         out = empty_arrays(len(sequences), self.layout.seq_len, separate_documents=True)
         choice_NS = np.full(out.tokens_NS.shape, -1, np.int64)
         for n, numbers in enumerate(sequences):

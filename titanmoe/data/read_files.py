@@ -18,7 +18,10 @@ from titanmoe.data.remote import find_remote_files, is_url
 
 
 def find_files(paths: list[str], format: str) -> list[InputFile]:
-    """Return all input files that the paths name, in the order of the paths; those of a folder sorted by name.
+    """Return all input files that the paths name, in the order of the paths; those of a folder sorted by path.
+
+    Of a folder only files with the format's extensions are taken; a file named by itself always. Data sets on the hub
+    are downloaded if need be.
 
     Args:
         paths: files, folders, globs, URLs, and data sets on the hub.

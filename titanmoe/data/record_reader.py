@@ -45,8 +45,8 @@ class Record(NamedTuple):
 class Span:
     """A range of an input file that one process reads at a time.
 
-    `start` and `stop` are bytes, meaning the lines that begin between them, unless the format says otherwise. `bytes`
-    is how much of the input the span is.
+    `kind` is the name of the file's format. `start` and `stop` are bytes, meaning the lines that begin between them,
+    unless the format says otherwise. `bytes` is how much of the input the span is.
     """
 
     file: str

@@ -34,7 +34,7 @@ def is_url(name: str) -> bool:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a URL, and the path within it. Raises a ConfigError if fsspec is missing."""
+    """Return fsspec's file system for a URL, and the path within it. ConfigError if it or the driver is missing."""
     try:
         import fsspec
     except ImportError:

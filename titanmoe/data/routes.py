@@ -109,7 +109,16 @@ def find_route_problems(
 
 
 def _moe_layers_of(experts_SAK: np.ndarray, positions: int, model: Model) -> Tensor:
-    """Return an engine's routes for all positions of a sample: of MoE layers alone, and NOT_RECORDED at the end."""
+    """Return an engine's routes for all positions of a sample: (positions, L, K), of MoE layers alone.
+
+    Args:
+        experts_SAK: routes of the first S positions, of all layers or (S, L, K); those after them are NOT_RECORDED.
+        positions: number of the sample's ids; routes beyond them are dropped.
+        model: the recipe's [model].
+
+    Raises:
+        ValueError: layers or top_k are not the model's.
+    """
     layers = [block for block in moe_blocks(model) if block < model.num_layers]
     experts = torch.from_numpy(experts_SAK.astype(np.int16))
     if experts.shape[1:] == (model.num_layers, model.top_k):  # the engine counts dense layers too
@@ -125,7 +134,7 @@ def _moe_layers_of(experts_SAK: np.ndarray, positions: int, model: Model) -> Ten
 
 
 def routes_from_vllm(text: str, positions: int, model: Model) -> Tensor:
-    """Return the routes (positions, L, K) of a sample in vLLM's answer (`routed_experts`).
+    """Return the routes (positions, L, K) of a sample in vLLM's answer (`routed_experts`); the last is NOT_RECORDED.
 
     Args:
         text: base64 of a .npy file of shape (positions - 1, A or L, K); the last sampled token has no route.
@@ -140,7 +149,7 @@ def routes_from_vllm(text: str, positions: int, model: Model) -> Tensor:
 
 
 def routes_from_sglang(text: str, positions: int, model: Model) -> Tensor:
-    """Return the routes (positions, L, K) of a sample in SGLang's answer (`routed_experts`).
+    """Return the routes (positions, L, K) of a sample in SGLang's answer (`routed_experts`); the last is NOT_RECORDED.
 
     Args:
         text: base64 of int32 numbers of shape (positions - 1, A, K).

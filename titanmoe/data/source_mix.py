@@ -125,7 +125,10 @@ class SourceMix:
         return [next(lengths[sample.source]) if sample else np.zeros(0, np.int64) for sample in samples]
 
     def truncation_rows(self) -> dict[str, str]:
-        """Return lines for the log's header about pairs and chats that are truncated or left out, by title."""
+        """Return text for the log's header on pairs and chats that are truncated or left out, a line per source.
+
+        By title, one of TRUNCATION_ROWS.
+        """
         rows: dict[str, str] = {}
         for packer in (source.packer for source in self.sources):
             if line := getattr(packer, "note", ""):

@@ -52,7 +52,7 @@ class SyntheticPacker:
         return [Segments(number_N[i : i + 1], full_1) for i in range(count)]
 
     def first_epoch(self) -> Iterator[Segments]:
-        """Yield plans of sequences without end, since random tokens have no epochs."""
+        """Yield plans of the next sequences without end, since random tokens have no epochs. Advances the state."""
         while True:
             yield from self.take(1)
 
@@ -127,6 +127,9 @@ def count_steps_of_epochs(config: Config, step: int, consumed: int) -> int:
         config: the recipe.
         step: steps that are done.
         consumed: samples that these steps took.
+
+    Raises:
+        ConfigError: the data cannot be opened, do not fit the recipe, or are too few.
     """
     mix, _ = open_training_sources(config)
     return step + -(-max(0, mix.epoch_order.total - consumed) // config.training.global_batch_size)
@@ -271,7 +274,7 @@ def _open_source(config: Config, path: str, field: str) -> Documents:
 
 
 def _walk(root: Path, skipped: set[str]) -> list[Path]:
-    """Return all regular files below root except hidden ones, sorted by path."""
+    """Return all regular files below root, sorted by path, except hidden ones and those in folders called `skipped`."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]

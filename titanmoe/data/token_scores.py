@@ -58,6 +58,10 @@ class StoredScores:
 
     Files are mapped when first read, and no file is kept open.
 
+    Args:
+        folder: the folder scores/MODEL of the shards.
+        documents: the token shards.
+
     Raises:
         ConfigError: the files are of other shards, incomplete or malformed.
     """
@@ -161,7 +165,7 @@ class StoredScores:
         return self._maps[shard]
 
     def find_changed_files(self) -> list[str]:
-        """Return a message for each file that differs from its checksum, after reading all files."""
+        """Return a message for each shard whose scores differ from their checksum, after reading all of them."""
         return [
             f"{file} has changed since it was written: remove {self.folder}, and the scores are computed again"
             for name in self.names
@@ -178,7 +182,7 @@ def find_scores(documents: ShardDocuments, model: str, seq_len: int) -> StoredSc
         seq_len: tokens of a sequence.
 
     Raises:
-        ConfigError: the scores are of other shards.
+        ConfigError: the scores are of other shards, incomplete or malformed.
     """
     folder = documents.folder / SCORES / model
     if not (folder / MANIFEST).is_file():
@@ -327,10 +331,10 @@ class ScoreWriter:
             done += end - begin
 
     def close(self) -> None:
-        """Write checksums and manifest, sync them to disk, and give the folder its final name.
+        """Write checksums and manifest, sync them to disk, and move the folder to its final name, replacing an old one.
 
         Raises:
-            ConfigError: it cannot be written, as on a full disk.
+            ConfigError: it cannot be written, as on a full disk; `discard` removes the rest.
         """
         self._maps.clear()
         manifest = self.unfinished / MANIFEST

@@ -292,7 +292,8 @@ class ShardDocuments:
     def first_changed_range(self, shard: int, extension: str) -> str:
         """Return the first block of a shard's file that differs from its checksum; "" if none does.
 
-        As text that continues a message, such as ", first between bytes 0 and 65,536".
+        As text that continues a message, such as ", first between bytes 0 and 65,536". Only for shards with a checksum
+        per block (`has_sums`).
         """
         for block in range(count_blocks(self._sizes[shard][extension])):
             if where := self._changed_range(shard, extension, block):
@@ -338,7 +339,10 @@ class ShardDocuments:
 
 
 class Starts:
-    """The first token of each document, counted over all shards: indexed as an array, but read when it is indexed."""
+    """The first token of each document, counted over all shards, then the number of all tokens.
+
+    Indexed as an array by an integer, a slice or integers, but read only then.
+    """
 
     def __init__(self, documents: ShardDocuments):
         self._documents = documents

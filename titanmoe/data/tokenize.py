@@ -78,7 +78,9 @@ class ShardPlan:
 
 
 def plan_shards(job: TokenizeJob) -> ShardPlan:
-    """Return the plan to tokenize a job's input, after opening tokenizer, chat template and files. Writes nothing.
+    """Return the plan to tokenize a job's input, after opening tokenizer, chat template and files.
+
+    Downloads data sets on the hub into its cache, and names their commits in the plan's paths; writes nothing else.
 
     Raises:
         ConfigError: any of them cannot be used; it has all problems.
@@ -242,7 +244,7 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
     """Tokenize the units whose shards are missing, write the manifest, and return it. The caller holds `out`'s lock.
 
     Raises:
-        ConfigError: the folder has shards of another job, or there are no documents.
+        ConfigError: a record is malformed, the folder has shards of another job, or there are no documents.
     """
     work = out / WORK
     work.mkdir(exist_ok=True)

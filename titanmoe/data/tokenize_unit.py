@@ -63,7 +63,7 @@ class TokenizeJob:
 
     @property
     def record_field(self) -> str:
-        """Field of a record that holds the document: `field`, or the format's own unless another is named."""
+        """Field of a record that holds the document: the format's own if `field` is "text", else `field`."""
         return FORMATS.look_up(self.format).field if self.field == "text" else self.field
 
     def reader(self, span: Span) -> RecordReader:
@@ -104,7 +104,8 @@ def dtype_name(tokenizer: Tokenizer) -> str:
 def open_job_chat(job: TokenizeJob, tokenizer: Tokenizer) -> ChatEncoder | None:
     """Return the encoder of a tokenization's chats or pairs; None if its documents are plain texts.
 
-    For preference pairs, whose completions may be texts, also None if no template is named or found.
+    For preference pairs, whose completions may be texts, also None if no template is named and the tokenizer has none
+    that can be used.
 
     Raises:
         ConfigError: the chat template of chats, or one that is named, cannot be used.
@@ -118,7 +119,7 @@ def open_job_chat(job: TokenizeJob, tokenizer: Tokenizer) -> ChatEncoder | None:
 
 
 def record_name(unit: int, shard: int) -> str:
-    """Return the file name, without extension, of a unit's n-th shard and of the record of that shard: "00012-003"."""
+    """Return the file name, without extension, of a unit's shard and of its record: "00012-003" for (12, 3), from 0."""
     return f"{unit:05d}-{shard:03d}"
 
 
@@ -151,7 +152,7 @@ class UnitTokenizer:
             progress: called with the bytes of input and the tokens that were done since the last call.
 
         Raises:
-            ConfigError: a record is malformed, and bad_lines is "error".
+            ConfigError: a record is malformed, and bad_lines is "error"; or a file or the template cannot be used.
         """
         for batch, size in self._batches(spans):
             tokens, encoded = 0, self._encode_batch(batch)
@@ -259,7 +260,10 @@ class UnitTokenizer:
         return tokens_T, weight_T
 
     def _add_entry(self, entry: Record | BadRecord, new_documents: list[Document]) -> int:
-        """Write a record's documents to the shard, or to a new one if they do not fit; return their tokens' count."""
+        """Write a record's documents to the shard, or to a new one if they do not fit; return their tokens' count.
+
+        Counts the record in `progress`, as empty or skipped if it gave no documents.
+        """
         tokens = sum(len(tokens_T) for tokens_T, _ in new_documents)
         if new_documents:
             if self.writer is not None and self.writer.tokens + tokens > self.job.shard_tokens:

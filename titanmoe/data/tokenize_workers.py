@@ -94,7 +94,7 @@ def _feed_worker(
     Args:
         process: the process.
         waiting: number, spans and records of finished shards of each unit that no process has; shared by all threads.
-        responses: receives each response of the process.
+        responses: receives each response of the process; {"problems": [...]} if it dies.
     """
     file = ""
     try:

@@ -145,7 +145,10 @@ class JsonTokenizer:
         return [chunks[0] if len(chunks) == 1 else np.concatenate(chunks) for chunks in chunks_of_text]
 
     def encode_with_offsets(self, text: str) -> EncodedWithOffsets:
-        """Return the tokens of a chat template's text with their characters. Special tokens are encoded as such."""
+        """Return the tokens of a chat template's text with their characters. Special tokens in it are encoded as such.
+
+        No BOS or EOS is added.
+        """
         code = self._with_special.encode(text, add_special_tokens=False)
         offset_T2 = np.array(code.offsets, np.int64).reshape(-1, 2)
         return EncodedWithOffsets(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])

@@ -96,7 +96,7 @@ class ShardWriter:
 
         Args:
             tokens: ids of the document's tokens.
-            weights: weight of each token as a label; None only for a shard without label mask and weights.
+            weights: weight of each token as a label; None if, and only if, the shard has no label mask.
         """
         self._buffers["tokens"].append(tokens)
         if weights is not None:

@@ -87,6 +87,7 @@ def _rows_at_once(reader: RecordReader, file: Any, group: int, columns: list[str
     They fit in memory even if each were as long as the whole row group: with a dictionary one value can fill many rows.
 
     Args:
+        reader: the reader, for its limit of a document.
         file: the open Parquet file.
         group: index of the row group.
         columns: names of the columns that are read.
