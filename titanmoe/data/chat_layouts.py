@@ -49,7 +49,7 @@ def read_chat(record: Record, field: str = "") -> tuple[Any, Any]:
 
 
 def layout_of(record: Record) -> str:
-    """Return the first field of the layout that a record has, a key of LAYOUTS; "" if it has none."""
+    """Return the first field of the layout that a record has, if only as null, a key of LAYOUTS; "" if none."""
     return next((name for name in LAYOUTS if all(part in record for part in (name, *NEEDED.get(name, ())))), "")
 
 

@@ -350,10 +350,11 @@ class Loader:
 
 
 class ValidationSet:
-    """The validation batches of one data rank, a list of microbatches per step, the same in each iteration.
+    """The validation batches of one data rank, a list of microbatches per step.
 
-    The sources take turns until each ends; padding fills the last step. An iteration ends there, or after
-    validation.steps steps if that is not 0; it has as many steps on every data rank.
+    They are the same in each iteration, of which only one may run at a time; but random tokens go on where the last
+    iteration ended. The sources take turns until each ends; padding fills the last step. An iteration ends there, or
+    after validation.steps steps if that is not 0; it has as many steps on every data rank.
 
     Args:
         config: the recipe.
@@ -377,7 +378,7 @@ class ValidationSet:
     def planned_steps(self) -> Iterator[list[Sample | None]]:
         """Yield the planned samples of all data ranks for each step, until all sources end; None for padding.
 
-        It does not stop at validation.steps.
+        It does not stop at validation.steps, and never with random tokens.
         """
         samples_in_turn, size = self._interleave_sources(), self.layout.global_batch_size
         while samples := list(itertools.islice(samples_in_turn, size)):

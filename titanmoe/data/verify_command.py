@@ -29,7 +29,7 @@ def add_data(commands: argparse._SubParsersAction) -> argparse._SubParsersAction
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Run `titanmoe data verify`; return the exit code, 1 if any folder has changed."""
+    """Run `titanmoe data verify`; return 0, or 1 if any folder has changed or cannot be read."""
     problems = []
     for folder in args.folders:
         try:

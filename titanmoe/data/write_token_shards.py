@@ -19,7 +19,7 @@ from titanmoe.data.token_shards import BLOCK, TOKENIZER, WEIGHTS, WORK, digest_f
 
 
 def store_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
-    """Copy a tokenizer's files into a folder of token shards, and return the digest of each by name."""
+    """Copy a tokenizer's files to the subfolder TOKENIZER of token shards, and return the digest of each by name."""
     home = folder / TOKENIZER
     for name, file in files.items():
         home.mkdir(exist_ok=True)
