@@ -455,6 +455,13 @@ def test_a_validation_set_is_whole_once_and_alike_each_time(config, data_ranks):
     assert sum(rows[0].values()) == sum(packer.per_epoch for packer in packers)
 
 
+def test_validation_on_synthetic_tokens_is_alike_each_time(config):
+    config.data.source, config.data.paths, config.validation.steps = "synthetic", [], 2
+    validation_set = ValidationSet(config, 0, 1)
+    first, again = ([batch.tokens_BS for batches in validation_set for batch in batches] for _ in range(2))
+    assert torch.equal(torch.cat(first), torch.cat(again)) and not torch.equal(first[0], first[-1])
+
+
 def test_synthetic_tokens_are_about_zipf_and_fill_the_vocabulary(config):
     config.data.source, config.data.paths, config.model.vocab_size, config.training.seq_len = "synthetic", [], 100, 2000
     tokens = torch.tensor([sample[0] for step in step_samples(config, 1, 4) for sample in step.values()])

@@ -352,9 +352,9 @@ class Loader:
 class ValidationSet:
     """The validation batches of one data rank, a list of microbatches per step.
 
-    They are the same in each iteration, of which only one may run at a time; but random tokens go on where the last
-    iteration ended. The sources take turns until each ends; padding fills the last step. An iteration ends there, or
-    after validation.steps steps if that is not 0; it has as many steps on every data rank.
+    They are the same in each iteration, of which only one may run at a time. The sources take turns until each ends;
+    padding fills the last step. An iteration ends there, or after validation.steps steps if that is not 0; it has as
+    many steps on every data rank.
 
     Args:
         config: the recipe.

@@ -52,7 +52,8 @@ class SyntheticPacker:
         return [Segments(number_N[i : i + 1], full_1) for i in range(count)]
 
     def first_epoch(self) -> Iterator[Segments]:
-        """Yield plans of the next sequences without end, since random tokens have no epochs. Advances the state."""
+        """Yield plans of all sequences from the first on, without end: random tokens have no epochs. Sets the state."""
+        self.sequences_taken = 0
         while True:
             yield from self.take(1)
 
