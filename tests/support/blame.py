@@ -169,10 +169,10 @@ def describe_failure(
     Args:
         fold: the mapping.
         pieces: shards by name, one dict per rank.
-        errors: returns the relative error of a tensor in a rank's shard.
+        errors: returns the relative error of a tensor in a shard, from the tensor's name, the rank and its shard.
         allowed: largest error that is right.
         differ: groups of ranks that hold the same shard with different numbers, by tensor.
-        times: returns the constant factor by which a tensor is wrong, or None.
+        times: returns the constant factor by which the tensor with a name is wrong, or None.
     """
     wrong, right, differ = {}, [], differ or {}
     holders: dict[str, dict[int, HeldShard]] = {}

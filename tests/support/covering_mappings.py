@@ -61,7 +61,7 @@ def cover(
     Args:
         rows: values by key.
         seed: of the order in which equally good rows are tried.
-        left_out: returns whether pairs of values of two keys need not be covered.
+        left_out: returns whether pairs of values of two keys, given in alphabetical order, need not be covered.
         cost: returns the cost of a row, by its index.
     """
     bits: dict[Any, int] = {}  # by pair

@@ -62,7 +62,7 @@ CASES: tuple[dict[str, Any], ...] = (
 def replace_gradients(modules: Iterable[nn.Module], own: Iterable[nn.Parameter], value: float) -> Iterator[None]:
     """Return a context in which every parameter's local gradient on this rank is `value`.
 
-    FSDP must allocate its unsharded weights in this context.
+    FSDP must allocate its unsharded weights in this context. Gradients stay replaced after it.
 
     Args:
         modules: the model's modules.

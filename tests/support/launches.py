@@ -178,7 +178,7 @@ def resources(kernel: Any) -> Resources:
 
 
 def register_ranges(compiled: list[Kernel]) -> dict[str, str]:
-    """Return by kernel the fewest and most registers per thread of its variants, as "32 to 40"."""
+    """Return by kernel the fewest and most registers per thread of its variants, as "32 to 40" or "32"."""
     used: dict[str, set[int]] = {}
     for name, kernel in compiled:
         used.setdefault(name, set()).add(resources(kernel).registers)

@@ -113,7 +113,7 @@ def muon(
         grads: their gradients.
         moments: moments of the last step; {} before the first.
         step_number: 1 for the first step.
-        norm: norm of all gradients.
+        norm: norm of all gradients, by which ns_eps is multiplied.
     """
     from tests.reference import adamw, rate_and_decay
 

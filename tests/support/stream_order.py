@@ -144,7 +144,10 @@ class StreamOrder:
             self.races.append(text)
 
     def place(self) -> str:
-        """Return the current line of titanmoe, or else of a test, as "FILE:LINE"; "?" if there is neither."""
+        """Return the current line of titanmoe, or else of a test, as "FILE:LINE"; "?" if there is neither.
+
+        A line of titanmoe is followed by the region of the step in parentheses, if it is in one.
+        """
         site = self.sites.current_site()
         if site.line:
             return f"{site}" + f" ({site.region})" * bool(site.region)

@@ -29,7 +29,7 @@ class CodeNotAllowed(ValueError):
 
 
 def allow_code(names: Iterable[str]) -> None:
-    """Allow records of runs to name these components, in this process and its child processes.
+    """Allow records of runs to name these components too, in this process and child processes started later.
 
     Args:
         names: names "module:NAME".
@@ -42,7 +42,7 @@ def _allowed() -> list[str]:
 
 
 def code_names(values: Mapping[str, Any]) -> list[str]:
-    """Return the names "module:NAME" of components outside the package that a config names.
+    """Return the names "module:NAME" of components outside the package that a config names, each once.
 
     Args:
         values: the config's values by path, such as "moe.dispatcher".

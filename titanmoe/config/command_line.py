@@ -109,7 +109,10 @@ def split_words(argv: Sequence[str]) -> CommandLine:
 
 
 def _value(texts: list[str]) -> Any:
-    """Return the value of an unknown option from the words after it, typed as in TOML. True if there are none."""
+    """Return the value of an unknown option from the words after it, typed as in TOML. True if there are none.
+
+    Several words are returned as a list of texts, and a word that is not TOML as text.
+    """
     try:
         return parse_toml(f"value = {texts[0]}")["value"] if len(texts) == 1 else texts or True
     except ValueError:  # a string without quotes

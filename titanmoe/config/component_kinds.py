@@ -164,7 +164,10 @@ class ComponentKind:
         return member
 
     def summary(self) -> str:
-        """Return the components' lines of help as one text for --help, or their names if they have no lines."""
+        """Return the components' lines of help as one text for --help, or their names if they have no lines.
+
+        The line of a component that cannot be used is its error.
+        """
         lines = []
         for name in self.table:
             try:

@@ -78,7 +78,10 @@ def tables() -> dict[str, type]:
 
 @cache
 def fields() -> dict[str, Field]:
-    """Return every field of the schema by its path, such as "moe.dispatcher", in the schema's order."""
+    """Return every field of the schema by its path, such as "moe.dispatcher", in the schema's order.
+
+    Those of [model.own] are not among them (`own_fields`).
+    """
     return {
         f"{table}.{name}": Field(f"{table}.{name}", table, name, kind, getattr(cls(), name))
         for table, cls in tables().items()
@@ -112,7 +115,7 @@ def own_fields(values: Mapping[str, Any]) -> dict[str, Field]:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Return the value of every field of a config by its path, such as "moe.dispatcher"."""
+    """Return the value of every field of a config, those of [model.own] included, by path, such as "moe.dispatcher"."""
     values = {}
     for path in fields():
         at: Any = config

@@ -92,7 +92,8 @@ def load(
     Args:
         argv: words of the command line, a recipe and overrides, such as ["debug", "--training.steps", "10"].
         components: the components that a recipe can name.
-        check: returns messages of further problems of a config, such as those of its mapping.
+        check: returns messages of further problems, such as those of the mapping. Called despite earlier problems,
+            with a config in which refused values are replaced.
         resolve: fills in derived fields; called if there are no problems.
 
     Raises:
@@ -137,7 +138,8 @@ class Draft:
         """Check the config further, and return it. With --help or --print-config, print and exit with code 0.
 
         Args:
-            check: returns messages of further problems of a config, such as those of its mapping.
+            check: returns messages of further problems, such as those of the mapping. Called despite earlier problems,
+                with a config in which refused values are replaced.
             resolve: fills in derived fields; called if there are no problems.
 
         Raises:

@@ -50,7 +50,7 @@ class Recipe:
     def lines(self) -> dict[str, int]:
         """The number of the line on which each key is set, from 1, by path.
 
-        Statements are parsed one by one to find it.
+        Statements are parsed one by one to find it. Keys behind the first MAX_REPARSED characters are missing.
         """
         lines: dict[str, int] = {}
         begin, header, statement, parsed = 1, "", "", 0

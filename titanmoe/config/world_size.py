@@ -39,7 +39,7 @@ def recipe_ranks(draft: Draft) -> int:
 def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> int:
     """Return the number of ranks that a command is about: `ranks` if given, else the recipe's job.ranks.
 
-    With --print-config, prints the resolved recipe and exits.
+    With --print-config, prints the recipe, not checked against a mapping, and exits.
 
     Args:
         ranks: the value of --ranks; None if it is not given.
@@ -47,7 +47,7 @@ def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> 
         components: the components that a recipe can name.
 
     Raises:
-        ConfigError: if neither gives a number of ranks, or the number is below 1.
+        ConfigError: if neither gives a number of ranks, it is below 1, or the recipe, if needed, cannot be read.
     """
     if split_words(argv).print_config:
         argv = [*argv, *(["--job.ranks", str(ranks)] if ranks else [])]

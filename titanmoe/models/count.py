@@ -231,7 +231,8 @@ class _Walk:
 def training_flops(model: Model, seq_len: int, tuning: Tuning) -> tuple[list[BlockFlops], PassFlops]:
     """Return the FLOPs of a token in each block, as a list, and in all that lies outside blocks.
 
-    Outside blocks are the head, and norms and projection of multi-token prediction.
+    The block of multi-token prediction is the last of the list. Outside blocks are the final norm, the head, and norms
+    and projection of multi-token prediction.
 
     Args:
         model: the recipe's [model].

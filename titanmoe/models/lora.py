@@ -32,7 +32,8 @@ from titanmoe.ops import counter_rng
 def add_adapters(model: Transformer, config: Config, tp_rank: int = 0) -> None:
     """Add the adapters that the recipe asks for to a model, in place, while it is on meta and not sharded yet.
 
-    The caller gives them values (titanmoe.parallel.materialize) and freezes the other parameters.
+    The caller gives them values (titanmoe.parallel.materialize) and freezes the other parameters. With lora.dropout,
+    methods of the blocks are wrapped too (`tell_tokens`): call this before recomputation wraps them.
 
     Args:
         model: a pipeline stage.
@@ -137,7 +138,7 @@ class AdaptedLinear(Linear):
         return super().effective_weight() + self.adapters_scale * to_local(self.lora_B) @ to_local(self.lora_A)
 
     def adapted(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
-        """Return y + alpha / r * B A x, with only some rows of B if `rows` is given, and x after dropout."""
+        """Return y + alpha / r * B A x, with only some rows of B if `rows` is given; in training, x after dropout."""
         if self.dropout is not None and self.tokens.indices:
             x = self.dropout(x, self.tokens.index_of(x), self.tp_rank)
         return y + F.linear(self.adapters_scale * F.linear(x, to_local(self.lora_A)), local_rows(self.lora_B, rows))
@@ -153,7 +154,8 @@ class AdaptedExperts(Experts):
         """Return gate and up of the routed tokens, adapters included: (R, F) each, or side by side in one (R, 2F).
 
         Args:
-            products: multiplies routed tokens by their experts' matrices; gets the tokens' indices for dropout.
+            products: multiplies routed tokens by their experts' matrices. Its `index_R` is set to the tokens' global
+                indices, or None without dropout.
             x_RD: the routed tokens, sorted by expert, with their indices in further columns if there is dropout.
         """
         weights = self.hidden_weights()
@@ -172,7 +174,7 @@ class AdaptedExperts(Experts):
         """Return the down projection of the routed tokens (R, D), adapters included; with etp this rank's summand.
 
         Args:
-            products: multiplies routed tokens by their experts' matrices.
+            products: multiplies routed tokens by their experts' matrices; the one that `gate_and_up` got.
             hidden: gate and up of the routed tokens, (R, F) each, or side by side in one tensor (R, 2F).
             weight_R1: routing weight of each routed token.
         """

@@ -62,6 +62,7 @@ class CurrentTokens:
     def index_of(self, x: Tensor) -> Tensor:
         """Return the global index of the token in each row of x, in the shape of x without its last dim.
 
+        Call it only while `indices` are set.
         A module gets either all tokens of the attention slice or those that this rank owns, in their order: (B, S, D),
         (B, s, D), or the slice's segments (titanmoe.models.sequence_segments).
         """
@@ -113,7 +114,8 @@ class InputDropout(nn.Module):
 def tell_tokens(model: Transformer) -> CurrentTokens:
     """Wrap the blocks' methods of a stage, in place, to set a `CurrentTokens` while they run, and return that object.
 
-    Called before recomputation wraps the same methods.
+    Also sets each block's `remember`, by which recomputation finds the tokens again. Called before recomputation wraps
+    the same methods.
     """
     tokens = CurrentTokens()
     for block in model.blocks().values():

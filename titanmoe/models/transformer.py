@@ -152,9 +152,10 @@ class MultiToken(nn.Module):
         return self.norm(self.block(self.project(both), rope, tokens))
 
     def add_loss(self, scores_NBS: Tensor, mtp_loss_BS: Tensor, microbatch: Tensor) -> Tensor:
-        """Return the scores unchanged, but let their backward train multi-token prediction with the losses' gradient.
+        """Return the scores unchanged, but let their backward train multi-token prediction as well.
 
-        Also writes the sum of the losses of multi-token prediction into `loss_M`.
+        Its losses are multiplied by training.mtp_weight and get the gradient of the loss, scores_NBS[0]. Their sum,
+        not multiplied, is written into `loss_M`.
 
         Args:
             scores_NBS: the head's output, of which the first is the loss.

@@ -247,7 +247,8 @@ class Head(Vocabulary):
             x_BsD: hidden states of the tokens that this rank owns.
             labels_BS: ids to predict, IGNORE where there is none.
             mtp: hidden states of multi-token prediction, already normed, or a function that computes them from this
-                head's normed hidden states; and their labels. Their losses (B, S) are returned second.
+                head's normed hidden states; and their labels. Their losses (B, S) are returned second. Not used without
+                labels, or for candidates and top-k.
             candidates_BSK: ids whose log-probabilities to return, if the head has candidates.
         """
         normed_BsD = self.norm(x_BsD)

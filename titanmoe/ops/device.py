@@ -91,6 +91,8 @@ def choose(
 def capability(device: torch.device | None = None) -> tuple[int, int]:
     """Return the compute capability (major, minor) of the GPU, or of the hardware that a rehearsal imitates.
 
+    It is (0, 0) where a rehearsal imitates a CPU.
+
     Args:
         device: the GPU; None for the current one.
     """

@@ -323,7 +323,8 @@ def _gla_weights(q: Tensor, k: Tensor, since: Tensor) -> Tensor:
     """Return the weight (..., C, C) of each earlier token in each token's output: sum over k of q k e^(decay).
 
     The decay is that between the two tokens. First each token with itself, then chunks twice as long each time: from
-    the first half to the second, decays add up to the first half's end and from there on. Later tokens get 0.
+    the first half to the second, decays add up to the first half's end and from there on. Later tokens
+    get 0, but earlier ones of other documents do not.
     """
     weights = (q * k).sum(-1, keepdim=True).unsqueeze(-1).expand(*since.shape[:-1], 1, 1)
     while (half := weights.shape[-1]) < since.shape[-2]:

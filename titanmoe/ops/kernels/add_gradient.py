@@ -51,7 +51,7 @@ def add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, ends_e: Tens
         grad_RN: the gradients of the products' outputs side by side, N = H * F.
         x_RD: the products' input.
         ends_e: the index of the routed token after each expert's last.
-        add: False to overwrite the sums.
+        add: False to overwrite the sums, with zeros for experts without tokens.
     """
     H, e, F, D = total_HeFD.shape
     grad_RN, x_RD = (x if x.stride(1) == 1 else x.contiguous() for x in (grad_RN, x_RD))

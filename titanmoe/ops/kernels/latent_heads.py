@@ -85,7 +85,7 @@ def _run_join(plain: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor, out: Ten
         rotated: the part to rotate, of every head, or one that all heads share.
         cos: cosines of the rotation's angles.
         sin: sines of the rotation's angles.
-        out: the tensor to write to.
+        out: the tensor to write to; not used if `plain` has width 0.
         sign: 1, or -1 to rotate by the opposite angles.
     """
     (B, S, H, n), half, cos, sin = plain.shape, rotated.shape[3] // 2, cos.contiguous(), sin.contiguous()
@@ -177,7 +177,10 @@ def _(dk_BSHh, dv_BSHv, cos_bS1p, sin_bS1p):
 
 
 class Queries(torch.autograd.Function):
-    """Rotates the last p numbers of each of H query heads by their positions (RoPE), in place. Differentiable."""
+    """Rotates the last p numbers of each of H query heads by their positions (RoPE), in place. Differentiable.
+
+    Its inputs are the queries (B, S, H * h), which it overwrites and returns; H; cos and sin of the angles.
+    """
 
     @staticmethod
     def forward(ctx: Any, q_BSX: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -199,7 +202,7 @@ class KeysAndValues(torch.autograd.Function):
     """Autograd function that makes the keys and values of latent attention.
 
     Its inputs are each head's key without positions and its value, side by side, and the key that all heads share,
-    which is rotated by its position (RoPE) and appended to each head's key.
+    which is rotated by its position (RoPE) and appended to each head's key; then v, and cos and sin of the angles.
     """
 
     @staticmethod

@@ -72,7 +72,7 @@ def _launch_fetch(x: Tensor, index_R: Tensor, weight: Tensor, K: int, out: Tenso
 
     Args:
         x: the rows to read.
-        index_R: for each row of `out`, the row of x times K, plus the number of its weight.
+        index_R: for each row of `out`, the row of x times K, plus the number of its weight; N * K for zeros.
         weight: the routing weights, K for each row of x.
         K: the number of weights of a row.
         out: the rows to write.

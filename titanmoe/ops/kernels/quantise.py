@@ -66,6 +66,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         The numbers, of x's shape, and the scales, without its last dim, both contiguous: x is about number * scale.
+        The scale of a row of zeros is 1.
     """
     q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)

@@ -117,7 +117,10 @@ def _(q_BSHh, k_BSGh, cos_bS1h, sin_bS1h, sign):
 
 
 class Rotate(torch.autograd.Function):
-    """Rotates queries and keys by their positions (RoPE). Differentiable."""
+    """Rotates queries and keys by their positions (RoPE). Differentiable.
+
+    Its inputs are those of `rotate` without the sign.
+    """
 
     @staticmethod
     def forward(ctx, q_BSHh, k_BSGh, cos_bS1h, sin_bS1h):

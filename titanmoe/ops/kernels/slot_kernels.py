@@ -117,7 +117,7 @@ def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: i
 
     Args:
         chosen_N: the chosen expert of each choice; E for no expert.
-        ends: cumulative sums of the counts of `count_choices`, flattened: (E * blocks,), int32.
+        ends: inclusive cumulative sums of `count_choices`, flattened first: (E * blocks,), int32.
         experts: E.
         ep: the number of ranks among which the experts are divided.
         etp: the number of ranks that share each expert.
