@@ -56,7 +56,7 @@ def sums_in_backward(axis: str, cuts: dict[str, bool]) -> bool:
 
 
 def what_sums(axis: str, cuts: dict[str, bool]) -> str:
-    """Return the name of what sums a gradient over an axis, or "sharded" if nothing does.
+    """Return the name of what sums a gradient over an axis, in Markdown, or "sharded" if nothing does.
 
     Args:
         axis: a key of `cuts`.

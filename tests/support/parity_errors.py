@@ -45,7 +45,7 @@ def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 
 def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, float]:
-    """Return by name the largest relative errors of a run's metrics, gradients and updated weights."""
+    """Return the largest relative errors of a run's metrics, "grads" and updated "weights", by these names."""
     errors: dict[str, float] = {}
 
     def note(name: str, off: float) -> None:

@@ -65,7 +65,7 @@ def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> 
 def add_ranks(command: argparse.ArgumentParser) -> None:
     """Add --ranks and the usage text to the parser of a command on a recipe.
 
-    The parser leaves the recipe and its overrides to `titanmoe.config.load`.
+    Use `parse_known_args`: it leaves the recipe and its overrides, for `titanmoe.config.load`.
     """
     command.usage = f"{command.prog} RECIPE [--ranks N] [options] [--TABLE.FIELD VALUE ...]"
     command.epilog = "RECIPE is a file, or the name of a recipe that comes with titanmoe, such as debug."

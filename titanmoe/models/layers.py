@@ -1,6 +1,7 @@
 """Layers that all models are made of: linear, norm, feed-forward, rotary position embeddings.
 
-Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, h head.
+Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, H query heads,
+G key heads, h head.
 A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width
 (titanmoe.parallel.parallel_plan). `recomputable_methods` are those that take little time for the memory of what they
 save: with selective recomputation (titanmoe.parallel.recompute) backward calls them a second time.

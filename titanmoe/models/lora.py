@@ -2,6 +2,9 @@
 
 `add_adapters` turns the modules that the recipe chooses into the kinds below, which compute their own product and add
 the adapters'. B begins as zeros, so a model with new adapters computes what it did without them.
+
+Shapes: R routed tokens, D model, F hidden width of an expert on this rank, e experts on this rank, r rank of the
+adapters.
 """
 
 from __future__ import annotations

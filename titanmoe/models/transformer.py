@@ -3,7 +3,7 @@
 titanmoe.parallel.apply builds it on meta and lays it on the meshes.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, M microbatches
-of a step.
+of a step, N values of the head for each label, K candidate ids.
 """
 
 from __future__ import annotations
