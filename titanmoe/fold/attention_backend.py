@@ -47,6 +47,8 @@ def pick_backend(
 
     Returns:
         The implementation, and the reason why none of torch's ring and flex_attention can be used; "" if there is none.
+        ("plain", "") is causal attention by torch's scaled_dot_product_attention. With "torch" as the setting "plain"
+        can be returned too, which `attention_violations` refuses.
     """
     if setting == "plain":
         return "plain", 'parallelism.attention_backend = "plain"'
@@ -110,7 +112,7 @@ def head_widths(model: Model) -> tuple[int, int]:
 def attention_violations(config: Config, cp: int) -> Iterator[str]:
     """Yield a message for each reason why the recipe's choice of attention cannot be followed at this degree of cp.
 
-    Checked are parallelism.attention_kernel and attention_backend = "torch".
+    Checked are parallelism.attention_kernel and attention_backend = "torch"; whether torch has a ring is not.
     """
     options, model, training = config.parallelism, config.model, config.training
     if why := kernel_refuses(options.attention_kernel, *head_widths(model), training.deterministic):

@@ -87,6 +87,8 @@ def legal_folds(world: int, config: Config | None = None) -> Iterator[Fold]:
 def nearest(world: int, parallelism: Parallelism, config: Config | None = None, count: int = 3) -> list[Fold]:
     """Return the legal mappings that change the fewest requested degrees, and change them the least; best first.
 
+    [] if no mapping is legal; the requested one alone if that is.
+
     A changed degree costs 1 plus the powers of two between old and new. Derived degrees are free, except an
     edp_replicate that is not its default: it has to be written down. A mapping whose changes include all changes of a
     better one is left out.
@@ -94,7 +96,7 @@ def nearest(world: int, parallelism: Parallelism, config: Config | None = None, 
     Args:
         world: the number of ranks.
         parallelism: the recipe's [parallelism].
-        config: with it, mappings have to obey all its laws.
+        config: with it, mappings have to obey all its laws; without, they only have to divide the ranks.
         count: the largest number of mappings to return.
     """
     requested, pool = requested_degrees(parallelism), 10 * count
@@ -175,7 +177,7 @@ def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
         The adapted [parallelism], and a line for the log that says what changed; "" if nothing did.
 
     Raises:
-        FoldError: if no mapping is legal.
+        FoldError: if the degrees that stay do not divide the world. Other laws are not checked.
     """
     degrees = requested_degrees(parallelism)
     sound = all(n > 0 or (n == -1 and name in DERIVED) for name, n in degrees.items())

@@ -133,11 +133,11 @@ class Meshes:
     """ep x etp, etp innermost: ranks that send each other routed tokens."""
     world: Group
     within: Group
-    """Ranks of `expert_group` on this rank's node."""
+    """Ranks of `expert_group` on this rank's node; `expert_group` itself unless the dispatcher works node by node."""
     etp: Group
     """Ranks over which experts' adapters sum their gradients; NO_GROUP without adapters."""
     across: Group
-    """Ranks of `expert_group` at this rank's position on the group's other nodes."""
+    """Ranks of `expert_group` at this rank's position on each node; NO_GROUP if `within` is `expert_group`."""
     stages: Group
     """pp, for the collectives of a vocabulary that is sharded over pp and tp; NO_GROUP if none is."""
     vocabulary: Group
@@ -266,7 +266,8 @@ def _expert_groups(fold: Fold, communicators: Communicators, node: int) -> tuple
 
     Returns:
         The dispatch group (ep x etp); its ranks on this node; and its ranks at this rank's position on each node. If
-        the group spans nodes, nothing is sent on the first, and it has no process group.
+        `node` is given and the group spans nodes, nothing is sent on the first, and it has no process group; else the
+        second is the first, and the third is NO_GROUP.
     """
     axes, rank = ("ep", "etp"), dist.get_rank()
     if node == -1 or fold.nodes(node) == 1:

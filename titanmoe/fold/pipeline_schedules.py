@@ -128,6 +128,7 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
 def channels(ranks: Sequence[int]) -> dict[tuple[int, int], int]:
     """Assign process groups ("channels") to messages between pipeline ranks: {(source, target): number of the channel}.
 
+    Pairs are the ranks of consecutive stages, in both directions; a rank sends itself nothing. Numbers start at 0.
     On one channel a rank sends to one other rank or receives from one, so that no message waits behind one in the other
     direction or to another rank. There are 2 channels for two ranks and 4 in most other cases.
 

@@ -93,7 +93,7 @@ def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:
     Args:
         fold: the mapping.
         kind: the group's communicator kind, such as "blocking" or "stages 1" (titanmoe.fold.meshes).
-        ranks: the ranks of the group.
+        ranks: the ranks of the group, in ascending order.
     """
 
     def names_among(candidates: tuple[tuple[View, tuple[str, ...]], ...]) -> list[str]:

@@ -21,8 +21,9 @@ def reshards_after_forward(options: Parallelism) -> bool:
 def experts_are_unsharded(options: Parallelism, training: Training, edp: int) -> bool:
     """Return whether experts stay outside FSDP, because edp = 1 leaves nothing to gather.
 
-    Copies of these weights in the compute dtype exist from the step's first forward to its last backward. So with
-    reshard_after_forward = "always" the experts are left to FSDP, which copies one layer at a time.
+    Copies of these weights in the compute dtype, if it is not the stored one, exist from the step's first forward to
+    its last backward. If they are needed and reshard_after_forward is "always", the experts are left to FSDP, which
+    copies one layer at a time.
     """
     return edp == 1 and not (has_compute_copies(training) and options.reshard_after_forward == "always")
 

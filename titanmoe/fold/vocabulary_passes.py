@@ -107,7 +107,11 @@ class _Insertion:
             self._advance()
 
     def _advance(self) -> None:
-        """Let the next pass become possible, or the rank that can begin something first run it."""
+        """Let the next pass become possible, or the rank that can begin something first run it.
+
+        Raises:
+            ValueError: if neither can happen: the schedule deadlocks.
+        """
         first = min((start for start in self.starts if start), default=None)
         if self.possible and (not first or self.possible[0][0] <= first[0]):
             at, _, action = heapq.heappop(self.possible)
@@ -159,7 +163,10 @@ class _Insertion:
             self._update(rank)
 
     def _place_early(self, rank: int, at: float) -> None:
-        """Put the newest pass before what a rank does, if all earlier passes are before that too."""
+        """Insert the newest pass into `self.rows[rank]` before the action that runs at time `at`, else as its last.
+
+        The pass ends at `at`. Nothing is done if the rank has an earlier pass still to come, or is running one.
+        """
         row = self.rows[rank]
         is_newest, runs = self.passed[rank] == len(self.passes) - 1, self.clock[rank] > at
         if is_newest and not (runs and row[-1][0].does in PASS_COST):
@@ -176,7 +183,7 @@ class _Insertion:
                 self._will_be_possible(self.finished_at[action], action._replace(does=NEXT[action.does]))
 
     def _embed_next(self, at: float) -> None:
-        """Let the embedding of the first rank's next action be possible, if that is a forward of the first stage."""
+        """Let pass E of the first rank's next action be possible from `at` on, if that is the first stage's forward."""
         for (action,) in self.queues[self.first][:1]:
             if (action.stage, action.does) == (0, "F"):
                 self._will_be_possible(at, action._replace(does="E"))
@@ -211,6 +218,8 @@ def _chunk(number: int, parts: int) -> list[int]:
 
 def vocabulary_violations(config: Config, pp: int, tp: int) -> Iterator[str]:
     """Yield a message for each reason why the pipeline's stages cannot share the vocabulary.
+
+    No message if parallelism.vocab is not "pipeline".
 
     Args:
         config: the recipe.

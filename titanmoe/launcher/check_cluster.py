@@ -271,7 +271,7 @@ def build_collectives(group: Group, size: int, device: torch.device) -> dict[str
 
     Args:
         group: the ranks that take part.
-        size: bytes that a collective sends and receives on each rank, about.
+        size: about the bytes of the all-gather's result on each rank, and of what each rank puts into the others.
         device: where its tensors are.
     """
     ops, name, ranks = torch.ops._c10d_functional, group.name, group.size

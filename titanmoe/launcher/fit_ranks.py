@@ -76,7 +76,7 @@ def why_too_many(
         world: ranks of all nodes.
         nodes: number of nodes.
         machine: this machine; all nodes are taken to be alike.
-        recipe: the recipe whose job.ranks it is; "" if the number comes from --ranks.
+        recipe: the recipe whose job.ranks it is; "" if the number comes from --ranks, which CPUs do not limit.
         shortage_if_fitted: returns what --ranks auto --fit would lack on this machine; "" if nothing.
     """
     who = f"{recipe} is for {world} ranks (job.ranks)" if recipe else f"--ranks = {world}"
@@ -127,6 +127,8 @@ def suggest_mapping(
     config: Config, world: int, nodes: int, shortage: Callable[[Config, int], str] = lambda *_: ""
 ) -> str:
     """Return a sentence with the nearest mapping that fits the number of ranks, or a smaller number that has one.
+
+    Smaller numbers are tried on one node only. If there is neither, the sentence says so, and what to change.
 
     Args:
         config: the recipe, whose mapping does not fit.

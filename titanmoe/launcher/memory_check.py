@@ -85,6 +85,8 @@ def _beside_generator(
 ) -> list[memory.RankMemory]:
     """Return each pipeline rank's memory in its fullest moment, of training or of generating answers for [rl].
 
+    If [generation.parallelism] is refused, they are the `stages`.
+
     Args:
         stages: memory of training.
         config: the config.
@@ -198,7 +200,7 @@ def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> 
     """Return a sentence with a number of GPUs on which the run fits, and the command that plans a mapping on them.
 
     GPUs are like this machine's, or H100s if it has none; what CUDA reserves for itself is subtracted. Numbers are
-    tried by doubling.
+    tried by doubling from `world`, or from 1 without GPUs; if none fits, the sentence has the command alone.
 
     Args:
         config: the recipe, which does not fit.

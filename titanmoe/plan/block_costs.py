@@ -258,6 +258,7 @@ class BlockCosts(AttentionCosts):
             mode: mode of recomputation: "full", "full_except_dispatch" or "moe".
             sample_ranks: ranks that a sample is divided among, tp x cp.
             samples: samples of the microbatch.
+            tp: not used.
             choice: the dispatcher, and what overlaps with it.
         """
         parts = choice.parts if ep * etp > 1 else 1
@@ -318,7 +319,8 @@ class BlockCosts(AttentionCosts):
             samples: samples of the microbatch.
             layer: index of the block.
             choice: the dispatcher, and what overlaps with it.
-            mode: mode of recomputation of this block: "none", "selective", "moe", "full_except_dispatch" or "full".
+            mode: mode of recomputation of this block: "none", "selective", "moe" (of a dense block "none"),
+                "full_except_dispatch" or "full".
         """
         attention, ffn = self.attention_and_ffn(fold, samples, layer, choice)
         total = attention[0] + attention[1] + ffn[0] + ffn[1]

@@ -90,7 +90,8 @@ class Device:
     def share(self, m: float, n: float, k: float) -> float:
         """Return the fraction of the peak FLOPs that a (m, k) by (k, n) product reaches on the device's curve.
 
-        It is interpolated in log size, proportional below the curve, and constant above it.
+        It is interpolated in the log of the size, the harmonic mean of m, n and k; proportional to the size below the
+        curve, and constant above it.
         """
         size = 3 / (1 / m + 1 / n + 1 / k)
         at = bisect_left(self.curve, (size,))

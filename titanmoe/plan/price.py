@@ -130,7 +130,7 @@ class Pricer(WeightCosts):
 
         Args:
             stages: number of stages.
-            every: activation_checkpoint.every: each such layer is recomputed.
+            every: activation_checkpoint.every: layers 0, every, 2 * every and so on count as recomputed.
             uneven: pipeline.layers_per_stage.
             shared: whether all stages share the vocabulary.
         """

@@ -230,7 +230,7 @@ def saved_bytes(s: Widths, layer: int, mode: str = "") -> SavedBytes:
     Args:
         s: sizes of the tensors on a rank.
         layer: index of the block.
-        mode: "none", "selective", "moe", "full_except_dispatch" or "full"; "" for the recipe's recomputation.
+        mode: "none", "selective", "moe" (of a dense block "none"), "full_except_dispatch", "full"; "" for the recipe's.
     """
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     experts = has_experts(model, layer)

@@ -20,7 +20,7 @@ class BackwardLoad(NamedTuple):
     """Microbatches and gradients that the stages of a rank hold while one of them is in backward."""
 
     in_flight: tuple[float, ...]
-    """Microbatches in flight in each stage."""
+    """Microbatches in flight in each stage of the rank, the one in backward included."""
     begun: tuple[bool, ...]
     """Whether each stage has gradients of an earlier microbatch."""
 
@@ -41,7 +41,7 @@ class ScheduleCost(NamedTuple):
 def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
     """Return each rank's cells of a pipeline schedule's table, in time order; () where a rank idles.
 
-    Stages are numbered over all ranks. Needs no process groups.
+    Of "GPipe" and "1F1B" there are no idle cells. Stages are numbered over all ranks. Needs no process groups.
 
     Args:
         schedule: name of the schedule, such as "1F1B".

@@ -136,7 +136,7 @@ class Search:
     best: list[PricedMapping]
     """Fastest mappings that fit, fastest first."""
     best_unfolded: PricedMapping | None
-    """Fastest mapping on attention's own mesh."""
+    """Fastest mapping that fits with experts on attention's own mesh, priced so; None if none fits."""
     nearest: PricedMapping | None
     """Mapping that comes closest to fitting, if none fits."""
     considered: int
@@ -251,13 +251,19 @@ def _fitting(mapping: PricedMapping, generators: Iterable[GeneratorPlan | None],
 
 
 def _step_to_beat(best: dict[MappingKey, PricedMapping], candidate: Candidate, slowest_shown: float) -> float:
-    """Return the seconds of a step that a candidate has to be faster than to be shown."""
+    """Return the seconds of a step that a candidate has to be faster than to be shown.
+
+    They are those of the mapping in `best` with the candidate's pp, tp, ep and etp, else `slowest_shown`.
+    """
     previous = best.get(candidate.key)
     return slowest_shown if previous is None else previous.price.step
 
 
 def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
-    """Return whether any legal mapping of `world` ranks fits into the devices' memory. Needs a global batch size."""
+    """Return whether any legal mapping of `world` ranks fits into the devices' memory, with [rl] beside a generator.
+
+    The config has a global batch size.
+    """
     pricer = Pricer(config, device, factors)
     candidates = Candidates(config, world, pricer, device.memory - device.reserved)
     generators = _generators(config, world, device, factors)
@@ -281,7 +287,7 @@ def _priced_mappings(
     Replicas are one, or so many that each stays within a domain of the fast link. Laws are not checked; `memory` is [].
 
     Args:
-        limit: replicas with which no step can be faster are left out.
+        limit: seconds of a step; replicas with which no step can be faster are left out.
     """
     fold = candidate.fold
     data_ranks_per_domain = pricer.device.domain // (fold.cp * fold.tp)
@@ -315,9 +321,9 @@ def _priced_mappings(
 
 
 def head_excess(config: Config, fold: Fold) -> float:
-    """Return the FLOPs of the costliest pipeline rank over the mean, as far as they can be lowered by sharing the head.
+    """Return the FLOPs of the head with the cheapest layer over those of the mean pipeline rank; at least 1.
 
-    1 without a pipeline.
+    It is the imbalance that no split of the layers avoids, and sharing the head does. 1 without a pipeline.
     """
     layers, head = layer_flops(config.model, config.training.seq_len)
     mean = (sum(layers) + head) / fold.pp
@@ -338,7 +344,9 @@ def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
 
 
 def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str) -> Config:
-    """Return the recipe with the candidate's mapping, microbatch, schedule, recomputation and dispatcher.
+    """Return the recipe with the candidate's mapping, microbatch, schedule, recomputation, dispatcher and overlap.
+
+    `vocab` becomes "tensor"; schedule_csv and layers_per_stage become empty.
 
     Args:
         fold: the candidate's degrees, with the replicas chosen.

@@ -204,6 +204,9 @@ def units_of_stage(
 ) -> tuple[list[WeightUnit], int]:
     """Return the weight units of a stage without experts, and the number of its blocks with experts.
 
+    The last stage has the blocks of multi-token prediction too. A tied head's matrix is left out if the stage has the
+    embedding, and so is a vocabulary that all stages share (`shared_vocabulary`).
+
     Args:
         layers: layers of the stage.
         first: whether the stage has the embedding.

@@ -92,7 +92,7 @@ class WeightCosts(BlockCosts):
         return self._copy_seconds(*moved)
 
     def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
-        """Return whether the experts are outside FSDP, because no two data ranks share them."""
+        """Return whether the experts are outside FSDP: if the stack does so and `experts_are_unsharded`."""
         return self.stack.unshards_experts and experts_are_unsharded(config.parallelism, config.training, fold.edp)
 
     def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:

@@ -140,7 +140,7 @@ class Routing:
         return self._chosen_experts[key]
 
     def halves(self, rank: int, microbatch: int, layer: int) -> list[Tensor]:
-        """Return the experts (tokens, top_k) of each half of a rank's microbatch; one entry if it is not split."""
+        """Return the experts (tokens, top_k) of each half of a rank's samples; one entry without overlap in halves."""
         chosen_TK, samples = self.chosen_experts(rank, microbatch, layer), self.config.training.local_batch_size
         if self.config.moe.overlap != "halves":
             return [chosen_TK]
@@ -173,7 +173,8 @@ class _DispatcherRun(TorchDispatchMode):
         """Prepare a run of a dispatcher, which ends at a chosen message of integers.
 
         Args:
-            n: The index of the integer message whose content is stored and ends the run; -1 to run to the end.
+            n: The index of the integer message that ends the run by _Stop, and is stored in `integers` as
+                `IntegerMessages.sent_integers` returns it; -1 to run to the end.
             supply: Returns the integers that the rank receives in each earlier integer message, by its index.
         """
         super().__init__()
@@ -284,7 +285,7 @@ class IntegerMessages:
         return self._sent_cache[key]
 
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Return the all-to-alls of a rank's forward through one MoE layer, dispatch and combine.
+        """Return the all-to-alls of a rank's forward through one MoE layer: dispatch, with its integers, and combine.
 
         Returns:
             For each, in order: the group's name as for `members`, the rows sent to each of its ranks, and the rows

@@ -125,7 +125,7 @@ class CodeSites(Observer):
             stack.pop()
 
     def is_in_region(self, name: str) -> bool:
-        """Return whether this thread is inside a region of that name, such as "dispatch"."""
+        """Return whether this thread is inside a region of that name, such as "dispatch". Call within `recording()`."""
         return name in self._regions()
 
     def _regions(self) -> list[str]:

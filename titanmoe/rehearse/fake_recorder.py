@@ -35,6 +35,8 @@ class _Dispatching(threading.local):
     def begin(self, layer: int, microbatch: int, halves: int) -> None:
         """Note that a router starts on a microbatch, or on the second half of the one that it started before.
 
+        A call after the last half begins the microbatch anew, as recomputation does.
+
         Args:
             layer: The index of the block.
             microbatch: The index of the microbatch.

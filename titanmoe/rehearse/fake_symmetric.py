@@ -57,6 +57,7 @@ class RehearsedBuffers(SymmetricBuffers):
         """Return whether the step must be repeated because a receive buffer overflows under the assumed routing.
 
         It is computed from the routing of all ranks of the stage, because fake tensors never set the overflow flag.
+        False while `counts` is None, and if the rank is alone in its dispatch group.
 
         Args:
             ranks: Not used: the number of ranks that set the flag.
@@ -107,7 +108,7 @@ def _any_buffer_overflows(
 
 
 def symmetric_notes(gradients: Gradients) -> list[str]:
-    """Return remarks on how symmetric memory is counted in the report; [] if the dispatcher uses none."""
+    """Return remarks on how symmetric memory is counted in the report; [] if nothing is sent by it."""
     buffers = gradients.first_pass
     if buffers is None or buffers.group.size == 1:
         return []

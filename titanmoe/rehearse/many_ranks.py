@@ -55,7 +55,8 @@ def rehearse_ranks(
 ) -> Iterator[Rehearsal]:
     """Rehearse several ranks, and yield the record of the last step of each, in the order of `ranks`.
 
-    Many ranks are rehearsed in several processes, each of which uses one CPU and takes a while to start.
+    Many ranks are rehearsed in several processes, each of which uses one CPU and takes a while to start; few in this
+    one, in which torch.distributed must not be initialized.
 
     Args:
         config: The resolved config, from `recipe_to_rehearse`.
@@ -63,7 +64,7 @@ def rehearse_ranks(
         hardware: The hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
         routing: The assumed routing, or a number: the routed tokens of the busiest expert over the mean.
         node: The ranks per node.
-        ranks: The ranks to rehearse; None for all of a small world, or those at the corners of a large one.
+        ranks: The ranks to rehearse; None for all of a world of up to SMALL ranks, or the `corners` of a larger one.
         steps: The number of steps; the last one is recorded.
     """
     if ranks is None:

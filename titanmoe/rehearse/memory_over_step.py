@@ -126,7 +126,7 @@ class Ledger(Observer):
                 self._open(x.untyped_storage(), CodeSite(), component)
 
     def leave_out(self, values: Iterable[Tensor]) -> None:
-        """Exclude the storages of these tensors from the record, because they are in host memory."""
+        """Never record the storages of these tensors, because they are in host memory; none may be recorded yet."""
         self._not_on_device |= {x.untyped_storage()._cdata for x in local_tensors(list(values))}
 
     def note(self, out: Any, site: CodeSite) -> None:

@@ -111,13 +111,13 @@ def _row_bytes(x: Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that records the messages of this rank while its context is entered."""
+    """Dispatch mode that records the messages of this rank in `log`, within `recording()`, which enters the mode."""
 
     def __init__(self, layers: dict[int, str] | None = None, on_gpu: bool = False):
         """Prepare a recorder.
 
         Args:
-            layers: The names of blocks by the id of their module.
+            layers: The names of blocks by the id of their module; None to record no names.
             on_gpu: Whether FSDP communicates on streams of its own.
         """
         super().__init__()

@@ -131,7 +131,7 @@ def cost_of(operation: Operation) -> OperationCost:
 
 
 def local_tensors(x: Any) -> Iterator[Tensor]:
-    """Yield the local tensors inside a tensor, DTensor, asynchronous collective result, or list of these."""
+    """Yield the local tensors inside a tensor, DTensor, asynchronous collective result, or list of these; else none."""
     if isinstance(x, Tensor):
         while type(x) not in PLAIN:
             inner = getattr(x, "_local_tensor", None)

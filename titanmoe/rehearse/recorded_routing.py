@@ -50,7 +50,7 @@ def recorded_routing(config: Config, file: Path, step: int | None = None) -> Ass
         step: The step; None for the last in the file.
 
     Raises:
-        ConfigError: The file does not fit the recipe; has all reasons.
+        ConfigError: The file cannot be read, lacks the step, or does not fit the recipe; has all reasons.
     """
     try:
         file = refuse_link(file / EXPERTS) if file.is_dir() else file

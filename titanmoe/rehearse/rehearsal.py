@@ -132,7 +132,7 @@ class Rehearsal:
     operations: Operations
     memory: Memory
     exchange: IntegerMessages | None
-    """The integers that dispatchers of this stage send each other; None without experts or with padded buffers."""
+    """The integers that dispatchers of this stage send each other; None without MoE layers or with padded buffers."""
     moe_layers: list[int]
     """The indices of this rank's MoE layers."""
     step: int
@@ -164,7 +164,9 @@ def _assume_routing(
     """Make routers and dispatchers of `training` follow the assumed routing, by hooks in their forward.
 
     Returns:
-        The integers that dispatchers send each other; None without experts, or if expert buffers are padded.
+        The integers that dispatchers send each other; None if the rank has no MoE layer, or expert buffers are padded.
+        With symmetric memory those of passes that use it become the `counts` of its buffers, and those of repeated
+        passes are returned.
     """
     if not training.moe_layers:
         return None
@@ -212,7 +214,10 @@ class _NoGarbageCollection(GarbageCollection):
 
 
 def _without_values(fake: FakeTensorMode) -> Callable[..., None]:
-    """Return a function that replaces `materialize`: it makes a model's weights fake tensors, and initializes none."""
+    """Return a function (model, seed, device) that makes a model's weights fake tensors, in place of `materialize`.
+
+    It initializes no weights, and sets buffers to zeros.
+    """
 
     def materialized(model: Transformer, seed: int, device: torch.device) -> None:
         with fake:
@@ -224,7 +229,10 @@ def _without_values(fake: FakeTensorMode) -> Callable[..., None]:
 
 
 def _without_unsupported(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
-    """Return the config without the features that a rehearsal cannot run, and a text for the report about each."""
+    """Return the config without compilation and teacher, and a text for the report on each thing that is left out.
+
+    Among these are also dropped tokens, and Triton's kernels where it is missing, for which the config is not changed.
+    """
     moe, left_out = config.moe, []
     if config.compile.enable:
         config = replace(config, compile=replace(config.compile, enable=False))
@@ -261,11 +269,13 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
     """Return the resolved config of a recipe, checked for a world and hardware. Data and earlier runs are not opened.
 
+    Overlap and dispatcher are chosen if "auto". Epochs become 100 steps; validation, profile and wandb are left out.
+
     Args:
         argv: The words of the command line: the recipe and overrides such as "--parallelism.tp=2".
         world: The number of ranks.
         hardware: The hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
-        node: The ranks per node.
+        node: The ranks per node, unless the recipe has parallelism.node.
 
     Raises:
         ConfigError: The recipe is refused; has all reasons.

@@ -128,10 +128,11 @@ def grouped_product(
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
     """Compute in plain PyTorch what the Triton kernel `count_choices` does.
 
-    Returns how many choices each expert has in each block of consecutive choices, (experts, blocks).
+    Returns how many choices each expert has in each block of consecutive choices, (experts, blocks) in int32. Blocks
+    are those of the kernel.
 
     Args:
-        chosen_N: The expert of each choice.
+        chosen_N: The expert of each choice; `experts` for none, which is not counted.
         experts: The number of experts.
     """
     from titanmoe.ops.kernels import slot_kernels
