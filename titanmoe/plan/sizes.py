@@ -261,6 +261,7 @@ class Adapter(NamedTuple):
     """A low-rank adapter on a matrix, as the planner prices it."""
 
     name: str
+    """Name of its matrix A within the block."""
     rank: int
     inputs: int
     outputs: int

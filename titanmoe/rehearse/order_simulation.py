@@ -70,7 +70,10 @@ class OrderSimulation:
             self._advance(runnable.popleft(), runnable)
 
     def blocked_operations(self) -> list[str]:
-        """Return a sentence for each operation in a cycle of waiting ranks; [] if all ranks reach the step's end."""
+        """Return a sentence for each operation in a cycle of waiting ranks; [] if all ranks reach the step's end.
+
+        If no ranks wait in a cycle, the operations are those of a chain, of which each waits for the next.
+        """
         waiting = {rank: call for rank, state in self.ranks.items() if (call := self._waiting_call(state)) is not None}
         if not waiting:
             return []

@@ -147,14 +147,15 @@ def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: i
     """Compute in plain PyTorch what the Triton kernel `assign_choices` does: give every choice a slot, by expert.
 
     Args:
-        chosen_N: The expert of each choice.
+        chosen_N: The expert of each choice; `experts` for none.
         ends: Not used.
         experts: The number of experts.
         ep: The ranks of expert parallel.
         etp: The ranks of expert tensor parallel.
 
     Returns:
-        The choice in each slot, the slots of each choice, and each expert's count.
+        The choice in each of the N * etp slots, N in unused ones, which come last; the slots of each choice, (N, etp);
+        and each expert's number of choices, (experts,).
     """
     return assign_unpadded_slots(chosen_N.unsqueeze(1), experts, ep, etp, "torch")
 
@@ -167,7 +168,8 @@ def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         rows: The number of received tokens.
 
     Returns:
-        The order that sorts received tokens by expert, and its inverse.
+        The order (rows,) that sorts tokens, which arrive by sender and then expert, by expert and then sender; and its
+        inverse.
     """
     return order_by_expert(count_Ge, rows, "torch")
 
