@@ -69,7 +69,8 @@ def _run_or_error(run: Any, args: argparse.Namespace) -> int:
 def checkpoints_in(path: Path) -> list[Path]:
     """Return the folders of all checkpoints that a path stands for, in ascending order of step.
 
-    The path of one checkpoint stands for itself, the folder of a run or of its checkpoints for all checkpoints in it.
+    The path of one checkpoint, or RUN:best or RUN:STEP, stands for that one, the folder of a run or of its checkpoints
+    for all checkpoints in it. Their manifests are not read.
 
     Raises:
         CheckpointError: the folder holds no checkpoint.
@@ -85,7 +86,10 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 
 def latest_checkpoint(path: Path) -> Path:
-    """Return the path of a checkpoint unchanged, or that of the last checkpoint written in a run's folder.
+    """Return the path of a checkpoint, or of the last one written in a run's folder whose manifest can be read.
+
+    RUN:best and RUN:STEP name one checkpoint of a run. If no manifest can be read, it is the one that the file `latest`
+    names, else that of the highest step.
 
     Raises:
         CheckpointError: the folder holds no checkpoint, or the latest is a symbolic link.

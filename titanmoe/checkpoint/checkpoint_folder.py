@@ -52,7 +52,7 @@ def save(
     unfinished files are removed.
 
     Args:
-        target: the checkpoint's folder.
+        target: the checkpoint's folder, which is replaced if it exists.
         shards: what this rank holds of each tensor, by the tensor's name in the checkpoint.
         manifest: makes the manifest from the sizes and CRC-32 of all files, by file name; called on the group's first
             rank.

@@ -73,8 +73,10 @@ class StartPoint:
 def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
     """Return the checkpoint that checkpoint.load asks for, or with "auto" the run's newest intact one.
 
-    Its path is None for "none", and for "auto" in a run without checkpoints. A path in checkpoint.load counts only
-    until the run has checkpoints of its own. Not collective, unless `damage` is.
+    Its path is None for "none", and for "auto" in a run without checkpoints. A number in checkpoint.load is a step of
+    the run's own checkpoints. A path counts only until there are such, and alone makes `model_only` true, by
+    checkpoint.model_only. With checkpoint.enable = false own checkpoints are not looked for. Not collective, unless
+    `damage` is.
 
     Args:
         options: [checkpoint] of the run's config.
@@ -124,7 +126,8 @@ def _newest_intact(folder: Path, damage: Callable[[Path], list[str]], is_own_run
     Args:
         folder: the checkpoints of a run.
         damage: returns a line for each thing that is wrong with a checkpoint's folder; none if it is intact.
-        is_own_run: whether they are checkpoints of the run that starts, not of another run that it loads from.
+        is_own_run: whether they are checkpoints of the run that starts, not of another run that it loads from; if so,
+            those that lack only their final name count too.
 
     Raises:
         CheckpointError: none is intact. Starting from scratch instead would silently lose the run.
@@ -195,8 +198,8 @@ def record_to_resume(config: Config) -> dict[str, Any]:
     """Return the manifest's record of the checkpoint that this run will resume from; {} if it resumes from none.
 
     The record has the config, mapping, step and tokens of the run that saved. Only manifests are read, before the model
-    is built; damage to other files is found when they are loaded. Also {} if checkpoints are damaged or absent, which
-    loading reports. Not collective: every rank looks.
+    is built; damage to other files is found when they are loaded. Also {} if only weights are loaded, and if
+    checkpoints are damaged or absent, which loading reports. Not collective: every rank looks.
 
     Raises:
         ConfigError: the file system does not answer, so it is unknown whether there is a checkpoint.

@@ -82,7 +82,7 @@ def fill_shards(targets: Targets, source_model: FullModel, model: Model) -> None
     Args:
         targets: (name of the stored tensor, shard to fill) by name on this rank, such as "model.embed.weight".
         source_model: the model to read.
-        model: [model] of the model to fill; multi-token prediction in a Hugging Face folder is left out.
+        model: [model] to read a Hugging Face folder as, without multi-token prediction; unused for a checkpoint.
 
     Raises:
         CheckpointError: a checkpoint lacks a tensor or cannot be read.

@@ -95,7 +95,7 @@ def best_step(checkpoint: Path) -> int:
 
 
 def resolve_step(path: Path) -> Path:
-    """Return the folder of the checkpoint that RUN:best or RUN:STEP names, other paths unchanged.
+    """Return the folder of the checkpoint that RUN:best or RUN:STEP names; other paths, and any that exists, unchanged.
 
     Raises:
         CheckpointError: the run keeps no best checkpoint, or has none of this step.

@@ -200,7 +200,7 @@ def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
 
 
 def unknown_fields(recorded: Mapping[str, Any]) -> list[str]:
-    """Return one error line that names all fields of a recorded config that this version does not know; [] if none.
+    """Return one error line that names up to 8 fields of a recorded config that this version does not know; [] if none.
 
     Args:
         recorded: the config in a checkpoint's record, by dotted path.

@@ -22,7 +22,7 @@ COPY_BLOCK_BYTES = 2 << 20
 
 
 def split_into_blocks(offset: Sizes, sizes: Sizes, itemsize: int, most: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """Yield (offset in the tensor, sizes) of small blocks that together make up a block of it, in row-major order.
+    """Yield (offset in the tensor, sizes) of small blocks that make up a block, in row-major order; none if empty.
 
     Args:
         offset: where the block to split begins in its tensor.

@@ -115,7 +115,7 @@ def _list_matrices(matrices: set[str]) -> str:
 def name_in_block(name: str) -> str:
     """Return a weight's name without the prefix of its layer: attention.wq.weight for layers.3.attention.wq.weight.
 
-    Names outside layers are returned unchanged.
+    The block of multi-token prediction (mtp.0.block.) counts as a layer. Names outside layers are returned unchanged.
     """
     return re.sub(r"^(layers\.\d+|mtp\.\d+\.block)\.", "", name)
 

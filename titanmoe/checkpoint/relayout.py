@@ -229,7 +229,7 @@ class Stream:
         """Yield the blocks, or parts of blocks, that belong to a round.
 
         Args:
-            message: the bytes of the round.
+            message: this stream's bytes of the round, uint8, in full words.
             number: number of the round, from 0.
             rounds: number of rounds.
 

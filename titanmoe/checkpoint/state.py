@@ -66,7 +66,7 @@ def shards_to_load(
 
 
 def shards_to_save(named_shards: Targets) -> dict[str, TensorShard]:
-    """Return the shards to write by the stored tensor's name; of tied weights, which share one, only the first.
+    """Return the shards to write by the stored tensor's name; of tied weights only the one that has this name itself.
 
     Args:
         named_shards: this rank's shards, as `shards_to_load` returns them.
@@ -209,6 +209,8 @@ def refused_record(
 
 def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return an error line if checkpoint.initial_hf names another model than when the resumed run began; else [].
+
+    Also if the run began from random weights. [] if it is "" now.
 
     Args:
         old: the config of the run that saved, by dotted path.

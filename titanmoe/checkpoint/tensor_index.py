@@ -170,7 +170,7 @@ class StridedData(NamedTuple):
     dtype: torch.dtype
 
     def read(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
-        """Return a block of the tensor, read from an open file.
+        """Return a block of the tensor, read from an open file; it may be a strided view.
 
         It reads all bytes from the block's first element to its last, or splits the block if most of them are not the
         block's.

@@ -98,7 +98,7 @@ def model_digest(
 
     Args:
         parameters: the parameters on this rank, by their names in checkpoints.
-        buffers: persistent buffers, full on every rank that has them.
+        buffers: persistent buffers, full on every rank that has them; each counts once, in its own dtype.
         compute: the dtype of the forward pass; master weights in a wider dtype give the same digest.
         group: the ranks that hold the model between them.
     """

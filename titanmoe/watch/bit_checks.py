@@ -153,7 +153,7 @@ class ReplicaCheck:
     def fingerprints(self) -> Tensor:
         """Return one int64 for each ReplicaGroup of `self.kinds`: a hash of this rank's tensors replicated along it.
 
-        Not collective. It is 0 if this rank has no such tensor.
+        Not collective. It is 0 if this rank has no such tensor. That of `self.world`, the last, is of `_counters` too.
         """
         prints: dict[ReplicaGroup, list[Tensor]] = {kind: [] for kind in self.kinds}
         for _, tensor, kind in self.replicated_state():
@@ -175,7 +175,7 @@ class ReplicaCheck:
     def compare(self, step: int) -> str:
         """Return a text that names the ranks and tensors whose replicas differ after a step; "" if all agree.
 
-        Collective over the world; all ranks return the same text.
+        Collective over the world; all ranks return the same text. If all agree, `agreed` becomes `step`.
         """
         if not self.kinds:
             return ""

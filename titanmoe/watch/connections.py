@@ -62,7 +62,7 @@ def read_connections(process: Path = Path("/proc/self")) -> Connections:
 
 
 def probe_connections() -> Connections:
-    """Return this process's TCP connections after probing the peers on other hosts, in at most 0.7 s."""
+    """Return this process's TCP connections after probing up to 64 peers at other addresses, in at most 0.7 s."""
     connections = read_connections()
     to_other_hosts = [pair for pair in connections.pairs if pair[0] != pair[1]][:PROBED]
     reachable = reachable_addresses({peer for _, peer in to_other_hosts})

@@ -61,6 +61,7 @@ class FirstNonFinite(NamedTuple):
     backward: bool
     microbatch: int
     layer: int
+    """The layer, as `_layer` returns it; negated in backward, so that later layers come first."""
     nth: int
     """The index of the tensor among the checked tensors of this layer and microbatch."""
     module: str

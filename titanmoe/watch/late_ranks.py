@@ -207,7 +207,7 @@ def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups
 def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
     """Return (rank -> reason) of ranks whose n-th collective of a step differs from that of most ranks of their stage.
 
-    If a pipeline stage is split evenly, the ranks of other stages decide. {} if all agree.
+    If a pipeline stage is split evenly, the ranks of other stages decide. {} if all agree, or no kind has most ranks.
     """
     issued: dict[tuple[int, int], dict[int, CollectiveKind]] = {}  # by step and index in it, then by rank
     for status in statuses:

@@ -66,7 +66,9 @@ class NumberChecks(Checks):
     stragglers: Stragglers | None = None
     """Measures slow ranks and links; None unless the run is watched."""
     explanations: list[str] = field(default_factory=list)
+    """What was found about the latest suspect step."""
     last_work: StepWork | None = None
+    """The latest step's batches; None without debug.rerun."""
 
     def gradients(self, step: int, work: StepWork, parameters: dict[str, Any]) -> None:
         self._remember(work)
@@ -113,6 +115,7 @@ class NumberChecks(Checks):
     def _describe_repeated_passes(self) -> str:
         """Return a text on whether two passes over the last batch give the same bits; "" if no batch is remembered.
 
+        It drops all gradients.
         Collective over the world.
         """
         if self.last_work is None:

@@ -53,7 +53,7 @@ def distances(size: int, kind: str) -> list[int]:
 
     Args:
         size: The number of ranks in the group.
-        kind: The communicator kind; "dispatch" tries all pairs.
+        kind: The communicator kind. "dispatch", and groups of at most `FEW` ranks, try all pairs, others 1, 2, 4, ...
     """
     past = 1 << (size - 1).bit_length()
     return list(range(1, past)) if size <= FEW or kind == "dispatch" else [1 << i for i in range(past.bit_length() - 1)]
@@ -176,7 +176,7 @@ def find_slow_link(
 
 
 def messages_over_link(link: Link, groups: Sequence[AxisGroups], messages: Mapping[str, float]) -> float:
-    """Return the number of messages of a step in all groups that contain both ends of the link.
+    """Return the number of messages of a step in all groups that contain both ends of the link, or its one rank.
 
     Args:
         link: The link.

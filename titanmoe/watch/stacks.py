@@ -53,7 +53,7 @@ OTHER_CODE = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/w
 
 
 def innermost_own_line(stack: list[str]) -> str:
-    """Return the innermost line of a stack in our code other than comm and watch; "" if there is none."""
+    """Return the innermost line of a stack outside of torch, Python's library, and our comm and watch; "" if none."""
     return next((line for line in stack if not any(path in line for path in OTHER_CODE)), "")
 
 

@@ -218,8 +218,8 @@ class Stragglers:
     def _suspect_links(self, result: Slowest) -> None:
         """Probe the links if no rank is slow, but all have waited longer than usual in `IN_A_ROW` windows.
 
-        Then the messages themselves are slow. One window is not enough, because a first probe opens connections between
-        ranks that may have had none. Collective over the world.
+        Then the messages themselves are slow. If ranks waited as usual, `link` becomes None. One window is not enough,
+        because a first probe opens connections between ranks that may have had none. Collective over the world.
 
         Args:
             result: The slowest rank of the window.
@@ -251,7 +251,7 @@ class Stragglers:
             self.link = link
 
     def _pair_times(self) -> slow_links.PairSeconds:
-        """Time a round trip over all links, and return the seconds by pair. Collective over the world."""
+        """Time all links, set `messages`, and return the seconds of a round trip by pair. Collective over the world."""
         training = self.training
         own_times = slow_links.probe_links(
             self.groups, list(training.meshes.communicators.groups.values()), training.device
@@ -306,7 +306,7 @@ class Stragglers:
     def report(self) -> dict[str, float]:
         """Return the metrics of the last `WINDOW` steps, such as "straggler.rank", by name.
 
-        {} before the first evaluation.
+        {} before the first evaluation. "straggler.cause" is 0 for none, else 1 + its index in `CAUSES`.
         """
         result = self.latest
         if result is None:

@@ -377,7 +377,7 @@ class Watchdog(threading.Thread):
         return status
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition holds, for at most `seconds`; return whether it does."""
+        """Wait until a condition holds, for at most `seconds`, and tick meanwhile; return whether it does."""
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end:

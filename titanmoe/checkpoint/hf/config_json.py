@@ -195,7 +195,7 @@ def context_length(parsed: ParsedConfig) -> int | None:
 
 
 def context_note(folder: Path, model: Model, seq_len: int) -> str:
-    """Return a line for the log if samples are longer than the model's context in its config.json; "" if they are not.
+    """Return a line for the log if samples exceed the context in a model's config.json; "" if not, or if it has none.
 
     Args:
         folder: the folder with config.json.
@@ -237,7 +237,7 @@ def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> d
 
     For a multimodal model these are the keys in its text_config and those beside it that both models share; keys of the
     text model that stand only beside text_config are left out, because transformers does not look for them there. Other
-    models' dicts are returned unchanged.
+    models' dicts are returned unchanged. The value of model_type becomes that of the text model.
 
     Args:
         config: the contents of config.json.
@@ -390,8 +390,8 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
 
     Args:
         model: the model.
-        carried: the config.json that the model came from, whose other keys (special tokens, context) are copied; None
-            if it came from none.
+        carried: the config.json that the model came from, whose other keys are copied, or only special tokens and
+            context if its model_type is another; None if it came from none.
         dtype: the weights' dtype, such as "bfloat16".
         seq_len: sequence length of training in tokens, for max_position_embeddings.
 

@@ -148,11 +148,11 @@ def to_hf(
         dtype: dtype of the files; None: the checkpoint's.
         overwrite: replace an existing folder.
         group: ranks that share the work.
-        base_name: name of the base weights of adapters; "" for the one in their recipe.
+        base_name: name of the base weights of adapters; "" for the one in their recipe or adapter_config.json.
 
     Raises:
-        ConfigError: on all ranks, if these are not the model's weights, transformers cannot express them, files are
-            damaged, or `out` cannot be written.
+        ConfigError: on all ranks, if these are not the model's weights, or not those under the adapters, transformers
+            cannot express them, files are damaged, or `out` cannot be written.
     """
 
     def plan_hf() -> FolderPlan:

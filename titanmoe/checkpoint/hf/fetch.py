@@ -58,6 +58,8 @@ def weights_folder(name: str) -> Path:
 def local_folder(name: str) -> Path | None:
     """Return the local folder of a model with its weights, or of a checkpoint; None if there is none. Fetch nothing.
 
+    Of a name that is a path only whether it is a folder is checked.
+
     Args:
         name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
     """

@@ -107,7 +107,9 @@ class HuggingFaceSource:
         return notes
 
     def _model_problems(self) -> list[str]:
-        """Return an error line for each field of [model] that config.json contradicts and model.change omits.
+        """Return an error line for each field of [model] that differs from config.json and may not.
+
+        It may if model.change lists it and it keeps the weights' shapes. If families differ, the only line says so.
 
         model.mtp_after_norm must be true for multi-token prediction, unless model.change lists it.
         """

@@ -196,7 +196,7 @@ class LiveExport:
         return HFBlock(names, boxes, MessagePlan(self.held, wanted, self.group, self.block_bytes))
 
     def _gather(self, source: LocalTensors, block: HFBlock, receives: bool) -> None:
-        """Gather the sources of one block on the ranks that receive tensors, and free those of the block before.
+        """Replace `gathered.blocks` by the sources of one block on ranks that receive tensors, and by {} on others.
 
         Collective over the group.
 

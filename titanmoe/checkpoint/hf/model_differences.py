@@ -31,6 +31,8 @@ def effective_fields(model: Model) -> dict[str, Any]:
     """Return the fields of [model] that determine what a model computes, by name, in a form that can be compared.
 
     Fields without effect in this model have their defaults, and values that mean the same are replaced by one of them.
+    Family, size, init_std and multi-token prediction are left out, fields of [model.own] are "own.NAME", and
+    num_dense_layers is the list of dense layers.
     """
     unused: list[str] = []
     if model.rope_scaling == "none":
@@ -51,7 +53,7 @@ def effective_fields(model: Model) -> dict[str, Any]:
 
 
 def differing_fields(a: Model, b: Model) -> list[str]:
-    """Return the names of the fields in which two models compute different things."""
+    """Return the names, as in `effective_fields`, of the fields in which two models compute different things."""
     left, right = effective_fields(a), effective_fields(b)
     return [name for name in left if left[name] != right.get(name)]
 

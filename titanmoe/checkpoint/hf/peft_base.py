@@ -34,11 +34,12 @@ def read_first_adapters(folder: Path, model: Model, lora: LoRA) -> Adapters:
 def refuse_other_base(adapters: Adapters, base_name: str) -> None:
     """Raise a ConfigError if adapters are for another base model than the run's, as far as the models' names tell.
 
-    A base model that is on this machine is not refused here: `compare_base` can compare its weights.
+    Compared are names in lower case without owner and revision. A base model that is on this machine is not refused
+    here: `compare_base` can compare its weights. Nor are adapters that name no base.
 
     Args:
         adapters: the adapters.
-        base_name: name of the base weights of the run; "" for random ones.
+        base_name: name of the base weights of the run; "" for random ones, refused if the adapters name a base.
     """
     named = adapters.base
     if named and not base_name:

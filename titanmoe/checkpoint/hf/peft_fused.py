@@ -50,7 +50,7 @@ def split_fused_adapters(down: Tensor, up: Tensor, rows: Mapping[str, Tensor]) -
     """Split the adapter of a fused matrix into A and B of each weight in it, by name.
 
     Weights for whose rows B is zero are left out, unless B is zero for all. If B is block diagonal each gets a slice of
-    the rows of A; otherwise all get the full A.
+    the rows of A, in the order of `rows`; otherwise all get the full A.
 
     Args:
         down: A of the fused matrix.

@@ -165,8 +165,8 @@ class _Reader:
     def _tensor_keys(self, name: str, outputs: int) -> dict[str, list[str]]:
         """Return the names in the file of the A and B matrices of a weight's adapter: {"A": [...], "B": [...]}.
 
-        The lists have one name, or one for each expert; {} if the weight has no adapter. Missing tensors and wrong
-        shapes are added to `problems`.
+        The lists have one name, or one for each expert, and are added to `used`; {} if the weight has no adapter, or
+        if tensors are missing or have wrong shapes, which is added to `problems`.
 
         Args:
             name: our name of the weight.
@@ -190,7 +190,7 @@ class _Reader:
         return keys
 
     def _add_fused(self, names: list[str]) -> None:
-        """Split the adapter of a matrix that transformers fuses into adapters of our weights; add these to `tensors`.
+        """Split the adapter of a fused matrix into those of our weights; add these to `tensors` and `alphas`.
 
         Args:
             names: our names of the weights in the fused matrix.
@@ -230,7 +230,7 @@ class _Reader:
         return self.files.read(key, (0,) * len(shape), shape)
 
     def _find_stacked(self, block: str) -> None:
-        """Record the tensors of the adapters of a layer's stacked experts; add lines on wrong shapes to `problems`.
+        """Add a layer's stacked adapters to `stacks`, if it has any; add lines on missing or wrong ones to `problems`.
 
         Args:
             block: our name of the layer's experts, such as layers.0.moe.experts.
@@ -265,7 +265,7 @@ class _Reader:
         return not rest and rank > 0
 
     def _add_experts(self) -> None:
-        """Add the adapters of all stacked experts to `tensors`.
+        """Add the adapters of all stacked experts to `tensors` and `alphas`, unless there are `problems` already.
 
         Gate and up share one A in the folder: each gets its own rows of it if B is block diagonal in every layer, else
         both get the full A.

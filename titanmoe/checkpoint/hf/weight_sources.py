@@ -153,12 +153,14 @@ def has_adapters(path: Path) -> bool:
 def open_adapters(path: Path, base_name: str = "") -> tuple[Adapters, str]:
     """Open the adapters of a PEFT folder or a checkpoint; return them and the name of their base weights.
 
+    The name is "" if a checkpoint's adapters were trained on random weights.
+
     Args:
         path: the folder.
         base_name: name of the base weights; "" for what the adapters' own files say.
 
     Raises:
-        ConfigError, CheckpointError: they cannot be read, or no base weights are named.
+        ConfigError, CheckpointError: they, or the base weights of a PEFT folder, cannot be read or are not named.
     """
     if not is_peft(path):
         adapters = read_checkpoint_adapters(path)
@@ -200,7 +202,7 @@ def open_export_source(path: Path, base_name: str) -> ExportSource:
 
     Args:
         path: the folder.
-        base_name: name of the base weights of adapters; "" for the one in their recipe.
+        base_name: name of the base weights of adapters; "" for the one in their recipe or adapter_config.json.
 
     Raises:
         ConfigError: base weights are named for a checkpoint of full weights, or the adapters' cannot be opened.
