@@ -108,7 +108,7 @@ class NonFiniteTrace(Observer):
                     hook.remove()
 
     def products(self, experts: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Check the outputs of a layer's experts before they are sent back to their tokens. Called as an observer."""
+        """Check the outputs of a layer's experts, and their inputs' gradients. Called as an observer."""
         self._check_module(self.names[experts], experts, inputs, output)
 
     def _set_microbatch(self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -30,7 +30,9 @@ class Collective(NamedTuple):
     """The index of the process group in `name_groups`."""
     op: str
     dtype: str
+    """The dtype of its first input; "" if it has none."""
     elements: int
+    """The elements of all its inputs on this rank."""
     number: int
     """The number of the collective among those of its group, from 1 since the process started."""
 

@@ -36,6 +36,7 @@ class RankStatus:
     """The seconds since the rank last made progress."""
     step: int = 0
     phase: str = ""
+    """An entry of `heartbeat.PHASE_NAMES`; "" if nothing is known."""
     position: Position = field(default_factory=Position)
     recorded: FlightRecord = field(default_factory=FlightRecord)
     stack: list[str] = field(default_factory=list)

@@ -169,7 +169,7 @@ class Stragglers:
         """The seconds of each pair's fastest probe."""
 
     def after_step(self) -> None:
-        """Evaluate the last window's times if they have arrived; after each `WINDOW` steps exchange new ones.
+        """Evaluate the times that the call before exchanged, if it did; after each `WINDOW` steps exchange new ones.
 
         Called after every step. Collective over the world.
         """
@@ -184,7 +184,7 @@ class Stragglers:
                 self.pending = steps, HostCopy(all_gather(own_times, 0, self.training.meshes.world))
 
     def evaluate_window(self, steps: list[int], times_NRK: np.ndarray) -> None:
-        """Report the straggler that the times of one window show, if any. Collective over the world.
+        """Set `latest`; report the straggler that `IN_A_ROW` windows show, if it is new. Collective over the world.
 
         Args:
             steps: The numbers of the measured steps.
