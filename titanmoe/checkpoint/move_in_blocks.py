@@ -58,7 +58,7 @@ def block_slices(offset: Sizes, sizes: Sizes, start: Sizes | None = None) -> tup
 
 
 def slice_of_full(make: Callable[[], Tensor]) -> ReadBlock:
-    """Return a reader of blocks for a tensor that can only be made in full: every read makes it and slices it."""
+    """Return a function (offset, sizes) that reads a block of a tensor: each call makes it in full and slices it."""
     return lambda offset, sizes: make()[block_slices(offset, sizes)]
 
 

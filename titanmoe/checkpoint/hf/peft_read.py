@@ -360,7 +360,7 @@ class _Reader:
         return float(f"{alpha * math.sqrt(ranks):.12g}") if self.settings.get("use_rslora") else alpha * ranks
 
     def _level_alphas(self) -> None:
-        """Give all adapters of experts the smallest alpha of other weights, and multiply their B instead.
+        """Give adapters of experts the smallest alpha of other weights, else of experts, and multiply their B instead.
 
         Done only where the factor is a power of two, so that it is exact in every dtype. PEFT doubles the alpha of gate
         and up with their rank.
