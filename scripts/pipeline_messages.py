@@ -24,7 +24,10 @@ from titanmoe.plan.schedule_cost import schedule_rows
 
 
 class Message(NamedTuple):
-    """A message between neighbouring stages of one microbatch: activations of `stage`, or gradients of its input."""
+    """A message between neighbouring stages of one microbatch: activations of `stage`, or gradients of its input.
+
+    `source` and `target` are ranks.
+    """
 
     forward: bool
     stage: int
@@ -46,7 +49,7 @@ the one that runs on GPUs, with the numbers of `titanmoe.fold.pipeline_schedules
 
 
 class Event(NamedTuple):
-    """An operation that a rank's host issues: a cell of the schedule, or its side of a message."""
+    """An operation that a rank's host issues: a cell of the schedule, or, if that is (), its side of a message."""
 
     cell: Cell = ()
     message: Message | None = None

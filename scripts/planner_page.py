@@ -245,7 +245,10 @@ def quantile(values: list[float], fraction: float) -> float:
 
 
 def by_source(priced: list[Row], not_judged: list[Row]) -> list[Cells]:
-    """Return the cells of a table with a row for each source: number of runs, and median, mean and worst error."""
+    """Return the cells of a table with a row for each source: runs, and median, mean and worst error.
+
+    Then come all rows that fitted nothing, and each reason of `not_judged`. The median is that of absolute errors.
+    """
     errors = {
         name: [one.error for one in priced if belongs(one.row) and ("fit" in name or not one.fitted)]
         for name, belongs in SOURCES.items()
@@ -449,8 +452,8 @@ def folding_gains() -> list[Json]:
     """Find the fastest mapping and the fastest unfolded one of each recipe and setting.
 
     Returns:
-        A dict for each recipe and setting: "best" and "unfolded", if any fits, have the mapping as options, its kind
-            and its seconds per step.
+        A dict for each: "recipe", "setting", "ranks", "changed" (the setting's options); and "best" and "unfolded", if
+            any fits, with the mapping's options by path, its "kind" and its "seconds" per step.
     """
     gains = []
     for name in (name for name in shipped_recipes() if "debug" not in name):

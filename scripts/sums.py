@@ -32,7 +32,7 @@ STEPS = 20
 
 
 def sums() -> dict[str, int]:
-    """Return the solution by prompt ("3+4=": 7) of all sums and differences of digits that are digits: 11 of each."""
+    """Return the solution by prompt ("3+4=": 7) of all sums and differences of digits that are digits: 11 for each."""
     pairs = [(a, b) for a in range(10) for b in range(10)]
     return {f"{a}+{b}=": a + b for a, b in pairs if a + b < 10} | {f"{a}-{b}=": a - b for a, b in pairs if a >= b}
 
@@ -79,7 +79,7 @@ def learn_sums(name: str, seed: int, begin: str, options: list[str]) -> tuple[li
         options: further options of `titanmoe train`.
 
     Returns:
-        The mean reward of each 20 steps, and the run's seconds.
+        The mean reward of each full 20 steps, and the run's seconds.
     """
     started = time.monotonic()
     titanmoe("train", RECIPE, "--job.name", name, "--training.seed", str(seed), "--checkpoint.load", begin, *options)

@@ -143,7 +143,11 @@ def bytes_moved(pairs: list[BlockPair], mask: Mask, queries: int, keys: int, hea
 
 
 class Row(NamedTuple):
-    """Cost of one mask, length, kind of context parallelism and backend: FLOPs, makespan, and bytes where counted."""
+    """Cost of one mask, length, kind of context parallelism and backend ("ours" or "flex").
+
+    The module's docstring has the terms; `causal` are FLOPs of the blocks that our attention computes under a causal
+    mask, and `read` is 0 for flex.
+    """
 
     mask: str
     length: int

@@ -79,8 +79,9 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
         rounds: number of saves in each mode.
 
     Returns:
-        Median seconds by mode, "sync" and "async": "blocked", "written after" and "step beside"; and under "all" the
-        median seconds of "step" and "check", the checkpoint's size "gb", and the number of "ranks".
+        Median seconds on this rank by mode, "sync" and "async": "blocked", "written after" (since the save began)
+        and "step beside" (0.0 if there was none); and under "all" the median seconds of "step" and "check", the
+        checkpoint's size "gb", and the number of "ranks".
     """
     checkpoints = trainer.training.checkpoints.in_folder(folder)
     saver = checkpoints.saver

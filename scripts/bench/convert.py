@@ -151,7 +151,7 @@ def measure(conversions: list[list[str]]) -> None:
 
 
 def growth(*conversions: tuple[object, ...]) -> list[int]:
-    """Run conversions in one new process; return the bytes by which its memory grew in each.
+    """Run conversions in one new process; return the bytes by which its memory grew in each; exit if one fails.
 
     Args:
         conversions: arguments of `titanmoe convert` of each.

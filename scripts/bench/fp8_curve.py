@@ -32,7 +32,7 @@ RUNS = {
 
 
 def mean(losses: list[float], end: int) -> float:
-    """Return the mean loss of the steps just before `end`, as many as a tenth of all steps."""
+    """Return the mean of losses[end - n : end], with n a tenth of all steps but at least 1."""
     window = losses[max(0, end - max(1, len(losses) // 10)) : end]
     return sum(window) / len(window)
 

@@ -174,7 +174,10 @@ class Steps:
         self.observers = [BeginTimes(), self.training.clock, HeartbeatListener(heart)]
 
     def run(self, steps: int = 2) -> tuple[list[float], list[float]]:
-        """Run steps without updates; return seconds of each forward, and of each backward that a forward follows."""
+        """Run steps without updates; return the CPU seconds of each forward and of each backward.
+
+        Each lasts until the next begins, so the last one of a step is left out.
+        """
         from titanmoe import observe
 
         training, forward, backward = self.training, [], []

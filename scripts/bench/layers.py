@@ -163,7 +163,12 @@ def rates(device: Any) -> Device | None:
 
 
 class RehearsedPeak:
-    """A process that rehearses a run on one rank, beside this one, to count its peak of memory."""
+    """A process, started at once, that rehearses a run on one rank, beside this one, to count its peak of memory.
+
+    Args:
+        options: the run's, from `recipe`.
+        hardware: from `rehearsed_as`.
+    """
 
     def __init__(self, options: list[str], hardware: str):
         self.file = Path(tempfile.mkdtemp()) / "rehearsal.json"
@@ -175,7 +180,7 @@ class RehearsedPeak:
         )  # fmt: skip
 
     def result(self, seconds: float = 60) -> dict[str, Any]:
-        """Wait for the process; return {"rehearsed_GiB": peak}, or {"not rehearsed": reason}."""
+        """Wait `seconds` at most for the process; return {"rehearsed_GiB": peak}, or {"not rehearsed": reason}."""
         try:
             _, errors = self.process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -210,7 +215,7 @@ def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) 
     Args:
         config: the config.
         device: the device.
-        numbers: numbers of the layers in the model.
+        numbers: numbers of the layers in the model, from 0 on.
         samples: number of samples of the input.
     """
     import torch
@@ -252,8 +257,8 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
         times: number of timed calls of each module.
 
     Yields:
-        A dict for each module: its name "part", its "ms", "flops" and "bytes", the floor's "floor_ms" and the floor
-        over the time "of_floor", both None if unknown.
+        A dict for each module: its name "part", its "ms", "flops" and "bytes" (0 if they do not count), the
+        floor's "floor_ms" and the floor over the time "of_floor", both None if unknown.
     """
     import torch
     from torch import Tensor
@@ -556,7 +561,12 @@ def measure(name: str, side: str, args: argparse.Namespace, told: Callable[[dict
 
 
 def lines_of(command: list[str], limit: float) -> Iterator[str]:
-    """Yield what a command prints, line by line; raise TimeoutError and kill it if it takes longer than the limit."""
+    """Yield what a command prints, line by line, and kill it at the end or when the caller stops.
+
+    Raises:
+        TimeoutError: if it takes longer than `limit` seconds.
+        ChildProcessError: if its exit status is not 0.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -581,7 +591,8 @@ def lines_of(command: list[str], limit: float) -> Iterator[str]:
 def first_that_fits(name: str, side: str, args: argparse.Namespace, told: Callable[[dict, dict], None]) -> dict:
     """Measure a shape with the first number of layers and samples that fits into memory, and return its row.
 
-    Each try is a process of its own.
+    Each try is a process of its own. If none fits, the row is that of the last, with "out_of_memory"; another error is
+    in "failed".
 
     Args:
         name: The shape, a key of SHAPES.

@@ -80,7 +80,7 @@ def steps_to(target: float, losses: list[float]) -> float:
 
 
 def smooth(losses: list[float]) -> list[float]:
-    """Return for each step the mean loss over it and the four before."""
+    """Return for each step the mean loss over it and the four before, or as many as there are."""
     return [sum(window) / len(window) for end in range(1, len(losses) + 1) if (window := losses[max(0, end - 5) : end])]
 
 

@@ -107,7 +107,7 @@ class World:
         return replies
 
     def steps(self, number: int, routing: str) -> tuple[float, float]:
-        """Run steps on all ranks; return the seconds of one step, and the CPU seconds of all ranks together.
+        """Run steps on all ranks; return the mean seconds of one step, and its CPU seconds of all ranks together.
 
         Args:
             number: number of steps.
@@ -261,7 +261,7 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
 
 
 def with_ratios(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Add "x titan" to titanmoe's rows: tokens per CPU second over TorchTitan's, where TorchTitan ran that routing."""
+    """Return the rows, titanmoe's with "x titan": tokens per CPU second over TorchTitan's, if it ran that routing."""
     titan = {row["routing"]: row["tokens/cpu-s"] for row in rows if row["side"] == "titan"}
     return [
         row | {"x titan": row["tokens/cpu-s"] / titan[row["routing"]]}
@@ -272,7 +272,7 @@ def with_ratios(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def show(row: dict[str, object]) -> None:
-    """Print a row."""
+    """Print a row of `measure`."""
     ratio = f"{row['x titan']:9.2f}" if "x titan" in row else ""
     print(
         f"{row['model']:<5} {row['case']:<7} {row['side']:<8} {row['routing']:<9} {row['total'] / 1e6:7.1f}M "

@@ -268,7 +268,16 @@ def _plain_sums(parallelize: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Side:
-    """TorchTitan's trainer, run step by step, with the methods that layers.TitanmoeSide has too."""
+    """TorchTitan's trainer, run step by step, with the methods that layers.TitanmoeSide has too.
+
+    Args:
+        config: titanmoe's config of the run.
+        device: "cuda" or "cpu".
+        graphs: whether it uses CUDA graphs.
+
+    Raises:
+        NotCompared: if TorchTitan cannot be imported or has no such model.
+    """
 
     def __init__(self, config: Config, device: str, graphs: bool = False):
         equivalent_model(config.model)

@@ -272,7 +272,7 @@ def about_machine() -> dict[str, str]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return the report as Markdown tables: failures, then each part's result, then the figures.
+    """Return the report as Markdown tables, cut after TABLE_LINES lines: failures, each part's result, then figures.
 
     Args:
         report: "about", "command" and "results", as in results.json.
@@ -323,12 +323,12 @@ def write(out: Path, folder: Path, report: dict[str, Any]) -> None:
 
 
 def belongs_in_archive(file: Path) -> bool:
-    """Return whether a file is a log, figures or a small trace, and not of a checkpoint."""
+    """Return whether a file has at most KEPT_BYTES and is not of a checkpoint: logs, figures and small traces."""
     return "checkpoints" not in file.parts and file.stat().st_size <= KEPT_BYTES
 
 
 def groups(parts: list[Part]) -> Iterator[list[Part]]:
-    """Yield, in order, lists of the parts that run side by side: consecutive ones of the same group."""
+    """Yield, in order, lists of the parts that run side by side: consecutive ones of a group; alone without one."""
     for _, together in groupby(enumerate(parts), lambda pair: pair[1].group or pair[0]):
         yield [part for _, part in together]
 

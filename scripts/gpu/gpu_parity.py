@@ -78,7 +78,9 @@ class Result:
 
 
 def differences(got: Run, want: Run, with_weights: bool) -> dict[str, float]:
-    """Compare two runs: relative errors by name (loss, norm, grads, weights), and "choices" of other experts.
+    """Return the largest relative errors of "loss", "norm", "grads" and "weights", and the number of other "choices".
+
+    Choices of experts are left out of compiled runs; they are infinite if the routers were called less or more often.
 
     Args:
         got: the run to check.
@@ -107,6 +109,9 @@ def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, doc
         changes: options that differ from the tiny model's.
         steps: number of steps.
         documents: whether samples have several documents.
+
+    Raises:
+        ValueError: if there is no such seed.
     """
     changes = dict.fromkeys(DTYPES, dtype) | changes
     for seed in range(SEEDS):
@@ -162,7 +167,8 @@ def bf16(
 def by_fla(side: Side) -> Result:
     """Compare a step of a model with linear attention, which fla-core's kernels compute, with the CPU's in float64.
 
-    More error is allowed than for our own code: the kernels' chunks round states more often.
+    More error is allowed than for our own code: the kernels' chunks round states more often. Without fla-core on this
+    device the check passes with a note.
     """
     if not gated_delta_rule.uses_fla("auto", torch.empty(1, dtype=torch.bfloat16, device=side.device)):
         return Result(0.0, 0.0, note="fla-core is not used here: not installed, a wrong Triton, or no GPU")
@@ -170,7 +176,7 @@ def by_fla(side: Side) -> Result:
 
 
 def init(side: Side) -> Result:
-    """Compare random numbers and initial weights with the CPU's; all but float64 weights must be equal bit by bit."""
+    """Compare random numbers and initial weights with the CPU's: equal bit by bit, float64 weights to 64 roundings."""
     index, key = torch.arange(-(1 << 40), 1 << 40, 12345678901), counter_rng.key("law")
     pairs = {
         f"counter_rng.{make.__name__}": [make(key, index.to(where.device)).cpu() for where in (CPU, side)]
@@ -205,6 +211,7 @@ def outputs(commands: list[list[str]]) -> list[str]:
 
     Raises:
         RuntimeError: if a command fails; it has the end of the command's stderr.
+        TimeoutExpired: if one takes longer than PROCESS_SECONDS.
     """
     started = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -268,7 +275,10 @@ def resumed(side: Side, name: str, *more: str) -> Result:
 
 
 def generated(side: Side) -> Result:
-    """Compare the text that a checkpoint generates greedily on the CPU and on the device, in float32."""
+    """Compare what a checkpoint generates on the CPU and on the device, greedily, in float32.
+
+    The result's error is the number of prompts whose lines differ.
+    """
     folder = Path(scratch().name) / "resume" / "uninterrupted"
     if not folder.exists():
         outputs([training_command(folder, side)])
@@ -354,7 +364,7 @@ def is_broken(side: Side) -> bool:
 def restart() -> NoReturn:
     """Replace this process by a new one that runs the remaining checks.
 
-    It reads from the environment which checks are done.
+    It reads the rows of finished checks from GPU_PARITY_DONE in the environment, where the caller puts them before.
     """
     os.execv(sys.executable, [sys.executable, *sys.argv])
 

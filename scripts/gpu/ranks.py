@@ -139,8 +139,8 @@ def run(
         environment: More environment variables of the ranks.
 
     Returns:
-        "figures" of rank 0; or "unsupported" or "error" of the rank that wrote it first, because a rank that ends makes
-        the others fail.
+        A dict with one key: "figures", what the check returned on rank 0; or "unsupported" or "error", the text of the
+        rank that wrote it first, because a rank that ends makes the others fail. A late or dead rank is an error.
     """
     with tempfile.TemporaryDirectory(prefix="ranks_") as name:
         folder, fork = Path(name), multiprocessing.get_context("fork")

@@ -32,7 +32,7 @@ def read_rows(log: str, results: str) -> list[Row]:
 
 
 def read_pytest(log: str, results: str) -> list[Row]:
-    """Return a failed row for each failed test in pytest's log, and a row with its last line."""
+    """Return a failed row for each failed test in pytest's log, and the row "all" with its last line."""
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", log, re.MULTILINE)
     last = re.findall(r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*? in .*?s)", log, re.MULTILINE)
     rows = [Row(name.rpartition("/")[2], False, why[:200]) for name, why in failed]
@@ -40,7 +40,7 @@ def read_pytest(log: str, results: str) -> list[Row]:
 
 
 def read_layers(log: str, results: str) -> list[Row]:
-    """Return a row for each model and side in the results of layers.py, and one with the times of a layer's modules."""
+    """Return rows for each model and side in the results of layers.py: its steps, each error, and a layer's modules."""
     rows = []
     for row in json.loads(results or "{}").get("rows", []):
         name = f"{row['shape']} {row['side']}"
@@ -65,14 +65,14 @@ def figure(routing: str, of: dict[str, float]) -> str:
 
     Args:
         routing: "balanced" or "learned".
-        of: the step's figures by name.
+        of: the step's "s", "tokens_per_s" and "mfu", which may be None.
     """
     mfu = "" if of["mfu"] is None else f", MFU {of['mfu']:.1%}"
     return f"{routing} {of['s'] * 1e3:.1f} ms, {of['tokens_per_s']:,.0f} tokens/s{mfu}"
 
 
 def read_lines(log: str, results: str) -> list[Row]:
-    """Return as rows the lines that trace_step.py printed to the log, from its headline on."""
+    """Return as rows the first 45 lines that trace_step.py printed on qwen3 to the log, from its headline on."""
     lines = [line.strip() for line in log[max(0, log.find("qwen3, ")) :].splitlines() if line.strip()]
     return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:45], 1)]
 
@@ -83,13 +83,13 @@ def read_nothing(log: str, results: str) -> list[Row]:
 
 
 def read_training(log: str, results: str) -> list[Row]:
-    """Return a row with the last line of the log that names a step of training."""
+    """Return a row with the last line of the log that names a step of training; a failed one if none does."""
     steps = re.findall(r"^.*\bstep \d+/.*$", log, re.MULTILINE)
     return [Row("last step", bool(steps), steps[-1].strip()[:160] if steps else "no step was reported")]
 
 
 def read_sanitizer(log: str, results: str) -> list[Row]:
-    """Return compute-sanitizer's verdict and pytest's."""
+    """Return a row with compute-sanitizer's verdict, and pytest's row "all"."""
     verdicts = re.findall(r"ERROR SUMMARY: (\d+) errors?", log)
     errors = re.findall(r"^========= (Invalid .*|.*Race.*)$", log, re.MULTILINE)[:3]
     text = f"{verdicts[-1]} errors {'; '.join(errors)}" if verdicts else "it gave no verdict"
@@ -97,7 +97,7 @@ def read_sanitizer(log: str, results: str) -> list[Row]:
 
 
 def read_ncu(log: str, results: str) -> list[Row]:
-    """Return a row for each kernel that Nsight Compute profiled."""
+    """Return a row for each kernel that Nsight Compute profiled; a failed one if there is none."""
     rows: list[Row] = []
     for line in log.splitlines():
         if kernel := re.match(r"^  (\w+) \(.*Context \d+", line):

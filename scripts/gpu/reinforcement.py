@@ -70,7 +70,7 @@ COMPARED = ("loss", "grad_norm", "rl.reward", "policy.mismatch", "policy.entropy
 
 
 def command(folder: Path, *words: str) -> str:
-    """Run a program in a folder and return what it printed.
+    """Run Python in a folder, print and return what it printed.
 
     Args:
         folder: the folder.
@@ -145,7 +145,7 @@ def speed(device: str) -> dict[str, Any]:
 
 
 def offload(device: str) -> dict[str, Any]:
-    """Compare steps of real layers with and without generation.offload_training.
+    """Compare two steps of real layers with and without generation.offload_training; return figures of the run with it.
 
     Raises:
         ValueError: if a loss, a norm or a mismatch differs.

@@ -18,7 +18,7 @@ class Rows:
 
     Args:
         file: The file of the JSON list, rewritten after every row; None only prints.
-        seconds: The seconds after which no further check begins.
+        seconds: The seconds after which no further check begins: its row is "left out", and failed.
     """
 
     def __init__(self, file: Path | None, seconds: float = float("inf")):

@@ -53,7 +53,7 @@ class PlainHandle:
 
 
 def prepare(here: Rank, plain: bool) -> None:
-    """Share some symmetric memory as a test; with `plain` replace symmetric by plain memory first.
+    """Share some symmetric memory as a test; with `plain` first replace it by plain memory, for the whole process.
 
     Raises:
         Unsupported: if the machine refuses to share memory; has torch's reason.
@@ -88,6 +88,10 @@ def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
     Returns:
         "ms to share" and "us a barrier"; on a GPU also a "note" on the allocator's segments.
+
+    Raises:
+        Unsupported: if the machine refuses to share memory.
+        AssertionError: if what was written is not read.
     """
     seconds = elapsed(lambda: prepare(here, plain_memory))
     own, handle = share_memory(here)
@@ -105,7 +109,7 @@ def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
 
 def make_config(dim: int, experts: int, top_k: int, factor: float) -> Config:
-    """Return a config with the symmetric-memory dispatcher and these sizes."""
+    """Return a config with the symmetric-memory dispatcher and these sizes; `factor` is moe.symm_mem_factor."""
     config = Config()
     config.moe.dispatcher, config.moe.symm_mem_factor = "symm_mem", factor
     config.model.dim, config.model.expert_hidden = dim, dim
@@ -137,8 +141,8 @@ def make_dispatchers(here: Rank, config: Config, tokens: int, ep: int = 1, etp: 
 def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return random inputs of a MoE layer: tokens, routing weights, chosen experts, and the gradient of the output.
 
-    Every fifth token has one choice fewer. Tokens and gradient are small integers, so that the sums of toy experts do
-    not depend on their order.
+    Shapes are (T, D), (T, K), (T, K) and (T, D). Every fifth token has one choice fewer. Tokens and gradient are small
+    integers, so that the sums of toy experts do not depend on their order.
     """
     model, generator = config.model, torch.Generator().manual_seed(here.group.rank)
     x_TD, grad_TD = (torch.randint(-2, 3, (tokens, model.dim), generator=generator).bfloat16() for _ in range(2))
@@ -149,7 +153,10 @@ def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tens
 
 
 def toy_experts(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a function in place of experts: expert e multiplies tokens by routing weight and (e + 1) / num_experts."""
+    """Return f(x_RD, weights_R1, count_e) in place of experts.
+
+    Expert e, a global number, multiplies by the weight and by (e + 1) / num_experts / etp.
+    """
     group, etp, local = dispatcher.group, dispatcher.etp, dispatcher.local_experts
     first = group.rank // etp * local
 
@@ -163,7 +170,12 @@ def toy_experts(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Te
 
 
 def dispatch_and_combine(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return a function of x_TD, weights_TK and chosen_TK that dispatches tokens, computes experts and combines."""
+    """Return f(x_TD, weights_TK, chosen_TK), which dispatches tokens, calls experts and combines to (T, D).
+
+    Args:
+        dispatcher: the dispatcher.
+        experts: called with (x_RD, weights_R1, count_e); returns (R, D).
+    """
 
     def round_trip_of_tokens(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
@@ -182,7 +194,7 @@ def forward_backward(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...],
     """Run a function forward and backward; return its output and the gradients of all its inputs.
 
     Args:
-        forward: from `dispatch_and_combine`.
+        forward: from `dispatch_and_combine` or `as_graph`.
         inputs: from `batch`; the last is the gradient of the output.
         weights: the experts' weights.
 
@@ -196,10 +208,10 @@ def forward_backward(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...],
 
 
 def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
-    """Return the largest difference over the largest number, and how many tensors are equal bit by bit.
+    """Return "differ by", the largest difference over a tensor's largest number, and "equal", such as "3 of 3" tensors.
 
     Raises:
-        AssertionError: if tensors differ by more than a rounding of bfloat16, or all numbers are zero.
+        AssertionError: if a tensor differs by 1e-2 of its largest number, or a wanted one is not finite or zero.
     """
     assert all(bool(x.isfinite().all()) and float(x.abs().max()) > 0 for x in want), "the comparison shows nothing"
     worst = max(
@@ -336,7 +348,16 @@ def main() -> int:
     def check(
         name: str, of: Callable[..., dict], limit: float, ranks: int = 1, plain: bool = False, **ask: str
     ) -> bool:
-        """Run one check in processes of its own, record its row, and return whether it passed."""
+        """Run one check in processes of its own, record its row, and return whether it passed.
+
+        Args:
+            name: name of the row.
+            of: the check, called with the rank and `plain_memory`.
+            limit: time limit in seconds.
+            ranks: number of ranks.
+            plain: the check's `plain_memory`.
+            ask: more environment variables.
+        """
         begin, found = time.monotonic(), {"error": "left out: no time was left"}
         if (left := min(limit, end - begin)) > SPARE:
             try:

@@ -191,11 +191,11 @@ PRETENDED = {"moe.router_product": "float32", "parallelism.attention_backend": "
 
 
 def config_of(family: str, changes: Changes, side: Side) -> Any:
-    """Return the config of the tiny model of a family on a device.
+    """Return the config of the tiny model of a family on a device, in float64 unless `changes` say otherwise.
 
     Args:
         family: the model family.
-        changes: options that differ from the tiny model's.
+        changes: options that differ from the tiny model's, by path, such as "moe.force_balance".
         side: the device.
     """
     changes = changes | (PRETENDED if side.pretended else {})

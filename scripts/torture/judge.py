@@ -31,7 +31,9 @@ class Outcome:
     under: str = ""
     """Launcher and mapping of the run."""
     failure: str = ""
+    """Why the trial failed; "" if it passed."""
     figures: dict[str, float] = field(default_factory=dict)
+    """Times and counts by what they measure, such as "seconds to resume"."""
 
 
 def read(results: Path) -> list[Outcome]:
@@ -83,6 +85,8 @@ def expect_end_and_restart(run: Run) -> None:
 def expect_report(run: Run, restarted: bool | None = None) -> None:
     """Raise Wrong unless all ranks end in time and the last message is a report that names only the struck rank.
 
+    The ranks and the time are those that `Run.record_strike` recorded.
+
     Args:
         restarted: whether the launcher restarts the ranks; None: only torchrun does.
     """
@@ -128,9 +132,10 @@ def expect_straggler(run: Run, slow: Callable[[], tuple[list[int], str]]) -> Non
 
 
 def expect_resume(run: Run) -> None:
-    """Wait until the run has restarted and ended; raise Wrong if steps are lost that had been saved.
+    """Wait until the run has restarted and ended; raise Wrong if it fails or steps are lost that had been saved.
 
-    The figures of the run get the cost of the failure: seconds to resume, and steps repeated.
+    Saved steps are those at `Run.record_strike`. The figures of the run get the cost of the failure: seconds to resume,
+    and steps repeated.
     """
     run.wait(lambda: len(run.start_steps()) > run.starts, "another start", Wrong)
     began = run.start_steps()[run.starts]
@@ -144,7 +149,7 @@ def expect_resume(run: Run) -> None:
 
 
 def expect_no_alarm(run: Run) -> None:
-    """Wait until the run has ended; raise Wrong if an event reports a hang."""
+    """Wait until the run has ended; raise Wrong if its exit code is not 0 or an event reports a hang."""
     run.expect_success()
     if hangs := run.events("hang"):
         raise Wrong(f"a false alarm: {hangs[0]['text']}")
@@ -163,7 +168,7 @@ def expect_no_growth(run: Run, rows: list[list[float]]) -> None:
     than in the first, memory by at most 5 %. While a checkpoint is written there may be one more file or thread.
 
     Args:
-        rows: MiB, open files and threads at each time.
+        rows: MiB, open files and threads at each time, each of the rank that has most.
     """
     settled = rows[len(rows) // 4 :]
     halves = settled[: len(settled) // 2], settled[len(settled) // 2 :]
@@ -174,7 +179,7 @@ def expect_no_growth(run: Run, rows: list[list[float]]) -> None:
 
 
 def expect_bitwise_equal(run: Run) -> None:
-    """Raise Wrong unless losses, gradient norms, weights and moments equal those of a run without faults bitwise."""
+    """Raise Wrong unless losses, gradient norms, weights and moments equal those of `undisturbed_run` bitwise."""
     from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 
     undisturbed = undisturbed_run(run)
@@ -189,7 +194,10 @@ def expect_bitwise_equal(run: Run) -> None:
 
 
 def undisturbed_run(run: Run) -> Run:
-    """Return a run with the same mapping and no fault; the first call for a mapping makes the run."""
+    """Return a finished run without faults, of the same mapping and skipped step, beside the run's folder.
+
+    It is made unless an earlier call has made it.
+    """
     calm = Run(run.folder.parent / f"calm-{run.mapping}-{run.skips}")
     calm.options = TINY | MAPPINGS[run.mapping]
     if run.skips:
@@ -201,5 +209,5 @@ def undisturbed_run(run: Run) -> Run:
 
 
 def losses(run: Run) -> list[tuple[int, float, float]]:
-    """Return step, loss and gradient norm of each step that made an update."""
+    """Return step, loss and gradient norm of each logged step but `run.skips`."""
     return [(x["step"], x["loss"], x["grad_norm"]) for x in run.lines("metrics.jsonl") if x["step"] != run.skips]

@@ -19,7 +19,7 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 1, 0x1000, 0x40000000
 
 
 def run_ip(*words: object) -> None:
-    """Run the command `ip` with these words."""
+    """Run the command `ip` with these words; raise CalledProcessError if it fails."""
     subprocess.run(["ip", *map(str, words)], check=True, capture_output=True, text=True)
 
 
@@ -87,7 +87,7 @@ def delay_packets(spaces: str, ends: tuple[int, int], seconds: float, stall: flo
         spaces: common prefix of the names of the run's namespaces.
         ends: the two ranks.
         seconds: delay of each packet.
-        stall: seconds at the begin in which no packet arrives.
+        stall: seconds at the begin in which no packet arrives; these arrive afterwards.
     """
     devices, begin = [], time.monotonic() + stall
     for end in ends:

@@ -59,7 +59,13 @@ class Missed(Exception):
 
 
 class Run:
-    """A run of 4 ranks under a launcher; its mapping and the rank that a fault strikes are drawn from a seed."""
+    """A run of 4 ranks under a launcher; its mapping and the rank that a fault strikes are drawn from a seed.
+
+    Args:
+        folder: folder for the run's folder, its log and its marks; `close` removes it.
+        seed: decides mapping, rank and all that `rng` draws later.
+        launcher: one of LAUNCHERS.
+    """
 
     def __init__(self, folder: Path, seed: int = 0, launcher: str = LAUNCHERS[0]):
         self.folder, self.rng, self.launcher = folder, random.Random(seed), launcher
@@ -80,7 +86,7 @@ class Run:
     # ---- starting and watching
 
     def start(self, restarts: int = 0, *faults: dict[str, Any]) -> None:
-        """Start the launcher in a forked process.
+        """Start the launcher in a forked process, for the first time or once more, and return.
 
         Args:
             restarts: how often the launcher may restart the ranks.
@@ -144,7 +150,7 @@ class Run:
             time.sleep(0.02)
 
     def wait_for_random_step(self, first: int = INTERVAL + 1) -> None:
-        """Wait until a random moment in a random step from `first` on, and until there is a checkpoint.
+        """Wait until a random moment in a random step, `first` to STEPS - 2 * INTERVAL, and for a first checkpoint.
 
         A run that starts from scratch renames its event files, so faults come after the first checkpoint.
         """
@@ -155,12 +161,12 @@ class Run:
     # ---- striking
 
     def record_strike(self) -> None:
-        """Record the time, steps, checkpoints and processes at the moment of the fault, for later comparison."""
+        """Record the moment of the fault in `struck_at`, `last_step`, `saved_step`, `starts` (how many) and `pids`."""
         self.struck_at, self.last_step, self.starts = time.monotonic(), self.step(), len(self.start_steps())
         self.saved_step, self.pids = max(layout.checkpoints_by_step(self.checkpoints), default=0), self.ranks()
 
     def signal_ranks(self, number: int, *ranks: int) -> None:
-        """Send a signal to these ranks and record the time of the fault; raise Missed if ranks have ended already."""
+        """Record the moment of the fault and send a signal to these ranks; raise Missed if ranks have ended already."""
         if len(pids := self.ranks()) < RANKS:
             raise Missed("the run is ending")
         self.record_strike()
@@ -169,7 +175,7 @@ class Run:
                 os.kill(pids[rank], number)
 
     def kill_launcher(self) -> None:
-        """Kill the launcher, record the time of the fault, and wait until the ranks have ended too."""
+        """Kill the launcher, record the moment of the fault, and wait until the ranks have ended too."""
         pids = self.ranks()
         self.agent.kill()
         self.record_strike()
@@ -188,7 +194,7 @@ class Run:
         self.record_strike()
 
     def wait_for_end(self) -> None:
-        """Wait for the launcher to end by itself, once it has no restarts left; note the newest checkpoint's step."""
+        """Wait for the launcher to end by itself, with no restarts left; set `saved_step` to the newest on disk."""
         self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
         self.saved_step = max(layout.checkpoints_by_step(self.checkpoints), default=0)
 

@@ -1,6 +1,7 @@
 """The kinds of trials: which fault strikes a run, and how the result is judged.
 
-Each fault function starts the run and strikes it at a moment that the run's seed decides.
+Each fault function starts the run and strikes it at a moment that the run's seed decides; where the run must go on and
+the launcher does not restart the ranks, it starts the run again. The checks that follow are those of its group.
 """
 
 from __future__ import annotations
@@ -160,12 +161,12 @@ def send_sigterm(run: Run) -> None:
 
 
 def hang(run: Run, number: int, do: str) -> None:
-    """Make a rank hang, and check that the report names this rank.
+    """Make a rank hang, check that the report names this rank, and let the run start again.
 
     Args:
         run: the run.
-        number: signal at which the rank hangs.
-        do: how the rank hangs: "deadlock", "leave" or "skip" (scripts/torture/faults/sitecustomize.py).
+        number: signal to send: SIGSTOP, or SIGUSR1 for `do`.
+        do: what the rank does at SIGUSR1: "deadlock", "leave" or "skip" (scripts/torture/faults/sitecustomize.py).
     """
     fault = {"do": do, "on": ["signal"], "rank": run.rank, "path": run.rng.choice(SKIPPED)}
     run.start(int(run.launcher == "torchrun"), fault)
@@ -175,7 +176,7 @@ def hang(run: Run, number: int, do: str) -> None:
 
 
 def hang_disk(run: Run) -> None:
-    """Make a write of a rank hang during a save, and check that the report names this rank."""
+    """Make a write of a rank hang during a save, check that the report names this rank, and let the run start again."""
     path = layout.folder_name(INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)) + layout.WRITING
     fault = {"do": "slow", "on": ["write"], "path": path, "rank": run.rank, "seconds": 1000}
     run.options |= {"checkpoint.timeout_s": TIMEOUT_S // 2}  # before any rank has waited for the next step too long
@@ -184,7 +185,7 @@ def hang_disk(run: Run) -> None:
 
 
 def slow_link(run: Run) -> None:
-    """Delay the packets between two ranks, at first for seconds, but for less than the time-out of a collective."""
+    """Delay the packets between two ranks, to the end, at first for seconds but less than a collective's time-out."""
     run.start()
     run.wait_for_random_step()
     ends, stall = tuple(run.rng.sample(range(RANKS), 2)), run.rng.uniform(1, 0.6 * TIMEOUT_S)
@@ -196,7 +197,7 @@ def slow_link(run: Run) -> None:
 
 
 def wait_at_barrier(run: Run) -> None:
-    """Make a rank wait between two steps at a barrier that no other rank comes to."""
+    """Make a rank wait between two steps at a barrier that no other comes to; check report and resume."""
     run.start(0, {"do": "barrier", "on": ["signal"], "rank": run.rank, "path": AFTER})
     run.wait_for_random_step()
     run.signal_ranks(signal.SIGUSR1, run.rank)
@@ -206,7 +207,7 @@ def wait_at_barrier(run: Run) -> None:
 
 
 def hang_at_end(run: Run) -> None:
-    """Make a rank hang when it closes its loader at the end of the run."""
+    """Make a rank hang when it closes its loader at the end of the run, and check that the report names it."""
     run.options |= {"checkpoint.timeout_s": 3}
     run.start(0, {"do": "slow", "on": ["signal"], "rank": run.rank, "path": CLOSE, "seconds": 1000})
     run.wait_for_random_step()
@@ -217,7 +218,7 @@ def hang_at_end(run: Run) -> None:
 
 
 def take_link_down(run: Run) -> None:
-    """Take a rank's network link down, and bring it up again after the report."""
+    """Take a rank's network link down, check the report, bring the link up and start the run again."""
     run.start()
     run.wait_for_random_step()
     set_link(run.network, run.rank)
@@ -238,7 +239,7 @@ def insert_nan(run: Run, places: list[tuple[str, str]]) -> None:
 
     Args:
         run: the run.
-        places: (module, parameter) to choose from; without a parameter the module's output gets the NaN.
+        places: (module of a layer, parameter) to choose from; for parameter "" the module's output gets the NaN.
     """
     run.skips = run.rng.choice([5, 8])
     run.options |= judge.SKIPS | {"debug.culprit": "name"}
@@ -294,7 +295,7 @@ def flip_memory_bit(run: Run) -> None:
 
 
 def pulse_rank(run: Run) -> tuple[list[int], str]:
-    """Stop and continue a rank many times a second; return ([rank], "compute"), the straggler that must be named."""
+    """Stop and continue a rank many times a second from now on; return ([rank], "compute"), who must be named."""
     seconds = run.rng.uniform(0.02, 0.06), run.rng.uniform(0.01, 0.03)
     run.helpers.append(Forked.begin(pulse, run.ranks()[run.rank], *seconds))
     return [run.rank], "compute"
@@ -309,24 +310,24 @@ def pulse(pid: int, stopped_s: float, runs_s: float) -> None:
 
 
 def delay_link(run: Run) -> tuple[list[int], str]:
-    """Delay packets between two ranks; return (ranks, "link"), the stragglers that must be named."""
+    """Delay packets between two ranks from now on; return (ranks, "link"), the stragglers that must be named."""
     ends = tuple(sorted(run.rng.sample(range(RANKS), 2)))
     run.helpers.append(Forked.begin(delay_packets, run.network, ends, run.rng.uniform(0.003, 0.01)))
     return list(ends), "link"
 
 
 def slow_data(run: Run) -> tuple[list[int], str]:
-    """Slow down a rank's data loading; return ([rank], "data"), the straggler that must be named."""
+    """Slow down a rank's data loading, in a run of `slow_rank`; return ([rank], "data"), the straggler to be named."""
     os.kill(run.ranks()[run.rank], signal.SIGUSR1)
     return [run.rank], "data"
 
 
 def slow_rank(run: Run, slow: Callable[[Run], tuple[list[int], str]]) -> None:
-    """Slow down ranks in a calm run, and check that they are named as stragglers.
+    """Start the run, slow ranks down once it is calm, and check that they are named as stragglers.
 
     Args:
         run: the run.
-        slow: slows ranks down; returns them and the cause that must be named.
+        slow: slows ranks down; returns them and the cause that must be named: "compute", "link" or "data".
     """
     seconds = run.rng.uniform(0.3, 0.6)
     run.start(0, {"do": "slow", "on": ["signal"], "rank": run.rank, "path": READ, "seconds": seconds})
@@ -405,13 +406,14 @@ KINDS = {kind: group for group in GROUPS.values() for kind in group.kinds}
 
 
 def trial(kind: str, seed: int, folder: Path, launcher: str = "") -> judge.Outcome:
-    """Run one trial and return its outcome; if its fault misses the run, try again with other seeds.
+    """Run one trial and return its outcome; while its fault misses the run, try other seeds, five in all.
 
     Args:
         kind: name of the kind of trial.
         seed: decides the mapping, the fault's moment and details.
-        folder: folder for the run.
-        launcher: "" for both in turn. Trials with a network always use torchrun, whose address can be chosen.
+        folder: parent of the runs' folders; undisturbed runs stay there for later trials.
+        launcher: one of LAUNCHERS; "" for both in turn, by the seed. Trials with a network always use torchrun, whose
+            address can be chosen.
     """
     group = KINDS[kind]
     launcher = LAUNCHERS[0] if group.network else launcher or LAUNCHERS[seed // len(group.kinds) % 2]

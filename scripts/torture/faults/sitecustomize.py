@@ -81,7 +81,7 @@ class Fault:
 
 
 def install(faults):
-    """Make faults of disk access apply to all file operations of this process, by an audit hook."""
+    """Make these `Fault`s apply to all later file operations of this process, by an audit hook, for good."""
     inside = False  # what a fault itself does to the disk
 
     def meet(event, path):
@@ -120,7 +120,7 @@ def at_signal(do, path="", seconds=0.0, **_):
     Args:
         do: "leave": end with exit code 0; "deadlock": wait for ever; "skip": make the next call of a function return
             its argument; "barrier": make it wait for all ranks first; "slow": make all later calls take longer.
-        path: the function that the last three change, MODULE:FUNCTION.
+        path: the function that the last three change, MODULE:FUNCTION or MODULE:CLASS.METHOD, imported by then.
         seconds: delay of each call of the function, for "slow".
     """
 
@@ -158,7 +158,7 @@ def at_signal(do, path="", seconds=0.0, **_):
 
 
 def after_steps(do):
-    """Call a function after each optimizer step, with the optimizer and the number of the step, from 1 on."""
+    """Call do(optimizer, number of the step) after each optimizer step of this process, from 1 on."""
     made = itertools.count(1)
     hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook
     hook(lambda optimizer, *_: do(optimizer, next(made)))
@@ -168,7 +168,7 @@ def flip(shape, place, bit, at, once, of="", **_):
     """Register a hook that flips one bit of a parameter or moment after an optimizer step. Needs torch imported.
 
     Args:
-        shape: shape of the parameter, as a list.
+        shape: the parameter's, as a list: of the first one with it in the last of the optimizer's groups that has one.
         place: index of the number in the flattened parameter.
         bit: index of the bit in the number.
         at: number of the optimizer step, from 1 on.
@@ -189,7 +189,7 @@ def flip(shape, place, bit, at, once, of="", **_):
 
 
 class Nan:
-    """The fault that makes a number of a module's output, or of a parameter's gradient, NaN."""
+    """The fault that makes a number of a module's output, or of a parameter's gradient, NaN, even if `once` exists."""
 
     def __init__(self, module, place, at, microbatch, of, once, parameter="", **_):
         self.module, self.place, self.parameter, self.once = module, place, parameter, once
