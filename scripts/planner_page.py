@@ -345,7 +345,7 @@ SAVED_ALIKE = (None, "none", "core_attn", "full")
 
 
 def published_peaks(rows: list[Json]) -> list[tuple[Json, str, float, int]]:
-    """Return the published peaks that can be compared: the row, what it measures, and published and planned bytes."""
+    """Return (row, a value of MEASURES, published bytes, planned bytes) of each published peak that can be compared."""
     peaks = {}
     for row in rows:
         if row["peak_mem_gib"] and "preset" in row and row["recompute"] in SAVED_ALIKE:

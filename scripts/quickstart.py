@@ -65,7 +65,7 @@ def find_ranks(device: str) -> tuple[int, str]:
 
 
 def configure(extra: list[str]) -> tuple[int, list[str], Config]:
-    """Choose the number of ranks and a mapping for this machine.
+    """Choose and print the number of ranks and a mapping for this machine.
 
     Args:
         extra: options of the user.

@@ -232,7 +232,14 @@ def device_seconds(config: Any, world: int) -> float:
 
 
 class Side:
-    """A process that imports one of the checkouts of titanmoe that are compared, and measures when asked to."""
+    """A process that imports one of the checkouts of titanmoe that are compared, and measures when asked to.
+
+    It also tells `device` (the planner's seconds of a layer), and the recipe's `layers` and `microbatches`.
+
+    Args:
+        root: the checkout.
+        words: the command line without --root.
+    """
 
     def __init__(self, root: Path, words: list[str]):
         command = [sys.executable, HERE, *words, "--root", root]

@@ -60,7 +60,8 @@ def measure(changes: dict[str, Any], experts_NSLK: torch.Tensor | None) -> tuple
 
     Args:
         changes: new values of the recipe's fields by path, such as "parallelism.tp".
-        experts_NSLK: the experts that tokens are sent to, as another call returned them; None lets the routers choose.
+        experts_NSLK: the experts (sample, position, MoE layer, top-k place) that tokens are sent to, as a call with the
+            same samples per sequence returned them; None lets the routers choose.
     """
     run = titanmoe.open("debug", changes, trains=False)
     ids = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(5))

@@ -197,6 +197,8 @@ def matrix_peak(dtype: str, size: int = 2048) -> float:
 def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, object]]:
     """Measure a model in a case on all sides, in turn; return a row for each side and routing.
 
+    Sides are "here", "against" and "titan".
+
     Args:
         model: a key of MODELS.
         case: a key of CASES.

@@ -89,6 +89,7 @@ class Result:
     state: str
     seconds: float = 0.0
     note: str = ""
+    """Why it is not "ok"."""
     figures: bool = False
     rows: list[Row] = field(default_factory=list)
 

@@ -106,7 +106,7 @@ class Run:
         return [int(child) for child in children.read_text().split()] if children.exists() else []
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        """Return the complete lines of a JSONL file of the run's folder, as dicts."""
+        """Return the complete lines of a JSONL file of the run's folder, as dicts; [] if there is no such file."""
         lines = []
         with contextlib.suppress(OSError):
             for line in (self.run_folder / name).read_text(encoding="utf-8").splitlines():

@@ -358,6 +358,7 @@ class Group(NamedTuple):
     then: tuple[Callable[[Run], None], ...] = ()
     """Checks of the end of the run."""
     options: dict[str, Any] = {}
+    """Further options of the run, by path."""
     network: bool = False
     """Whether the ranks have a network of their own, on which links can fail."""
 
