@@ -287,8 +287,8 @@ class Session:
                 log-probabilities (N, L), entropies (N, L) and routes.
 
         Raises:
-            ConfigError: the calls of a step have different objects as counts, the run trains nothing, or the objective
-                cannot be computed with the model.
+            ConfigError: the calls of a step have different objects as counts, `counts` lacks the objective, the run
+                trains nothing, `temperature` is not above 0, or the objective cannot be computed with the model.
         """
         local, computed = self._local(batch, per_data_rank), self._objective(objective)
         if self._counts is not None and counts is not self._counts:

@@ -68,7 +68,10 @@ class PerToken:
 
 
 class PerWindow:
-    """A cache of one vector for each head and each of the last positions of a row, which are at the right."""
+    """A cache of one vector for each head and each of the last positions of a row, which are at the right.
+
+    It has window - 1 positions, or as many as the longest row has had.
+    """
 
     def __init__(self, rows: Rows, window: int):
         """Create an empty cache.
@@ -105,7 +108,10 @@ class PerWindow:
         self.x = self.x[row_B]
 
     def drop_last(self, count: int) -> bool:
-        """Remove the last `count` positions of the only row; return False if its window then lacks some."""
+        """Remove the last `count` positions of the only row; return False if its window then lacks some.
+
+        Call it before `Rows.drop_last`.
+        """
         length = self.x.shape[2]
         if count:
             self.x = self.x[:, :, : max(0, length - count)]
@@ -149,7 +155,7 @@ class Cache(ABC):
     """Base class of a block's cache, which replaces the token mixing of its module (`model.cache_path`)."""
 
     stored: Sequence[PerToken | PerWindow | PerText] = ()
-    """Its tensors, empty before the first prompt."""
+    """The caches of its tensors; none, or with `x` = None, before the first prompt."""
 
     @abstractmethod
     def __init__(self, mixer: Any, rows: Rows):
@@ -166,7 +172,10 @@ class Cache(ABC):
             each.select_rows(row_B)
 
     def drop_last(self, count: int) -> bool:
-        """Remove the last `count` positions of the only row; return False if it must be computed from its start."""
+        """Remove the last `count` positions of the only row; return False if it must be computed from its start.
+
+        Call it before `Rows.drop_last`. After False the cache may have removed some: select no rows, and begin anew.
+        """
         return all(each.drop_last(count) for each in self.stored)
 
 
@@ -208,7 +217,10 @@ def cache_cost(model: Model, tp: int, width: int) -> str:
 
 
 class LastHead(nn.Module):
-    """The output head while generating: it returns logits (1, B, V) of each prompt's last token only."""
+    """The output head while generating: it returns logits of each prompt's or row's last token only.
+
+    They are (1, B, V), or (1, P, V) in a forward of prompts; (1, 0, D) without tokens. The labels are not read.
+    """
 
     def __init__(self, head: Head, rows: Rows):
         super().__init__()

@@ -101,7 +101,8 @@ def within_prompts(
     """Return the attention output (1, T, H, v) of prompts that are concatenated, each attending within itself.
 
     Args:
-        attend: the attention of training, called once for each prompt.
+        attend: the attention of training, called with (q, k, v, mask, sinks_H) of one prompt at a time, padded at its
+            end; returns (1, T, H, v).
         rows: the prompts' numbers of tokens.
         q_1THh: queries of all prompts.
         k_1TGh: keys.

@@ -109,6 +109,8 @@ class Rows:
     def mask(self, q_BnHh: Tensor, k_BGLh: Tensor, window: int) -> Tensor:
         """Return what is added to the attention logits of new tokens: -inf where a token does not attend, else 0.
 
+        Call it within a forward that `begin_tokens` has prepared.
+
         Args:
             q_BnHh: queries of the new tokens.
             k_BGLh: cached keys of each row's first L positions, or with a window of its last L positions.
@@ -131,14 +133,17 @@ class Rows:
         return self._masks[key]
 
     def end_forward(self) -> None:
-        """Count the tokens of the current forward as cached."""
+        """Count the tokens of the current forward as cached; `num_new` and `spans` are empty then."""
         new = [self.num_new[i] for i in self.prompts] if self.reads_prompts else self.num_new
         for row, count in enumerate(new, len(self.num_cached) - len(new)):
             self.num_cached[row] += count
         self.num_new = []
 
     def select(self, rows: Sequence[int]) -> Tensor:
-        """Keep only the rows with these indices, in this order; return the indices as a tensor."""
+        """Keep only the rows with these indices, in this order; return the indices as a tensor.
+
+        The caller passes it to `Cache.select_rows` of each cache.
+        """
         for row in set(range(len(self.pages))) - set(rows):
             self._release(self.pages[row])
         self.num_cached, self.pages = [self.num_cached[i] for i in rows], [self.pages[i] for i in rows]
@@ -177,6 +182,8 @@ class Rows:
 
     def head_pages(self, heads: int) -> Tensor:
         """Return the index (B * G * N,) of each head's part of each row's pages, if a page has one for each of G heads.
+
+        Call it within a forward that `begin_tokens` has prepared.
 
         Args:
             heads: G.

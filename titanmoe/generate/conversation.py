@@ -80,13 +80,16 @@ def turns(
 ) -> Iterator[tuple[str, Prompt]]:
     """Yield each line that the user types and the prompt made from it, on every rank. Collective over the world.
 
-    The caller adds each answer to `conversation` before the next turn.
+    The caller adds each answer to `conversation` before the next turn. Ends with the input.
 
     Args:
         conversation: the messages so far; used on rank 0.
-        begin: the begin-of-sequence token, if there is one.
+        begin: the begin-of-sequence token, put before a prompt that lacks it; [] if there is none.
         first: whether this is rank 0, which reads standard input.
-        share: broadcasts a value of rank 0 to all ranks; collective.
+        share: gets a value of any type, and returns rank 0's on all ranks; collective.
+
+    Raises:
+        ConfigError: on all ranks, if the chat template refuses the messages.
     """
     lines, number = read_lines() if first else iter(()), 0
     while True:

@@ -36,6 +36,8 @@ class HostMemory:
     def instead_of(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """Have the contents of tensors in host memory within this context, which must not use the tensors.
 
+        One context at a time, since all use the same memory.
+
         Their storages stay the objects that FSDP2 and optimizers have views of: only the memory of these is freed, and
         allocated again at the end.
 

@@ -86,6 +86,8 @@ class Scorer:
     def score(self, sequences: Sequence[ScoredSequence], size: int) -> list[Score]:
         """Return the score of each sequence, on every rank. Collective over the world.
 
+        Of labels beyond the last `length` none is scored. Removes the generator's cached texts.
+
         Args:
             sequences: all sequences, the same on every rank, each with a token before its labels.
             size: sequences in a forward on each data rank.

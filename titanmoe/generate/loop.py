@@ -101,7 +101,7 @@ class Stop:
         """Return why a text with these generated tokens ends (`Generated.end`), or "".
 
         Args:
-            tokens: the generated tokens.
+            tokens: the generated tokens, at least one.
             marks: the tokens that end a text.
             num_earlier: number of tokens of earlier turns.
         """
@@ -132,7 +132,7 @@ class _Work:
     """Number of tokens that were generated."""
 
     def next_prompts(self) -> list[Prompt]:
-        """Remove from the queue and return the prompts whose texts there is room for."""
+        """Remove from the queue and return the first prompts whose texts there is room for."""
         prompts, room = [], self.size - len(self.running)
         while self.queue and self.queue[0].answers <= room:
             prompts.append(self.queue.popleft())
@@ -184,9 +184,9 @@ class Generator:
         on_forward: OnForward = lambda ended, tokens: False,
         in_order: bool = True,
     ) -> Iterator[list[Generated]]:
-        """Generate texts for each prompt; yield them on every rank, many at a time.
+        """Generate texts for each prompt; yield each once, ended, on every rank, many at a time.
 
-        Collective over the world.
+        Collective over the world. A prompt's texts are in the order of `Generated.answer`.
 
         Args:
             prompts: all prompts, the same on every rank.
@@ -199,7 +199,8 @@ class Generator:
 
         Raises:
             ConfigError: a prompt has more answers than `size`.
-            Interrupted: on all ranks, once `on_forward` has returned True on any. Texts stay cached until `clear`.
+            Interrupted: on all ranks, one forward after `on_forward` has returned True on any; texts that have not
+                been yielded are lost, and stay cached until `clear`. Not raised if that forward was the last.
         """
         if (answers := max((prompt.answers for prompt in prompts), default=1)) > size:
             raise ConfigError(
@@ -320,6 +321,7 @@ class Generator:
         """Prepare the caches for new prompts; return the token ids of their forward.
 
         If a single prompt begins like the text that is kept, what they share stays cached and is not among the ids.
+        Else that text is removed.
         """
         cached_ids, self.cached_ids = self.cached_ids, list(prompts[0].ids) if self.keeps_row else []
         if cached_ids:
@@ -337,14 +339,14 @@ class Generator:
         return [token for prompt in prompts for token in prompt.ids]
 
     def forward(self, ids: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Compute the tokens that `rows` is prepared for. Collective over the world.
+        """Compute the tokens that `rows` is prepared for, and count them as cached. Collective over the world.
 
         Args:
             ids: the token ids of all new prompts, or of all rows, concatenated.
 
         Returns:
-            The logits (P or B, V) of the last token of each prompt or row; and the experts of all tokens (T, N, K) if
-            the generator records, else None.
+            The logits (P or B, V) of the last token of each prompt or row; and, if the generator records, the experts
+            of all tokens (T, N, K) in int16, padding for tp at the end; else None.
         """
         rows, tp = self.rows, self.meshes.tp
         pad = -len(ids) % tp.size or (0 if ids else tp.size)

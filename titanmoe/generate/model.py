@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
@@ -30,9 +30,13 @@ from titanmoe.models.mixers.mixer_spec import MixerSpec
 from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 
 if TYPE_CHECKING:
+    import torch
+
     from titanmoe.checkpoint.read_adapters import Adapters
     from titanmoe.checkpoint.state import Targets
+    from titanmoe.fold.meshes import Meshes
     from titanmoe.generate.loop import Generator
+    from titanmoe.models.transformer import Transformer
     from titanmoe.train.runtime import Runtime
 
 CACHES = {
@@ -104,7 +108,7 @@ def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
 
     Args:
         trained: the model.
-        name: a tokenizer that the user names; None for the one that the model was trained with.
+        name: a tokenizer.json, its folder or "bytes"; None for the one that the model was trained with.
     """
     data, carried = trained.config.data, trained.tokenizer
     if name is not None:
@@ -159,19 +163,28 @@ def samples_config(config: Config, world: int, device: str) -> Config:
 
 
 def generation_config(config: Config, world: int, device: str) -> Config:
-    """Return the config that generates answers for [rl], under [generation.parallelism]; as `samples_config`."""
+    """Return the config that generates answers for [rl] on the run's ranks, mapped as [generation.parallelism] says.
+
+    Args:
+        config: the run's config.
+        world: number of ranks.
+        device: training.device.
+
+    Raises:
+        ConfigError: the model cannot generate, or the mapping does not fit.
+    """
     return config_to_run(config, world, {"pp": 1, "cp": 1, **vars(config.generation.parallelism)}, None, device)
 
 
 def config_to_run(
     trained_config: Config, world: int, degrees: dict[str, int], dtype: str | None, device: str
 ) -> Config:
-    """Return the config to generate with: mapping, dtype and device as given, without what only training needs.
+    """Return the config to generate with: mapping, dtype and device as given; what only training needs is default.
 
     Args:
         trained_config: the config that the model was trained with.
         world: number of ranks.
-        degrees: pp, cp, tp, ep and etp by name.
+        degrees: pp, cp, tp, ep and etp by name; pp and cp have to be 1.
         dtype: dtype of weights and computation; None for that of training.
         device: training.device.
 
@@ -240,8 +253,8 @@ def open_generator(
     return Generator(model, meshes, runtime.device, tokenizer.vocab_size, ends)
 
 
-def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> Any:
-    """Build the transformer on this rank, with its shards loaded and no gradients. All ranks call it.
+def build(config: Config, meshes: Meshes, trained: TrainedModel, device: torch.device) -> Transformer:
+    """Build the transformer on this rank, in eval mode, with its shards loaded and no gradients. All ranks call it.
 
     Args:
         config: the config from `config_to_run`.
@@ -254,8 +267,11 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
     return model
 
 
-def build_empty(config: Config, meshes: Any, device: Any) -> tuple[Any, Targets]:
-    """Build the transformer on this rank without gradients; return it and its shards, which are not filled yet."""
+def build_empty(config: Config, meshes: Meshes, device: torch.device) -> tuple[Transformer, Targets]:
+    """Build the transformer on this rank without gradients; return it and its shards, which are not filled yet.
+
+    Who fills the shards fills the weights: they share memory. Buffers are 0. No communication.
+    """
     import torch
     from torch import nn
     from torch.distributed.tensor import DTensor

@@ -74,9 +74,9 @@ def has_samples(config: Config) -> bool:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield each contradiction of [validation.samples]: sampling options without effect at temperature 0.
+    """Yield each contradiction of [validation.samples].
 
-    And prompts in a recipe without validation, or with synthetic data.
+    Sampling options without effect at temperature 0; prompts in a recipe without validation, or with synthetic data.
     """
     samples, table = config.validation.samples, "validation.samples"
     if samples.temperature == 0 and (samples.top_k or samples.top_p < 1):
@@ -103,6 +103,8 @@ def contradictions(config: Config) -> Iterator[Violation]:
 
 def check_samples(config: Config) -> None:
     """Raise a ConfigError with every reason why the prompts of [validation.samples] cannot be answered.
+
+    Does nothing if there are none.
 
     Args:
         config: the resolved config.
@@ -179,12 +181,12 @@ def _encode(prompt: str | Messages, tokenizer: Tokenizer, chat: ChatEncoder | No
 
 
 def read_json_lines(path: str, option: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield place, for messages, and contents of each line of a JSONL file that is not empty.
+    """Yield place ("PATH:LINE", from 1) and contents of each line of a JSONL file that is not empty.
 
     Args:
         path: the file.
         option: name of the option that has the path, for messages.
-        problems: list that gets a message for each line that cannot be read.
+        problems: list that gets a message for each line that cannot be read, or for the file.
     """
     try:
         lines = Path(path).expanduser().read_bytes().splitlines()
@@ -202,6 +204,9 @@ def read_json_lines(path: str, option: str, problems: list[str]) -> Iterator[tup
 
 def read_prompt(record: Any) -> str | Messages:
     """Return the prompt in a record of a JSONL file: a text, or the messages before the assistant's last answer.
+
+    Args:
+        record: a text, {"prompt": a text or messages}, or a chat in one of titanmoe.data.chat_layouts.
 
     Raises:
         ValueError: the record has none, with a message that goes on after the record's place.

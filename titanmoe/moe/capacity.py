@@ -32,7 +32,9 @@ class Capacity(nn.Module):
         self.full = options.capacity_scope == "full_sequence"
 
     def limit(self, positions: int) -> int:
-        """Return the most tokens that an expert takes from a scope: from a sample, or a rank's tokens of a microbatch.
+        """Return the most tokens that an expert takes from a scope (a sample, or a rank's tokens of a microbatch).
+
+        Rounded up.
 
         Args:
             positions: the number of token positions in the scope, including padding.

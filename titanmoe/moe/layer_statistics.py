@@ -60,7 +60,7 @@ class Statistic(NamedTuple):
     counts: tuple[str, ...]
     """The names of the numbers that are counted for it, keys of LayerStatistics.counts."""
     measure: Callable[[RouterOutput], Tensor] | None = None
-    """Counts these numbers in this rank's tokens of a microbatch, in one tensor; None if the layer records them."""
+    """Counts these numbers in this rank's tokens of a microbatch, in one tensor (len(counts),); None if the layer records them."""
 
 
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
@@ -225,7 +225,8 @@ def sum_statistics(
 def step_metrics(layers: Mapping[int, LayerStatistics]) -> dict[str, float | list[float]]:
     """Return the metrics of a step's MoE layers by name: first of all layers together, then "layers.N.NAME" of each.
 
-    Over all layers, balance losses are sums, "imbalance" is the largest, and others are means. {} without MoE layers.
+    Over all layers, balance losses are sums, "imbalance" is the largest, and metrics of STATISTICS are means; loads and
+    counts of tokens are of each layer only. {} without MoE layers.
 
     Args:
         layers: the counts of each MoE layer by block number, as Python numbers.

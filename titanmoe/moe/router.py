@@ -60,11 +60,13 @@ class Router(nn.Module):
 
     @named("router")
     def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Route this rank's tokens.
+        """Route this rank's tokens, and write the router's own choice into `tokens.routes_TNK`, if there is one.
+
+        Call `begin_step` before the first forward of a step.
 
         Returns:
-            Logits (T, E), scores (T, E), routing weights (T, K), chosen experts (T, K), E where a token is padding, and
-            counts of choices (B, E).
+            Logits (T, E), scores (T, E), routing weights (T, K), chosen experts (T, K), E where a token is padding or
+            its given route has no expert, and counts of the router's own choices (B, E).
         """
         logits_TE = self._logits(x_TD, tokens.index_T)
         follows = tokens.given_TNK is not None and self.takes_routes  # the kernel chooses and weights in one

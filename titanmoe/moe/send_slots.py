@@ -168,7 +168,7 @@ def assign_unpadded_slots(
 def order_by_expert(count_Ge: Tensor, total: int, kernels: str = "auto") -> tuple[Tensor, Tensor]:
     """Return the permutation that sorts received routed tokens by expert, then sender; and its inverse.
 
-    They are received by sender, then expert.
+    They are received by sender, then expert; x_RD[permutation] is sorted.
 
     Args:
         count_Ge: the number of routed tokens from each sender for each local expert.

@@ -40,7 +40,8 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
     """Return the output (B, H, c, .) and log-sum-exp (B, H, c) of each query, computed by plain operations.
 
     The output has the dtype of q, the log-sum-exp at least float32. There must be as many key heads as query heads.
-    `bias` is added to the logits; with `causal` a query sees the keys up to its own position.
+    `bias` is added to the logits; with `causal` a query sees the keys up to its own position. Where a query sees no
+    key, its output is 0 and its log-sum-exp -inf.
     """
     scores = _scores(q, k, bias, causal)
     lse = scores.logsumexp(-1)

@@ -88,14 +88,16 @@ def take_slice(
 ) -> BatchSlice:
     """Return this rank's slice of a microbatch, on its device. No communication.
 
+    The batch's field "routes" becomes `tokens.given_TNK`; the mask stays that of the full samples.
+
     Args:
         batch: the full samples of this data rank in one microbatch.
         microbatch: index of the microbatch in the step.
         meshes: process groups and meshes of the run.
         placement: which chunks of the sequence each rank of cp has.
         device: the device that this rank computes on.
-        with_mtp: whether to include the ids and labels that multi-token prediction reads.
-        with_index: whether to include the indices of the attention slice's tokens, which dropout of adapters reads.
+        with_mtp: whether `tokens` has the ids and labels that multi-token prediction reads (next_BS, later_BS).
+        with_index: whether `tokens` has the indices of the attention slice's tokens, which dropout of adapters reads.
     """
     mask, parts = mask_of(batch), (batch.tokens_BS, batch.labels_BS, batch.valid_BS, batch.position_BS, batch.number_B)
     ids, labels, valid, position, number, following, later = (

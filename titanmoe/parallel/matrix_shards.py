@@ -65,7 +65,10 @@ def shard_region(shape: tuple[int, ...], axes: Axes, coordinate: Mapping[str, in
 
 
 class MatrixShard(NamedTuple):
-    """The rows and columns of one matrix that a rank has, and where they are in the rank's shard of the weight."""
+    """The rows and columns of one matrix that a rank has, and where they are in the rank's shard of the weight.
+
+    `read` and `slice_of_full` fail without rows, as of NO_SHARD.
+    """
 
     rows: tuple[tuple[int, int, int], ...]
     """Ranges of consecutive rows: first row in the matrix, first row in the weight's shard, number of rows."""
@@ -141,7 +144,10 @@ def matrix_shard(matrix: Matrix, region: ShardRegion) -> MatrixShard:
 
 
 def shard_group_members(fold: Fold, view: View, rank: int) -> dict[int, dict[str, int]]:
-    """Return the global ranks of a rank's shard group, each with its mesh coordinates: {rank: {axis: number}}."""
+    """Return the global ranks of a rank's shard group, each with its mesh coordinates: {rank: {axis: number}}.
+
+    In the attention view there is also the axis "fsdp": dp_shard and cp as one.
+    """
     out = {}
     for member in group_of(fold, view, SHARD_AXES[view], rank):
         coordinate = out[member] = coordinates(fold, view, member)

@@ -300,6 +300,8 @@ class WithoutPipeline:
     def run(self, slices: list[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool = True) -> Tensor:
         """Run all microbatches of a step and return this rank's sum of their losses, a float64 scalar.
 
+        Collective over the world, by the layers and FSDP.
+
         Args:
             slices: this rank's slices of the microbatches.
             microbatch_loss: returns a microbatch's loss, whose gradient backward computes: nothing is divided here.
@@ -413,7 +415,7 @@ class Pipeline:
     def run(self, slices: list[BatchSlice], microbatch_loss: MicrobatchLoss, backward: bool = True) -> Tensor:
         """Run all microbatches of a step and return this rank's sum of their losses, a float64 scalar.
 
-        The sum is 0 on ranks without the last stage. Collective over the pipeline's ranks.
+        The sum is 0 on ranks without the last stage. Collective over the world, by the pipeline, the layers and FSDP.
 
         Args:
             slices: this rank's slices of the microbatches.
