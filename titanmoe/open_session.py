@@ -52,6 +52,8 @@ def open_session(
 ) -> Session:
     """Build the run of a recipe on this rank, without its data, and load its weights. Collective over the world.
 
+    The recipe's validation and checkpoints are off, and the dispatcher "symm_mem" becomes "alltoall".
+
     Args:
         recipe: a TOML file, or the name of a shipped recipe.
         changes: options to set in place of the recipe's, by path, such as {"training.steps": 100}; values are strings,

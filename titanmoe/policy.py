@@ -176,6 +176,8 @@ class PolicyLoss:
     def importance(self, batch: Batch) -> Tensor:
         """Return at each label, (B, L), the old policy's probability over the generator's, at most `truncation`.
 
+        Only if `truncation` is set: with 0 all are 0.
+
         Args:
             batch: the microbatch, with the columns "old" and "generator".
         """
@@ -199,12 +201,13 @@ class PolicyLoss:
     def metrics(self, log_probs_NL: Tensor, batch: Batch, entropy_NL: Tensor | None = None) -> dict[str, float]:
         """Return metrics of the given samples by name, for reports; {} if every label's weight is 0. No communication.
 
-        They are the fraction of clipped labels and the 1, 50 and 99 % quantiles of the ratio to the old policy; with
-        `entropy_NL` the mean entropy; with the column "reference" the mean divergence from that model; with the column
-        "generator" the mean and largest difference of log-probabilities between generator and old policy; with the
-        column "age" (N,), steps made since a sample's generator got its weights, its mean and largest value; and with
-        "routes" the fraction of tokens whose routes were not recorded, which routers choose themselves. They are
-        computed on the host.
+        "policy.clipped" is the fraction of clipped labels; "policy.ratio_p1", "policy.ratio_p50" and "policy.ratio_p99"
+        are quantiles of the ratio to the old policy; with `entropy_NL` "policy.entropy" is the mean entropy; with the
+        column "reference" "policy.kl" the mean divergence from that model; with the column "generator"
+        "policy.mismatch" and "policy.mismatch_max" the mean and largest absolute difference of log-probabilities
+        between generator and old policy; with the column "age" (N,), steps made since a sample's generator got its
+        weights, "policy.age" and "policy.age_max" its mean and largest value; with "routes"
+        "policy.routes_not_recorded" the fraction of tokens whose routers choose themselves. Computed on the host.
 
         Args:
             log_probs_NL: log-probability of each label, as `forward_backward` returned them.

@@ -288,7 +288,8 @@ class Session:
 
         Raises:
             ConfigError: the calls of a step have different objects as counts, `counts` lacks the objective, the run
-                trains nothing, `temperature` is not above 0, or the objective cannot be computed with the model.
+                trains nothing, `temperature` is not above 0, no rank gives a batch, or the objective cannot be computed
+                with the model.
         """
         local, computed = self._local(batch, per_data_rank), self._objective(objective)
         if self._counts is not None and counts is not self._counts:
@@ -453,6 +454,10 @@ class Session:
             adapters: False for the weights under LoRA's adapters, as a reference model.
             per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone. Else
                 every rank gets those of all samples.
+
+        Raises:
+            ConfigError: `temperature` is not above 0, no rank gives a batch, or the head returns a teacher's top-k ids
+                and cannot divide logits.
         """
         with nullcontext() if adapters else without_adapters(self.training.stages):
             return self._forward(batch, temperature, per_data_rank, routes=False).log_probs
@@ -467,6 +472,10 @@ class Session:
             temperature: divides the logits.
             per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone. Else
                 every rank gets those of all samples.
+
+        Raises:
+            ConfigError: `temperature` is not above 0, no rank gives a batch, or the head returns a teacher's top-k ids
+                and cannot divide logits.
         """
         result = self._forward(batch, temperature, per_data_rank, routes=True)
         return result.log_probs, result.routes

@@ -206,7 +206,7 @@ def launch_all_reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Concatenate every rank's x, all of one shape, along dim. Not differentiable.
+    """Concatenate every rank's x, all of one shape, along dim in rank order. Not differentiable.
 
     While backward recomputes a checkpointed region, the result that forward cached is returned and nothing is sent
     (titanmoe.comm.recomputation).

@@ -148,7 +148,7 @@ class ExpertProducts:
         Args:
             grad_RD: the gradient of the product's output.
             h_RF: the product's input.
-            add: a function that adds the gradient to a sum over microbatches instead.
+            add: called with (grad_RD, h_RF, self) instead, adds the gradient to a sum over microbatches; None without.
 
         Returns:
             The gradient; None if `add` has added it.
@@ -159,7 +159,8 @@ class ExpertProducts:
 
 
 AddGradient = Callable[[Tensor, Tensor, ExpertProducts], None]
-"""Adds the gradient of a weight to its sum over microbatches. Arguments as of `ExpertProducts.weight_gradient`."""
+"""Adds the gradient of a weight to its sum over microbatches, given the gradient of the product's output (R, .), the
+product's input (R, .), and the object that multiplies."""
 
 
 class _Up(torch.autograd.Function):

@@ -45,8 +45,10 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def materialize(model: Transformer, seed: int, device: torch.device) -> None:
     """Allocate a stage that is on meta, zero its buffers and initialise its weights, in place. No communication.
 
-    Weights are filled by the function that their module has for them in `initial`, else norms with ones, biases with
-    zeros, all others with normal numbers of the standard deviation model.init_std.
+    Weights are filled by the function that their module has for them in `initial`, given (key of the random numbers,
+    indices of elements in the full weight, dtype), which returns the values of these elements. Else norms get ones,
+    biases zeros, all others normal numbers of the standard deviation model.init_std, which is divided by
+    sqrt(2 * num_layers) for weights that write to the residual stream.
     """
     model.to_empty(device=device)
     for buffer in model.buffers():

@@ -176,8 +176,8 @@ class UnshardedExperts:
     def add(self, computed: Tensor) -> None:
         """Move the gradient that autograd has put into a parameter's `grad` to the sum over microbatches.
 
-        Does nothing if the parameter is none of the unsharded experts'. After the step's last microbatch it starts to
-        sum the gradient over replicas.
+        Does nothing if the parameter is none of the unsharded experts'. If `is_last` is set,
+        as the engine does in the step's last microbatch, it starts to sum the gradient over replicas.
 
         Args:
             computed: the parameter that products multiply by.

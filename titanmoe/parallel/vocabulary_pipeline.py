@@ -200,7 +200,7 @@ class VocabularyPasses:
                 tensors.clear()
 
     def __call__(self, action: TorchAction, context: Any) -> None:
-        """Run a pass. Called by torch's runtime; collective over pp and tp.
+        """Run a pass. Called by torch's runtime within `step`; collective over pp and tp.
 
         Args:
             action: the action of the table, whose kind is one of `Pass`.
