@@ -195,7 +195,7 @@ def _read_model(args: argparse.Namespace) -> tuple[Config | None, list[str], str
 
     Returns:
         The config (None if no model is named or the recipe cannot be read), one message for each problem, and the name
-            of the recipe for these messages.
+            of the recipe for these messages; "" without messages.
     """
     from titanmoe.components import COMPONENTS
 

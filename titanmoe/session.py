@@ -192,7 +192,8 @@ class Session:
             batch: the samples, the same on all ranks or given on one with None on the others.
             objective: name of an objective, "" for the recipe's, or a function that returns the loss of samples.
             divisor: count of the objective over the batch; None: its own, which is the number of labels for a function.
-            per_data_rank: whether each data rank gives samples of its own in `batch`, possibly none.
+            per_data_rank: whether each data rank gives samples of its own (every rank a batch, possibly empty, not
+                None).
 
         Raises:
             ConfigError: `divisor` is not above 0, or there is no such objective or no batch.
@@ -280,7 +281,8 @@ class Session:
             log_probs: whether to return the log-probability of each label.
             entropy: whether to return the entropy of the distribution of each label.
             routes: whether to return the experts that the routers choose.
-            per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone.
+            per_data_rank: whether each data rank gives samples of its own (every rank a batch, possibly empty, not
+                None), and gets the results of these alone.
 
         Returns:
             What the samples of all ranks add to the step's loss and the objective's metrics; where asked for,
@@ -288,7 +290,7 @@ class Session:
 
         Raises:
             ConfigError: the calls of a step have different objects as counts, `counts` lacks the objective, the run
-                trains nothing, `temperature` is not above 0, no rank gives a batch, or the objective cannot be computed
+                trains nothing, `temperature` is not above 0, a batch is missing, or the objective cannot be computed
                 with the model.
         """
         local, computed = self._local(batch, per_data_rank), self._objective(objective)
@@ -452,11 +454,11 @@ class Session:
             batch: the samples, the same on all ranks or given on one with None on the others.
             temperature: divides the logits.
             adapters: False for the weights under LoRA's adapters, as a reference model.
-            per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone. Else
-                every rank gets those of all samples.
+            per_data_rank: whether each data rank gives samples of its own (every rank a batch, possibly empty, not
+                None), and gets the results of these alone. Else every rank gets those of all samples.
 
         Raises:
-            ConfigError: `temperature` is not above 0, no rank gives a batch, or the head returns a teacher's top-k ids
+            ConfigError: `temperature` is not above 0, a batch is missing, or the head returns a teacher's top-k ids
                 and cannot divide logits.
         """
         with nullcontext() if adapters else without_adapters(self.training.stages):
@@ -470,11 +472,11 @@ class Session:
         Args:
             batch: the samples, the same on all ranks or given on one with None on the others.
             temperature: divides the logits.
-            per_data_rank: whether each data rank gives samples of its own, and gets the results of these alone. Else
-                every rank gets those of all samples.
+            per_data_rank: whether each data rank gives samples of its own (every rank a batch, possibly empty, not
+                None), and gets the results of these alone. Else every rank gets those of all samples.
 
         Raises:
-            ConfigError: `temperature` is not above 0, no rank gives a batch, or the head returns a teacher's top-k ids
+            ConfigError: `temperature` is not above 0, a batch is missing, or the head returns a teacher's top-k ids
                 and cannot divide logits.
         """
         result = self._forward(batch, temperature, per_data_rank, routes=True)

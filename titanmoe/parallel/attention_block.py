@@ -117,11 +117,13 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) 
 def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the output (B, H, c, .) and the log-sum-exp (B, H, c) of queries that see this block of keys alone.
 
+    The log-sum-exp is -inf for a query that sees none of them.
+
     Args:
         q: queries.
         k: keys.
         v: values.
-        bias: added to the logits, -inf where a query does not see a key; None if all pairs are seen.
+        bias: added to the logits, -inf where a query does not see a key; None if `causal` alone hides any.
         causal: whether a query sees the keys up to its own position in the block.
     """
     implementation = device.choose(q, _on_gpu, cpu=flash_attention.block, compiled=True)
@@ -144,7 +146,7 @@ def block_backward(
         q: queries.
         k: keys.
         v: values.
-        bias: added to the logits, -inf where a query does not see a key; None if all pairs are seen.
+        bias: added to the logits, -inf where a query does not see a key; None if `causal` alone hides any.
         out: the final output, merged over all blocks of keys.
         lse: the final log-sum-exp, of all keys that a query sees.
         causal: whether a query sees the keys up to its own position in the block.

@@ -418,7 +418,7 @@ class Pipeline:
         The sum is 0 on ranks without the last stage. Collective over the world, by the pipeline, the layers and FSDP.
 
         Args:
-            slices: this rank's slices of the microbatches.
+            slices: this rank's slices of the microbatches, as many as the engine was made for.
             microbatch_loss: returns a microbatch's loss, whose gradient backward computes: nothing is divided here.
             backward: whether to run backward, which adds gradients to the parameters' `grad`; False for validation.
         """

@@ -40,7 +40,8 @@ class AuxLoss(BalanceLoss):
 class AuxLossGlobal(BalanceLoss):
     """Balance loss for even loads over all data ranks and the step's microbatches so far (arXiv 2501.11873).
 
-    Shapes: P = 1 + microbatches of a pass. The first row has the counts of the step's earlier passes.
+    The microbatch itself is included. Shapes: P = 1 + microbatches of a pass. The first row has the counts of the
+    step's earlier passes.
     """
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):

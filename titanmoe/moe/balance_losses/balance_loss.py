@@ -74,7 +74,7 @@ class RouterOutput:
     def score_sums(self) -> Tensor:
         """Return the scores of this rank's tokens, scaled to add up to 1 per token, summed over each sample: (B, E).
 
-        Padding does not count. Further calls return the same tensor.
+        Differentiable. Padding does not count. Further calls return the same tensor.
         """
         if self._shares_BE is None:
             B, E = self.count_BE.shape

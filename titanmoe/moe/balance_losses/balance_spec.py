@@ -153,7 +153,11 @@ def active_losses(moe: MoE) -> list[Term]:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield a violation for each metric name that a balance loss in the recipe would share with another metric."""
+    """Yield a violation for each metric name that a balance loss in the recipe would share with another metric.
+
+    Raises:
+        ComponentError: if a line of `balance_losses` is wrong, or names an unknown loss.
+    """
     names: dict[str, list[str]] = {}
     for term in active_losses(config.moe):
         names.setdefault(term.metric, []).append(term.name)
