@@ -180,11 +180,12 @@ def resume_command(folder: Path, ranks: int, arguments: list[str], step: int) ->
         arguments: options of the run.
         step: last step of the run.
     """
-    words = list(arguments)
-    for option in ("--checkpoint.load", "--job.name", "--training.steps"):  # the others are given below
-        if option in words:
-            at = words.index(option)
-            words = words[:at] + words[at + 2 :]
+    words, left_out = [], False
+    for word in arguments:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+            left_out = option in ("--checkpoint.load", "--job.name", "--training.steps")  # the others are given below
+        words += [word] * (not left_out)
     command = Path(sys.executable).parent / "titanmoe"
     program = command.relative_to(ROOT) if command.is_relative_to(ROOT) else command
     more = ["--job.name", folder.name, "--training.steps", str(2 * step)]

@@ -7,6 +7,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import pytest
 from tests.support import processes
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+from quickstart import resume_command  # noqa: E402
+
 BLOCK = re.compile(r"(?:^`([\w.]+)`:\n\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MORE = 2
 """Steps of a run after those that it has made, where the page takes minutes."""
@@ -98,3 +102,9 @@ def test_the_page_works_from_top_to_bottom(tmp_path: Path) -> None:
     assert text.startswith("A checkpoint ")
     (asked,) = said["python ask.py"]
     assert asked.strip() and answer.endswith(asked), "transformers and titanmoe say the same"
+
+
+def test_the_command_that_resumes_keeps_no_option_that_would_begin_anew() -> None:
+    arguments = ["--checkpoint.load=none", "--training.steps", "50", "--optimizer.lr", "1e-3"]
+    said = resume_command(Path("runs/debug"), 4, arguments, 50)
+    assert said.endswith("--ranks 4 --optimizer.lr 1e-3 --job.name debug --training.steps 100")

@@ -330,8 +330,8 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         (
             "split_layers.cost",
             "the cost of the head counts for the first stage",
-            "head if stage == stages - 1 else 0",
-            "head if stage == 0 else 0",
+            "behind if stage == stages - 1 else 0",
+            "behind if stage == 0 else 0",
         ),
     ],
     f"{PARITY}::test_nasty_cases -k three_copies": [
