@@ -328,8 +328,9 @@ def accuracy(priced: list[Row], not_judged: list[Row]) -> str:
         f"{sum(fastest)} of {len(fastest)} groups, and the faster of two in {len(pairs) - len(wrong)} of {len(pairs)} "
         f"pairs. Four of five ratios of two steps are within {error:.0%} of the published ones: smaller gains are ties."
     )
-    for x, y in wrong:
-        text += f" A wrong pair differs by {x:.0%} as published, by {y:.0%} the other way as planned."
+    if wrong:
+        differences = (", ".join(f"{x:.0%}" for x in side) for side in zip(*wrong, strict=True))
+        text += " Wrong pairs differ by {} as published, by {} the other way as planned.".format(*differences)
     lines = ["", *table_of(("source", "rows", "median error", "mean", "worst"), by_source(priced, not_judged))]
     lines += [*wrap(text, 120), "", "Four of five published step times are within this error of the planned one:", ""]
     return "\n".join([*lines, *table_of(("kind of mapping", "error"), body)]) + "\n"
