@@ -243,7 +243,7 @@ class PolicyLoss:
 
 
 def _with_old(batch: Batch, log_p_BL: Tensor) -> Batch:
-    """Return the batch with the column "old": its own, or else these log-probabilities."""
+    """Return the batch with the column "old": its own, or else these log-probabilities, which the caller detaches."""
     return batch._replace(extra_fields={"old": log_p_BL} | batch.extra_fields)
 
 

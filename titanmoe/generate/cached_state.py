@@ -84,11 +84,13 @@ class CachedState(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Return the mixer's output (B, n, H, v) for new tokens, and the recurrent state (B, H, k, v) after them.
 
+        Change neither the given state nor the cache.
+
         Args:
             state_BHkv: the state before the new tokens.
-            before: for queries, keys and values, the w inputs of the convolution before the new tokens.
-            qkv: for queries, keys and values, the inputs of the convolution at the new tokens.
-            decay: logarithms of the factors by which the state decays at each new token.
+            before: for queries, keys and values, the w inputs of the convolution before the new tokens, (B, w, C) each.
+            qkv: for queries, keys and values, the inputs of the convolution at the new tokens, (B, n, C) each.
+            decay: logarithms of the state's decay at each new token: (B, n, H), for GLA also of each k.
             beta_BnH: how strongly each token is written to the state; None if the mixer has none.
         """
         q_BnKk, k_BnKk, v_BnHv = self.mixer.convolve(qkv, before, None)

@@ -94,10 +94,12 @@ def add_finetune(commands: argparse._SubParsersAction) -> None:
 
 
 def run_finetune(words: Sequence[str]) -> int:
-    """Run `titanmoe finetune`: write the recipe and train it; return the exit code, 2 for a refused request.
+    """Run `titanmoe finetune`: write the recipe NAME.toml into the current folder and train it; return the exit code.
+
+    The code is 2 for a refused request, as when that file exists with another text.
 
     Args:
-        words: the command line after `finetune`. Without words, or with --help, only the usage is printed.
+        words: the command line after `finetune`. With --help (code 0), or without words (2), only the usage is printed.
     """
     names, rest = _leading_names(words)
     flags = {word for word in rest if word in ("--lora", "--full", "--dpo")}

@@ -112,8 +112,9 @@ def experts_up(
     Args:
         x_RD: the routed tokens, sorted by expert.
         weights: weights of all local experts, (e, F, D) each.
-        groups: the number of each expert's tokens; a second tensor has it as the method needs it (`TracedProducts.of`).
-        method: "grouped", "loop" or "even".
+        groups: the number of each expert's tokens; then, for "grouped", their running sums in int32, or, for "loop", a
+            copy on the host.
+        method: "grouped", "loop", or "even" if all experts have equally many tokens.
         clamped: whether the activation is gpt-oss's clamped SwiGLU; of no effect here.
         kernels: the option `[moe] kernels`.
 
@@ -146,8 +147,9 @@ def experts_up_backward(
         x_RD: the tokens; None if no weight's gradient is wanted.
         weights: the weights.
         wanted: whether the gradient is wanted: of the tokens first, then of each weight.
-        groups: the number of each expert's tokens; a second tensor has it as the method needs it (`TracedProducts.of`).
-        method: "grouped", "loop" or "even".
+        groups: the number of each expert's tokens; then, for "grouped", their running sums in int32, or, for "loop", a
+            copy on the host.
+        method: "grouped", "loop", or "even" if all experts have equally many tokens.
         clamped: whether the activation is gpt-oss's clamped SwiGLU.
         kernels: the option `[moe] kernels`.
     """
@@ -180,8 +182,9 @@ def experts_down(
         hidden: gate and up, (R, F) each, or one tensor with both side by side.
         weight_R1: the routing weights.
         weights: weights of all local experts, (e, D, F) each.
-        groups: the number of each expert's tokens; a second tensor has it as the method needs it (`TracedProducts.of`).
-        method: "grouped", "loop" or "even".
+        groups: the number of each expert's tokens; then, for "grouped", their running sums in int32, or, for "loop", a
+            copy on the host.
+        method: "grouped", "loop", or "even" if all experts have equally many tokens.
         clamped: whether the activation is gpt-oss's clamped SwiGLU.
         kernels: the option `[moe] kernels`.
 
@@ -217,8 +220,9 @@ def experts_down_backward(
         weight_R1: the routing weights.
         weights: the weights.
         wanted: whether the gradient is wanted: of `hidden` and the routing weights together first, then of each weight.
-        groups: the number of each expert's tokens; a second tensor has it as the method needs it (`TracedProducts.of`).
-        method: "grouped", "loop" or "even".
+        groups: the number of each expert's tokens; then, for "grouped", their running sums in int32, or, for "loop", a
+            copy on the host.
+        method: "grouped", "loop", or "even" if all experts have equally many tokens.
         clamped: whether the activation is gpt-oss's clamped SwiGLU.
         kernels: the option `[moe] kernels`.
 

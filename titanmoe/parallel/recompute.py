@@ -220,7 +220,15 @@ class _UnsavedTensors:
 
 
 def _use_unsaved(remember: Remember, compute: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
-    """Return `use(*compute())`, where backward recomputes the tensors of `compute` instead of saving them."""
+    """Return `use(*compute())`; backward recomputes the tensors of `compute` instead of saving them.
+
+    In torch.compile the compiler chooses what to save.
+
+    Args:
+        remember: wraps `compute` so that a later call computes the same, though state that it reads has changed.
+        compute: returns the tensors; called again in backward.
+        use: gets the tensors as arguments; called once.
+    """
     tensors = compute()
     if torch.compiler.is_compiling():  # the compiler chooses what to save
         return use(*tensors)

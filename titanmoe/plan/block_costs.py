@@ -76,12 +76,12 @@ class BlockCosts(AttentionCosts):
         return self.move_seconds(elements * self.stack.swiglu[direction])
 
     def _row_copies(self, left: float, arrived: float, exchanged: bool, direction: int) -> float:
-        """Return the seconds to reorder routed tokens by expert before they are sent, and back after they return.
+        """Return the seconds of the copies that reorder routed tokens around dispatch and combine, without messages.
 
         Args:
-            left: routed tokens that the rank sends.
-            arrived: routed tokens that the rank receives.
-            exchanged: whether there is an all-to-all, after which the arrived ones are reordered too.
+            left: routed tokens of the rank's own tokens, before dispatch.
+            arrived: routed tokens of the rank's experts, which count without an all-to-all too.
+            exchanged: whether there is an all-to-all, after which they are also regrouped by expert, and back.
             direction: 0 forward, 1 backward.
         """
         regrouped = 2 * arrived * self.stack.regroup[direction] * exchanged

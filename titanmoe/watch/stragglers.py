@@ -251,7 +251,10 @@ class Stragglers:
             self.link = link
 
     def _pair_times(self) -> slow_links.PairSeconds:
-        """Time all links, set `messages`, and return the seconds of a round trip by pair. Collective over the world."""
+        """Time the links of ranks that share a group; return the seconds of a round trip by pair, on all ranks alike.
+
+        Also set `messages` to the most messages of any rank in a step, by axes. Collective over the world.
+        """
         training = self.training
         own_times = slow_links.probe_links(
             self.groups, list(training.meshes.communicators.groups.values()), training.device
