@@ -220,7 +220,11 @@ def compute_crc32(folder: Path, name: str, size: int) -> int:
 
 
 def read_intact(folder: Path, name: str, expected: Checksum) -> bytes:
-    """Return the contents of a checkpoint's file; CheckpointError unless length and CRC-32 are those expected."""
+    """Return the contents of a checkpoint's file, `folder/name`.
+
+    Raises:
+        CheckpointError: the file is missing, or its length or CRC-32 is not the expected one.
+    """
     try:
         data = safe_files.read(folder, name, expected.bytes)
     except NOT_FOUND_ERRORS:

@@ -355,6 +355,12 @@ class MessagePlan:
         """Send and receive what belongs to round `number`, counted from 0. Collective over the group.
 
         A method, so that its messages are freed at its end.
+
+        Args:
+            number: the round.
+            source: this rank's shards in the source.
+            destination: the shards to fill in place.
+            device: where messages are made.
         """
         send, receive = (
             [len(streams[rank].words(number, self.rounds)) if rank in streams else 0 for rank in range(self.group.size)]

@@ -116,6 +116,9 @@ class _Transfer:
         """Store how many rows go to and come from each rank.
 
         Args:
+            send: numbers of x's rows that go to each rank in forward.
+            receive: numbers of rows that come from each rank in forward.
+            group: the ranks.
             is_cached: whether recomputation uses the rows that arrived in forward, and sends nothing.
         """
         self.send, self.receive, self.group, self.is_cached = send, receive, group, is_cached

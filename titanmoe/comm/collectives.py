@@ -292,6 +292,9 @@ def all_gather_autograd(x: Tensor, dim: int, group: Group, small: bool = False) 
     Backward reduce-scatters: it sums the gradients of x over the ranks.
 
     Args:
+        x: this rank's tensor.
+        dim: the dim of x to concatenate along.
+        group: the ranks; all of them call this. One rank gets x itself.
         small: whether x is so small that in a checkpointed region the result is cached, so that recomputation does not
             gather again.
     """

@@ -322,7 +322,12 @@ def _hint(path: str) -> str:
 def _model_file(settings: Settings, components: Components, recipe_name: str) -> ModelFile | None:
     """Read the published model of the field model.hf; return None if it is not set or cannot be read.
 
-    In the second case its problems are added to the settings.
+    If it cannot be read, its problems are added to `settings`, and the other fields of [model] are marked as refused.
+
+    Args:
+        settings: what recipe and command line set.
+        components: has the function that reads the model.
+        recipe_name: file name of the recipe without extension, for a job without a name; "" without a recipe.
     """
     if not settings.values.get("model.hf") or components.read_model_file is None:
         return None
@@ -357,7 +362,12 @@ def _fallback(settings: Settings, components: Components, model_file: ModelFile 
     """Return the value that each field has if neither recipe nor command line sets it, by path.
 
     That is the published model's value, else a preset of a component that the config names, else the schema's default.
-    A component that cannot be used is refused with a problem, and its field has its default.
+    If a component cannot be used, its field has its default, and `settings` gets a problem and drops the field's value.
+
+    Args:
+        settings: what recipe and command line set.
+        components: kinds of components, which have presets.
+        model_file: the published model of model.hf; None without one.
     """
     defaults, presets, fixed, from_file = flatten(Config()), {}, {}, {}
     if model_file:

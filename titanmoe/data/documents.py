@@ -126,7 +126,12 @@ def is_masked(documents: Documents) -> bool:
 
 
 def find_documents(documents: Documents, token_N: np.ndarray) -> np.ndarray:
-    """Return the number of the document that contains each token, given the tokens' indices in the concatenation."""
+    """Return the number, from 0, of the document that contains each token: (N,).
+
+    Args:
+        documents: the documents.
+        token_N: indices of tokens in the concatenation of all documents.
+    """
     starts = documents.starts
     if isinstance(starts, np.ndarray):
         # Of the array's dtype: numpy would otherwise convert the whole array first.

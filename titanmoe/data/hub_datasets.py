@@ -205,7 +205,15 @@ def _listed_files(folder: Path) -> list[str] | None:
 
 
 def _choose_split(dataset: HubDataset, folder: Path) -> list[str]:
-    """Return the names of the files of a data set's split; raise a ConfigError if there are none that can be read."""
+    """Return the names, within the repository, of the files of a data set's split; "train" or the only one by default.
+
+    Args:
+        dataset: the parsed name; its split may be left out.
+        folder: the data set's folder in the cache, with the list of its files.
+
+    Raises:
+        ConfigError: there is no such split, it has no files that can be read, or the cache lacks some.
+    """
     title, names = f"{PREFIX}{dataset.repo.name}", _listed_files(folder) or []
     splits = _find_splits(dataset, names, _read_card(folder / CARD))
     where, prefix = (f"{title}:{dataset.subset}", f"{dataset.subset}/") if dataset.subset else (title, "")

@@ -102,7 +102,13 @@ def _is_tokenized(config: Config, path: Path) -> bool:
 
 
 def _plan_shards(config: Config, entry: str, field: str) -> tuple[ShardPlan, Path]:
-    """Return the plan to tokenize an entry of data.paths, and the folder in the cache for its token shards."""
+    """Return the plan to tokenize an entry of data.paths, and the folder in the cache for its token shards.
+
+    Args:
+        config: the recipe.
+        entry: a file, folder, glob, URL or data set on the hub.
+        field: field of the records that holds the document.
+    """
     data = config.data
     job = TokenizeJob([entry], "", data.tokenizer, data.format, field, data.chat_template, data.bad_lines)
     job = replace(job, max_document_mb=data.max_document_mb, label_weights=data.label_weights)
@@ -149,6 +155,11 @@ def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments)
     """Raise a ConfigError if an entry's shards have another tokenizer than the first token shards of data.paths.
 
     Sources that are tokenized when training starts all use data.tokenizer.
+
+    Args:
+        config: the recipe.
+        entry: the entry of data.paths.
+        documents: its opened shards.
     """
     shards = [other for other in config.data.paths if is_shards(Path(other).expanduser())]
     if not shards or shards[0] == entry:

@@ -373,7 +373,14 @@ class BestFitPacker:
         return PackedBuffer(begin, np.array([self.seq_len]), packed, permute(order, np.arange(count), count))
 
     def _count_pairs(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
-        """Return the positions that each document fills, by its number and first token; 0 leaves it out."""
+        """Return how many positions each document fills: one less than its tokens, since each needs a label.
+
+        A document with 0 is left out.
+
+        Args:
+            document_D: numbers of the documents.
+            start_D: index of each document's first token in the concatenation of all.
+        """
         return np.asarray(self.documents.starts[document_D + 1]).astype(np.int64) - start_D - 1
 
     def lengths(self, sequences: list[Segments]) -> list[np.ndarray]:

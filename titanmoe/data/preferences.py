@@ -89,9 +89,9 @@ def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> Document:
-    """Return the tokens and label weights of a prompt and its completion, tokenized as one text.
+    """Return tokens, with EOS, and label weights of a prompt and its completion `answer`, tokenized as one text.
 
-    A token that spans the border between them counts as a label.
+    Labels of the completion and of EOS have weight 1, others 0. A token that spans the border counts as a label.
     """
     tokens_T, _, end_T = tokenizer.encode_with_offsets(prompt + answer)
     end = len(prompt)

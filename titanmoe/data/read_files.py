@@ -69,7 +69,13 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
 
 
 def _find_remote_inputs(url: str, format: str, problems: list[str]) -> list[InputFile]:
-    """Return the input files at a URL; append an error message to `problems` if there are none."""
+    """Return the input files at a URL; append an error message to `problems` if there are none.
+
+    Args:
+        url: a file, folder or glob on a server or object store.
+        format: name of the data format; "auto" chooses one by each file's extension.
+        problems: receives the messages.
+    """
     spec = FORMATS.look_up(format)
     try:
         by_extension = [(file, _uncompressed_extension(Path(file.url))) for file in find_remote_files(url)]

@@ -41,6 +41,11 @@ def digest_routes(ids_NS: Tensor, experts_NSLK: Tensor, valid_NS: Tensor) -> Ten
 
     It changes if an id changes, or if experts move to other tokens, layers or places of the top-k. Padding, where
     `valid_NS` is False, does not count.
+
+    Args:
+        ids_NS: token ids.
+        experts_NSLK: the experts that each token visits in each MoE layer.
+        valid_NS: False for padding.
     """
     N, S = ids_NS.shape
     place = torch.arange(1, 1 + experts_NSLK[0, 0].numel()) if N else torch.ones(0)

@@ -244,6 +244,11 @@ def _open_sources(config: Config, paths: list[str], fields: list[str]) -> list[D
 def _open_source(config: Config, path: str, field: str) -> Documents:
     """Return the documents of one path: of Python's standard library as bytes, or of an entry of data.paths.
 
+    Args:
+        config: the recipe.
+        path: an entry of data.paths or validation.paths, or STDLIB for Python's library with data.source = "stdlib".
+        field: field of the records that holds the document.
+
     Raises:
         ConfigError: they cannot be opened, or the vocabulary is too small for bytes.
     """

@@ -310,7 +310,13 @@ class ShardDocuments:
             )
 
     def _changed_range(self, shard: int, extension: str, block: int) -> str:
-        """Return the byte range of one block as text if the block differs from its checksum; "" if it does not."""
+        """Return the byte range of one block as text if the block differs from its checksum; "" if it does not.
+
+        Args:
+            shard: number of the shard.
+            extension: extension of the file.
+            block: number of the block in the file.
+        """
         blocks_before = 0
         for name, size in self._sizes[shard].items():
             if name == extension:
@@ -326,7 +332,13 @@ class ShardDocuments:
         return self.folder / f"{self.names[shard]}.{extension}"
 
     def _map(self, shard: int, extension: str, dtype: np.dtype) -> np.ndarray:
-        """Return a shard's file as a memory-mapped array."""
+        """Return a shard's file as a memory-mapped array of one dim.
+
+        Args:
+            shard: number of the shard.
+            extension: extension of the file.
+            dtype: of the result; the file's bytes are not converted.
+        """
         array = self._maps.get((shard, extension))
         if array is None:
             import torch

@@ -192,7 +192,10 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
 
 
 def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
-    """Raise a ConfigError if the output folder is in an input folder, where a resumed command would read it."""
+    """Raise a ConfigError if the output folder `out` is one of the inputs `paths` or inside it, and so would be read.
+
+    Folders inside a hidden one are never read and pass.
+    """
     for path in paths:
         folder, target = Path(path).expanduser().resolve(), out.resolve()
         if target.is_relative_to(folder) and not any(name.startswith(".") for name in target.relative_to(folder).parts):
@@ -242,6 +245,12 @@ def _describe_job(plan: ShardPlan) -> dict[str, Any]:
 
 def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
     """Tokenize the units whose shards are missing, write the manifest, and return it. The caller holds `out`'s lock.
+
+    Args:
+        plan: the plan.
+        out: folder of the shards.
+        workers: number of processes.
+        log: receives lines of progress.
 
     Raises:
         ConfigError: a record is malformed, the folder has shards of another job, or there are no documents.

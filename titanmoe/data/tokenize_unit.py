@@ -245,6 +245,10 @@ class UnitTokenizer:
     def _add_bos_and_eos(self, tokens_T: np.ndarray, weight_T: np.ndarray) -> Document:
         """Return a document with BOS and EOS where the template did not write them; they have weight 0 as labels.
 
+        Args:
+            tokens_T: tokens as the template wrote them.
+            weight_T: weight of each token as a label.
+
         Raises:
             ChatError: a weight is neither 0 nor 1, and the job has no label_weights.
         """
@@ -263,6 +267,10 @@ class UnitTokenizer:
         """Write a record's documents to the shard, or to a new one if they do not fit; return their tokens' count.
 
         Counts the record in `progress`, as empty or skipped if it gave no documents.
+
+        Args:
+            entry: the record, or why it is malformed.
+            new_documents: the documents made of it, two for a preference pair; [] for an empty or bad record.
         """
         tokens = sum(len(tokens_T) for tokens_T, _ in new_documents)
         if new_documents:
@@ -293,7 +301,7 @@ class UnitTokenizer:
 
 
 def _is_bad(entry: Record | BadRecord, new_documents: list[Document]) -> bool:
-    """Return whether a record gave no documents although it is not an empty text."""
+    """Return whether `entry` gave no documents (`new_documents` is empty) although it is not an empty text."""
     return not new_documents and not (isinstance(entry, Record) and entry.value == "")
 
 

@@ -135,6 +135,10 @@ def changes(parallelism: Parallelism, fold: Fold) -> dict[str, tuple[int, int]]:
     """Return the degrees in which a mapping differs from the requested ones: {name: (requested, in the mapping)}.
 
     Requested degrees of -1 are left out, except edp_replicate if it is not its default.
+
+    Args:
+        parallelism: the requested degrees.
+        fold: the mapping.
     """
     names = {
         name: (old, getattr(fold, name))

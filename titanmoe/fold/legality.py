@@ -119,6 +119,12 @@ def _adapters(config: Config, ep: int, etp: int, edp: int) -> Iterator[str]:
 
     An adapter matrix is sharded by expert, else along the width that is not the adapter's rank: of B of w1 and w3, and
     of A of w2, that is the hidden width.
+
+    Args:
+        config: the recipe.
+        ep: degree of expert parallelism.
+        etp: degree of expert tensor parallelism.
+        edp: ranks that shard the same experts.
     """
     model = config.model
     local_experts, hidden = model.num_experts // ep, model.expert_hidden // etp
@@ -162,6 +168,11 @@ def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
     """Yield a message for each reason why the pipeline schedule cannot run with these degrees.
 
     A global batch of -1 counts as one microbatch per data rank.
+
+    Args:
+        config: the recipe.
+        pp: number of pipeline ranks.
+        dp: number of data ranks.
     """
     training = config.training
     unit = training.local_batch_size * dp
@@ -206,6 +217,12 @@ def experts_shard(model: Model, ep: int, edp: int, etp: int) -> bool:
     """Return whether FSDP can shard a rank's experts over edp without padding: by expert, else along another dim.
 
     True if ep does not divide the experts, which another law refuses.
+
+    Args:
+        model: the recipe's [model].
+        ep: degree of expert parallelism.
+        edp: ranks that shard the same experts.
+        etp: degree of expert tensor parallelism.
     """
     return model.num_experts % ep != 0 or model.num_experts // ep % edp == 0 or not _uneven_widths(model, edp, etp)
 

@@ -82,7 +82,7 @@ def span(numbers: Sequence[int]) -> str:
 
 
 def count(n: int, thing: str) -> str:
-    """Return a number with a noun in singular or plural: "1 rank", "8 ranks"."""
+    """Return `n` with the noun `thing`, which is given in singular and gets an s unless n is 1: "1 rank", "8 ranks"."""
     return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
@@ -209,7 +209,13 @@ class _Strip:
 
 
 def _table(fold: Fold, node: int, rows: list[Row]) -> Iterator[Text]:
-    """Yield a line for each axis: its groups of ranks, what they send, and whether groups cross nodes."""
+    """Yield a head line and a line for each axis: its groups of ranks, what they send, and whether they cross nodes.
+
+    Args:
+        fold: the mapping.
+        node: number of ranks of a node.
+        rows: the axes; without any, nothing is yielded.
+    """
     if not rows:
         return
     widths = 16, 35, 32
@@ -226,7 +232,10 @@ def _table(fold: Fold, node: int, rows: list[Row]) -> Iterator[Text]:
 
 
 def _beginning(fold: Fold, row: Row, columns: int) -> str:
-    """Return the groups of ranks along an axis as text, such as "0-7  8-15 ...", at most `columns` characters."""
+    """Return the groups of ranks along the axis of `row` as text, such as "0-7  8-15 ...".
+
+    It has at most `columns` characters, with the "..." that stands for groups that are left out.
+    """
     text, total = "", fold.world // getattr(fold, row.axis)
     for number, group in enumerate(iter_groups(fold, row.view, row.axis), 1):
         longer = f"{text}  {span(group)}".lstrip()

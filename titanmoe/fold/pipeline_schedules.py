@@ -151,6 +151,10 @@ def splits_backward(options: Pipeline, pp: int) -> bool:
     """Return whether the schedule computes gradients of inputs and of weights in separate actions (zero bubble).
 
     A table in pipeline.schedule_csv is read in place of the named schedule. False without a pipeline.
+
+    Args:
+        options: the recipe's [pipeline].
+        pp: number of pipeline ranks.
     """
     if pp == 1:
         return False
@@ -164,6 +168,11 @@ def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
 
     A cell has the actions that a rank computes at one time, here one. torch has no such table for GPipe, and the one it
     has for 1F1B is shifted.
+
+    Args:
+        schedule: "GPipe" or "1F1B".
+        pp: number of pipeline ranks.
+        microbatches: number of microbatches in a step.
     """
     rows = []
     for rank in range(pp):

@@ -23,7 +23,12 @@ class SampleAnswers(Evaluation):
     """Evaluation that answers the prompts of [validation.samples] with the run's present weights."""
 
     def __init__(self, config: Config, model: RankModel):
-        """Read the prompts and plan how weights move. Collective over the world."""
+        """Read the prompts and plan how weights move to the generating ranks' mapping. Collective over the world.
+
+        Args:
+            config: the recipe, whose [validation.samples] says what is generated.
+            model: this rank's model in training.
+        """
         samples = config.validation.samples
         super().__init__(
             interval=config.validation.interval * samples.every, last=config.training.steps, state=model.state

@@ -234,7 +234,12 @@ class LastHead(nn.Module):
 
 
 def add_caches(model: Transformer, rows: Rows) -> list[Cache]:
-    """Replace every mixer's token mixing by a cache and the head by LastHead, in place; return the caches by layer."""
+    """Replace every mixer's token mixing by a cache and the head by LastHead, in place; return caches in layer order.
+
+    Args:
+        model: the transformer.
+        rows: the texts in progress, which all caches and the head share.
+    """
     of_blocks = mixers(model.shape)
     caches = [cache_of(of_blocks[layer])(block.attention, rows) for layer, block in model.blocks().items()]
     model.head = LastHead(model.head, rows)

@@ -99,9 +99,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _weights_and_adapters(run: Path, adapter: Path | None) -> tuple[Path | None, Path | None]:
-    """Return what `find_model` needs, weights and adapters: RUN is the weights, or the adapters if it has nothing else.
+    """Return what `find_model` needs: weights and adapters. `run` is the weights, or the adapters if it has only those.
 
-    Weights are None then: those that the adapters were trained on.
+    In that case weights are None, which means those that the adapters were trained on.
+
+    Args:
+        run: a run, checkpoint, Hugging Face folder or PEFT folder.
+        adapter: adapters to add to `run`, which then is the weights; None for none.
     """
     from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
     from titanmoe.checkpoint.hf.peft_read import is_peft

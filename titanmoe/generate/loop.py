@@ -305,7 +305,13 @@ class Generator:
         return ended
 
     def _add_tokens(self, texts: Sequence[Generated], logits_BV: Tensor, work: _Work) -> None:
-        """Choose the next token of each of these texts, which have the last rows."""
+        """Choose the next token of each text, append it, and set the text's end if it stops there.
+
+        Args:
+            texts: the texts, which have the last rows of the cache.
+            logits_BV: logits of each text; those beyond the tokenizer's vocabulary are set to -inf in place.
+            work: how to sample, and when a text stops.
+        """
         positions = self.rows.num_cached[-len(texts) :]
         logits_BV[:, self.vocab_size :] = -torch.inf
         numbers = [(text.number, text.answer) for text in texts]

@@ -268,9 +268,14 @@ def build(config: Config, meshes: Meshes, trained: TrainedModel, device: torch.d
 
 
 def build_empty(config: Config, meshes: Meshes, device: torch.device) -> tuple[Transformer, Targets]:
-    """Build the transformer on this rank without gradients; return it and its shards, which are not filled yet.
+    """Build the transformer on this rank without gradients; return it and its shards, by name.
 
-    Who fills the shards fills the weights: they share memory. Buffers are 0. No communication.
+    The shards are not filled yet. Who fills them fills the weights: they share memory. Buffers are 0. No communication.
+
+    Args:
+        config: the recipe.
+        meshes: the groups that the model is sharded over.
+        device: where the shards are allocated.
     """
     import torch
     from torch import nn

@@ -31,7 +31,12 @@ class Sampling:
 
 
 def truncate(share_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probabilities that top-k and top-p leave, with sum 1; of equal ones the lower id comes first."""
+    """Return the probabilities (B, V) that top-k, then top-p, leave: 0 for other ids, and sum 1 per row.
+
+    Args:
+        share_BV: probabilities of each row; of equal ones the lower id comes first. Not changed.
+        sampling: has top_k (0 for all ids) and top_p (1 for all).
+    """
     if not sampling.top_k and sampling.top_p == 1:
         return share_BV
     descending_BV, token_BV = share_BV.sort(dim=-1, descending=True, stable=True)

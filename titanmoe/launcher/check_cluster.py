@@ -290,6 +290,10 @@ def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
 
     Collective over all ranks; rank 0 prints a line for each. Axes of one rank are left out. HSDP's all-reduces and the
     pipeline's messages use the same links and are not timed.
+
+    Args:
+        meshes: the groups of ranks of each axis.
+        runtime: this rank's device, and the world.
     """
     axes = {
         "tp": (meshes.tp, ("all-gather", "reduce-scatter")),

@@ -337,7 +337,12 @@ def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
 
 
 def _usual(lora: bool, dpo: bool) -> dict[str, Setting]:
-    """Return the settings, by path, that are usual for this kind of fine-tuning, such as epochs and learning rate."""
+    """Return the settings, by path, that are usual for this kind of fine-tuning, each a value and a comment.
+
+    Args:
+        lora: whether adapters are trained, not all weights.
+        dpo: whether it trains on preference pairs.
+    """
     rate = {(False, False): 1e-5, (True, False): 2e-4, (False, True): 1e-6, (True, True): 5e-6}[lora, dpo]
     settings: dict[str, Setting] = {
         "training.epochs": (1 if dpo else 3, f"{'1 is' if dpo else '1 to 3 are'} usual for a pretrained model"),

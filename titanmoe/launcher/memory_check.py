@@ -169,9 +169,16 @@ def smallest_change(config: Config, world: int, per_machine: int, machine: Machi
 
 
 def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of alternative changes that save memory, from mild to costly; one of each list can be combined.
+    """Yield lists of alternative changes that save memory, from mild to costly.
+
+    A combination takes one change from each list.
 
     A change is a dict of new values by option; {} changes nothing.
+
+    Args:
+        config: the recipe, which does not fit.
+        world: ranks of all machines.
+        machine: this machine; all are taken to be alike.
     """
     training, parallelism, options = config.training, config.parallelism, config.activation_checkpoint
     modes = ["moe", "full_except_dispatch", "full"]

@@ -169,7 +169,7 @@ def training_work(model: Model, tuning: Tuning) -> TrainingWork:
 
 
 def trained_parameters(model: Model, tuning: Tuning) -> int:
-    """Return the number of parameters that are trained, adapters included."""
+    """Return the number of parameters that `tuning` trains, adapters included, in the full model (all ranks)."""
     if tuning.trains_all:
         return parameters(model).total
     return sum(prod(shape) for name, shape in tensors.shapes(model, tuning) if not tuning.freezes(name))

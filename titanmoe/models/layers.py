@@ -242,7 +242,12 @@ class FeedForward(nn.Module):
         return reduce_scatter_autograd(self.down(gate_BSF, self.w3(x_BSD)), 1, self.tp)
 
     def down(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
-        """Return w2 (silu(gate) * up); with tp this rank's summand of it, because w2 is sharded by its inputs."""
+        """Return w2 (silu(gate) * up), (B, S, D); with tp this rank's summand of it: w2 is sharded by its inputs.
+
+        Args:
+            gate_BSF: the product with w1, before SiLU.
+            up_BSF: the product with w3.
+        """
         return self.w2(swiglu(gate_BSF, up_BSF))
 
 
@@ -268,6 +273,12 @@ def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch
     """Return the angle per position, in radians, of each pair i of a head's `width` dims, (width / 2,).
 
     It is theta^(-2i/width), interpolated by YaRN if the model asks for it.
+
+    Args:
+        model: the recipe's [model].
+        width: number of dims of a head that are rotated.
+        dtype: of the result and its computation.
+        device: of the result.
     """
     pair = torch.arange(0, width, 2, device=device, dtype=dtype)
     frequency = model.rope_theta ** -(pair / width)
@@ -366,7 +377,14 @@ def rotate_both(
 
 
 def plain_rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x (B, S, H, h) with RoPE applied, by plain operations in float32 at least; cos and sin are h wide."""
+    """Return x (B, S, H, h) with RoPE applied, by plain operations in float32 at least.
+
+    Dims i and i + h / 2 are a pair. The result has x's dtype.
+
+    Args:
+        x_BSHh: queries or keys, of which all h dims are rotated.
+        rope: cos and sin of the angles, (B, S, 1, h) each.
+    """
     wide, (cos, sin) = promote(x_BSHh), rope
     first, second = wide.chunk(2, -1)
     return (wide * cos + torch.cat((-second, first), -1) * sin).to(x_BSHh.dtype)

@@ -53,7 +53,7 @@ def log_of_uniform(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def ones(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ones as initial values of the elements of a parameter that have these indices; `key` is not used."""
+    """Return ones, of the shape of `index`, as initial values of those elements of a parameter; `key` is not used."""
     return torch.ones(index.shape, dtype=dtype, device=index.device)
 
 
@@ -212,6 +212,11 @@ class GatedDelta(nn.Module):
         return chunks.forward(before)[0]
 
     def down(self, out_RcHv: Tensor, z_RcX: Tensor) -> Tensor:
-        """Return wo (norm(out) * SiLU(z)); with tp this rank's summand of it."""
+        """Return wo (norm(out) * SiLU(z)), (R, c, D); with tp this rank's summand of it.
+
+        Args:
+            out_RcHv: the recurrence's output, before the norm.
+            z_RcX: the product with wz, before SiLU.
+        """
         z, normed = (promote(x) for x in (z_RcX, self.norm(out_RcHv).flatten(2)))
         return self.wo(swiglu(z, normed).to(z_RcX.dtype))

@@ -193,7 +193,14 @@ class AdaptedExperts(Experts):
         return y_RD
 
     def up_after_dropout(self, name: str, products: ExpertProducts, x: Tensor, a: Tensor) -> Tensor:
-        """Return the product (R, r) of routed tokens, after dropout, with A (e, r, inputs) of a matrix such as "w1"."""
+        """Return the product (R, r) of routed tokens, after dropout, with A (e, r, inputs) of a matrix such as "w1".
+
+        Args:
+            name: the matrix, "w1", "w2" or "w3".
+            products: multiplies routed tokens by their experts' matrices; dropout draws by its `index_R`.
+            x: inputs of the matrix for the routed tokens, before dropout.
+            a: this rank's shard of A.
+        """
         return products.up(getattr(self, f"{name}_dropout")(x, products.index_R, self.etp_rank), a)[0]
 
     def adapter_pair(self, name: str, products: ExpertProducts) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,13 @@ def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) 
 
 
 def _high_rank(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
-    """Yield a Violation if lora.rank or lora.experts_rank exceeds the smaller side of every matrix that it adapts."""
+    """Yield a Violation if lora.rank or lora.experts_rank exceeds the smaller side of every matrix that it adapts.
+
+    Args:
+        config: the recipe.
+        tuning: ranks and targets of the adapters.
+        shapes: shapes of all parameters, by name.
+    """
     for field, rank, of_experts in (
         ("lora.rank", tuning.rank, False),
         ("lora.experts_rank", tuning.experts_rank, True),

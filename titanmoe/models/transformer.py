@@ -75,7 +75,13 @@ class Block(nn.Module):
 
     # Both are methods so that recomputation can wrap either of them.
     def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
-        """Return the residual stream x + mixer(norm(x)), (B, s, D). Collective over tp and cp."""
+        """Return the residual stream x + mixer(norm(x)), (B, s, D). Collective over tp and cp.
+
+        Args:
+            x_BsD: the residual stream before the block, of the tokens that this rank owns.
+            rope: cos and sin of RoPE's angles for the attention slice, (B, S, 1, rotated width) each.
+            tokens: metadata of the tokens, of which the mask is used.
+        """
         y_BsD = self.attention_norm(x_BsD)
         with region("attention"):
             y_BsD = self.attention(y_BsD, rope, tokens.mask)

@@ -319,6 +319,10 @@ class Head(Vocabulary):
         They are the largest logit, the sum of exp(logit - largest), the label's logit (0 if another rank has it) and,
         for the entropy, the sum of exp(logit - largest) * (logit - largest). Their backward gets other numbers than
         their gradient (`Statistics`).
+
+        Args:
+            normed_BsD: the residual stream of this rank's tokens after the last norm.
+            labels_BS: label of each position of the attention slice.
         """
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         inputs = weight_VD, labels_BS.flatten(), self.ids or self.vocab_size, self.shard_rows

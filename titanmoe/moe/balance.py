@@ -101,6 +101,13 @@ class Balance(nn.Module):
         Collective over the ranks that the losses count over: those of the same samples, and of all data ranks. A model
         in eval mode, such as one that generates, does neither and sends nothing.
 
+        Args:
+            weights_TK: routing weights.
+            logits_TE: the router's logits.
+            scores_TE: score function of the logits.
+            count_BE: how often tokens of each sample chose each expert, on this rank.
+            tokens: metadata of the tokens.
+
         Returns:
             The routing weights (T, K) with unchanged values; their backward also gives the router the balance losses'
             gradients.

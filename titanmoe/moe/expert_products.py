@@ -250,7 +250,13 @@ def multiply(
 
 
 def activate(products: ExpertProducts, hidden: Sequence[Tensor], weight_R1: Tensor) -> Tensor:
-    """Compute the input of the down projection, act(gate) * up * routing weight: (R, F). Not differentiable."""
+    """Compute the input of the down projection, act(gate) * up * routing weight: (R, F). Not differentiable.
+
+    Args:
+        products: says which activation and kernels to use.
+        hidden: gate and up of the routed tokens, (R, F) each, or side by side in one tensor (R, 2F).
+        weight_R1: routing weight of each routed token.
+    """
     gate_RF, up_RF = gate_and_up(hidden)
     make, _ = activation(gate_RF, products.clamped, products.kernels)
     return make(gate_RF, up_RF, weight_R1)

@@ -106,7 +106,12 @@ class Experts(nn.Module):
         return self.add_down_bias(self.down(products, hidden, weight_R1), member_Re * weight_R1)
 
     def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | TracedProducts:
-        """Return the object that multiplies in this call: eager, traced by torch.compile, or in 8 bits."""
+        """Return the object that multiplies in this call: eager, traced by torch.compile, or in 8 bits.
+
+        Args:
+            x_RD: the routed tokens, sorted by expert; only shape, dtype and device are read.
+            count_e: the number of each local expert's tokens.
+        """
         method: ProductMethod = "grouped" if self.uses_grouped_mm(x_RD, to_local(self.w1)) else "loop"
         if method == "loop" and self.even_rows:
             method = "even"
@@ -120,7 +125,14 @@ class Experts(nn.Module):
         return EightBitProducts(method=method, emulated=emulated, rounded=self.rounded, **common)
 
     def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
-        """Compute gate and up without biases, (R, F) each, or side by side in one tensor (R, 2F). Differentiable."""
+        """Compute gate and up without biases, (R, F) each, or side by side in one tensor (R, 2F). Differentiable.
+
+        The activation is not applied.
+
+        Args:
+            products: multiplies routed tokens by their experts' matrices.
+            x_RD: the routed tokens, sorted by expert.
+        """
         weights = self.hidden_weights()
         return products.up(x_RD, *weights.values(), sums=[self.sums.get(name) for name in weights])
 

@@ -77,6 +77,11 @@ def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """Multiply the tokens of each expert by its transposed weight in one batched product: (R, F).
 
     Not differentiable. All experts must have R / e tokens, so `count` is not read, and no host sync is needed.
+
+    Args:
+        x_RD: the routed tokens, sorted by expert.
+        w_eFD: weight of each expert.
+        count: not read; has the place that other products need.
     """
     out_RF = x_RD.new_empty(x_RD.shape[0], w_eFD.shape[1])  # no view, so that it can be changed in place
     e = len(w_eFD)

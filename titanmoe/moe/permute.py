@@ -168,6 +168,10 @@ def can_pack(x_TD: Tensor, kernels: str) -> bool:
     """Return whether each routed token and its routing weight can be copied into one row of bytes at no extra cost.
 
     So they need one message instead of two. Kernels have to run, and a token has to be a multiple of 16 bytes.
+
+    Args:
+        x_TD: the tokens.
+        kernels: the option `[moe] kernels`.
     """
     return fused(kernels, x_TD) and x_TD.shape[1] * x_TD.element_size() % 16 == 0
 

@@ -143,7 +143,14 @@ class Router(nn.Module):
         return scores_TE, weights_TK, chosen_TK, count_BE
 
     def _choose(self, scores_TE: Tensor, index_T: Tensor) -> Tensor:
-        """Return the top-k experts by score plus expert_bias, or round-robin ones if balance is forced: (T, K)."""
+        """Return the top-k experts (T, K) by score plus expert_bias, best first; round-robin ones if balance is forced.
+
+        Of equal scores the lower expert number comes first.
+
+        Args:
+            scores_TE: the router's scores, without expert_bias.
+            index_T: each token's global index within the step, for round-robin.
+        """
         model = self.model
         if self.options.force_balance:
             choice_TK = index_T.unsqueeze(1) * model.top_k + torch.arange(model.top_k, device=index_T.device)
@@ -172,7 +179,14 @@ class Router(nn.Module):
 
 
 def count_choices(chosen_TK: Tensor, sample_T: Tensor, samples: int, num_experts: int) -> Tensor:
-    """Return how often the tokens of each sample chose each expert: (B, E). Number E, of padding, is not counted."""
+    """Return how often the tokens of each sample chose each expert: (B, E). Number E, of padding, is not counted.
+
+    Args:
+        chosen_TK: experts that each token chose; number E for padding.
+        sample_T: each token's sample within the microbatch, 0 to B - 1.
+        samples: B.
+        num_experts: E.
+    """
     bucket = (sample_T.unsqueeze(1) * (num_experts + 1) + chosen_TK).flatten()
     count = bucket.new_zeros(samples * (num_experts + 1)).scatter_add_(0, bucket, torch.ones_like(bucket))
     return count.view(samples, -1)[:, :num_experts]

@@ -262,6 +262,10 @@ def misplaced_keys(config: dict[str, Any], hf: HuggingFace) -> list[str]:
     """Return a multimodal model's keys that stand beside text_config and not in it, where transformers ignores them.
 
     Only keys that its text model would read; [] for other models.
+
+    Args:
+        config: the contents of config.json.
+        hf: the family's format.
     """
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return []

@@ -229,7 +229,14 @@ class HuggingFaceSource:
         return name.startswith(("mtp.", "mtp_layers.")) or (layer is not None and first <= layer < first + count)
 
     def _equal(self, a: str, b: str) -> bool:
-        """Return whether two matrices in the files are equal, reading them in blocks of rows."""
+        """Return whether two matrices in the files are equal in shape, dtype and values.
+
+        Reads them in blocks of rows.
+
+        Args:
+            a: Hugging Face name of one.
+            b: Hugging Face name of the other.
+        """
         tensors = self.weights.tensors
         if tensors[a] != tensors[b]:
             return False

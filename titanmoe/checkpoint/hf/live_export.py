@@ -53,7 +53,13 @@ class GatheredWeights:
         self.blocks: dict[str, list[TensorShard]] = {}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a view of a block of a tensor, by our name; KeyError if it is not within one gathered on this rank."""
+        """Return a view of a block of a tensor; raise KeyError unless it lies within one block gathered on this rank.
+
+        Args:
+            name: our name of the tensor.
+            offset: index, in the full tensor, of the block's first element in each dim.
+            shape: sizes of the block.
+        """
         for shard in self.blocks[name]:
             ends = zip(offset, shape, shard.offset, shard.sizes, strict=True)
             if all(begin <= first and first + n <= begin + size for first, n, begin, size in ends):

@@ -53,7 +53,7 @@ def effective_fields(model: Model) -> dict[str, Any]:
 
 
 def differing_fields(a: Model, b: Model) -> list[str]:
-    """Return the names, as in `effective_fields`, of the fields in which two models compute different things."""
+    """Return the names, as in `effective_fields`, of the fields of `a` by which it computes something else than `b`."""
     left, right = effective_fields(a), effective_fields(b)
     return [name for name in left if left[name] != right.get(name)]
 

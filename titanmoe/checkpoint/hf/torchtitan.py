@@ -76,7 +76,13 @@ class TorchTitanFolder:
         self.tensors = {ours: StoredSlice(path, *size, 0) for ours, size in sizes.items()}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of a tensor, by our name, in its stored dtype on the CPU."""
+        """Return a block of a tensor in its stored dtype on the CPU.
+
+        Args:
+            name: our name of the tensor.
+            offset: index, in the full tensor, of the block's first element in each dim.
+            shape: sizes of the block.
+        """
         return self.dcp.read(self.names[name], offset, shape)
 
 

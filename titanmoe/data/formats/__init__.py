@@ -61,7 +61,10 @@ def format_of_extension(extension: str) -> str:
 
 
 def completions_in(path: str, config: Config) -> int:
-    """Return 2 if an entry of data.paths holds preference pairs, by its manifest or data.format; else 1."""
+    """Return 2 if `path`, an entry of data.paths, holds preference pairs, else 1.
+
+    The manifest says so for token shards, and data.format for other entries. 1 also if the format is unknown.
+    """
     try:
         if manifest := manifest_of(path):
             return completions_in_manifest(manifest)

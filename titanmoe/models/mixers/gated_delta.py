@@ -107,7 +107,7 @@ class GatedDeltaSpec(MixerSpec):
         return (4 if heads.gate == "gla" else 6) * heads.values * heads.key_dim * heads.value_dim
 
     def work(self, model: Model, tp: int) -> MixerWork:
-        """Return the work of one rank per position, for the planner.
+        """Return the work of one of `tp` ranks per position, for the planner.
 
         Elements are read and written by the convolution, for each tap, by the gated norm, and by the recurrence's
         chunks, as counted in rehearsals.

@@ -96,6 +96,11 @@ class AllToAll(Dispatcher):
         Nothing is sent: experts receive the slots of the send buffer. It has the largest possible size, since the host
         does not know how much is used. Unused slots come last; what experts compute of them is undefined and reaches no
         token.
+
+        Args:
+            x_TD: the tokens.
+            weights_TK: their routing weights.
+            chosen_TK: their experts; number E is no expert.
         """
         choice_S, slot_CX, count_e = assign_unpadded_slots(chosen_TK, self.num_experts, 1, 1, self.kernels)
         x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot_CX, self.kernels)

@@ -163,6 +163,11 @@ class DispatcherSpec(Spec):
         """Yield a message for each reason why the dispatcher cannot serve a dispatch group of these degrees.
 
         Called only if the group has more than one rank. Yields nothing by default; subclasses override it.
+
+        Args:
+            config: the recipe.
+            ep: degree of expert parallelism.
+            etp: degree of expert tensor parallelism.
         """
         yield from ()
 
@@ -268,7 +273,14 @@ class HierarchicalSpec(DispatcherSpec):
         return self.unhidden_seconds(costs, tokens, ep, etp) + 2 * inside
 
     def unhidden_seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Return the seconds of the messages between NVLink domains, in both directions; 0 in a single domain."""
+        """Return the seconds of the messages between NVLink domains, in both directions; 0 in a single domain.
+
+        Args:
+            costs: the planner's model and network.
+            tokens: the number of tokens that a rank owns.
+            ep: degree of expert parallelism.
+            etp: degree of expert tensor parallelism.
+        """
         if (domains := costs.domains(ep, etp)) == 1:
             return 0.0
         _, across = costs.groups_by_domain(ep, etp)
