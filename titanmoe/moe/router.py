@@ -172,7 +172,12 @@ class Router(nn.Module):
         return scores_TGe.masked_fill(outside_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
     def _jitter(self, index_T: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return factors (T, D) uniform in 1 +- moe.jitter, drawn by seed, step, layer and the token's global index."""
+        """Return factors (T, D) uniform in 1 +- moe.jitter, drawn by seed, step, layer and the token's global index.
+
+        Args:
+            index_T: the global index of each token.
+            dtype: the dtype of the factors.
+        """
         dim = torch.arange(self.model.dim, device=index_T.device)
         noise_TD = counter_rng.uniform(self.jitter_key, index_T.unsqueeze(1) * self.model.dim + dim, dtype)
         return 1 + self.options.jitter * (2 * noise_TD - 1)

@@ -41,6 +41,10 @@ class Route(NamedTuple):
 def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort the T * K choices by expert, then by token, with choices of no expert last.
 
+    Args:
+        chosen_TK: the expert of each choice; E for no expert.
+        num_experts: the number of experts, E.
+
     Returns:
         The sorted choices, numbered token * K + k, (C,); and the number of choices of each expert (E,).
     """

@@ -48,7 +48,14 @@ class TracedProducts:
 
     @staticmethod
     def of(count_e: Tensor, method: ProductMethod, clamped: bool, kernels: str) -> TracedProducts:
-        """Create the object for these numbers of tokens of each expert. For "loop" on GPUs the host waits."""
+        """Create the products of one call, which takes these numbers of tokens. For "loop" on GPUs the host waits.
+
+        Args:
+            count_e: the number of tokens of each local expert, on the device.
+            method: "grouped", "even" (all experts have equally many tokens) or "loop".
+            clamped: whether the activation is gpt-oss's clamped SwiGLU.
+            kernels: the option `[moe] kernels`.
+        """
         groups = [count_e]
         if method == "grouped":
             groups.append(count_e.cumsum(0, dtype=torch.int32))
@@ -76,14 +83,24 @@ class TracedProducts:
     ) -> tuple[Tensor, ...]:
         """Return the product of the down projection's input with each of the weights (e, D, F), one tensor (R, D) each.
 
-        The input is act(gate) * up * routing weight. Differentiable. `add` is ignored: traced calls do not sum
-        gradients over microbatches.
+        The input is act(gate) * up * routing weight. Differentiable.
+
+        Args:
+            hidden: gate and up, before the activation.
+            weight_R1: the routing weight of each routed token.
+            weights: weights of all local experts, (e, D, F) each.
+            add: ignored: traced calls do not sum gradients over microbatches.
         """
         constants = self.groups, self.method, self.clamped, self.kernels
         return tuple(experts_down(hidden, weight_R1, weights, *constants))
 
     def down_input(self, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
-        """Return the down projection's input, act(gate) * up * routing weight: (R, F). Differentiable."""
+        """Return the down projection's input, act(gate) * up * routing weight: (R, F). Differentiable.
+
+        Args:
+            hidden: gate and up, (R, F) each, or side by side in one tensor (R, 2F).
+            weight_R1: the routing weight of each routed token.
+        """
         return plain_swiglu(*gate_and_up(hidden), weight_R1, self.clamped)
 
 

@@ -357,6 +357,15 @@ def _run_fla(
     what they get, with q and k of length 1 instead, and 64 numbers of 16 bits per token and value head. Decays and
     states are in float32. A document is begun by a decay: the kernels' own interface, positions in a packed sequence,
     makes the host wait.
+
+    Args:
+        state_BHkv: the state before the segment; None for zeros.
+        q_BSRk: queries, as many as keys.
+        k_BSRk: keys.
+        v_BSHv: values.
+        decay: logarithms of the decays, at most 0: (B, S, H); for GLA (B, S, R, k) or (B, S, H, k).
+        beta_BSH: beta, how much of its value a token writes; None for GLA.
+        begins_BS: whether a document begins at each token; None if none does.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.gla import chunk_gla

@@ -40,8 +40,14 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
     """Return the output (B, H, c, .) and log-sum-exp (B, H, c) of each query, computed by plain operations.
 
     The output has the dtype of q, the log-sum-exp at least float32. There must be as many key heads as query heads.
-    `bias` is added to the logits; with `causal` a query sees the keys up to its own position. Where a query sees no
-    key, its output is 0 and its log-sum-exp -inf.
+    Where a query sees no key, its output is 0 and its log-sum-exp -inf.
+
+    Args:
+        q: queries (B, H, queries, h).
+        k: keys (B, H, keys, h).
+        v: values (B, H, keys, .).
+        bias: (B, 1, queries, keys), added to the logits; None for none.
+        causal: whether a query sees only the keys up to its own position in the block.
     """
     scores = _scores(q, k, bias, causal)
     lse = scores.logsumexp(-1)

@@ -143,8 +143,20 @@ def _backward_pairs(
 ) -> None:
     """Add the gradients through attention of these pairs of blocks to dq, dk and dv, in place.
 
-    All are (B, heads, positions, h), lse (B, H, S). dq, dk and dv are in float32 at least. `out` and `lse` are final,
-    of all keys; `grad` is the gradient of `out`.
+    All but lse are (B, heads, positions, h). dq, dk and dv are in float32 at least.
+
+    Args:
+        grad: gradient of `out`.
+        q: this rank's queries.
+        k: the keys that the pairs index.
+        v: their values.
+        pairs: pairs of a block of queries and a block of keys.
+        mask: which positions see each other.
+        out: final output, of all keys.
+        lse: its log-sum-exp (B, H, S), of all keys and the sink.
+        dq: sum of the gradients of q.
+        dk: sum of the gradients of k.
+        dv: sum of the gradients of v.
     """
     for pair in pairs:
         rows, columns = (pair.samples, slice(None), pair.rows), (pair.samples, slice(None), pair.columns)
@@ -161,7 +173,13 @@ def _wide_zeros(x: Tensor) -> Tensor:
 
 
 def _start(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the output (B, H, S, h) and log-sum-exp (B, H, S) to merge keys into: of no key, or of the sink alone."""
+    """Return the output (B, H, S, h) and log-sum-exp (B, H, S) to merge keys into: of no key, or of the sink alone.
+
+    Args:
+        q: this rank's queries (B, H, S, h), for shape, dtype and device.
+        v: values, for their width.
+        sinks: logit of each head's sink, (H,); None without.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
@@ -418,7 +436,14 @@ def full_sequence_attention(
 
 
 def _swap(x: Tensor, scatter_dim: int, gather_dim: int, group: Group) -> Tensor:
-    """Scatter one dim over the ranks and gather another from them, in rank order. Collective over the group."""
+    """Scatter a dim of x over ranks and gather another, in rank order. Collective over the group, differentiable.
+
+    Args:
+        x: a tensor whose `scatter_dim` the ranks divide.
+        scatter_dim: the dim of which each rank gets a chunk.
+        gather_dim: the dim along which the ranks' chunks are concatenated.
+        group: the ranks that exchange.
+    """
     chunks = all_to_all_autograd(torch.cat(x.chunk(group.size, scatter_dim)), group).chunk(group.size)
     return torch.cat(chunks, gather_dim)
 

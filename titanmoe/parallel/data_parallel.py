@@ -51,7 +51,7 @@ def _on_model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
 def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
     """Replace the parameters of a stage's experts by DTensors that are replicated over edp, in place; return these.
 
-    The stage is on meta. No communication.
+    `model` is the stage, on meta; parameters that ep or etp divide stay divided. No communication.
     """
     layers = [moe.experts for moe in model.moe_layers().values()]
     for experts in layers:
@@ -62,10 +62,16 @@ def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
 
 
 def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism, meshes: Meshes) -> None:
-    """Wrap a stage, its blocks and its experts in FSDP units, in place. The model is on meta. No communication.
+    """Wrap a stage, its blocks and its experts in FSDP units, in place. No communication.
 
     Experts are a unit on the experts' data axes, all else on attention's. Routers are in no unit, nor are experts that
     one data rank has alone (titanmoe.parallel.unsharded). Also sets whether experts cache their weights in 8 bits.
+
+    Args:
+        model: the stage, on meta.
+        training: the recipe's [training], for dtypes.
+        parallelism: the recipe's [parallelism], for reshard_after_forward.
+        meshes: the meshes of the mapping.
     """
     freed, policy = reshards_after_forward(parallelism), _precision(training)
     unsharded = experts_are_unsharded(parallelism, training, meshes.fold.edp)
@@ -105,6 +111,11 @@ def apply_fsdp_to_vocabulary(shards: VocabularyShards, training: Training, meshe
     """Wrap the rows of embedding and head that all stages share in one FSDP unit, in place. They are on meta.
 
     The unit stays gathered through a step, whose passes need it from beginning to end.
+
+    Args:
+        shards: this rank's rows of embedding and head.
+        training: the recipe's [training], for dtypes.
+        meshes: the meshes of the mapping; the unit is on `vocabulary_data`.
     """
     mesh = meshes.vocabulary_data
     fully_shard(shards, mesh=mesh, reshard_after_forward=False, mp_policy=_precision(training))

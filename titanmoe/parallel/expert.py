@@ -21,7 +21,12 @@ from titanmoe.ops.device import kind
 
 
 def apply_expert_parallel(model: Transformer, meshes: Meshes) -> None:
-    """Set the process groups of each MoE layer's dispatcher, balance loss and capacity, in place. No communication."""
+    """Set the process groups of each MoE layer's dispatcher, balance loss and capacity, in place. No communication.
+
+    Args:
+        model: the stage.
+        meshes: the meshes from which the groups are taken.
+    """
     for moe in model.moe_layers().values():
         moe.dispatcher.place(expert_ranks(meshes))
         moe.balance.sequence, moe.balance.data = meshes.sequence, meshes.data

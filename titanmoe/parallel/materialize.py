@@ -49,6 +49,11 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
     indices of elements in the full weight, dtype), which returns the values of these elements. Else norms get ones,
     biases zeros, all others normal numbers of the standard deviation model.init_std, which is divided by
     sqrt(2 * num_layers) for weights that write to the residual stream.
+
+    Args:
+        model: the stage, with its tensors on meta.
+        seed: the seed of the weights: equal ones make equal full weights under every mapping.
+        device: the device to allocate on.
     """
     model.to_empty(device=device)
     for buffer in model.buffers():

@@ -46,7 +46,12 @@ class Pairs:
         self.turns.run(first, self._for_other_thread(second))
 
     def _ready(self, action: Action, context: torch_schedules._PipelineContext) -> Callable[[], None]:
-        """Wait for the input of a forward or backward from another rank, and return the function that computes it."""
+        """Wait until a forward or backward has its input from another rank, and return the function that runs it.
+
+        Args:
+            action: forward or backward of one stage and microbatch, half of an overlapped action.
+            context: the state of torch's pipeline runtime in this step.
+        """
         schedule, m = context.schedule_ref, action.microbatch_index
         stages = {stage.stage_index: stage for stage in schedule._stages}
         stage = stages[action.stage_index]

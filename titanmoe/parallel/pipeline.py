@@ -188,6 +188,11 @@ class Stage(PipelineStage):
         The first half expects a gradient of every input, but only hidden states have one. The autograd nodes where the
         second half begins are freed with the outputs, if they are of our own functions. The second half gives a node's
         first output the sum of all outputs' gradients.
+
+        Args:
+            backward_type: "full", or a half of a split backward: "input" or "weight".
+            bwd_kwargs: torch's arguments of that backward by name, such as stage_output, input_values or param_groups.
+            kwargs: passed on to torch.
         """
         if backward_type == "weight":
             add_weight_gradients(self.submod.parameters(), bwd_kwargs["param_groups"], self.unsharded_experts.add)

@@ -291,7 +291,12 @@ class VocabularyPasses:
             self._run_backward(self.summands.pop(m), grads[0] if len(grads) == 1 else torch.cat(grads))
 
     def _run_backward(self, output: Tensor, grad: Tensor) -> None:
-        """Add gradients of this rank's rows to those of the step; after the last backward FSDP sums them over ranks."""
+        """Add the gradients of this rank's rows to the step's; in the step's last backward FSDP sums them over ranks.
+
+        Args:
+            output: output of this rank's rows, with its graph.
+            grad: gradient of `output`.
+        """
         self.backwards_left -= 1
         is_last = self.backwards_left == 0
         self.shards.set_is_last_backward(is_last)
@@ -342,5 +347,9 @@ class VocabularyPasses:
         """Return a scalar 0 whose backward gives the last stage's output the gradient that the pass T has computed.
 
         Waits for that gradient. Called once per microbatch, after its pass T, on the last stage.
+
+        Args:
+            m: index of the microbatch.
+            output_BsD: output of the last stage for it, with its graph.
         """
         return _Seed.apply(output_BsD, self.output_grads.pop(m)())

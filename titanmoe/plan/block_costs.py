@@ -113,6 +113,8 @@ class BlockCosts(AttentionCosts):
         """Return the costs (forward, backward) of a dense or shared feed-forward network for one microbatch.
 
         Args:
+            tp: ranks of tensor parallel.
+            cp: ranks of context parallel.
             samples: samples of the microbatch.
             hidden: width of the network.
             backward: FLOPs of backward relative to forward.
@@ -152,6 +154,8 @@ class BlockCosts(AttentionCosts):
             sample_ranks: ranks that a sample is divided among, tp x cp.
             samples: samples of the microbatch.
             tp: matters to the shared expert only.
+            ep: ranks of expert parallel.
+            etp: ranks of expert tensor parallel.
             choice: the dispatcher, and what overlaps with it.
             backward: FLOPs of the experts' backward relative to forward.
             between: seconds (forward, backward) that are computed before the second half can be sent.
@@ -194,6 +198,7 @@ class BlockCosts(AttentionCosts):
 
         Args:
             R: routed tokens of the rank.
+            etp: ranks of expert tensor parallel.
             direction: 0 forward, 1 backward.
         """
         hidden, output = (per_element[direction] for per_element in self.stack.expert_linear_bias)
@@ -225,9 +230,14 @@ class BlockCosts(AttentionCosts):
         return rows, R / rows
 
     def _expert_products(self, R: float, ep: int, etp: int) -> float:
-        """Return the seconds of the forward products of a rank's experts, for R routed tokens.
+        """Return the seconds of the forward products of a rank's experts in one MoE layer.
 
         It is at least the time to read each expert's weights.
+
+        Args:
+            R: routed tokens of the rank, over all its experts.
+            ep: ranks of expert parallel.
+            etp: ranks of expert tensor parallel.
         """
         model, D, F = self.model, self.model.dim, self.model.expert_hidden / etp
         local_experts = model.num_experts / ep
@@ -259,6 +269,8 @@ class BlockCosts(AttentionCosts):
             sample_ranks: ranks that a sample is divided among, tp x cp.
             samples: samples of the microbatch.
             tp: not used.
+            ep: ranks of expert parallel.
+            etp: ranks of expert tensor parallel.
             choice: the dispatcher, and what overlaps with it.
         """
         parts = choice.parts if ep * etp > 1 else 1
@@ -276,9 +288,10 @@ class BlockCosts(AttentionCosts):
     def attention_and_ffn(
         self, fold: Fold, samples: int, layer: int, choice: DispatchChoice
     ) -> tuple[tuple[Cost, Cost], ...]:
-        """Return (forward, backward) of attention and (forward, backward) of the dense network or MoE layer.
+        """Return the costs (forward, backward) of a block's attention, and those of its dense network or MoE layer.
 
         Args:
+            fold: degrees of the mapping.
             samples: samples of the microbatch.
             layer: index of the block.
             choice: the dispatcher, and what overlaps with it.
@@ -293,9 +306,15 @@ class BlockCosts(AttentionCosts):
         return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden, self.backward[layer].ffn)
 
     def _in_halves(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice) -> tuple[tuple[Cost, Cost], ...]:
-        """Return (forward, backward) of attention and (forward, backward) of the MoE layer, overlapping in halves.
+        """Return the costs (forward, backward) of attention, and those of the MoE layer, overlapping in halves.
 
         While routed tokens of the first half are in flight, attention of the second is computed.
+
+        Args:
+            fold: degrees of the mapping.
+            samples: samples of the whole microbatch.
+            layer: index of the block.
+            choice: the dispatcher, with `halves`.
         """
         half = self.attention(fold.tp, fold.cp, samples / 2, self.first_alike[layer])
         between = tuple(cost.matrix + cost.attention + cost.memory for cost in half)
@@ -308,6 +327,7 @@ class BlockCosts(AttentionCosts):
         """Return the host's seconds to launch a block for one microbatch, forward and backward.
 
         Args:
+            fold: degrees of the mapping; only whether tp > 1 matters.
             mode: mode of recomputation of this block, such as "none" or "full".
         """
         return (self.stack.host_tp if fold.tp > 1 else self.stack.host) * (4 / 3 if mode in FULL else 1.0)
@@ -316,6 +336,7 @@ class BlockCosts(AttentionCosts):
         """Return the cost of a block for one microbatch, forward and backward added up, recomputation included.
 
         Args:
+            fold: degrees of the mapping.
             samples: samples of the microbatch.
             layer: index of the block.
             choice: the dispatcher, and what overlaps with it.

@@ -142,12 +142,17 @@ class Candidates:
                     yield CandidateGroup(floor, fold, samples, m, fitting, dispatchers)
 
     def _floor(self, fold: Fold, samples: int, m: int, schedules: list[TriedSchedule]) -> float:
-        """Return a lower bound of a step's seconds: of attention, dense networks and experts' products, or of launches.
+        """Return a lower bound of a step's seconds.
 
-        No recomputation is faster, nor are halves: two products of half the tokens take at least as long as one.
+        It is the longer of two: attention, dense networks and experts' products on the device, or the host's
+        launches. No recomputation is faster, nor are halves: two products of half the tokens take at least as long as
+        one.
 
         Args:
+            fold: degrees of the mapping.
+            samples: samples of the microbatch.
             m: microbatches of a step.
+            schedules: schedules to try, of which the least idle counts.
         """
         seconds = self.totals.non_experts(fold.tp, fold.cp, samples)[0]
         seconds += self.totals.expert_products(fold.tp * fold.cp, samples, fold.ep, fold.etp)
@@ -210,7 +215,9 @@ def _dispatchers(config: Config, group: int, device: Device) -> list[str]:
     """Return the names of the dispatchers to try; the recipe's own if no other may replace it.
 
     Args:
+        config: recipe.
         group: number of ranks of a dispatch group, ep x etp.
+        device: device, whose `domain` says whether the group spans several.
     """
     dispatcher = config.moe.dispatcher
     if not DISPATCHERS.look_up(dispatcher).search_tries:

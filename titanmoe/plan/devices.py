@@ -163,7 +163,12 @@ def read_device(name: str) -> Device:
 
 
 def _figure(data: dict[str, Any], key: str) -> tuple[float, str, str]:
-    """Return (value, source, problem) of one figure of a hardware file; the problem is "" if there is none."""
+    """Return (value, source, problem) of a figure in a hardware file. `problem` is "" if the figure is sound.
+
+    Args:
+        data: tables and values of the file.
+        key: name of the figure.
+    """
     entry = data.get(key)
     if entry is None:
         return 0.0, "", f'{key} is missing: give {key} = {{ value = ..., source = "..." }}'

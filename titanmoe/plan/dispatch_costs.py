@@ -155,7 +155,7 @@ class DispatchCosts:
         return exposed + self.links.message_share * (all_messages - exposed)
 
     def expert_weights(self, ep: int, etp: int) -> float:
-        """Return the elements of one MoE layer's expert weights on a rank, before data ranks shard them."""
+        """Return the elements of one MoE layer's expert weights on a rank: divided by ep and etp, not yet by edp."""
         return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
 
     def cost_of_halves(self, weights: float, T: float, direction: int, times: float) -> Cost:
@@ -203,6 +203,8 @@ class DispatchCosts:
         Args:
             dispatcher: name of the dispatcher.
             T: tokens of the rank, each of which is sent to top_k experts.
+            ep: ranks of expert parallel.
+            etp: ranks of expert tensor parallel.
         """
         if self.stack.gathers_etp and dispatcher == "alltoall" and etp > 1:
             routed = T * self.model.top_k * self.model.dim * self.w

@@ -61,7 +61,13 @@ class TextLengths(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, prompt: int | None = None, answer: int | None = None) -> TextLengths:
-        """Return the given lengths; None is the most that the recipe allows: seq_len - max_tokens, and max_tokens."""
+        """Return the given lengths, and in place of None the most that the recipe allows.
+
+        Args:
+            config: recipe with [rl].
+            prompt: mean tokens of a prompt; None for seq_len - max_tokens.
+            answer: mean tokens of an answer; None for max_tokens.
+        """
         most = config.generation.max_tokens
         return cls(prompt or config.training.seq_len - most, answer or most)
 
@@ -178,7 +184,12 @@ def generator_weights(config: Config, fold: Fold) -> int:
 
 
 def generator_sizes(config: Config, fold: Fold) -> Sizes:
-    """Return the weight units of a generator on a rank, which has all that tp, ep and etp do not divide."""
+    """Return the weight units of a generator on a rank, unsharded over data ranks: divided by tp, ep and etp alone.
+
+    Args:
+        config: recipe.
+        fold: degrees of the generator, not of training.
+    """
     return Sizes(config.model, fold.tp, fold.ep, fold.etp, 1, Tuning.of(config))
 
 

@@ -45,9 +45,10 @@ class LeastMemory:
     """Lower bounds of the memory of a recipe's mappings."""
 
     def __init__(self, config: Config, world: int, first_alike: list[int]):
-        """Count the weights.
+        """Count the recipe's weights, and the bytes of their state divided among all ranks.
 
         Args:
+            config: recipe.
             world: number of ranks.
             first_alike: for each block the first one with an equal mixer.
         """
@@ -78,7 +79,14 @@ class LeastMemory:
                 yield Variant(self.state + max(held), mode, schedule)
 
     def _saved_of_block(self, fold: Fold, samples: int) -> list[float]:
-        """Return the bytes that the mean block saves of a microbatch for each of RECOMPUTE_MODES, in order."""
+        """Return the bytes that a block saves of a microbatch, one number for each of RECOMPUTE_MODES, in order.
+
+        Attention's are the mean of all blocks, those of the feed-forward network or experts the last block's.
+
+        Args:
+            fold: degrees of the mapping.
+            samples: samples of the microbatch.
+        """
         model, training = self.config.model, replace(self.config.training, local_batch_size=samples)
         shared = fold.tp if model.shared_hidden else 1  # tp matters to experts only through the shared one
         attention_key = fold.tp, fold.cp, samples

@@ -67,6 +67,8 @@ def rank_memories(
     """Return the memory of each pipeline rank, in ascending order of ranks.
 
     Args:
+        config: recipe.
+        fold: degrees of `config`.
         imbalance: routed tokens of the busiest rank over the mean.
         only_ends: only the first rank, which has most microbatches in flight, and the last, which has the head; without
             a pipeline both are one.
@@ -109,6 +111,7 @@ def stages_of(config: Config, stages: int, explicit: tuple[int, ...], shared: bo
     """Return the range of layers of each stage, balanced by work unless `explicit` gives their numbers.
 
     Args:
+        config: recipe, for model and seq_len; its [pipeline] is not used.
         stages: number of stages.
         explicit: layers of each stage, as pipeline.layers_per_stage gives them; () to balance.
         shared: whether all stages share the vocabulary.
@@ -375,7 +378,14 @@ def _whole_of_block(s: Widths, layer: int) -> int:
 
 
 def _whole_trained(s: Widths, layers: range, first: bool, last: bool) -> int:
-    """Return the elements of a stage's gradients on a rank before data ranks shard them."""
+    """Return the elements of a stage's gradients on a rank before data ranks shard them.
+
+    Args:
+        s: weight sizes of the rank.
+        layers: layers of the stage.
+        first: whether the stage has the embedding.
+        last: whether the stage has the head, and so the blocks of multi-token prediction.
+    """
     extra = range(s.model.num_layers, s.model.num_layers + s.model.mtp_depth * last)
     units = units_of_stage(s.config, s.sizes, layers, first, last)[0]
     units += [s.sizes.experts_of(i) for i in (*layers, *extra) if has_experts(s.model, i)]
@@ -386,6 +396,7 @@ def _loads(s: Widths, rank: int, stages: int) -> list[BackwardLoad]:
     """Return the microbatches in flight and gradients begun in those backward passes of a rank that may be the peak.
 
     Args:
+        s: recipe and mapping.
         rank: pipeline rank.
         stages: number of stages of the rank.
     """

@@ -97,6 +97,10 @@ Plan = tuple[list[str], dict[str, Any], dict[Path | None, str], int]
 def _plan(args: argparse.Namespace, device: Device) -> Plan:
     """Price the recipe's own mapping (--explain) or search for the fastest ones, and return what to print and write.
 
+    Args:
+        args: options of `titanmoe plan`, with ranks, stack and imbalance resolved.
+        device: hardware to plan for.
+
     Raises:
         ConfigError: the recipe or an option is refused, or no mapping fits.
     """
@@ -336,7 +340,11 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
 
 
 def _text_lengths(config: Config, args: argparse.Namespace) -> TextLengths | None:
-    """Return the mean lengths of the texts of [rl], None without it; ConfigError for options that contradict it."""
+    """Return the mean tokens of prompts and answers that the options, or else the recipe, give; None without [rl].
+
+    Raises:
+        ConfigError: options contradict the recipe or each other.
+    """
     from titanmoe.plan.generation_costs import TextLengths
 
     lengths = {"--prompt-tokens": args.prompt_tokens, "--answer-tokens": args.answer_tokens}

@@ -118,7 +118,12 @@ def is_tie(mapping: PricedMapping, best: PricedMapping) -> bool:
 
 
 def kind_of_mapping(fold: Fold, price: Price) -> str:
-    """Return the key of RANGES for a mapping: "launch-bound", "etp", "pipeline", "FSDP + EP" or "FSDP"."""
+    """Return the key of RANGES for a mapping: "launch-bound", "etp", "pipeline", "FSDP + EP" or "FSDP".
+
+    Args:
+        fold: degrees of the mapping.
+        price: time of its step, which says whether launches bound it.
+    """
     if price.components["waiting for the host"] > LAUNCH_BOUND * price.step:
         return "launch-bound"
     return "etp" if fold.etp > 1 else "pipeline" if fold.pp > 1 else "FSDP + EP" if fold.ep > 1 else "FSDP"
@@ -256,13 +261,25 @@ def explanation(mapping: PricedMapping, device: Device) -> list[str]:
 
 
 def budget(mapping: PricedMapping, tokens: float, device: Device) -> list[str]:
-    """Return the lines on the days and US dollars of training on that many tokens."""
+    """Return the lines on the days and US dollars of training on `tokens` tokens.
+
+    Args:
+        mapping: priced mapping.
+        tokens: tokens to train on, such as 1e12.
+        device: device, with its price per hour.
+    """
     days, cost = days_and_cost(mapping, tokens, device)
     return ["", f"{tokens:.3g} tokens: {days:,.1f} days, {cost:,.0f} US dollars at {device.price:g} per GPU and hour."]
 
 
 def days_and_cost(mapping: PricedMapping, tokens: float, device: Device) -> tuple[float, float]:
-    """Return the days and US dollars of training on that many tokens."""
+    """Return the days and US dollars of training on `tokens` tokens, on all ranks.
+
+    Args:
+        mapping: priced mapping.
+        tokens: tokens to train on, such as 1e12.
+        device: device, with its price per hour.
+    """
     hours = tokens / (mapping.price.tokens * mapping.fold.world) / 3600
     return hours / 24, hours * mapping.fold.world * device.price
 

@@ -95,7 +95,12 @@ def blocks_of_rank(
 
 
 def microbatches(config: Config, fold: Fold) -> int:
-    """Return the microbatches of a step on each data rank, rounded down; at least 1."""
+    """Return the microbatches of a step on each data rank, rounded down; at least 1.
+
+    Args:
+        config: recipe with a global batch size.
+        fold: degrees of `config`.
+    """
     return max(1, config.training.global_batch_size // (config.training.local_batch_size * fold.dp))
 
 
@@ -146,7 +151,11 @@ class Pricer(WeightCosts):
     def stages(
         self, config: Config, fold: Fold
     ) -> tuple[list[int], list[dict[BlockKind, tuple[int, int]]], dict[BlockKind, int]]:
-        """Return the layers of each stage by kind.
+        """Return how many blocks of each kind the stages have, and where the stages are.
+
+        Args:
+            config: recipe, with the schedule, recomputation and vocab of the mapping.
+            fold: degrees of `config`.
 
         Returns:
             The pipeline rank of each stage; for each stage and kind (number of blocks, index of one of them); and for
@@ -159,6 +168,10 @@ class Pricer(WeightCosts):
 
     def first_rank_blocks(self, config: Config, fold: Fold) -> dict[tuple[bool, int], tuple[int, int]]:
         """Return the blocks of the first pipeline rank by kind, recomputed or not.
+
+        Args:
+            config: recipe, with the schedule, recomputation and vocab of the mapping.
+            fold: degrees of `config`.
 
         Returns:
             {(whether it has experts, index of the first block with an equal mixer): (number of blocks, index of one)}.
@@ -278,7 +291,12 @@ class Pricer(WeightCosts):
         return DispatchChoice(config.moe.dispatcher, config.moe.overlap == "halves", hidden)
 
     def matrices(self, config: Config, fold: Fold) -> float:
-        """Return the seconds of Muon's Newton-Schulz and its messages in a step; 0 for other optimizers."""
+        """Return the seconds of Muon's Newton-Schulz and its messages in a step; 0 for other optimizers.
+
+        Args:
+            config: recipe, for its optimizer.
+            fold: degrees of `config`.
+        """
         if not OPTIMIZERS.look_up(config.optimizer.name).numbers_per_matrix_weight:
             return 0.0
         work = muon_work(config, fold)
@@ -292,6 +310,7 @@ class Pricer(WeightCosts):
         """Return the seconds to send a microbatch's hidden states to the next pipeline stage; 0 without a pipeline.
 
         Args:
+            pp: pipeline ranks; 1 is no pipeline.
             stage: ranks of a stage, and so the distance of the next one.
             samples: samples of the microbatch.
             sample_ranks: ranks that a sample is divided among, tp x cp.
@@ -305,6 +324,10 @@ class Pricer(WeightCosts):
         They are the sums of the embeddings and of the gradients of the last hidden states, to one rank, and these
         states and the embeddings' gradients, from one rank; each is as long as a gather, and there are twice as many
         bytes with multi-token prediction. Computation that may hide them is not considered.
+
+        Args:
+            fold: degrees of the mapping.
+            samples: samples of the microbatch.
         """
         size = samples * self.config.training.seq_len / (fold.tp * fold.cp) * self.model.dim * self.w
         return 4 * (1 + self.model.mtp_depth) * self.links.gather(LinkGroup(fold.pp, fold.stage), size)
@@ -313,6 +336,8 @@ class Pricer(WeightCosts):
         """Return the idle time of a pipeline rank in a step, over the busy time of one microbatch.
 
         Args:
+            config: recipe, for its schedule.
+            fold: degrees of `config`.
             per_rank: stages of a rank.
             m: microbatches of a step.
         """
@@ -329,6 +354,7 @@ class Pricer(WeightCosts):
 
         Args:
             config: the recipe, with the reshard_after_forward that gathers weights least often.
+            fold: degrees of `config`.
             busy: lower bound of the seconds of a microbatch on a pipeline rank, all of which may hide messages.
         """
         blocks, m = self.first_rank_blocks(config, fold), microbatches(config, fold)

@@ -70,6 +70,10 @@ def saves_mask(config: Config, cp: int) -> bool:
     """Return whether attention on GPUs gets a (seq_len, seq_len) mask: for documents, if flex_attention cannot take it.
 
     Our attention by blocks, which rings, windows and sinks have, needs none.
+
+    Args:
+        config: recipe.
+        cp: ranks of context parallel.
     """
     model, options = config.model, config.parallelism
     by_blocks = model.attention_sinks or model.sliding_window or (cp > 1 and options.cp_kind != "ulysses")
@@ -120,6 +124,10 @@ def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
     """Return for each block which gradients backward computes, and so what forward has to save.
 
     A gradient of a block's input is computed only if something before the block is trained.
+
+    Args:
+        key: key of the model.
+        tuning: what the recipe trains.
     """
     model, flows = key.model, []
     if tuning.trains_all:
@@ -160,7 +168,13 @@ def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
 
 
 def _dense(s: Widths, hidden: int, selective: bool) -> int:
-    """Return the bytes that a dense or shared feed-forward network saves. `selective`: whether that is the mode."""
+    """Return the bytes that a dense or shared feed-forward network saves of a microbatch.
+
+    Args:
+        s: token counts and number widths of the rank.
+        hidden: width of the network, before tp divides it.
+        selective: whether the mode of recomputation is "selective".
+    """
     return (2 if selective else 4) * s.X * hidden // s.fold.tp * s.w
 
 
@@ -185,6 +199,7 @@ def _saved_of_recomputed(s: Widths, with_rows: bool) -> int:
     """Return the bytes that a recomputed MoE layer saves of a microbatch besides its input: places of routed tokens.
 
     Args:
+        s: token counts and number widths of the rank.
         with_rows: whether the routed tokens that arrived are saved too, with their weights ("full_except_dispatch").
     """
     order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
@@ -201,6 +216,8 @@ def dropped_bytes(s: Widths, layer: int, prefix: str) -> int:
     """Return the bytes that dropout of adapters' inputs saves in a block: each adapter's input, and what was dropped.
 
     Args:
+        s: token counts and number widths of the rank.
+        layer: index of the block.
         prefix: first part of the adapters' names, "attention." or "moe.experts.", or "" for all others.
     """
     if not s.drops_inputs:

@@ -91,7 +91,14 @@ def _in_flight(row: list[Cell]) -> int:
 
 @lru_cache(maxsize=4096)
 def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ScheduleCost:
-    """Return the idle time and the microbatches in flight of a schedule: by formula, else by playing its table."""
+    """Return the idle time and the microbatches in flight of a schedule: by formula, else by playing its table.
+
+    Args:
+        schedule: name of the schedule, such as "1F1B".
+        pp: number of pipeline ranks.
+        stages_per_rank: number of stages of a rank.
+        microbatches: number of microbatches of a step.
+    """
     v, even = stages_per_rank, microbatches % pp == 0
     if schedule in ALL_AHEAD:
         return ScheduleCost((pp - 1) / v, (microbatches * v,) * pp)
@@ -139,6 +146,11 @@ def _equivalent_microbatches(schedule: str, pp: int, microbatches: int) -> int:
     """Return a number of microbatches, at most the given one, with the same idle time and as many in flight at once.
 
     A table of fewer microbatches is faster to make.
+
+    Args:
+        schedule: name of the schedule, such as "1F1B".
+        pp: number of pipeline ranks.
+        microbatches: number of microbatches of a step.
     """
     if SCHEDULES[schedule].v_shape:
         return min(microbatches, ROUNDS * pp + 1)

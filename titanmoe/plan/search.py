@@ -109,6 +109,8 @@ def evaluate(
     Args:
         config: recipe with a global batch size, whose mapping is legal.
         world: number of ranks.
+        device: hardware to price on.
+        factors: efficiencies that scale the device's figures.
         imbalance: routed tokens of the busiest rank over the mean.
         stack: software that is priced.
         reference: whether a frozen copy of the model lies beside it.
@@ -233,6 +235,8 @@ def _generators(config: Config, world: int, *costs: Any) -> list[GeneratorPlan |
     """Return the generators that may be beside training, fastest first; [None] without [rl].
 
     Args:
+        config: recipe; without rl.reward it has no generator.
+        world: number of ranks.
         costs: device, factors, imbalance, stack and lengths, as GeneratorCosts takes them.
     """
     return [*GeneratorCosts(config, world, *costs).fastest()] if config.rl.reward else [None]
@@ -262,7 +266,11 @@ def _step_to_beat(best: dict[MappingKey, PricedMapping], candidate: Candidate, s
 def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
     """Return whether any legal mapping of `world` ranks fits into the devices' memory, with [rl] beside a generator.
 
-    The config has a global batch size.
+    Args:
+        config: recipe with a global batch size, whose own degrees are not used.
+        world: number of ranks.
+        device: hardware, with its memory.
+        factors: efficiencies that scale the device's figures.
     """
     pricer = Pricer(config, device, factors)
     candidates = Candidates(config, world, pricer, device.memory - device.reserved)
@@ -287,6 +295,9 @@ def _priced_mappings(
     Replicas are one, or so many that each stays within a domain of the fast link. Laws are not checked; `memory` is [].
 
     Args:
+        config: recipe.
+        candidate: degrees with one replica, and what else the search chose.
+        pricer: pricer of `config` on the device.
         limit: seconds of a step; replicas with which no step can be faster are left out.
     """
     fold = candidate.fold

@@ -118,13 +118,25 @@ class ModelKey:
 
 
 def _flags(names: Iterable[str], tuning: Tuning) -> tuple[bool, ...]:
-    """Return whether each named tensor is frozen; () if all are trained."""
+    """Return whether each named tensor is frozen; () if all are trained.
+
+    Args:
+        names: names of parameters, such as "embed.weight".
+        tuning: what the recipe trains.
+    """
     return () if tuning.trains_all else tuple(map(tuning.freezes, names))
 
 
 @lru_cache(maxsize=4096)
 def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
-    """Return a block's unit on a rank, without its experts."""
+    """Return the unit of a block on a rank, after tp, adapters included and routed experts left out.
+
+    Args:
+        key: key of the model.
+        tp: ranks of tensor parallel.
+        layer: index of the block.
+        tuning: what the recipe trains.
+    """
     model, mixer, experts = key.model, key.mixers[layer], has_experts(key.model, layer)
     parts, router = tensors.block_splits(model, mixer, experts, tp), tensors.router_splits(model) if experts else {}
     name = tensors.block_name(model, layer)
@@ -135,7 +147,16 @@ def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
 
 @lru_cache(maxsize=4096)
 def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning: Tuning = EVERYTHING) -> WeightUnit:
-    """Return the unit of one block's experts on a rank. `layer` matters only if some tensors are frozen or adapted."""
+    """Return the unit of one block's experts on a rank, after ep and etp.
+
+    Args:
+        key: key of the model.
+        ep: ranks of expert parallel.
+        etp: ranks of expert tensor parallel.
+        edp: data ranks that share an expert; each gets whole experts if they divide evenly, else slices.
+        layer: index of the block; matters only if some tensors are frozen or adapted.
+        tuning: what the recipe trains.
+    """
     model, name = key.model, tensors.block_name(key.model, layer)
     parts = tensors.expert_splits(model)
     parts |= tuning.adapters(name, parts)
@@ -150,7 +171,12 @@ def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning:
 
 @lru_cache(maxsize=4096)
 def _first_alike(key: ModelKey, layer: int) -> int:
-    """Return the index of the first block with an equal mixer and the same kind of feed-forward network."""
+    """Return the index of the first block with the same mixer and kind of feed-forward network as block `layer`.
+
+    Args:
+        key: key of the model.
+        layer: index of a block.
+    """
     kinds = [(mixer, has_experts(key.model, i)) for i, mixer in enumerate(key.mixers)]
     return kinds.index(kinds[layer])
 
@@ -208,6 +234,8 @@ def units_of_stage(
     embedding, and so is a vocabulary that all stages share (`shared_vocabulary`).
 
     Args:
+        config: recipe.
+        sizes: weight units of a rank.
         layers: layers of the stage.
         first: whether the stage has the embedding.
         last: whether the stage has the head.
@@ -227,7 +255,14 @@ def units_of_stage(
 
 
 def shared_vocabulary(config: Config, sizes: Sizes) -> list[WeightUnit]:
-    """Return the units of embedding and head on a rank if all pipeline stages share them, else []."""
+    """Return the units of embedding and head on a rank if all pipeline stages share them, else [].
+
+    The embedding alone if they are tied; the head without its norm.
+
+    Args:
+        config: recipe; stages share both with vocab = "pipeline".
+        sizes: weight units of a rank.
+    """
     if config.parallelism.vocab != "pipeline":
         return []
     if config.model.tie_embeddings:
@@ -237,7 +272,7 @@ def shared_vocabulary(config: Config, sizes: Sizes) -> list[WeightUnit]:
 
 
 def vocabulary_ranks(config: Config, fold: Fold) -> int:
-    """Return the number of ranks that shard the vocabulary."""
+    """Return the number of ranks that shard the vocabulary: those of tp, with vocab = "pipeline" of tp x pp."""
     return fold.tp * (fold.pp if config.parallelism.vocab == "pipeline" else 1)
 
 
@@ -274,6 +309,7 @@ def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
     """Yield the LoRA adapters of a block; none without [lora].
 
     Args:
+        config: recipe.
         layer: index of the block.
         w: bytes of the compute dtype, by which the experts' adapter ranks are filled up to a multiple of 16 bytes.
     """
@@ -304,6 +340,8 @@ def state_bytes(
     """Return the bytes of the optimizer's state on a rank.
 
     Args:
+        config: recipe.
+        fold: degrees of `config`.
         parts: weight units of the rank, each with the number of data ranks that shard it.
         stages: layers of each stage of the rank, whether it has the embedding, and whether it has the head.
         blocks: indices of the rank's blocks.
@@ -333,6 +371,8 @@ def _parts_without(
     """Return the rank's weight units with the tensors that `patterns` match marked as frozen.
 
     Args:
+        config: recipe.
+        fold: degrees of `config`.
         stages: layers of each stage of the rank, whether it has the embedding, and whether it has the head.
         blocks: indices of the rank's blocks.
         patterns: patterns of names, as in training.freeze.

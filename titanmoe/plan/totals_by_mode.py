@@ -31,7 +31,9 @@ def _add(
     """Return `totals` with `count` equal layers added, for each mode of recomputation.
 
     Args:
+        costs: costs of the blocks, for how much selective recomputation repeats.
         totals: seconds in the order of RECOMPUTE_MODES.
+        count: number of equal layers.
         forward: cost of one layer's forward.
         backward: cost of one layer's backward without recomputation.
         recomputed: cost of recomputation by mode; by default both full modes repeat the forward.
@@ -58,7 +60,13 @@ class TotalsByMode:
                 self.moe_layers[costs.backward[first].ffn] += count
 
     def _non_experts(self, tp: int, cp: int, samples: int) -> SecondsByMode:
-        """Return the seconds of the head, attention and dense networks, by mode of recomputation."""
+        """Return the seconds of one microbatch in the head and all attention and dense networks, by recomputation mode.
+
+        Args:
+            tp: ranks of tensor parallel.
+            cp: ranks of context parallel.
+            samples: samples of the microbatch.
+        """
         costs = self.costs
         totals = [sum(costs.head(tp, cp, samples))] * len(RECOMPUTE_MODES)
         for (experts, first), count in costs.kinds.items():
@@ -78,6 +86,9 @@ class TotalsByMode:
         Args:
             sample_ranks: ranks that a sample is divided among, tp x cp.
             samples: samples of the microbatch.
+            tp: matters to the shared expert only.
+            ep: ranks of expert parallel.
+            etp: ranks of expert tensor parallel.
             choice: the dispatcher, and what overlaps with it.
         """
         totals, messages, degrees = [0.0] * len(RECOMPUTE_MODES), 0.0, (sample_ranks, samples, tp, ep, etp)
@@ -90,7 +101,16 @@ class TotalsByMode:
         return tuple(totals), messages
 
     def _expert_products(self, sample_ranks: int, samples: int, ep: int, etp: int) -> float:
-        """Return the seconds of the experts' products without recomputation: at most those of all MoE layers."""
+        """Return the seconds of the experts' products in all MoE layers for one microbatch, without recomputation.
+
+        It is a lower bound of what these layers take.
+
+        Args:
+            sample_ranks: ranks that a sample is divided among, tp x cp.
+            samples: samples of the microbatch.
+            ep: ranks of expert parallel.
+            etp: ranks of expert tensor parallel.
+        """
         costs = self.costs
         tokens = samples * self.config.training.seq_len / sample_ranks
         once = costs.expert_products(tokens * costs.model.top_k * etp * costs.imbalance, ep, etp)
@@ -100,6 +120,14 @@ class TotalsByMode:
         """Return the seconds of the head and of all blocks if MoE blocks split the microbatch into halves, by mode.
 
         They are infinite where halves are illegal, or where no routed token leaves its rank.
+
+        Args:
+            tp: ranks of tensor parallel.
+            cp: ranks of context parallel.
+            samples: samples of the whole microbatch.
+            ep: ranks of expert parallel.
+            etp: ranks of expert tensor parallel.
+            dispatcher: name of the dispatcher.
         """
         costs = self.costs
         config = replace(self.config, training=replace(self.config.training, local_batch_size=samples))

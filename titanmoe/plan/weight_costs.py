@@ -30,6 +30,12 @@ class WeightCosts(BlockCosts):
 
         `gather` is one gather of the weights, `reduce` one reduction of the gradients, and `last` the sum, once a step,
         of the gradients of experts outside FSDP over their replicas.
+
+        Args:
+            config: recipe, with the sharding options of the mapping.
+            fold: degrees of `config`.
+            sizes: weight units of the rank under `fold`.
+            layer: index of the block.
         """
         reduced = max(self.w, WIDTHS[self.config.training.mixed_precision_reduce])
         gather = reduce = last = 0.0
@@ -61,6 +67,8 @@ class WeightCosts(BlockCosts):
         """Return the formulas of how FSDP2 copies weights and gradients; None for a stack without FSDP2.
 
         Args:
+            config: recipe, with the sharding options of the mapping.
+            fold: degrees of `config`.
             m: microbatches of a step.
         """
         if not self.stack.fsdp2:
@@ -78,6 +86,9 @@ class WeightCosts(BlockCosts):
 
         Args:
             copies: formulas of FSDP2; None gives zeros.
+            config: recipe, with the sharding options of the mapping.
+            fold: degrees of `config`.
+            sizes: weight units of the rank under `fold`.
             layer: index of the block.
         """
         if copies is None:
@@ -92,7 +103,12 @@ class WeightCosts(BlockCosts):
         return self._copy_seconds(*moved)
 
     def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
-        """Return whether the experts are outside FSDP: if the stack does so and `experts_are_unsharded`."""
+        """Return whether the experts are outside FSDP: if the stack does so and `experts_are_unsharded`.
+
+        Args:
+            config: recipe, with the sharding options of the mapping.
+            fold: degrees of `config`.
+        """
         return self.stack.unshards_experts and experts_are_unsharded(config.parallelism, config.training, fold.edp)
 
     def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:

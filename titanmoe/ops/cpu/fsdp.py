@@ -79,7 +79,7 @@ class DirectAllGather:
     """
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the tensor into which weights are gathered. Called by FSDP2."""
+        """Return an uninitialised tensor of `size`, into which FSDP2, which calls this, gathers weights."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -114,10 +114,10 @@ class ReduceScatter:
         self._message_numbers = 0
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a tensor for gradients. Called by FSDP2.
+        """Return an uninitialised tensor of `size` for gradients. Called by FSDP2.
 
         FSDP2 calls it alternately for the gradients to send and for this rank's shard of the sum, which is smaller by
-        the factor `ranks`.
+        the factor `ranks`. Tells the two apart by `size`, and so has to be called for both.
         """
         numbers = math.prod(size)
         is_sum = numbers * self.ranks == self._message_numbers

@@ -52,7 +52,13 @@ def allocate_shared(
 ) -> tuple[Tensor, MappedBuffers]:
     """Allocate a buffer on this rank that the ranks of `group` map into their memory. Collective over the world.
 
-    All ranks allocate equal sizes. Buffers begin as zeros. `device` is not used.
+    Buffers begin as zeros.
+
+    Args:
+        shape: the shape of each rank's buffer, equal on all ranks.
+        dtype: its dtype.
+        device: not used.
+        group: the ranks whose buffers are mapped.
 
     Returns:
         The buffer, and a handle to the buffers of all ranks of the group.

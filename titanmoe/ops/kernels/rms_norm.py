@@ -71,7 +71,12 @@ def _rms_norm_backward(grad, x, weight, grad_x, sums, R, of_grad, of_x, D: tl.co
 
 
 def _block(width: int, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
-    """Return the launch options of a program by name, such as its tile and its warps; and its number of rows."""
+    """Return the launch options of a kernel by name, such as tile and warps; and the rows of a program's block.
+
+    Args:
+        width: numbers of a row.
+        dtype: dtype of the rows: float64 halves the numbers of a thread.
+    """
     columns, of_thread = next_power_of_2(width), NUMBERS // 2 if dtype == torch.float64 else NUMBERS
     warps = min(max(columns // (32 * of_thread), 4), 32)
     rows = max(warps * 32 * of_thread // columns, 1)
