@@ -182,7 +182,12 @@ def published_step(row: Json) -> float | None:
 
 
 def price_of(row: Json, factors: Factors) -> Row:
-    """Price a published run. Its routing is learned unless it was forced or a capacity of 1 drops the rest."""
+    """Price a published run. Its routing is learned unless it was forced or a capacity of 1 drops the rest.
+
+    Args:
+        row: the run, as the file of published runs has it.
+        factors: the planner's factors.
+    """
     (config, fold), stack = run_of(row), stack_of(row)
     forced = row["ep"] == 1 or any(word in (row["routing"] or "") for word in ("capacity", "balance"))
     imbalance = 1.0 if forced else stack.busiest
@@ -266,6 +271,10 @@ def ranges(priced: list[Row], not_judged: list[Row]) -> dict[str, float]:
     """Return the error that four of five published runs do not exceed, by kind of mapping.
 
     Launch-bound runs that are not judged count: no plan knows the host either.
+
+    Args:
+        priced: published runs whose errors are judged, with their prices.
+        not_judged: the others, with their prices.
     """
     errors = defaultdict(list)
     for one in priced + [one for one in not_judged if one.kind == "launch-bound"]:
@@ -320,7 +329,12 @@ def every_row(priced: list[Row]) -> str:
 
 
 def accuracy(priced: list[Row], not_judged: list[Row]) -> str:
-    """Return the part of docs/planner.md on the accuracy of step times."""
+    """Return the part of docs/planner.md on the accuracy of step times.
+
+    Args:
+        priced: published runs whose errors are judged, with their prices.
+        not_judged: the others, with their prices.
+    """
     (pairs, fastest, error), body = order(priced), [(k, f"{x:.0%}") for k, x in ranges(priced, not_judged).items()]
     wrong = [(published - 1, 1 / planned - 1) for published, planned in pairs if planned <= 1]
     text = (

@@ -99,7 +99,12 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
 
 
 def run(ranks: int, arguments: list[str]) -> int:
-    """Run `titanmoe train` and return its exit code; 130 if the user interrupted it."""
+    """Run `titanmoe train` and return its exit code; 130 if the user interrupted it.
+
+    Args:
+        ranks: number of ranks that it starts.
+        arguments: options that follow the recipe, such as ["--training.steps", "10"].
+    """
     words = ["train", RECIPE, "--ranks", str(ranks), *arguments]
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "train.py", "--config", RECIPE, *arguments]
     print(

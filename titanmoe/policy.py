@@ -248,9 +248,14 @@ def _with_old(batch: Batch, log_p_BL: Tensor) -> Batch:
 
 
 def _over_answers(x_BL: Tensor, batch: Batch, mean: bool) -> Tensor:
-    """Sum or average x over the labels of each answer; return the result at every position of the answer.
+    """Sum or average x over the labels of each answer; return (B, L), the result at every position of the answer.
 
     An answer is a document, or a sample if the batch has no documents.
+
+    Args:
+        x_BL: values by position; those of positions without a label do not count.
+        batch: the microbatch with the labels and documents.
+        mean: whether to divide by the answer's number of labels; 0 for an answer without labels.
     """
     has_label_BL = (batch.labels_BS != IGNORE).to(x_BL.dtype)
     if batch.document_BS is None:

@@ -49,7 +49,12 @@ def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
 
 
 def answer_samples(config: Config, model: RankModel) -> Evaluation | None:
-    """Build the evaluation that answers the recipe's prompts; None if it has none. Collective over the world."""
+    """Build the evaluation that answers the recipe's prompts; None if it has none. Collective over the world.
+
+    Args:
+        config: the recipe.
+        model: this rank's stages of the model, which the evaluation generates with.
+    """
     if not has_samples(config):
         return None
     from titanmoe.generate.answer_samples import SampleAnswers
@@ -58,7 +63,13 @@ def answer_samples(config: Config, model: RankModel) -> Evaluation | None:
 
 
 def make_loader(config: Config, data_rank: int, data_ranks: int) -> Loader:
-    """Return the loader of this data rank: of the run's data, or of the prompts of [rl]."""
+    """Return a data rank's loader of the run's data, or of the prompts of [rl] if the recipe has an rl.reward.
+
+    Args:
+        config: the recipe.
+        data_rank: index of the data rank, from 0.
+        data_ranks: number of data ranks, among which the batch is divided.
+    """
     if config.rl.reward:
         from titanmoe.rl.policy_trainer import PromptLoader
 

@@ -64,7 +64,14 @@ def read_shape(shape: str, tiny: bool, backend: str) -> Any:
 
 
 def make_blocks(config: Any, device: Any) -> tuple[Any, dict[str, Callable[[], None]]]:
-    """Build the model; return it and, by name, a call of each distinct block, forward and backward."""
+    """Build the model; return it and, by name, a call of each distinct block, forward and backward.
+
+    A call ends when the device has finished. Names are such as "attention, window 128", "MoE layer" and "head".
+
+    Args:
+        config: the recipe, all of whose layers are built.
+        device: the device that they are on.
+    """
     import torch
 
     from titanmoe.config.blocks import window

@@ -121,7 +121,12 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
 
 
 def as_one_rank_saves(path: Path, out: Path) -> None:
-    """Copy a checkpoint so that each tensor is one block, as a run of one rank saves it."""
+    """Copy a checkpoint so that each tensor is one block, as a run of one rank saves it.
+
+    Args:
+        path: folder of the checkpoint.
+        out: folder that the copy is written to.
+    """
     saved = open_checkpoint(path)
     tensors = {n: TensorShard(saved.read(n), (0,) * len(shape), shape) for n, (shape, _) in saved.tensors.items()}
     write_checkpoint(out, tensors, saved.record)

@@ -216,7 +216,14 @@ def layer_seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
 
 
 def device_seconds(config: Any, world: int) -> float:
-    """Return the planner's seconds for the last layer's forward and backward of one microbatch, on the device."""
+    """Return the planner's seconds for the last layer's forward and backward of one microbatch, on the device.
+
+    Messages and the host's launches are not in them.
+
+    Args:
+        config: the recipe.
+        world: number of ranks of its mapping.
+    """
     from titanmoe.fold.degrees import derive
     from titanmoe.plan.devices import read_device
     from titanmoe.plan.dispatch_costs import DispatchChoice

@@ -281,7 +281,12 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
     x_TD, moe = x_BLD.detach().flatten(0, 1).requires_grad_(), block.moe
 
     def both(make: Callable[[], Tensor | tuple[Tensor, ...]], inputs: list[Tensor]) -> Callable[[], Any]:
-        """Return a function that runs forward and backward, with output gradients made beforehand."""
+        """Return a function that runs forward and backward, with output gradients made beforehand.
+
+        Args:
+            make: computes the forward, one output or several; also called once at once, for the shapes of the outputs.
+            inputs: tensors and weights whose gradients are computed, and discarded.
+        """
         made = make()
         made = made if isinstance(made, tuple) else (made,)
         cotangents = [torch.ones_like(y) for y in made]

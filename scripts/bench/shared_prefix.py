@@ -72,7 +72,14 @@ class Repeated:
 
 
 def measure(layout: str, text: int, pairs: int, steps: int) -> None:
-    """Train some steps with a layout, and print time, memory and first loss as JSON."""
+    """Train some steps with a layout, and print as JSON the tokens, labels, first loss, median CPU seconds and MiB.
+
+    Args:
+        layout: a key of `LAYOUTS`.
+        text: tokens of a prompt and one completion.
+        pairs: pairs in the batch, which every step repeats.
+        steps: steps that are timed, after one that is not.
+    """
     import os
 
     from titanmoe.components import COMPONENTS

@@ -56,7 +56,13 @@ CASES = (
 
 
 def documents(samples: int, length: int, device: str) -> Mask:
-    """Return the mask of samples that are filled with documents of log-normal lengths, median 512 tokens."""
+    """Return the mask of samples that are filled with documents of log-normal lengths, median 512 tokens.
+
+    Args:
+        samples: number of samples; each has other documents, the same in every call.
+        length: tokens of a sample.
+        device: the device that the mask is on.
+    """
     random = np.random.default_rng(0)
     rows = [
         np.repeat(np.arange(length), random.lognormal(np.log(512), 1.0, length).clip(16).astype(int))[:length]

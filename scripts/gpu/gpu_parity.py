@@ -293,7 +293,12 @@ def generated(side: Side) -> Result:
 
 
 def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]:
-    """Yield the name of each check and the function that runs it, the most important first, slow ones late."""
+    """Yield the name of each check and the function that runs it, the most important first, slow ones late.
+
+    Args:
+        side: the device that is compared with the CPU; checks that need a real GPU are left out if it is pretended.
+        tiny: whether only the main models are checked, and slow checks left out.
+    """
     main, others = (MAIN[:2], ()) if tiny else (MAIN, OTHERS)
 
     def in_bf16(name: str) -> tuple[str, Callable[[], Result]]:

@@ -31,7 +31,12 @@ CHOICES = ((16, 16), (16, 20), (8, 32), (32, 12))
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
-    """Return the median seconds of a call; on a GPU those of its kernels alone, which are queued behind a pause."""
+    """Return the median seconds of a call; on a GPU those of its kernels alone, which are queued behind a pause.
+
+    Args:
+        run: the call; it is made once more first, to warm up.
+        device: "cuda" or "cpu".
+    """
     run()
     if device == "cuda":
         torch.cuda._sleep(10**8)

@@ -89,7 +89,12 @@ def read_training(log: str, results: str) -> list[Row]:
 
 
 def read_sanitizer(log: str, results: str) -> list[Row]:
-    """Return a row with compute-sanitizer's verdict, and pytest's row "all"."""
+    """Return a row with compute-sanitizer's verdict, and pytest's row "all".
+
+    Args:
+        log: text that compute-sanitizer and pytest printed.
+        results: not used.
+    """
     verdicts = re.findall(r"ERROR SUMMARY: (\d+) errors?", log)
     errors = re.findall(r"^========= (Invalid .*|.*Race.*)$", log, re.MULTILINE)[:3]
     text = f"{verdicts[-1]} errors {'; '.join(errors)}" if verdicts else "it gave no verdict"
@@ -97,7 +102,12 @@ def read_sanitizer(log: str, results: str) -> list[Row]:
 
 
 def read_ncu(log: str, results: str) -> list[Row]:
-    """Return a row for each kernel that Nsight Compute profiled; a failed one if there is none."""
+    """Return a row for each kernel that Nsight Compute profiled; a failed one if there is none.
+
+    Args:
+        log: text that Nsight Compute printed.
+        results: not used.
+    """
     rows: list[Row] = []
     for line in log.splitlines():
         if kernel := re.match(r"^  (\w+) \(.*Context \d+", line):

@@ -109,7 +109,14 @@ def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
 
 def make_config(dim: int, experts: int, top_k: int, factor: float) -> Config:
-    """Return a config with the symmetric-memory dispatcher and these sizes; `factor` is moe.symm_mem_factor."""
+    """Return a config with the symmetric-memory dispatcher and these sizes; all else is as by default.
+
+    Args:
+        dim: width of the model and of each expert.
+        experts: number of experts, over all ranks.
+        top_k: experts of a token.
+        factor: moe.symm_mem_factor.
+    """
     config = Config()
     config.moe.dispatcher, config.moe.symm_mem_factor = "symm_mem", factor
     config.model.dim, config.model.expert_hidden = dim, dim
@@ -141,8 +148,13 @@ def make_dispatchers(here: Rank, config: Config, tokens: int, ep: int = 1, etp: 
 def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return random inputs of a MoE layer: tokens, routing weights, chosen experts, and the gradient of the output.
 
-    Shapes are (T, D), (T, K), (T, K) and (T, D). Every fifth token has one choice fewer. Tokens and gradient are small
-    integers, so that the sums of toy experts do not depend on their order.
+    Shapes are (T, D), (T, K), (T, K) and (T, D). Every fifth token has one choice fewer, given as expert num_experts.
+    Tokens and gradient are small integers, so that the sums of toy experts do not depend on their order.
+
+    Args:
+        here: this rank, whose number in the group is the seed and whose device the inputs are on.
+        config: gives D, K and the number of experts.
+        tokens: number of tokens T of this rank.
     """
     model, generator = config.model, torch.Generator().manual_seed(here.group.rank)
     x_TD, grad_TD = (torch.randint(-2, 3, (tokens, model.dim), generator=generator).bfloat16() for _ in range(2))
@@ -185,7 +197,12 @@ def dispatch_and_combine(dispatcher: Dispatcher, experts: Any) -> Callable[[Tens
 
 
 def as_graph(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return `dispatch_and_combine`'s function, compiled as one graph."""
+    """Return `dispatch_and_combine`'s function, compiled as one graph.
+
+    Args:
+        dispatcher: the dispatcher.
+        experts: called with (x_RD, weights_R1, count_e); returns (R, D).
+    """
     backend = "inductor" if torch.cuda.is_available() else "aot_eager"
     return torch.compile(dispatch_and_combine(dispatcher, experts), backend=backend, fullgraph=True, dynamic=False)
 
@@ -209,6 +226,10 @@ def forward_backward(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...],
 
 def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
     """Return "differ by", the largest difference over a tensor's largest number, and "equal", such as "3 of 3" tensors.
+
+    Args:
+        got: outputs and gradients to judge.
+        want: the right ones, in the same order; differences are relative to their largest numbers.
 
     Raises:
         AssertionError: if a tensor differs by 1e-2 of its largest number, or a wanted one is not finite or zero.

@@ -88,6 +88,7 @@ def expect_report(run: Run, restarted: bool | None = None) -> None:
     The ranks and the time are those that `Run.record_strike` recorded.
 
     Args:
+        run: the run, one of whose ranks was struck; gets the figure of the seconds until all had ended.
         restarted: whether the launcher restarts the ranks; None: only torchrun does.
     """
     restarted = run.launcher == "torchrun" if restarted is None else restarted

@@ -302,7 +302,13 @@ def pulse_rank(run: Run) -> tuple[list[int], str]:
 
 
 def pulse(pid: int, stopped_s: float, runs_s: float) -> None:
-    """Stop and continue a process in turn. Never returns."""
+    """Stop and continue a process in turn. Never returns.
+
+    Args:
+        pid: the process.
+        stopped_s: seconds that it is stopped each time.
+        runs_s: seconds that it runs in between.
+    """
     while True:
         for number, seconds in ((signal.SIGSTOP, stopped_s), (signal.SIGCONT, runs_s)):
             os.kill(pid, number)

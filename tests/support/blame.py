@@ -99,7 +99,12 @@ Pieces = list[dict[str, HeldShard]]
 
 
 def axes_of(fold: Fold, seen: View) -> dict[str, int]:
-    """Return the axes of a view that have several ranks, with their sizes."""
+    """Return the axes of a view that have several ranks, with their sizes.
+
+    Args:
+        fold: degrees of the mapping.
+        seen: the view: "attention", or "experts".
+    """
     sizes = fold.attention_axes if seen == "attention" else fold.expert_axes
     return {axis: size for axis, size in sizes.items() if size > 1}
 
@@ -108,6 +113,11 @@ def differing_axes(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
     """Return the axes along which the first rank differs from the others.
 
     If it differs from some of them along a single axis, only such axes are returned.
+
+    Args:
+        fold: degrees of the mapping.
+        seen: the view whose axes are returned.
+        ranks: the rank to blame, then the ranks that it is compared with, at least one.
     """
     first, *others = (coordinates(fold, seen, rank) for rank in ranks)
     apart = [{axis for axis in first if first[axis] != other[axis]} for other in others]
@@ -133,7 +143,12 @@ def axes_apart(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict
 
 
 def constant_factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
-    """Return the factor by which a full tensor is wrong; None if that is about 1, or not the same for all elements."""
+    """Return the factor by which a full tensor is wrong; None if that is about 1, or not the same for all elements.
+
+    Args:
+        got: the full tensor to judge, in float64.
+        want: the right one.
+    """
     scale = float(want.abs().max())
     if scale == 0.0 or not bool(got.isfinite().all()):
         return None
@@ -232,7 +247,14 @@ def _suspected(
 def _in_common(
     fold: Fold, holders: dict[str, dict[int, HeldShard]], wrong: list[str], right: list[str]
 ) -> dict[str, str]:
-    """Return the axes over which all wrong tensors, and no right one, are summed in one way, with that way as text."""
+    """Return the axes over which all wrong tensors, and no right one, are summed in one way, with that way as text.
+
+    Args:
+        fold: degrees of the mapping.
+        holders: the shard that each rank holds, by name of the tensor and then by rank.
+        wrong: names of wrong tensors; {} is returned if there are none.
+        right: names of right tensors.
+    """
 
     def sums_of(name: str) -> set[tuple[str, str]]:
         one = next(iter(holders[name].values()))

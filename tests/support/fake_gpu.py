@@ -239,7 +239,13 @@ class FakeGPU:
         return not x.is_meta and x.untyped_storage()._cdata in self.on_gpu
 
     def place(self, out: Any, on_gpu: bool, page_locked: bool = False) -> None:
-        """Record the place of those tensors whose storage is new."""
+        """Record the place of those tensors whose storage is new.
+
+        Args:
+            out: a tensor, or nested tensors, that an operation returned.
+            on_gpu: whether they are on the pretended GPU, else in host memory.
+            page_locked: whether their host memory is page-locked; not used on the GPU.
+        """
         for x in tensors(out):
             if not x.is_meta and (key := x.untyped_storage()._cdata) not in self.order.storages:
                 self.order.allocate(x.untyped_storage(), self.stream if on_gpu else HOST, self._forget)
@@ -321,7 +327,14 @@ class FakeGPU:
     # ---- operations
 
     def computed(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """Record an operation that has run, from the arguments of `__torch_dispatch__` and its result."""
+        """Record an operation that has run.
+
+        Args:
+            func: operation of torch, as `__torch_dispatch__` gets it.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            out: its result.
+        """
         name, making = func._overloadpacket.__name__, getattr(self.thread, "making", None)
         given, results = tensors((args, kwargs)), tensors(out)
         goes = any(map(self.has, given)) if making is None else making
@@ -351,7 +364,13 @@ class FakeGPU:
             self.stream.synchronize()
 
     def message(self, name: str, args: tuple, out: Any) -> None:
-        """Record a collective that was issued: it runs on its group's stream, after the current stream's operations."""
+        """Record a collective that was issued: it runs on its group's stream, after the current stream's operations.
+
+        Args:
+            name: name of the operation without overload; one that ends in "_" writes its first argument.
+            args: its positional arguments, among them the group.
+            out: its result: tensors, or a Work.
+        """
         given, results = tensors(args), tensors(out)
         self.place(results, any(map(self.has, given)))
         if not any(map(self.has, given)):

@@ -33,7 +33,12 @@ def tree_mask(window: int = 0) -> Mask:
 
 
 def dense_mask(mask: Mask, length: int) -> Tensor:
-    """Return by definition whether each query sees each key, of shape (B, L, L)."""
+    """Return by definition whether each query sees each key, as booleans (B, L, L): batch, query, key.
+
+    Args:
+        mask: the mask in its compact form; B is 1 if it has no tensors.
+        length: number of positions L.
+    """
     until = torch.full((1, length), length) if mask.until_BL is None else mask.until_BL
     depth = torch.arange(length).expand_as(until) if mask.depth_BL is None else mask.depth_BL
     rows = zip(until.tolist(), depth.tolist(), strict=True)

@@ -17,7 +17,12 @@ def every_second(answer: str, record: dict[str, Any]) -> float:
 
 
 def asks(turns: list[str], record: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the reward -1, or for an answer in three only a reward from 0 to 4, by its bytes."""
+    """Return a message with the reward -1, or for an answer in three only a reward from 0 to 4, by its bytes.
+
+    Args:
+        turns: texts of the answer's turns and of the messages between them.
+        record: the prompt's line of the file; not used.
+    """
     total = sum("".join(turns).encode())
     return {"message": f"{total % 10}?", "reward": -1.0} if total % 3 else {"reward": total % 5}
 

@@ -148,7 +148,13 @@ def run_mutant(mutant: Mutant, tree: Path, number: int) -> str:
 
 
 def _pytest(words: list[str], tree: Path, output: Path) -> None:
-    """Run pytest in a tree and exit; called in a fork of a process that has imported torch and few of our modules."""
+    """Run pytest in a tree and exit; called in a fork of a process that has imported torch and few of our modules.
+
+    Args:
+        words: tests to run, and options of pytest.
+        tree: folder with the copy of the code, which is imported.
+        output: file that stdout and stderr are written to.
+    """
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC * (stream == 1) | os.O_APPEND), stream)
     for module in list(sys.modules):

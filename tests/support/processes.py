@@ -83,7 +83,17 @@ def fork_ranks() -> None:
 
 
 def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, forks: bool, stdin: str) -> None:
-    """Run a file, a module or code in the forked process, as python does."""
+    """Run a file, a module or code in the forked process, as python does. It exits or returns when that ends.
+
+    Args:
+        words: what follows "python" on a command line: a file, "-m" and a module, or "-c" and code; then arguments.
+        env: the whole environment.
+        cwd: working folder, which comes first on sys.path.
+        out: file that stdout is appended to.
+        err: file that stderr is appended to.
+        forks: whether ranks that torchrun starts are forks of this process.
+        stdin: text that it reads from stdin.
+    """
     world.begin_in_fork()
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

@@ -38,7 +38,13 @@ def same_document(document_GS: Tensor | None, s: int, t: int) -> Tensor | float:
 
 
 def convolve(x_GSC: Tensor, taps_CW: Tensor, document_GS: Tensor | None) -> Tensor:
-    """Return silu of the causal depthwise convolution within documents, (G, S, C); the last tap is its position's."""
+    """Return silu of the causal depthwise convolution within documents, (G, S, C); the last tap is its position's.
+
+    Args:
+        x_GSC: input, of which G are samples, S positions and C channels.
+        taps_CW: weights of each channel; the last is that of the position itself.
+        document_GS: id of each position's document; None if each sample is one.
+    """
     width, out = taps_CW.shape[1], []
     for s in range(x_GSC.shape[1]):
         seen = range(max(0, s - width + 1), s + 1)
@@ -53,7 +59,14 @@ def normalize(x: Tensor) -> Tensor:
 
 
 def linear_attention(model: Model, weights: dict[str, Tensor], x_GSD: Tensor, document_GS: Tensor | None) -> Tensor:
-    """Return the output of the linear attention of a block, of shape (G, S, D), from its weights by `shapes`' names."""
+    """Return the output of the linear attention of a block, of shape (G, S, D).
+
+    Args:
+        model: the sizes; `own` has those of linear attention, and the kind of gate.
+        weights: weights of the block's attention, by the names of `shapes`.
+        x_GSD: input, after the norm before attention.
+        document_GS: id of each position's document; None if each sample is one.
+    """
     own, gla = model.own, model.own["linear_gate"] == "gla"
     repeats = own["linear_value_heads"] // own["linear_key_heads"]
 

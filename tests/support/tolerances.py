@@ -24,15 +24,26 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def bound(dtype: torch.dtype, terms: int = 0, roundings: int = 1) -> float:
-    """Return the allowed difference relative to the largest entry, by this module's formula."""
+    """Return the allowed difference relative to the largest entry, by this module's formula.
+
+    Args:
+        dtype: dtype that both computations round to.
+        terms: number of terms of their sums, in the accumulator.
+        roundings: number of roundings to `dtype` from the inputs to a number, its own included.
+    """
     accumulator = torch.promote_types(dtype, torch.float32)
     return 4 * math.sqrt(roundings * unit_roundoff(dtype) ** 2 + terms * unit_roundoff(accumulator) ** 2)
 
 
 def relative_difference(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
-    """Return the largest difference relative to the largest entry, or to `scale` if that is larger.
+    """Return the largest difference relative to the largest finite entry of `want`, or to `scale` if that is larger.
 
     Equal infinities do not differ, and a NaN is infinitely far. Empty tensors differ by 0.
+
+    Args:
+        got: the tensor to judge.
+        want: the right one.
+        scale: least number that differences are relative to.
     """
     if not want.numel():
         return 0.0

@@ -116,6 +116,7 @@ class WeightCosts(BlockCosts):
 
         Args:
             copies: formulas of FSDP2; None gives zeros.
+            fold: degrees of the mapping, of which the ranks that FSDP shards over are used.
             unit: the embedding or the head.
         """
         return (0.0, 0.0) if copies is None else self._copy_seconds(copies.moved(unit, fsdp(fold), 1))
@@ -150,6 +151,9 @@ class WeightCosts(BlockCosts):
         """Return the seconds that messages of weights and gradients add to a step, beyond hidden ones.
 
         Args:
+            config: the recipe that is priced.
+            fold: degrees of the mapping.
+            sizes: weight units of a rank under that mapping.
             blocks: (number of blocks, index of one of them) by kind, on the first pipeline rank; keys are not used.
             m: microbatches of a step.
             busy: cost of a microbatch on the slowest pipeline rank.

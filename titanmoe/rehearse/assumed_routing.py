@@ -140,7 +140,13 @@ class Routing:
         return self._chosen_experts[key]
 
     def halves(self, rank: int, microbatch: int, layer: int) -> list[Tensor]:
-        """Return the experts (tokens, top_k) of each half of a rank's samples; one entry without overlap in halves."""
+        """Return the experts (tokens, top_k) of each half of a rank's samples; one entry without overlap in halves.
+
+        Args:
+            rank: rank in the world.
+            microbatch: index of the microbatch in the step.
+            layer: index of the block.
+        """
         chosen_TK, samples = self.chosen_experts(rank, microbatch, layer), self.config.training.local_batch_size
         if self.config.moe.overlap != "halves":
             return [chosen_TK]
@@ -267,6 +273,12 @@ class IntegerMessages:
 
         Splits are the rows sent to each rank of the group and the rows received from each; None unless it is an
         all-to-all. The operation is torch's name, such as "all_to_all_single", and the group a name for `members`.
+
+        Args:
+            rank: rank in the world that sends.
+            microbatch: index of the microbatch in the step.
+            layer: index of the block.
+            n: number of the message within the dispatcher's pass, from 0.
 
         Raises:
             RuntimeError: if the dispatcher sends fewer such messages.

@@ -80,7 +80,19 @@ def reserve(
     meshes: Meshes,
     device: torch.device,
 ) -> SharedBuffers | None:
-    """Return the buffers that the dispatchers of a rank share, as fake tensors; None if the dispatcher needs none."""
+    """Return the buffers that the dispatchers of a rank share, as fake tensors; None if the dispatcher needs none.
+
+    Stands in for `titanmoe.parallel.expert.reserve_buffers`.
+
+    Args:
+        recorder: the recorder of this rank's messages.
+        fake: the mode in which the buffers are made.
+        model: the recipe's [model].
+        moe: the recipe's [moe].
+        training: the recipe's [training].
+        meshes: meshes of the rehearsed rank.
+        device: the device that the buffers are said to be on.
+    """
     symmetric = DISPATCHERS.implementation(moe.dispatcher) is Symmetric
     own = partial(RehearsedBuffers, recorder, fake) if symmetric else None
     return reserve_buffers(model, moe, training, meshes, device, own)

@@ -152,7 +152,16 @@ def split_mismatches(rehearsals: list[Rehearsal]) -> Iterator[str]:
 
 
 def _group_mismatches(exchange: IntegerMessages, ranks: tuple[int, ...], microbatch: int, layer: int) -> Iterator[str]:
-    """Yield an error message if split sizes within one dispatcher group do not match, in one layer and microbatch."""
+    """Yield an error message if split sizes within one dispatcher group do not match, in one layer and microbatch.
+
+    At most one message is yielded: of the first mismatch.
+
+    Args:
+        exchange: gives the all-to-alls of any rank.
+        ranks: all ranks of the group, as ranks in the world.
+        microbatch: index of the microbatch in the step.
+        layer: index of the block.
+    """
     calls = {rank: exchange.all_to_alls(rank, microbatch, layer) for rank in ranks}
     for rank, own_calls in calls.items():
         for n, (group, send, _) in enumerate(own_calls):

@@ -158,7 +158,12 @@ def _collective_mismatches(members: list[tuple[Program, list[Message]]]) -> Iter
 def _first_difference(own_messages: list[Message], other_messages: list[Message]) -> int | None:
     """Return the index of the first message in which two ranks differ; None if their messages match.
 
-    If another line of code issues an earlier message, its index is returned, because there the ranks diverge.
+    If another line of code issues an earlier message, its index is returned, because there the ranks diverge. If one
+    rank only issues more messages, the index is the length of the shorter list.
+
+    Args:
+        own_messages: one rank's collectives in a process group, oldest first.
+        other_messages: the other rank's in the same group.
     """
     pairs = list(zip(own_messages, other_messages, strict=False))
     if len(own_messages) == len(other_messages) and all(_signature(a) == _signature(b) for a, b in pairs):

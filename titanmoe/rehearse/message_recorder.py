@@ -165,11 +165,25 @@ class Recorder(TorchDispatchMode):
         return out
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operation that is not a message, and return its result. Subclasses override it."""
+        """Run an operation that is not a message, and return its result. Subclasses override it.
+
+        Args:
+            func: operation of torch, as `__torch_dispatch__` gets it.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
         return func(*args, **kwargs)
 
     def run_message(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a torch operation that issues or waits for a message, and return its result. Can be overridden."""
+        """Run a torch operation that issues or waits for a message, and return its result. Can be overridden.
+
+        The caller records the message.
+
+        Args:
+            func: operation of torch, as `__torch_dispatch__` gets it.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
         return func(*args, **kwargs)
 
     def read_attribute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

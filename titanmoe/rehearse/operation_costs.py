@@ -115,6 +115,10 @@ def _changes(func: Any, name: str) -> tuple[frozenset[int | str], tuple[int | st
     """Return the arguments of an operation that it only writes, and all arguments that it writes.
 
     Both are positions of positional arguments, or names of keyword arguments.
+
+    Args:
+        func: operation of torch, whose schema says which arguments it writes.
+        name: its name without overload, such as "copy_".
     """
     changed = [
         (argument.name if argument.kwarg_only else i, argument.kwarg_only)
@@ -154,7 +158,14 @@ def stored_bytes(x: Tensor) -> int:
 
 
 def flops(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Return the FLOPs of a matmul or attention by the shapes of its arguments; 0 for other operations."""
+    """Return the FLOPs of a matmul or attention by the shapes of its arguments; 0 for other operations.
+
+    Args:
+        func: operation of torch, with its overload.
+        args: its positional arguments; tensors may be fake.
+        kwargs: its keyword arguments.
+        out: its result.
+    """
     packet = func._overloadpacket
     name, count = packet.__name__, flop_registry.get(packet)
     if name == "_grouped_mm":

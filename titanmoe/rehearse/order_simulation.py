@@ -135,7 +135,14 @@ class OrderSimulation:
             progressed = True
 
     def _issue(self, state: _Rank, numbers: list[int]) -> None:
-        """Put the call of one batch of messages, given by index in the rank's log, into its communicator's queue."""
+        """Put one batch of messages as one call into the queue of its communicator on a simulated rank.
+
+        Sends and receives with ranks outside the communicator are left out.
+
+        Args:
+            state: the rank that issues them; it is changed.
+            numbers: indices of the messages in the rank's log, all in one communicator.
+        """
         program = state.program
         messages = [program.log.messages[number] for number in numbers]
         comm, keys = program.comm(messages[0]), []

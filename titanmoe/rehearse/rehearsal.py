@@ -163,6 +163,12 @@ def _assume_routing(
 ) -> IntegerMessages | None:
     """Make routers and dispatchers of `training` follow the assumed routing, by hooks in their forward.
 
+    Args:
+        config: the resolved config.
+        training: the built training of the rehearsed rank, which gets the hooks.
+        recorder: recorder of this rank's messages; the hooks tell it the layer and microbatch.
+        routing: the experts of every token.
+
     Returns:
         The integers that dispatchers send each other; None if the rank has no MoE layer, or expert buffers are padded.
         With symmetric memory those of passes that use it become the `counts` of its buffers, and those of repeated
@@ -198,7 +204,7 @@ def _assume_routing(
 def _count_before_dropping(_: Any, inputs: tuple, out: Tensor) -> None:
     """Set a capacity's output to its input in a forward hook, so that no token is dropped.
 
-    Real dropping depends on scores, which are unknown.
+    Real dropping depends on scores, which are unknown. The known integers of `inputs`' first entry become `out`'s.
     """
     known_integers.set_known(out, known_integers.known_values(inputs[0]))
 

@@ -108,6 +108,13 @@ def _report(args: argparse.Namespace) -> Report:
 def _report_relayout(args: argparse.Namespace, config: Config, world: int) -> Report:
     """Rehearse a move of the weights from the config's mapping to that of --relayout, and return the report.
 
+    The report is (lines to print, texts by file to write, exit status: 1 if the messages may not complete).
+
+    Args:
+        args: parsed options of the command.
+        config: the recipe whose mapping the weights have.
+        world: number of ranks, the same for both mappings.
+
     Raises:
         ConfigError: --relayout is refused, or names another model.
     """
@@ -126,7 +133,12 @@ def _report_relayout(args: argparse.Namespace, config: Config, world: int) -> Re
 
 
 def _problems(args: argparse.Namespace, hardware: list[str]) -> list[str]:
-    """Return a message for each option whose value is invalid; [] if there is none."""
+    """Return a message for each option whose value is invalid; [] if there is none.
+
+    Args:
+        args: parsed options of the command.
+        hardware: names that --hardware may have.
+    """
     problems = []
     if args.hardware not in hardware:
         problems.append(f"--hardware = {args.hardware} is unknown: use {', '.join(hardware)}")

@@ -237,7 +237,15 @@ def _measure(
 def format_relayout(
     source: Config, destination: Destination, moves: list[RankMove], verdict: Verdict, hardware: str
 ) -> list[str]:
-    """Return the report of a rehearsed move as lines to print."""
+    """Return the report of a rehearsed move as lines to print.
+
+    Args:
+        source: the recipe whose mapping the weights have.
+        destination: the model that they move to.
+        moves: bytes that each rank needs, receives and sends, by rank.
+        verdict: whether the messages of all ranks can complete.
+        hardware: name of the device that is imitated, such as "h100".
+    """
     lines = [f"move of the weights on {len(moves)} ranks, as on {hardware}"]
     for title, config in (("from", source), ("to", destination.config)):
         fold = derive(len(moves), config.parallelism)

@@ -28,8 +28,15 @@ def attention(
 ) -> Tensor:
     """Replace torch's scaled_dot_product_attention on fake CPU tensors by the kernel that torch would choose on a GPU.
 
-    q, k, v and the result are (batch, heads, sequence, head dim); k and v may have fewer heads. The mask is True where
-    a query attends to a key.
+    q, k, v and the result are (batch, heads, sequence, head dim).
+
+    Args:
+        q: queries.
+        k: keys; may have fewer heads than q.
+        v: values; as many heads as k.
+        mask: True where a query attends to a key; None for no mask.
+        is_causal: whether a query attends to no later key.
+        enable_gqa: not used: fewer heads of k and v are always taken.
     """
     return _attention_and_lse(q, k, v, mask, is_causal)[0]
 
@@ -51,8 +58,15 @@ def flex_attention(
 ) -> Tensor:
     """Stand in for `titanmoe.parallel.flex.flex`: another kernel of attention that saves tensors of the same shapes.
 
-    Its numbers are those of a causal mask, whatever `mask` says. The result is (B, S, H, h), and `report_lse` is called
-    with the log of the sum of exponentials, (B, H, S).
+    Its numbers are those of a causal mask. The result is (B, S, H, h).
+
+    Args:
+        q_BSHh: queries.
+        k_BLGh: keys; G may be fewer heads than H.
+        v_BLGh: values.
+        mask: not used.
+        sinks_H: logit of each head's sink; None without sinks.
+        report_lse: called with the log of the sum of exponentials, (B, H, S), detached; None for no call.
     """
     out, lse = _attention_and_lse(*(x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh)), None, True)
     lse = lse[..., : q_BSHh.shape[1]]
@@ -94,7 +108,14 @@ class _Norm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, shape: Any, weight_D: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Replace torch's rms_norm by the fused kernel of GPUs if input and weight have one dtype; else run torch's own."""
+    """Replace torch's rms_norm by the fused kernel of GPUs if input and weight have one dtype; else run torch's own.
+
+    Args:
+        x: input, whose last dimension is normalised; the result has its shape.
+        shape: torch's normalized_shape; the fused kernel does not use it.
+        weight_D: factors; None runs torch's own.
+        eps: torch's eps; the fused kernel does not use it.
+    """
     if weight_D is None or weight_D.dtype != x.dtype:
         return _rms_norm(x, shape, weight_D, eps)
     return _Norm.apply(x, weight_D)
@@ -114,8 +135,14 @@ def grouped_product(
 ) -> Tensor:
     """Return an empty result of torch._grouped_mm, in x's dtype; torch infers its shape only in bfloat16.
 
-    x (R, D) times w (e, D, F) is (R, F). x (D, R) times w (R, F) is (e, D, F), one product for each of e groups, which
-    `offs` has the ends of. The other arguments are not used.
+    x (R, D) times w (e, D, F) is (R, F). x (D, R) times w (R, F) is (e, D, F), one product for each of e groups.
+
+    Args:
+        x: first factor.
+        w: second factor.
+        offs: end of each group in R; used only if w has two dimensions.
+        bias: not used.
+        out_dtype: not used.
     """
     if w.dim() == 3:
         return x.new_empty(x.shape[0], w.shape[2])

@@ -166,7 +166,14 @@ class Frame:
         return LEFT + across * (right - LEFT), floor - up * (floor - self.top)
 
     def line(self, points: list[Point], role: str, width: float = 1.6, opacity: float = 1.0) -> None:
-        """Draw a line through points that are given as values (x, y)."""
+        """Draw a line through points that are given as values (x, y).
+
+        Args:
+            points: values on the chart's axes, not positions on the drawing.
+            role: role that the line's colour comes from, such as "soft".
+            width: width on the drawing.
+            opacity: 1 is opaque.
+        """
         self.sheet.marks.append(Stroke([self.point(*point) for point in points], role, width, opacity))
 
     def hover(self, curves: list[Curve]) -> None:
@@ -233,6 +240,11 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
     """Return a stacked chart of the seconds that each phase of a step takes, over the steps; None without times.
 
     Of more than two lines of metrics.jsonl the first is left out, because its start-up would flatten the rest.
+
+    Args:
+        run: the run, with its lines of metrics.jsonl.
+        title: heading of the chart.
+        size: its (width, height).
     """
     lines = [line for line in run.lines if "time.forward_backward" in line]
     lines = lines[1:] if len(lines) > 2 else lines
@@ -389,6 +401,10 @@ def quiz_sheets(runs: list[Run], task: str) -> list[Sheet]:
     """Return the charts of a quiz: the mean over the questions of each quantity, then the rank correlation of each.
 
     Charts without data are left out.
+
+    Args:
+        runs: the runs, each of which is a curve of every chart.
+        task: name of the quiz, as in the metrics "quiz.TASK.accuracy".
     """
     means, signals = [], []
     for quantity in QUIZ_METRICS:

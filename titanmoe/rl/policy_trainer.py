@@ -388,6 +388,11 @@ class PolicyTrainer(Trainer):
         """Return the reward with the ids of its message, if it has one and the answer may go on; else as it is.
 
         NaN with a problem if the chat template refuses the message. Called in a thread of `Rewards`.
+
+        Args:
+            record: the prompt.
+            rollout: its answer so far, with the turn that the reward is for; it is not changed.
+            reward: what the reward function returned.
         """
         if reward.message is None or len(rollout.messages) + 1 == self.config.rl.max_turns:
             return reward
@@ -399,7 +404,13 @@ class PolicyTrainer(Trainer):
         return reward._replace(ids=ids, problem="") if has_room else reward
 
     def _write_answers(self, step: int, records: Sequence[PromptRecord], rollouts: Sequence[Rollout]) -> None:
-        """Append answers, with their prompts and rewards, to rollouts.jsonl."""
+        """Append answers, with their prompts and rewards, to rollouts.jsonl; a reward that is NaN becomes null.
+
+        Args:
+            step: step that the answers are of.
+            records: prompts that are answered together.
+            rollouts: answers to write; `prompt` of each is an index in `records`.
+        """
         lines = []
         for one in rollouts:
             record, reward = records[one.prompt], None if math.isnan(one.reward) else one.reward

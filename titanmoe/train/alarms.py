@@ -81,7 +81,12 @@ ADVICE = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe
 def warn_of_no_balancing(model: Model, moe: MoE) -> str:
     """Return a warning if no balance loss and no selection bias keeps the experts evenly loaded; else "".
 
-    It is printed in the table of settings at the start of a run.
+    No warning either if the model has no choice of experts, or moe.force_balance is set. The text is printed in the
+    table of settings at the start of a run.
+
+    Args:
+        model: the recipe's [model].
+        moe: the recipe's [moe].
     """
     balanced = moe.bias_update_rate or any(term.spec.evens_loads for term in active_losses(moe))
     a_choice = moe_blocks(model) and model.num_experts > model.top_k

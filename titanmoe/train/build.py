@@ -274,6 +274,10 @@ def prepare_reference(config: Config, training: Training) -> dict[str, str]:
 
     Called once the weights are loaded, and before the first step. Collective over the world.
 
+    Args:
+        config: the recipe.
+        training: the built training, whose weights are the reference and whose loader gets the log-probabilities.
+
     Returns:
         A line for the startup header: {"reference": text}.
 
@@ -327,7 +331,14 @@ def make_evaluations(
 
 
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:
-    """Build the object that prints the header and writes metrics and events on rank 0. Opens no file yet."""
+    """Build the object that prints the header and writes metrics and events on rank 0. Opens no file yet.
+
+    Args:
+        config: the recipe, which is printed and recorded.
+        runtime: this process's rank and device.
+        fold: degrees of the mapping.
+        clock: clock that gives the seconds of a step's phases.
+    """
     name, count = device_name(runtime.device), parameters(config.model)
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(name, config.training.mixed_precision_param)
     known = OBJECTIVES.look_up(config.training.objective).uniform_guess_loss(config)

@@ -296,6 +296,13 @@ class Gradients:
         All ranks of a tp group of the last stage compute the same loss, and other stages none. So a loss or a metric
         that is summed over the world is tp times what it should be, and is divided by tp here. Gradients are not, for
         backward takes the losses of a tp group as one.
+
+        Args:
+            own: this rank's sums.
+            summed: the same, summed over the world and not yet divided by tp.
+            totals: counts of the step's batch.
+            metrics: names of the numbers in `summed.metrics`.
+            constant: what is added to the reported loss (`Objective.constant`).
         """
         self.finish_gradients()
         observe.active.phase("optimizer", self.state.step)

@@ -212,6 +212,10 @@ def problems_without_launcher(config: Config, draft: Draft) -> list[str]:
     """Return the problems of a recipe for several ranks that was started as one process, not by a launcher.
 
     The last line gives the command that starts all ranks. [] if there is a launcher, or the recipe is for one rank.
+
+    Args:
+        config: the recipe, not yet fitted to a number of ranks.
+        draft: the command line that gave it, from which the number of ranks and the command come.
     """
     recipe = draft.command_line.recipe
     if read_environment().launched or recipe is None:

@@ -50,6 +50,10 @@ def memory_advice(training: Training, config: Config) -> str:
     """Return text for the case that the kernel kills this rank: bytes that it holds, and settings that save memory.
 
     The launcher prints it (launch_messages.write_memory_advice).
+
+    Args:
+        training: the built training, whose weights and device are measured.
+        config: the recipe, whose settings the advice changes.
     """
     state = _state_bytes(*_weights(training), config, training.device)
     size, room = sum(state.values()), _capacity(training.device)

@@ -61,7 +61,12 @@ def _has_gpu() -> bool:
 
 
 def machine_problems(config: Config, world: int) -> Iterator[str]:
-    """Yield a message for each thing that the recipe asks for and this machine, its PyTorch or its packages lack."""
+    """Yield a message for each thing that the recipe asks for and this machine, its PyTorch or its packages lack.
+
+    Args:
+        config: the recipe.
+        world: number of ranks, from which degrees that are left open follow.
+    """
     moe, options, training = config.moe, config.parallelism, config.training
     degrees, _ = resolve_degrees(world, options)
     on_gpu = training.device != "cpu" and _has_gpu()

@@ -195,6 +195,10 @@ class ReplicaCheck:
         """Return a text that names the ranks and tensors that differ.
 
         Collective over the world: exchanges the fingerprints of single tensors.
+
+        Args:
+            differences: replicas that differ, the same on all ranks; at least one.
+            step: the step after which they were compared.
         """
         rank = dist.get_rank()
         own_prints: dict[str, int] = {}

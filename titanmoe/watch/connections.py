@@ -105,7 +105,11 @@ def _sockets(process: Path) -> Iterator[str]:
 def _address(text: str, family: socket.AddressFamily) -> str:
     """Return the IP address of an entry such as `0201A8C0:1F90` in /proc/net/tcp, without the port.
 
-    Its words of 4 bytes are in the byte order of the machine.
+    An IPv4 address in IPv6 form is returned as IPv4.
+
+    Args:
+        text: the entry; each word of 4 bytes is in the byte order of the machine.
+        family: AF_INET, or AF_INET6 for entries of /proc/net/tcp6.
     """
     digits = text.partition(":")[0]
     words = (int(digits[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(digits), 8))

@@ -161,6 +161,10 @@ def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups])
 
     That is so if a rank waits for a collective that a rank in a later step has not issued: one of the two has called
     the collective too often, or not often enough.
+
+    Args:
+        by_rank: statuses of all ranks, by rank.
+        groups: all process groups, as `name_groups` numbers them.
     """
     conflicts = {
         status.step: other.step
@@ -186,6 +190,10 @@ def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups
     """Return (rank -> reason) of ranks whose n-th collective in a process group is another operation than most have.
 
     {} if there is none.
+
+    Args:
+        statuses: statuses of all ranks.
+        groups: all process groups, as `name_groups` numbers them.
     """
     issued: dict[tuple[int, int, tuple[int, ...]], dict[int, str]] = {}
     for status in statuses:
@@ -209,6 +217,11 @@ def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroup
     """Return (rank -> reason) of ranks whose n-th collective of a step differs from that of most ranks of their stage.
 
     If a pipeline stage is split evenly, the ranks of other stages decide. {} if all agree, or no kind has most ranks.
+
+    Args:
+        statuses: statuses of all ranks.
+        groups: all process groups, as `name_groups` numbers them.
+        stage: number of ranks in a pipeline stage.
     """
     issued: dict[tuple[int, int], dict[int, CollectiveKind]] = {}  # by step and index in it, then by rank
     for status in statuses:
@@ -237,6 +250,11 @@ def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroup
     """Return (rank -> reason) of ranks whose n-th collective of a step differs from the one in their previous step.
 
     A rank counts only if another rank of its stage has repeated its previous step up to that collective.
+
+    Args:
+        statuses: statuses of all ranks.
+        groups: all process groups, as `name_groups` numbers them.
+        stage: number of ranks in a pipeline stage.
     """
     late = {}
     for status in statuses:
@@ -255,6 +273,10 @@ def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]
     """Return (rank -> reason) of ranks that others wait for and that wait for nobody, else of a cycle.
 
     A rank in a collective that all of its group have issued is left out: it waits for the network.
+
+    Args:
+        by_rank: statuses of all ranks, by rank.
+        groups: all process groups, as `name_groups` numbers them.
     """
     waits = {rank: _waits_for(status, by_rank, groups) for rank, status in by_rank.items()}
     awaited = {other for others in waits.values() for other in others}
@@ -268,6 +290,10 @@ def _stuck_collectives(
     by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]
 ) -> dict[tuple[int, int, tuple[int, ...]], list[int]]:
     """Return the collectives that all members have issued and that do not complete, with the ranks that wait in them.
+
+    Args:
+        by_rank: statuses of all ranks, by rank.
+        groups: all process groups, as `name_groups` numbers them.
 
     Returns:
         The waiting ranks, by (index of the group, number of the collective in the group, members of the group).
@@ -283,7 +309,13 @@ def _stuck_collectives(
 
 
 def _waits_for(status: RankStatus, by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> set[int]:
-    """Return the ranks that have not yet issued a collective that the rank of `status` has issued."""
+    """Return the ranks that have not yet issued a collective that the rank of `status` has issued.
+
+    Args:
+        status: status of the rank that waits.
+        by_rank: statuses of all ranks, by rank.
+        groups: all process groups, as `name_groups` numbers them.
+    """
     late = set()
     for name, number in status.recorded.numbers.items():
         peers = (by_rank[rank] for rank in groups[int(name)].of(status.rank) if rank in by_rank)

@@ -95,7 +95,16 @@ def probe_links(
 
 
 def _round_trip(x: torch.Tensor, group: dist.ProcessGroup, own_rank: int, peer: int) -> float:
-    """Send x to a peer and back several times; return the least seconds, or 0 on the pair's higher rank."""
+    """Send x to a peer and back several times; return the least seconds, or 0 on the pair's higher rank.
+
+    Both ranks of the pair call it.
+
+    Args:
+        x: the message; it is overwritten with what is received.
+        group: the process group of the pair.
+        own_rank: this rank's number in the group.
+        peer: the other rank's number in the group, not in the world.
+    """
     fastest = float("inf")
     for attempt in range(TRIES + 1):
         begin = time.perf_counter()

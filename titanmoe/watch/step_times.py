@@ -30,7 +30,7 @@ class Timer(Protocol):
         """Return an object that stands for the present moment on the device, such as a recorded CUDA event."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two marks."""
+        """Return the seconds between two marks that the device has reached, the earlier first. Never waits."""
 
 
 class HostTimer:

@@ -58,7 +58,12 @@ class Rounding:
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], config: Config) -> Rounding:
-        """Make the recipe's rounding: stochastic with optimizer.stochastic_rounding, else to nearest."""
+        """Make the recipe's rounding: stochastic with optimizer.stochastic_rounding, else to nearest.
+
+        Args:
+            parameters: the weights that are updated, by name.
+            config: the recipe.
+        """
         seed = config.training.seed if config.optimizer.stochastic_rounding else None
         return cls(parameters, seed, config.model.tie_embeddings)
 

@@ -161,7 +161,12 @@ class Offload:
         yield names
 
     def _bucket(self, like: dict[str, Tensor], count: int) -> Bucket:
-        """Allocate a bucket of zeros in host memory, page-locked if a GPU reads it."""
+        """Allocate a bucket of zeros in host memory, page-locked if a GPU reads it.
+
+        Args:
+            like: meta tensors with the shape and dtype of each parameter's moments, by name.
+            count: number of moments of each parameter.
+        """
         where = {"device": "cpu", "pin_memory": self.copies.page_locked}
         return Bucket(like, count, torch.zeros(count * _aligned_bytes(like.values()), dtype=torch.uint8, **where))
 
