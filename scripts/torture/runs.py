@@ -153,6 +153,10 @@ class Run:
         """Wait until a random moment in a random step, `first` to STEPS - 2 * INTERVAL, and for a first checkpoint.
 
         A run that starts from scratch renames its event files, so faults come after the first checkpoint.
+
+        Raises:
+            Missed: if the run ends first.
+            Wrong: if it takes longer than LIMIT_S seconds.
         """
         step = self.rng.randint(first, STEPS - 2 * INTERVAL)
         self.wait(lambda: self.step() >= step and layout.read_latest(self.checkpoints), f"step {step}")

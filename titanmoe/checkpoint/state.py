@@ -152,7 +152,8 @@ def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: b
     Args:
         old: the config of the run that saved, by dotted path.
         new: the config of this run, by dotted path.
-        has_base: whether the checkpoint has adapters alone, for base weights that are stored elsewhere.
+        has_base: whether the checkpoint has adapters alone, for base weights that are stored elsewhere; if not, the
+            result is [].
         adapters: whether this run trains adapters.
     """
     if has_base and adapters:

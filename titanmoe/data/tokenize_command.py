@@ -69,7 +69,7 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
 
 
 def add_format(parser: argparse.ArgumentParser, formats: ComponentKind) -> None:
-    """Add the option --format, with the names of these formats, to a command."""
+    """Add the option --format to a command: a name of these formats or MODULE:NAME, "auto" by default; not checked."""
     names = ",".join([*formats.table, "MODULE:NAME"])
     parser.add_argument("--format", metavar=f"{{{names}}}", default="auto", help=formats.summary())
 

@@ -98,11 +98,12 @@ class Router(nn.Module):
         return F.linear(x_TD, weight_ED, bias_E)
 
     def _plain(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Route tokens by plain operations of torch, without the kernel, whose reference this is.
+        """Route tokens by plain operations of torch, without the kernel, whose reference this is; record the choice.
 
         Args:
             logits_TE: the router's logits.
-            tokens: positions, samples and padding of this rank's tokens, and their routes.
+            tokens: positions, samples and padding of this rank's tokens, experts that are given (given_TNK), and where
+                the router's own choice is written (routes_TNK).
 
         Returns:
             Scores (T, E), routing weights (T, K), chosen experts (T, K), and counts of choices (B, E).
@@ -125,7 +126,7 @@ class Router(nn.Module):
         return scores_TE, weights_TK * model.route_scale, chosen_TK, count_BE
 
     def _fused(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Route tokens by one Triton kernel, which follows no routes.
+        """Route tokens by one Triton kernel, which ignores `tokens.given_TNK`, and record the choice as `_plain` does.
 
         Returns:
             Scores (T, E), routing weights (T, K), chosen experts (T, K), and counts of choices (B, E).

@@ -42,7 +42,7 @@ def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32
     Args:
         key: a key from `key`.
         index: integers, such as positions in a tensor; equal ones get equal numbers.
-        dtype: the dtype of the result.
+        dtype: the dtype of the result; narrower ones than float32 round to it, up to 1.
     """
     return _shift(bits(key, index), 40).to(dtype) * 2.0**-24
 

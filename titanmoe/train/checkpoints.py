@@ -376,7 +376,9 @@ class Checkpoints:
         return self._targets(with_moments=False)
 
     def _stored_targets(self, saved: Checkpoint, with_moments: bool) -> state.Targets:
-        """Return the shards to load from a checkpoint, in the live tensors' memory.
+        """Return this rank's shards of what the run loads from a checkpoint, in the live tensors' memory.
+
+        They are the run's own, whatever the checkpoint contains: `_check_names` compares.
 
         Args:
             saved: the checkpoint.

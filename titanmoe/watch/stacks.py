@@ -58,6 +58,9 @@ def innermost_own_line(stack: list[str]) -> str:
 
 
 def is_communicating(stack: list[str]) -> bool:
-    """Return whether a stack (innermost line first) is inside a communication: torch.distributed or titanmoe.comm."""
+    """Return whether a stack (innermost line first) is inside a communication: torch.distributed or titanmoe.comm.
+
+    Only lines inside of `innermost_own_line` count: FSDP or a pipeline that calls our code does not communicate.
+    """
     inner = stack[: stack.index(line)] if (line := innermost_own_line(stack)) else stack
     return any("/torch/distributed/" in line or "titanmoe/comm/" in line for line in inner)
