@@ -89,7 +89,7 @@ class Result:
     state: str
     seconds: float = 0.0
     note: str = ""
-    """Why it is not "ok"."""
+    """Reason for a state other than "ok"."""
     figures: bool = False
     rows: list[Row] = field(default_factory=list)
 

@@ -31,7 +31,7 @@ class Outcome:
     under: str = ""
     """Launcher and mapping of the run."""
     failure: str = ""
-    """Why the trial failed; "" if it passed."""
+    """Reason for the failure; "" if the trial passed."""
     figures: dict[str, float] = field(default_factory=dict)
     """Times and counts by what they measure, such as "seconds to resume"."""
 

@@ -1,4 +1,4 @@
-"""How many kernels a layer launches on a GPU for the next tokens of texts: counted on meta tensors, as if on one."""
+"""Counts of the kernels that a layer launches on a GPU for the next tokens of texts, on meta tensors."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_the_bound_of_a_price_is_below_it(ids: int, microbatches: int, depth: in
 
 
 def test_multi_token_prediction_is_a_block_of_the_last_stage_alone() -> None:
-    """Its pass through the head is as if the vocabulary were twice as large, on every rank."""
+    """Multi-token prediction doubles the tokens that each rank's part of the head computes."""
     config = with_pipeline("qwen3_30b_a3b", 7, "pipeline")
     deeper, wider = (
         replace(config, model=replace(config.model, **change))

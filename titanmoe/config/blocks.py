@@ -1,4 +1,4 @@
-"""What follows from a recipe: of a block, such as experts or dense and the attention window; of batches, documents.
+"""Facts that follow from a recipe: a block's kind and attention window, and whether batches have documents.
 
 Used by the model, the planner and the laws. Imports no torch.
 """

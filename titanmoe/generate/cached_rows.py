@@ -44,12 +44,12 @@ class Rows:
         # Made once for all layers of a forward.
         none = self.to_int64([])
         self.source_W, self.page_W, self.offset_W = none, none, none
-        """Of each token to cache: its index among those of a forward of prompts, its page, and its position there."""
+        """Index of each token to cache among those of a forward of prompts, its page, and its position there."""
         self.prompts: list[int] = []
         self.prompt_B = none
-        """Of a forward of prompts: the prompt of each new row, on the host and on the device."""
+        """Prompt of each new row in a forward of prompts, on the host and on the device."""
         self.place_Bn = none
-        """Of a forward of tokens: their positions."""
+        """Positions of the tokens of a forward of tokens."""
         self.page_BN: Tensor | None = None
         """Pages of each row and zeros; None where `pages` has changed by more than new pages of its rows."""
         self._masks: dict[tuple[int, int, int, int], Tensor] = {}

@@ -29,7 +29,7 @@ class RankFailure:
     timestamp: float
     """Seconds since the epoch when the launcher noticed; the note has the time of the failure."""
     log: Path
-    """What the rank wrote to stderr."""
+    """Text that the rank wrote to stderr."""
     note_file: Path
     """Note in JSON that the rank left, if it could."""
     during: str = ""

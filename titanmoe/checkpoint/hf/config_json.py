@@ -75,7 +75,7 @@ class ParsedConfig(NamedTuple):
     hf: HuggingFace
     model: Model
     json: dict[str, Any]
-    """Its keys that describe the text model."""
+    """Keys of config.json that describe the text model."""
     unknown: list[str]
     """Keys that are not known and were ignored."""
 

@@ -148,7 +148,7 @@ class SymmetricBuffers(SharedBuffers):
     """
 
     by_name: WeakValueDictionary[str, SymmetricBuffers] = WeakValueDictionary()
-    """All instances of this process by name.
+    """Instances of this process, by name.
 
     A torch operation takes only tensors and plain values, so it gets a name, as functional collectives get a process
     group's.

@@ -1,4 +1,4 @@
-"""Where each routed token belongs in the buffers of the dispatcher `symm_mem`, computed from counts on the device.
+"""Places of routed tokens in the buffers of the dispatcher `symm_mem`, computed from counts on the device.
 
 All ranks of a dispatch group know how many routed tokens each has for each expert. From that a rank computes to which
 slot of which rank's receive buffer each of its routed tokens goes, sorted by expert and then by sender, and from which
