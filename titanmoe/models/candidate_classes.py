@@ -17,7 +17,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group, all_gather, all_reduce
 from titanmoe.models.layers import promote
 from titanmoe.models.logit_slices import accumulate_slice, slice_backward, slices, vocabulary_rows
-from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
+from titanmoe.ops.autograd_functions import as_non_leaf, wants_gradient
 from titanmoe.tokens import IGNORE
 
 

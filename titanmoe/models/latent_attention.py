@@ -27,8 +27,8 @@ from titanmoe.config.schema import Model
 from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import Linear, RMSNorm, rotate, use_recomputable, yarn_mscale
+from titanmoe.ops.autograd_functions import apply_function
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.without_backward import apply_function
 
 LATENT_EPS = 1e-6
 """Epsilon of the latents' norms: the published code's, whatever the model's own (Moonlight: 1e-5)."""

@@ -26,9 +26,8 @@ from titanmoe.comm.collectives import (
     to_local,
 )
 from titanmoe.config.schema import Model
+from titanmoe.ops.autograd_functions import apply_function, as_non_leaf, wants_gradient
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
-from titanmoe.ops.without_backward import apply_function
 
 
 def promote(x: Tensor) -> Tensor:

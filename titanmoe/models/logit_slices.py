@@ -19,8 +19,8 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.models.layers import promote
+from titanmoe.ops.autograd_functions import as_non_leaf, wants_gradient
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
 from titanmoe.tokens import IGNORE
 
 

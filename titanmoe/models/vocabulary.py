@@ -36,7 +36,7 @@ from titanmoe.models.logit_slices import (
     vocabulary_rows,
 )
 from titanmoe.ops import device
-from titanmoe.ops.split_backward import as_non_leaf
+from titanmoe.ops.autograd_functions import as_non_leaf
 from titanmoe.tokens import IGNORE
 
 

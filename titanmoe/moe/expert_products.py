@@ -33,9 +33,8 @@ from titanmoe.moe.grouped_mm import (
     loop_gradient,
     loop_product,
 )
+from titanmoe.ops.autograd_functions import apply_function, as_non_leaf, wants_gradient
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
-from titanmoe.ops.without_backward import apply_function
 
 if TYPE_CHECKING:
     from titanmoe.moe.fp8 import Quantised

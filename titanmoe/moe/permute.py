@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm.recomputation import save_tensors
+from titanmoe.ops.autograd_functions import apply_function
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.without_backward import apply_function
 
 
 def _copy(x_TD: Tensor, source_S: Tensor, kernels: str) -> Tensor:

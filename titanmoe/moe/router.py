@@ -25,8 +25,8 @@ from titanmoe.moe.router_product import product_by_terms, uses_terms
 from titanmoe.moe.score_functions import score_function_of
 from titanmoe.observe import named
 from titanmoe.ops import counter_rng
+from titanmoe.ops.autograd_functions import apply_function
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.without_backward import apply_function
 from titanmoe.tokens import NO_EXPERT, NOT_RECORDED, Tokens
 
 

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from titanmoe.ops import device
+from titanmoe.ops.autograd_functions import apply_function, as_non_leaf, wants_gradient
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
-from titanmoe.ops.without_backward import apply_function
 
 
 def uses_terms(setting: str, x_TD: Tensor, router_dtype: torch.dtype) -> bool:

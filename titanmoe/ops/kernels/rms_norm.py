@@ -22,9 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titanmoe.ops.autograd_functions import apply_function, as_non_leaf, wants_gradient
 from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, next_power_of_2, sum_dtype
-from titanmoe.ops.split_backward import as_non_leaf, wants_gradient
-from titanmoe.ops.without_backward import apply_function
 
 NUMBERS = 16
 """The numbers of a block of rows that each thread holds. Backward has four such blocks in some 100 registers."""
