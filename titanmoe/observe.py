@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-PHASES = ("data", "generate", "reward", "forward_backward", "optimizer", "validation", "checkpoint", "other")
-"""The phases of a step, in their order; up to the optimizer they are the step itself. Reinforcement learning has
-"generate" and "reward" in steps that begin with new answers."""
 OTHERS_TURN = "the other half's turn"
 """Name of the region in which another thread computes, whose work belongs to no region of this thread."""
 
@@ -37,7 +34,9 @@ class Observer:
         """Note that a phase of the step begins.
 
         Args:
-            name: one of PHASES.
+            name: in the order of a step "data", "forward_backward" and "optimizer", which are the step itself, then
+                "validation", "checkpoint" and "other". A step of reinforcement learning that begins with new answers
+                has "generate" and "reward" after "data".
             step: number of the step.
         """
 

@@ -7,10 +7,11 @@ from math import gcd, prod
 
 import pytest
 
+from tests.support.covering_mappings import legal_folds
 from titanmoe.components import COMPONENTS
 from titanmoe.config.schema import Config, Experts, Model, Parallelism, Training
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.legal_mappings import changes, legal_folds, nearest
+from titanmoe.fold.legal_mappings import changes, nearest
 from titanmoe.fold.legality import violations
 
 MODEL = Model(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.covering_mappings import all_folds, degrees
+from tests.support.covering_mappings import all_folds, degrees, legal_folds
 from titanmoe.cli import main
 from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.legal_mappings import legal_folds, nearest
+from titanmoe.fold.legal_mappings import nearest
 from titanmoe.fold.pipeline_schedules import single_order
 from titanmoe.train import refusals
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.covering_mappings import legal_folds
 from titanmoe.cli import main
 from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
-from titanmoe.fold.legal_mappings import legal_folds
 from titanmoe.fold.legality import violations
 from titanmoe.plan.candidates import Candidates
 from titanmoe.plan.communicators import communicators, nccl_bytes

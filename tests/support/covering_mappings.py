@@ -6,10 +6,12 @@ import functools
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
+from titanmoe.fold.legal_mappings import legal_stages
 
 ATTENTION = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 EXPERTS = ("edp_replicate", "edp", "ep", "etp")
@@ -30,6 +32,13 @@ def all_folds(world: int) -> list[Fold]:
         for attention in factorisations(world, len(ATTENTION))
         for experts in factorisations(world // attention[0], len(EXPERTS))
     ]
+
+
+def legal_folds(world: int, config: Config | None = None) -> Iterator[Fold]:
+    """Yield every legal mapping of a world of this many ranks, under the laws of the config if there is one."""
+    for stage in legal_stages(world, config):
+        for attention, experts in stage.pairs():
+            yield stage.fold(attention, experts)
 
 
 def degrees(fold: Fold) -> dict[str, int]:

@@ -11,7 +11,7 @@ from tests import reference
 from tests.support import tolerances
 from titanmoe.config.schema import Config
 from titanmoe.moe.balance_losses.balance_spec import active_losses
-from titanmoe.ops.newton_schulz import CLASSIC, largest_gain, step_coefficients
+from titanmoe.ops.newton_schulz import CLASSIC, Coefficients, step_coefficients
 
 if TYPE_CHECKING:
     from tests.parity import Outcome
@@ -92,6 +92,14 @@ Attention: a norm's result and weight, queries, keys, values, two of each rotati
 weighted sum and its projection, the residual sum. MoE: a norm, gate, up, activation, product, the sum over experts, two
 all-to-alls, the residual sum. Four are for weights that were narrowed. Embedding and head count as one more block.
 """
+
+
+def largest_gain(steps: Coefficients) -> float:
+    """Return the factor by which Newton-Schulz steps enlarge a tiny singular value: the product of their a.
+
+    Rounding errors grow at most by this factor.
+    """
+    return math.prod(a for a, _, _ in steps)
 
 
 def tolerance(config: Config) -> float:

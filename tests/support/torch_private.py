@@ -205,7 +205,10 @@ PRIVATE = (
     ),
     Private("torch.ops", ("_c10d_functional",), "launcher/check_cluster.py", "to time them"),
     Private(
-        "torch._C", ("_will_engine_execute_node",), "ops/autograd_functions.py", "which gradients a backward pass computes"
+        "torch._C",
+        ("_will_engine_execute_node",),
+        "ops/autograd_functions.py",
+        "which gradients a backward pass computes",
     ),
     Private("torch.profiler", ("_ExperimentalConfig",), "train/timing.py", "names of operations in a trace"),
     Private(

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests import parity, reference, world
 from tests.support.covering_mappings import all_folds
+from tests.support.parity_errors import largest_gain
 from titanmoe.comm.collectives import Group
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import toml_value
@@ -25,7 +26,7 @@ from titanmoe.models.matrices import Matrix, matrices_of, matrix_parameters
 from titanmoe.models.mixers.grouped_query import GroupedQuery
 from titanmoe.models.mixers.mixer_spec import MatrixRows
 from titanmoe.models.tensors import shapes
-from titanmoe.ops.newton_schulz import largest_gain, orthogonalize, orthogonalizing_factor, step_coefficients
+from titanmoe.ops.newton_schulz import orthogonalize, orthogonalizing_factor, step_coefficients
 from titanmoe.parallel import full_matrices
 from titanmoe.parallel.full_matrices import assign_owners
 from titanmoe.parallel.matrix_shards import (

@@ -77,13 +77,6 @@ def legal_stages(world: int, config: Config | None = None) -> Iterator[StageView
         )
 
 
-def legal_folds(world: int, config: Config | None = None) -> Iterator[Fold]:
-    """Yield every legal mapping of a world of this many ranks, under the laws of the config if there is one."""
-    for stage in legal_stages(world, config):
-        for attention, experts in stage.pairs():
-            yield stage.fold(attention, experts)
-
-
 def nearest(world: int, parallelism: Parallelism, config: Config | None = None, count: int = 3) -> list[Fold]:
     """Return the legal mappings that change the fewest requested degrees, and change them the least; best first.
 

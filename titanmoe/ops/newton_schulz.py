@@ -44,17 +44,6 @@ def step_coefficients(name: str, steps: int) -> Coefficients:
     return (safe + (LATER,) * steps)[:steps]
 
 
-def largest_gain(steps: Coefficients) -> float:
-    """Return the factor by which all steps together enlarge a tiny singular value: the product of their a.
-
-    Rounding errors grow at most by this factor.
-    """
-    out = 1.0
-    for a, _, _ in steps:
-        out *= a
-    return out
-
-
 def normalize(x: Tensor, eps_norm: Tensor | float) -> Tensor:
     """Return each matrix of x (..., rows, columns) divided by its Frobenius norm plus eps_norm; 0 / 0 is 0."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
