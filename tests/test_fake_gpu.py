@@ -132,7 +132,8 @@ PLANTS: dict[str, Callable[[], Any]] = {
 
 def run(changes: dict[str, Any], on_gpu: bool, plant: str = "") -> tuple[list[float], dict[str, Any]]:
     """On a rank: losses of a few steps, and what a GPU would have been asked for."""
-    from titanmoe.watch.number_checks import checks, watched
+    from titanmoe.rank import watch
+    from titanmoe.watch.number_checks import checks
 
     runtime, losses = parity.runtime_here(), []
     runtime = dataclasses.replace(runtime, device=GPU) if on_gpu else runtime
@@ -156,7 +157,7 @@ def run(changes: dict[str, Any], on_gpu: bool, plant: str = "") -> tuple[list[fl
         put(PLANTS[plant]())
         step = trainer.train_step
         trainer.train_step = lambda: losses.append((values := step())["loss"]) or values
-        with watched(config, trainer.training):
+        with watch(config, trainer.training):
             trainer.train()
         if gpu is None:
             return losses, {}

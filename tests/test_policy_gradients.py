@@ -23,10 +23,10 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.fold.degrees import Fold
 from titanmoe.observe import Observer, listening
-from titanmoe.open_session import NoLoader
 from titanmoe.policy import Normalisation, PolicyLoss, group_advantages, token_weights
 from titanmoe.session import Session
 from titanmoe.tokens import IGNORE
+from titanmoe.train.world_batch import NoLoader
 
 SAMPLES, IDS, LONGEST = 7, 47, 16
 REWARDS = [1.0, 0.0, 0.25, 0.5, 0.5, 2.0, -1.0]

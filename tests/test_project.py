@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -102,80 +103,113 @@ def test_an_older_python_gets_one_line(words):
     assert re.fullmatch(r"titanmoe needs Python 3\.10 or newer, and this is 3\.9\.2.*\n", done.stderr)
 
 
-# ---- rooms, and who may import whom
+# ---- rooms, and who imports whom
 
-ARROWS: dict[str, set[str]] = {"config": set(), "mask": set(), "load_colours": set(), "observe": set()}
-ARROWS |= {"replace": set(), "tokens": {"mask"}, "comm": {"observe"}, "ops": {"observe", "replace", "mask"}}
-"""By room, or file next to the rooms: what it may import. Everything else in titanmoe/ is above all of these."""
-ARROWS["fold"] = {"config", "comm"}
-ARROWS["moe"] = {"config", "tokens", "observe", "comm", "ops", "fold"}
-ARROWS["models"] = ARROWS["moe"] | {"moe", "mask"}
-ARROWS["experiments"] = ARROWS["moe"] | {"moe"}
-ARROWS["data"] = {"config", "mask", "tokens", "ops", "models"}
-ARROWS["parallel"] = ARROWS["models"] | {"models", "data"}
-ARROWS["checkpoint"] = ARROWS["parallel"] | {"parallel"}
-ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
-ARROWS["text_report"] = {"config"}
-ARROWS["plan"] = {"config", "fold", "models", "moe", "components", "text_report", "train", "checkpoint", "generate"}
+ROWS = {
+    "titanmoe": "",
+    "config": "",
+    "load_colours": "",
+    "mask": "",
+    "observe": "",
+    "replace": "",
+    "comm": "observe",
+    "ops": "observe",
+    "text_report": "config",
+    "tokens": "mask",
+    "fold": "comm config",
+    "moe": "comm config fold observe ops tokens",
+    "experiments": "comm config moe observe ops",
+    "models": "comm config mask moe observe ops tokens",
+    "data": "config mask models ops titanmoe tokens",
+    "parallel": "comm config data fold mask models moe observe ops tokens",
+    "policy": "config data tokens",
+    "checkpoint": "comm config data fold models moe ops parallel titanmoe",
+    "train": "checkpoint comm config data fold load_colours models moe observe ops parallel tokens",
+    "watch": "comm config data fold observe ops parallel titanmoe train",
+    "generate": "checkpoint comm config data fold mask models moe ops parallel tokens train",
+    "session": "checkpoint config data models parallel tokens train",
+    "rl": "config data generate observe ops policy session tokens train",
+    "components": "checkpoint config data generate models moe rl train",
+    "report": "checkpoint components config fold load_colours titanmoe train",
+    "plan": "checkpoint components config fold generate models moe text_report train",
+    "open_session": "components config moe ops plan session train",
+    "rank": "components config data generate plan rl train watch",
+    "launcher": "checkpoint comm components config data fold models moe parallel plan rank rl text_report titanmoe "
+    "train",
+    "rehearse": "checkpoint comm components config data fold generate models moe observe ops parallel plan replace "
+    "text_report titanmoe train",
+    "cli": "checkpoint components config data fold generate launcher models parallel plan rehearse report text_report "
+    "titanmoe train",
+    "__main__": "cli",
+}
+ARROWS = {room: set(names.split()) for room, names in ROWS.items()}
+"""By room, or file beside the rooms: what it imports, in functions too, or names in strings. It names rows above it."""
+OPEN = ("titanmoe", "titanmoe.open_session")
+"""The one import from below: titanmoe.open, for users' code, when it is called; titanmoe itself is only a version."""
 
 
 @functools.cache
-def imports() -> list[tuple[str, str]]:
-    """Modules and what they import, anywhere in the file."""
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "titanmoe").rglob("*.py")}
-    found = []
+def arrows() -> dict[str, list[tuple[str, str]]]:
+    """Modules and what they use, anywhere in the file: as "imports", "for types" alone, or "by name" in strings.
+
+    A string "titanmoe.room.module:NAME" is an import of a later hour. The module of a package is its `__init__`.
+    """
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ROOT.glob("titanmoe/**/*.py")}
+    files = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    found: dict[str, list[tuple[str, str]]] = {"imports": [], "for types": [], "by name": []}
     for name, path in files.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        guards = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+        for_types = {inner for guard in guards for part in guard.body for inner in ast.walk(part)}
+        prose, strings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}, []
+        for node in nodes:
+            kind = "for types" if node in for_types else "imports"
             if isinstance(node, ast.Import):
-                found += [(name, alias.name) for alias in node.names]
+                found[kind] += [(name, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.module and not node.level, f"{path} imports by a relative name"
-                for alias in node.names:
-                    inner = f"{node.module}.{alias.name}"
-                    found.append((name, inner if inner in files or f"{inner}.__init__" in files else node.module))
+                inner = [f"{node.module}.{alias.name}" for alias in node.names]
+                found[kind] += [(name, full if full in files else node.module) for full in inner]
+            elif isinstance(node, ast.Constant) and id(node) not in prose:
+                strings.append(str(node.value))
+        named = re.findall(r"\btitanmoe\.[a-z]\w*(?:\.\w+)*", " ".join(strings))
+        found["by name"] += [(name, to) for to in named]
     return found
+
+
+def imports() -> list[tuple[str, str]]:
+    """Modules and what they import, also for type checkers alone."""
+    return arrows()["imports"] + arrows()["for types"]
 
 
 def room(module: str) -> str:
-    return module.split(".")[1]
+    return module.removeprefix("titanmoe.").split(".")[0]
 
 
 def test_arrows_go_down() -> None:
-    ours = [(name, to) for name, to in imports() if to.startswith("titanmoe.")]
-    up = [
-        f"{name} imports {to}"
-        for name, to in ours
-        if room(name) in ARROWS and room(to) not in ARROWS[room(name)] | {room(name)}
-    ]
+    rows = list(ARROWS)
+    assert {name: to for name, to in ARROWS.items() if not to <= set(rows[: rows.index(name)])} == {}, "from above"
+    ours = [(name, to) for name, to in imports() if to.split(".")[0] == "titanmoe" and (name, to) != OPEN]
+    ours += [(name, to) for name, to in arrows()["by name"] if room(to) != "experiments"]
+    up = [f"{name} imports {to}" for name, to in ours if room(to) not in ARROWS.get(room(name), set()) | {room(name)}]
     assert up == []
+    used = {(room(name), room(to)) for name, to in ours}
+    assert [f"{name} -> {to}" for name in rows for to in sorted(ARROWS[name]) if (name, to) not in used] == [], "unused"
 
 
-@functools.cache
-def imports_by_name() -> list[tuple[str, str]]:
-    """Modules and what their strings name: "titanmoe.room.module:NAME" is an import of a later hour."""
-    found = []
-    for path in (ROOT / "titanmoe").rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        strings = [str(n.value) for n in nodes if isinstance(n, ast.Constant) and id(n) not in prose]
-        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        found += [(own, to) for to in re.findall(r"\btitanmoe\.[a-z]\w*(?:\.\w+)*", " ".join(strings))]
-    return found
-
-
-def test_nothing_is_imported_upwards_by_its_name() -> None:
-    up = [
-        f"{name} names {to}"
-        for name, to in imports_by_name()
-        if room(name) in ARROWS and room(to) not in ARROWS[room(name)] | {room(name), "experiments"}
-    ]
-    assert up == []
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports in functions count; those for type checkers alone do not, because annotations need none."""
+    graph: dict[str, set[str]] = {}
+    for name, to in arrows()["imports"]:
+        if (name, to) != OPEN:
+            graph.setdefault(name, set()).add(to)
+    TopologicalSorter(graph).prepare()  # or it raises CycleError, with the circle
 
 
 def test_experiments_are_named_by_the_tables_of_their_kinds_alone() -> None:
     """An entry is the component's spec, without torch: all that the planner and the rehearsal know of it."""
     assert [name for name, to in imports() if to.startswith("titanmoe.experiments") and room(name) != room(to)] == []
-    named = [to for name, to in imports_by_name() if room(to) == "experiments" and room(name) != "experiments"]
+    named = [to for name, to in arrows()["by name"] if room(to) == "experiments" and room(name) != "experiments"]
     entries = [str(entry) for kind in COMPONENTS.kinds for entry in kind.table.values()]
     entries = [entry.partition(":")[0] for entry in entries if entry.startswith("titanmoe.experiments.")]
     assert entries and sorted(entries) == sorted(named)
@@ -185,11 +219,12 @@ def test_experiments_are_named_by_the_tables_of_their_kinds_alone() -> None:
 
 def test_the_map_says_of_every_room_what_it_is() -> None:
     drawing = re.search(r"```text\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)[1]
-    kinds = {word.strip(","): line.split()[0] for line in drawing.splitlines() for word in line.split()[1:]}
-    rooms = {path.parent.name for path in (ROOT / "titanmoe").glob("*/*.py")}
-    assert {kinds.get(name) for name in rooms} == {"core", "tools", "experiments"}
-    core = {name for name in rooms if kinds[name] == "core"}
-    assert {room(to) for name, to in imports() if to.startswith("titanmoe.") and room(name) in core} & rooms == core
+    lines = [re.split(r" {2,}", line.strip()) for line in drawing.splitlines()]
+    place = {name: (i, x[0]) for i, x in enumerate(lines) for cell in x[1:-1] for name in cell.split(", ")}
+    assert place.keys() == {path.parent.name for path in (ROOT / "titanmoe").glob("*/*.py")}
+    for name in place:
+        for to in ARROWS[name] & place.keys():
+            assert place[name] < place[to] or place[name] == place[to] == (0, "tools"), f"{name} imports {to}"
 
 
 def test_the_map_leads_to_functions_that_exist() -> None:

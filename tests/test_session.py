@@ -21,13 +21,12 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.models import vocabulary
-from titanmoe.open_session import NoLoader
 from titanmoe.parallel.grad_norm import local_grad
 from titanmoe.plan.memory import rank_memories
 from titanmoe.session import Session
 from titanmoe.tokens import IGNORE
 from titanmoe.train.launch import scoring_config
-from titanmoe.train.world_batch import make_batch
+from titanmoe.train.world_batch import NoLoader, make_batch
 
 SAMPLES = 7
 LOSSES = {"moe.aux_loss": 0.01, "moe.aux_loss_sequence": 0.01, "moe.aux_loss_global": 0.01, "moe.z_loss": 0.001}

@@ -17,9 +17,9 @@ from tests import parity, world
 from tests.checkpoint_hf.test_convert import convert
 from tests.test_session import MAPPINGS, open_session, samples
 from titanmoe.config import ConfigError
-from titanmoe.open_session import NoLoader
 from titanmoe.session import Session
 from titanmoe.train.launch import scoring_config
+from titanmoe.train.world_batch import NoLoader
 
 FLOAT32 = {"training.dtype": "float32", "training.mixed_precision_param": "float32"}
 

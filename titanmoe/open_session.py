@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,35 +15,13 @@ import torch.distributed as dist
 
 from titanmoe.components import COMPONENTS
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import Batch
-from titanmoe.data.loader import BatchLayout
 from titanmoe.moe.dispatchers.dispatcher_spec import with_dispatcher
 from titanmoe.ops.device import kind_of_setting
 from titanmoe.session import Session
 from titanmoe.train.build import build_training
 from titanmoe.train.launch import read_config, scoring_config
 from titanmoe.train.runtime import Runtime, read_environment, start, world_size
-
-
-class NoLoader:
-    """Stand-in for the loader of a run that has none: it knows the number of microbatches of a step."""
-
-    mix = SimpleNamespace(tokenizer=None, sources=())
-
-    def __init__(self, config: Config, data_rank: int, data_ranks: int):
-        layout = BatchLayout(config, data_rank, data_ranks)
-        self.microbatches, self.global_batch_size = layout.microbatches, layout.global_batch_size
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return {}, the entry "loader" of checkpoints: which data was seen is the caller's to remember."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Ignore a checkpoint's place in its data."""
-
-    def digest_samples(self, batches: list[Batch]) -> dict[int, str]:
-        """Return {}: samples have no numbers in such a run, and so no digests by number."""
-        return {}
+from titanmoe.train.world_batch import NoLoader
 
 
 def open_session(
@@ -84,9 +61,9 @@ def open_session(
     joined = dist.is_initialized()
     runtime = _joined_runtime(config) if joined else start(config)
     if config.moe.overlap == "auto":
-        from titanmoe.rank import plan_overlap
+        from titanmoe.plan.planned_overlap import plan_overlap_of_run
 
-        config, _ = plan_overlap(config, runtime)
+        config, _ = plan_overlap_of_run(config, runtime)
     training = build_training(config, runtime, loader=NoLoader, garbage=lambda every: None)
     with training.checkpoints.in_folder(Path(config.job.dump_folder)) as checkpoints:
         checkpoints.begin()

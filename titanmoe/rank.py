@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 gc.disable()  # imports leave hardly any garbage, and collecting it takes a fifth of their time
 
@@ -17,7 +18,7 @@ from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.generate.prompts import has_samples  # noqa: E402
 from titanmoe.train.launch import main  # noqa: E402
 from titanmoe.train.runtime import Runtime, exit_now  # noqa: E402
-from titanmoe.watch.number_checks import checks, watched  # noqa: E402
+from titanmoe.watch.number_checks import checks  # noqa: E402
 
 if TYPE_CHECKING:
     from titanmoe.data.loader import Loader
@@ -28,24 +29,26 @@ if TYPE_CHECKING:
 gc.enable()
 
 
-def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
-    """Replace moe.overlap = "auto" by the planner's choice; return the config and the reason, "" if nothing changed.
+def watch(config: Config, training: Training) -> AbstractContextManager[Any]:
+    """Return a context in which hung ranks are watched for; if a rank is late, the process ends with a report.
 
-    Collective over the world: all ranks plan for rank 0's device, so that all make the same choice.
+    Collective over the world. It does nothing for a single rank or with `training.watch = false`.
     """
-    if config.moe.overlap != "auto":
-        return config, ""
-    import torch
-    import torch.distributed as dist
+    if training.runtime.world == 1 or not config.training.watch:
+        return nullcontext()
+    from titanmoe.watch.run_watch import Watch
 
-    from titanmoe.plan import devices
-    from titanmoe.plan.planned_overlap import planned_overlap
+    return Watch(config.training, config.checkpoint, training)
 
-    if runtime.device.type != "cuda":
-        return planned_overlap(config, runtime.world, devices.read_device("cpu"))
-    gpu = [torch.cuda.get_device_name(runtime.device)]
-    dist.broadcast_object_list(gpu)
-    return planned_overlap(config, runtime.world, devices.device_like(gpu[0]))
+
+def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
+    """Replace moe.overlap = "auto" by the planner's choice; return the config and the reason.
+
+    Collective over the world.
+    """
+    from titanmoe.plan.planned_overlap import plan_overlap_of_run
+
+    return plan_overlap_of_run(config, runtime)
 
 
 def answer_samples(config: Config, model: RankModel) -> Evaluation | None:
@@ -97,7 +100,7 @@ def run() -> None:
     """Run this rank from the command line to the end, and exit the process with its exit code."""
     replacements = {"checks": checks, "samples": answer_samples, "loader": make_loader}
     try:
-        tools = {"watch": watched, "overlap": plan_overlap, "trainer": make_trainer}
+        tools = {"watch": watch, "overlap": plan_overlap, "trainer": make_trainer}
         code = main(sys.argv[1:], COMPONENTS, **tools, **replacements)
     except SystemExit as end:
         code = end.code

@@ -61,7 +61,7 @@ def read(changes: dict[str, Any], size: int) -> Config:
 def shards(changes: dict[str, Any]) -> tuple[Config, Targets]:
     """The shards of a model built for the mapping."""
     from titanmoe.fold.meshes import build_meshes
-    from titanmoe.generate.model import build_empty
+    from titanmoe.generate.build_model import build_empty
 
     size = dist.get_world_size()
     config = read(changes, size)

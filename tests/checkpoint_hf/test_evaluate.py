@@ -142,9 +142,10 @@ STUBS = ("lm_eval", "lm_eval.api", "lm_eval.api.instance", "lm_eval.api.model")
 
 def by_the_command_s_model(folder: Path, degrees: dict[str, int], requests: dict[str, list[tuple]]) -> dict[str, list]:
     """On a rank: what the LM of `titanmoe eval` replies to requests, by method. Does not need the package."""
+    from titanmoe.generate.build_model import build
     from titanmoe.generate.log_likelihood import Scorer
     from titanmoe.generate.loop import Generator
-    from titanmoe.generate.model import build, config_to_run, find_model, tokenizer_of
+    from titanmoe.generate.model import config_to_run, find_model, tokenizer_of
 
     modules = {name: mock.MagicMock() for name in STUBS if find_spec("lm_eval") is None}
     if modules:

@@ -67,8 +67,9 @@ def generator(
     """On a rank. A Hugging Face folder computes in float64 here."""
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.meshes import build_meshes
+    from titanmoe.generate.build_model import build
     from titanmoe.generate.loop import Generator
-    from titanmoe.generate.model import build, config_to_run, find_model
+    from titanmoe.generate.model import config_to_run, find_model
 
     trained, device = find_model(path, adapter), torch.device("cpu")
     dtype = "float64" if trained.step is None else None

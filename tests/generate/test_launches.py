@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import parity
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
+from titanmoe.generate.build_model import build_empty
 from titanmoe.generate.loop import Generator
-from titanmoe.generate.model import build_empty, config_to_run
+from titanmoe.generate.model import config_to_run
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.operation_costs import Operations

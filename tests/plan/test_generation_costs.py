@@ -18,8 +18,9 @@ from titanmoe.config.schema import Config, GenerationParallelism
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
 from titanmoe.fold.meshes import build_meshes
+from titanmoe.generate.build_model import build_empty
 from titanmoe.generate.loop import Generator, Prompt, Stop
-from titanmoe.generate.model import build_empty, config_to_run
+from titanmoe.generate.model import config_to_run
 from titanmoe.generate.sampling import Sampling
 from titanmoe.models.count import parameters
 from titanmoe.plan.communicators import usable_bytes

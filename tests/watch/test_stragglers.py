@@ -229,7 +229,8 @@ SLOW = 3
 
 def train(changes: dict[str, Any]) -> list[int]:
     """Rank SLOW sleeps in its steps, rank 1 between them."""
-    from titanmoe.watch.number_checks import checks, watched
+    from titanmoe.rank import watch
+    from titanmoe.watch.number_checks import checks
 
     rank = int(torch.distributed.get_rank())
 
@@ -246,7 +247,7 @@ def train(changes: dict[str, Any]) -> list[int]:
 
     trainer.training.slicer.slices = slowly
     often = mock.patch.object(stragglers, "WINDOW", 4), mock.patch.object(HostTimer, "every", 1)
-    with often[0], often[1], watched(config, trainer.training):
+    with often[0], often[1], watch(config, trainer.training):
         trainer.train()
     return trainer.training.guard.checks.stragglers.times.messages
 

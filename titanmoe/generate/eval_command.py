@@ -59,7 +59,8 @@ def _run(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None and value < low
     ]:
         raise ConfigError(problems)
-    from titanmoe.generate.model import config_to_run, find_model, open_generator, tokenizer_of
+    from titanmoe.generate.build_model import open_generator
+    from titanmoe.generate.model import config_to_run, find_model, tokenizer_of
     from titanmoe.train.runtime import start, stop, world_size
 
     trained = find_model(*_weights_and_adapters(args.RUN, args.adapter))

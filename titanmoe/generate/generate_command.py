@@ -249,8 +249,8 @@ class _Speaker:
         config: Any,
         runtime: Any,
     ):
+        from titanmoe.generate.build_model import open_generator
         from titanmoe.generate.loop import Stop
-        from titanmoe.generate.model import open_generator
         from titanmoe.generate.sampling import Sampling
 
         self.args, self.tokenizer, self.trained, self.config = args, tokenizer, trained, config

@@ -20,8 +20,8 @@ from titanmoe.checkpoint.saver import page_lock
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
+from titanmoe.generate.build_model import build_empty
 from titanmoe.generate.loop import Generator
-from titanmoe.generate.model import build_empty
 from titanmoe.ops import device
 from titanmoe.train.training import RankModel
 

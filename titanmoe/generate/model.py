@@ -1,13 +1,10 @@
-"""The model to generate with: found in a run or a Hugging Face folder, configured, built and loaded on this rank.
+"""The model to generate with: found in a run or a Hugging Face folder, with its tokenizer, and configured.
 
-Weights are not sharded over data ranks and stored in the compute dtype, so that nothing is gathered per token. A model
-that does not fit a device is sharded by tp, ep and etp.
+`titanmoe.generate.build_model` builds it.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,29 +12,21 @@ from typing import TYPE_CHECKING
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
-from titanmoe.checkpoint.full_model import FullModel, fill_shards, find_full_model, require_intact
+from titanmoe.checkpoint.full_model import FullModel, find_full_model, require_intact
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.schema import Config, Experts, Parallelism
 from titanmoe.data.token_shards import is_shards, read_manifest
 from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
-from titanmoe.fold.degrees import derive, resolve_degrees
+from titanmoe.fold.degrees import resolve_degrees
 from titanmoe.fold.legality import model_violations
 from titanmoe.models.families import FAMILIES, mixers
-from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.mixers.mixer_spec import MixerSpec
 from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 
 if TYPE_CHECKING:
-    import torch
-
     from titanmoe.checkpoint.read_adapters import Adapters
-    from titanmoe.checkpoint.state import Targets
-    from titanmoe.fold.meshes import Meshes
-    from titanmoe.generate.loop import Generator
-    from titanmoe.models.transformer import Transformer
-    from titanmoe.train.runtime import Runtime
 
 CACHES = {
     "titanmoe.models.attention:Attention": "titanmoe.generate.cached_attention:CachedKeys",
@@ -231,112 +220,3 @@ def config_to_run(
     experts = Experts(ep=ep, etp=etp, edp=1, edp_replicate=edp * resolved["edp_replicate"])
     parallelism = Parallelism(tp=tp, dp_shard=1, dp_replicate=resolved["dp"], experts=experts)
     return replace(config, lora=trained_config.lora, parallelism=parallelism)
-
-
-def open_generator(
-    config: Config, trained: TrainedModel, runtime: Runtime, tokenizer: Tokenizer, ends: set[int | None]
-) -> Generator:
-    """Build and load the model on this rank; return what generates with it. Collective over the world.
-
-    Args:
-        config: the config from `config_to_run`.
-        trained: the model to load.
-        runtime: this process.
-        tokenizer: the tokenizer, beyond whose vocabulary no token is generated.
-        ends: tokens that end a text.
-    """
-    from titanmoe.fold.meshes import build_meshes
-    from titanmoe.generate.loop import Generator
-
-    meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
-    model = build(config, meshes, trained, runtime.device)
-    return Generator(model, meshes, runtime.device, tokenizer.vocab_size, ends)
-
-
-def build(config: Config, meshes: Meshes, trained: TrainedModel, device: torch.device) -> Transformer:
-    """Build the transformer on this rank, in eval mode, with its shards loaded and no gradients. All ranks call it.
-
-    Args:
-        config: the config from `config_to_run`.
-        meshes: the meshes of the config's mapping.
-        trained: the model to load.
-        device: where to put it.
-    """
-    model, targets = build_empty(config, meshes, device)
-    _fill(targets, trained, config)
-    return model
-
-
-def build_empty(config: Config, meshes: Meshes, device: torch.device) -> tuple[Transformer, Targets]:
-    """Build the transformer on this rank without gradients; return it and its shards, by name.
-
-    The shards are not filled yet. Who fills them fills the weights: they share memory. Buffers are 0. No communication.
-
-    Args:
-        config: the recipe.
-        meshes: the groups that the model is sharded over.
-        device: where the shards are allocated.
-    """
-    import torch
-    from torch import nn
-    from torch.distributed.tensor import DTensor
-
-    from titanmoe.checkpoint import state
-    from titanmoe.models.lora import add_adapters
-    from titanmoe.models.transformer import Transformer
-    from titanmoe.parallel.choose_attention import apply_context_parallel
-    from titanmoe.parallel.context import placement
-    from titanmoe.parallel.expert import apply_expert_parallel
-    from titanmoe.parallel.parallel_plan import make_plan, parallelize
-
-    with torch.device("meta"):
-        model = Transformer(config, 1, getattr(torch, config.training.dtype))
-        add_adapters(model, config)
-    parallelize(model, make_plan(config, range(config.model.num_layers)), meshes)
-    # Prompts have many lengths, and torch's flex_attention would compile for each.
-    options = replace(config.parallelism, attention_backend="plain")
-    apply_context_parallel(model, options, placement(options), meshes.cp)
-    apply_expert_parallel(model, meshes)
-    model.to_empty(device=device)
-    model.tie()
-    for buffer in model.buffers():
-        buffer.zero_()
-    tied = config.model.tie_embeddings
-    targets = state.shards_to_load(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            # A forward uses the local shard only.
-            plain = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-            setattr(module, name, nn.Parameter(plain, requires_grad=False))
-    model.tie()
-    return model.eval(), targets
-
-
-def _check_base_weights(trained: TrainedModel) -> None:
-    """Raise an error unless the weights are those that the adapters were trained on. Collective over the world.
-
-    Digests are compared if the adapters have one, else names, shapes and, where possible, weights.
-    """
-    import torch.distributed as dist
-
-    from titanmoe.checkpoint.hf.peft_base import compare_base
-    from titanmoe.checkpoint.hf.weight_sources import check_digest, open_weights
-
-    group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
-    weights = open_weights(str(trained.path), trained.adapters.model)
-    check_digest(trained.adapters, weights, str(trained.path), group)
-    if trained.adapters.config is None:
-        compared = compare_base(trained.adapters, weights, trained.base_name, group)
-        if os.environ.get("RANK", "0") == "0":
-            print(f"note: {compared}", file=sys.stderr)
-
-
-def _fill(targets: Targets, trained: TrainedModel, config: Config) -> None:
-    from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
-
-    if trained.adapters:
-        _check_base_weights(trained)
-        for name in filter(is_adapter, list(targets)):
-            piece = targets.pop(name)[1]
-            fill_in_blocks(piece.tensor, piece.offset, trained.adapters.tensors[name.removeprefix("model.")].read)
-    fill_shards(targets, trained, config.model)

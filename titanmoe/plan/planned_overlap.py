@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from titanmoe.config.laws import contradictions
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
-from titanmoe.plan.devices import Device
+from titanmoe.plan.devices import Device, device_like, read_device
 from titanmoe.plan.dispatch_costs import NEAR
 from titanmoe.plan.links import Factors
 from titanmoe.plan.price import Pricer
+
+if TYPE_CHECKING:
+    from titanmoe.train.runtime import Runtime
 
 TEXTS = {"none": "", "halves": "in two halves", "pairs": "in pairs"}
 ON_CPUS = 'none, because moe.overlap = "auto" plans for GPUs alone'
@@ -49,6 +53,21 @@ def planned_overlap(config: Config, world: int, device: Device) -> tuple[Config,
     if best == "none":
         reason = f"nothing that saves {NEAR - 1:.0%} of {before:.3g} s a step on {device.name}"
     return with_overlap(config, best), f'{best}, because moe.overlap = "auto" and the planner finds {reason}'
+
+
+def plan_overlap_of_run(config: Config, runtime: Runtime) -> tuple[Config, str]:
+    """Return the config with a run's moe.overlap for "auto", and the reason as text.
+
+    Collective over the world: all ranks plan for rank 0's device, so that all make the same choice.
+    """
+    import torch  # not by a plan, which needs none
+    import torch.distributed as dist
+
+    if runtime.device.type != "cuda":
+        return planned_overlap(config, runtime.world, read_device("cpu"))
+    gpu = [torch.cuda.get_device_name(runtime.device)]
+    dist.broadcast_object_list(gpu)
+    return planned_overlap(config, runtime.world, device_like(gpu[0]))
 
 
 def overlap_text(config: Config) -> str:

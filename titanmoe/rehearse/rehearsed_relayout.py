@@ -31,7 +31,8 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
-from titanmoe.generate.model import build_empty, config_to_run
+from titanmoe.generate.build_model import build_empty
+from titanmoe.generate.model import config_to_run
 from titanmoe.ops.device import HARDWARE, imitate
 from titanmoe.parallel.apply import build, make_meshes
 from titanmoe.rehearse.code_site import CodeSite
@@ -53,7 +54,7 @@ class Destination:
 
     config: Config
     generates: bool
-    """Whether it only generates: its weights are not sharded over data ranks (titanmoe.generate.model)."""
+    """Whether it only generates: its weights are not sharded over data ranks (titanmoe.generate.build_model)."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from titanmoe.generate.loop import Generator, Interrupted, Prompt, Stop
 from titanmoe.generate.model import generation_config
 from titanmoe.generate.prompts import continuation
 from titanmoe.generate.sampling import Sampling
-from titanmoe.open_session import NoLoader
 from titanmoe.ops import counter_rng
 from titanmoe.policy import PolicyLoss
 from titanmoe.rl.prompt_records import PromptRecord, Prompts, read_prompts
@@ -44,6 +43,7 @@ from titanmoe.train.run_folder import ROLLOUTS, ROUNDS, read_records
 from titanmoe.train.runtime import print_rank_0
 from titanmoe.train.trainer import Trainer
 from titanmoe.train.training import Training
+from titanmoe.train.world_batch import NoLoader
 
 MESSAGE_S = 10
 """Most seconds between messages while ranks wait for rewards."""

@@ -247,7 +247,7 @@ def main(
         argv: arguments of the command line, such as ["recipe.toml", "--training.steps", "10"].
         components: the components (optimizers, dispatchers, ...) that a recipe may name.
         watch: makes from the config and the Training a context that is entered while the run trains.
-        overlap: sets moe.overlap where it is "auto"; returns the config and the header's text on the choice.
+        overlap: sets a moe.overlap that is "auto"; returns the config and the header's text on the choice.
         trainer: makes the training loop from the config and the Training; None for `Trainer`.
         replacements: keyword arguments of build_training that replace objects of the run, such as `checks`.
     """
@@ -278,7 +278,7 @@ def main(
     prefix_output_with_rank(runtime.rank)
     abandon, training = False, None
     try:
-        config, why = overlap(config, runtime)
+        config, why = overlap(config, runtime) if config.moe.overlap == "auto" else (config, "")
         show_status("building the model")
         returns_top_k = bool(checked) and checked.scores == "top-k"
         notes = {"overlap": why} if why else {}

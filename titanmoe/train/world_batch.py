@@ -1,7 +1,8 @@
 """Batches given by content: checked and padded, cut into each data rank's microbatches, and results in their order.
 
 `titanmoe.session.Session` gets a batch of any number of samples. Sample j of a call is row b of microbatch m of data
-rank d, with j = (m * data_ranks + d) * local_batch_size + b, as in a run with a loader; what remains is padding.
+rank d, with j = (m * data_ranks + d) * local_batch_size + b, as in a run with a loader; what remains is padding. Such
+a run has a `NoLoader`.
 
 Shapes: N samples of a call, L ids of the longest, S positions of the recipe (training.seq_len), B samples of a
 microbatch.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Model
+from titanmoe.config.schema import Config, Model
 from titanmoe.data.batch import ROUTES, Batch
+from titanmoe.data.loader import BatchLayout
 from titanmoe.data.routes import Routes, digest_routes, find_route_problems, find_shape_problem
 from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.context import Placement
@@ -29,6 +32,27 @@ from titanmoe.tokens import IGNORE, NO_EXPERT, NOT_RECORDED
 
 Samples = Tensor | Sequence[Sequence[int]]
 """Ids of samples: a tensor (N, L), or a sequence of N sequences of different lengths."""
+
+
+class NoLoader:
+    """Stand-in for the loader of a run that has none: it knows the number of microbatches of a step."""
+
+    mix = SimpleNamespace(tokenizer=None, sources=())
+
+    def __init__(self, config: Config, data_rank: int, data_ranks: int):
+        layout = BatchLayout(config, data_rank, data_ranks)
+        self.microbatches, self.global_batch_size = layout.microbatches, layout.global_batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {}, the entry "loader" of checkpoints: which data was seen is the caller's to remember."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Ignore a checkpoint's place in its data."""
+
+    def digest_samples(self, batches: list[Batch]) -> dict[int, str]:
+        """Return {}: samples have no numbers in such a run, and so no digests by number."""
+        return {}
 
 
 def make_batch(

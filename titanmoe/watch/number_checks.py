@@ -1,14 +1,13 @@
-"""What a rank attaches to its training: the watch over all ranks, and the numerical checks of `[debug]`.
+"""The numerical checks of `[debug]`, which a rank attaches to its training.
 
-`titanmoe.rank` enters `watched` around training and hands `checks` to the trainer. torch and the rest are imported only
-when training begins, so that a refused recipe does not wait for them.
+`titanmoe.rank` hands `checks` to the trainer. torch and the rest are imported only when training begins, so that a
+refused recipe does not wait for them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,25 +18,10 @@ if TYPE_CHECKING:
     from titanmoe.config.schema import Config, Debug
     from titanmoe.train.gradients import Gradients, StepSums, StepWork
     from titanmoe.train.run_state import RunState
-    from titanmoe.train.training import RankModel, Training
+    from titanmoe.train.training import RankModel
     from titanmoe.watch.bit_checks import ReplicaCheck
     from titanmoe.watch.first_nonfinite import NonFiniteTrace
     from titanmoe.watch.stragglers import Stragglers
-
-
-@contextmanager
-def watched(config: Config, training: Training) -> Iterator[None]:
-    """Watch for hung ranks within this context. If a rank is late, the process ends with a report.
-
-    Collective over the world. Does nothing for a single rank or with `training.watch = false`.
-    """
-    if training.runtime.world == 1 or not config.training.watch:
-        yield
-        return
-    from titanmoe.watch.run_watch import Watch
-
-    with Watch(config.training, config.checkpoint, training):
-        yield
 
 
 def checks(config: Config, training: RankModel) -> Checks:

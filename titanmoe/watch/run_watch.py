@@ -1,6 +1,6 @@
 """The watch over a run: this rank's heartbeat, the observers that write into it, and its watchdog thread.
 
-`titanmoe.watch.number_checks.watched` enters it around training.
+`titanmoe.rank.watch` makes it, and it is entered around training.
 """
 
 from __future__ import annotations
