@@ -213,7 +213,8 @@ def test_a_url_is_copied_once(url, saved, monkeypatch):
 
 def test_a_url_without_a_model_is_refused(url):
     assert problem(f"{url}/none", fetch.describing_folder) == (
-        f"{url}/none cannot be read: FileNotFoundError: there is no config.json in it"
+        f"{url}/none cannot be read: FileNotFoundError: there is no config.json in it: check the address and the "
+        "credentials"
     )
     assert "Protocol not known: nowhere" in problem("nowhere://bucket/model")
 

@@ -234,7 +234,10 @@ def test_out_of_range(path, value):
         ({"moe.expert_dtype": "fp8", "moe.grouped_mm": "loop"}, 'moe.grouped_mm = "loop" asks for none'),
         ({"moe.accumulate_weight_gradients": True, "compile.enable": True}, "compiler: set one of them to false"),
         ({"moe.accumulate_weight_gradients": True, "lora.rank": 4}, "lora.rank = 4 trains adapters alone"),
-        ({"profile.steps": [3, 99], "training.steps": 98}, "profile.steps has 99, and training.steps is 98"),
+        (
+            {"profile.steps": [3, 99], "training.steps": 98},
+            "profile.steps has 99, and training.steps = 98: choose steps up to 98",
+        ),
         ({"profile.memory": "steps"}, 'needs profile.steps: list some, or use "oom"'),
         ({"validation.held_out": 1}, "holds out every document and leaves none"),
         (

@@ -374,7 +374,9 @@ def test_missing_recipe(recipe):
     recipe("")
     assert problems("--config", "mi.toml") == ["mi.toml: there is no such file: did you mean my.toml?"]
     assert problems("--config", "gone/else.toml") == ["gone/else.toml: there is no such file"]
-    assert problems("--config", ".") == [".: cannot be read: Is a directory"]
+    assert problems("--config", ".") == [
+        ".: cannot be read: Is a directory: name a TOML file, and check its permissions"
+    ]
     assert len(problems("--config", "mi.toml", "--nonsense")) == 2
 
 

@@ -135,7 +135,7 @@ def test_the_refusal_says_where_the_marks_go():
 def test_an_assistant_that_begins_has_no_header_counted():
     greeted = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]
     assert answers_of(ChatEncoder(CHATML, "t", ByteTokenizer()), greeted)[1] == ["Hello<|im_end|>\n"]
-    with pytest.raises(ChatError, match="its first message is the assistant's, and the chat template t cannot be ren"):
+    with pytest.raises(ChatError, match="the first message is the assistant's, and the chat template t cannot be ren"):
         ChatEncoder("{{ messages[0].role }}" + CHATML, "t", ByteTokenizer()).encode(greeted)
 
 
@@ -182,7 +182,9 @@ def test_contents_that_a_template_cannot_take_are_named():
     )
     for n, messages in (2, CALLED[2:0:-1]), (1, CALLED):
         what = "null" if n == 2 else "a list"
-        with pytest.raises(ChatError, match=f"refuses it: it takes text, and message {n}'s content is {what}"):
+        with pytest.raises(
+            ChatError, match=f"refuses the messages: it takes text, and message {n}'s content is {what}"
+        ):
             chat.encode(messages)
     nested = ChatEncoder(
         "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}", "t", ByteTokenizer()
@@ -196,7 +198,7 @@ def test_contents_that_a_template_cannot_take_are_named():
     [
         ([], "not a list of messages, or is empty"),
         ("hello", "not a list of messages"),
-        ([{"content": "a"}], 'message 1 is not like {"role"'),
+        ([{"content": "a"}], 'message 1 has no "role" that is a text: write {"role"'),
         ([{"role": "user", "content": "a"}], "the assistant says nothing"),
         (
             [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}],
@@ -204,10 +206,10 @@ def test_contents_that_a_template_cannot_take_are_named():
         ),
         (
             [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}],
-            "its roles are 'user', 'system', and one has to be 'assistant'",
+            "the roles are 'user', 'system', and one has to be 'assistant'",
         ),
         ([{"role": "assistant", "content": "a\ufdd0"}], "not characters"),
-        ([{"role": "assistant"}], "the chat template t refuses it: no content"),
+        ([{"role": "assistant"}], "the chat template t refuses the messages: no content"),
     ],
 )
 def test_conversations_that_cannot_be_used(messages, says):
@@ -340,10 +342,14 @@ def test_tools_of_a_record_are_written_as_transformers_does(bpe, marked):
 @pytest.mark.parametrize(
     ("template", "tools", "said"),
     [
-        (CHATML, TOOLS, "it has tools, and the chat template t does not write them: use one that does, or leave"),
-        (WITH_TOOLS, "[{", "its tools are a text that is not JSON"),
-        (WITH_TOOLS, {"name": "add"}, "its tools are an object, not a list of JSON schemas"),
-        (WITH_TOOLS, ["add"], "its tools are a list, not a list of JSON schemas"),
+        (
+            CHATML,
+            TOOLS,
+            "the record has tools, and the chat template t does not write them: use one that does, or leave",
+        ),
+        (WITH_TOOLS, "[{", "'tools' is a text that is not JSON"),
+        (WITH_TOOLS, {"name": "add"}, "'tools' is an object: write a list of JSON schemas"),
+        (WITH_TOOLS, ["add"], "'tools' is a list: write a list of JSON schemas"),
     ],
 )
 def test_tools_that_would_be_lost_are_refused(template, tools, said):
@@ -366,7 +372,7 @@ def test_tools_of_a_file_are_in_its_shards(format, tmp_path, capsys):
     added = len(f"<|im_start|>system\n{json.dumps(TOOLS[0], ensure_ascii=False)}\n<|im_end|>\n".encode())
     assert with_tools == [length + added for length in without]
     assert main([*words, str(tmp_path / "plain.jinja"), "--out", str(tmp_path / "refused")]) == 2
-    assert "with.jsonl:1: it has tools, and the chat template" in capsys.readouterr().err
+    assert "with.jsonl:1: the record has tools, and the chat template" in capsys.readouterr().err
 
 
 def test_shards_from_before_tools_were_read_are_not_taken_for_those_with_tools(tmp_path):

@@ -146,10 +146,13 @@ def test_tools_and_calls_reach_the_template(template: str, tmp_path: Path) -> No
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}, "message 2 is empty"),
         ({"messages": None}, "has no 'messages', or null; of the fields that chats are read from it has none"),
         ({"prompt": "a", "completion": ""}, "'completion' is missing or empty"),
-        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "two texts, or two lists of messages"),
-        ({"prompt": 7, "completion": "b"}, "'prompt' is a number, not text"),
-        ({"conversations": [{"from": "narrator", "value": "a"}]}, "message 1 is from 'narrator': it has to be one of"),
-        ({"conversations": [{"from": "function_call", "value": "add 1"}]}, "message 1 calls a tool, and is not JSON"),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, "write both as one or the other"),
+        ({"prompt": 7, "completion": "b"}, "'prompt' is a number: write a text"),
+        ({"conversations": [{"from": "narrator", "value": "a"}]}, "message 1 is from 'narrator': use one of"),
+        (
+            {"conversations": [{"from": "function_call", "value": "add 1"}]},
+            "message 1 calls a tool, but not in JSON: write",
+        ),
         (
             {"messages": [{"role": "bot", "content": "a"}]},
             "message 1 has the role 'bot', which the chat template does not name: use one of user, assistant, tool, "
@@ -164,8 +167,8 @@ def test_tools_and_calls_reach_the_template(template: str, tmp_path: Path) -> No
             {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": ""}]},
             "message 2 is empty, so there is nothing to learn from",
         ),
-        ({"conversations": [{"from": "human", "value": "a"}]}, "the assistant says nothing in it"),
-        ({"messages": "hello"}, "'messages' is a text that is not a list of messages in JSON"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "the assistant says nothing, so"),
+        ({"messages": "hello"}, "'messages' is a text that is not a list of messages in JSON: write"),
     ],
 )
 def test_what_is_no_chat_is_named_before_any_work(

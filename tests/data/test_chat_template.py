@@ -74,7 +74,7 @@ def test_what_takes_much_memory_ends(name, small):
 
 
 def test_a_huge_range_is_refused_by_jinja_itself():
-    with pytest.raises(ChatError, match="the chat template t refuses it: Range too big"):
+    with pytest.raises(ChatError, match="the chat template t refuses the messages: Range too big"):
         opened("{% for i in range(10 ** 9) %}{% endfor %}").encode(TALK)
 
 
@@ -90,7 +90,7 @@ def test_recursion_without_an_end_is_the_conversations_fault():
 
 @pytest.mark.parametrize("text", ["{{ ''.__class__.mro() }}", "{{ [].append(1) }}", "{{ messages.clear() }}"])
 def test_what_a_sandbox_forbids(text):
-    with pytest.raises(ChatError, match=r"refuses it: .*( is unsafe|is not safely callable)"):
+    with pytest.raises(ChatError, match=r"refuses the messages: .*( is unsafe|is not safely callable)"):
         opened(text).encode(TALK)
 
 
@@ -122,7 +122,8 @@ def test_templates_that_cannot_be_compiled(text):
 )
 def test_compiling_has_limits_too(text, seconds, limit, small, monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", seconds)
-    assert refused(text) == f"t: compiling the chat template takes more than {limit}, the limit for a template"
+    why = f"takes more than {limit}, the limit for a template: use another (chat_template)"
+    assert refused(text) == f"t: compiling the chat template {why}"
 
 
 def test_a_template_is_read_no_further_than_the_limit(monkeypatch):

@@ -94,10 +94,10 @@ BAD = [
     ),
     (
         {"prompt": ASKED, "chosen": "b", "rejected": "c"},
-        "the prompt is a list of messages, and its completions are texts",
+        "the prompt is a list of messages, and the completions are texts: write all three alike",
     ),
-    ({"prompt": "a", "chosen": 3, "rejected": "c"}, "'chosen' is a number, not a text or a list of messages"),
-    (CHATS[0], "it has messages, and there is no chat template: name a Jinja file with data.chat_template"),
+    ({"prompt": "a", "chosen": 3, "rejected": "c"}, "'chosen' is a number: write a text or a list of messages"),
+    (CHATS[0], "the record has messages, and there is no chat template: name a Jinja file with data.chat_template"),
 ]
 
 

@@ -108,7 +108,8 @@ def test_a_web_page_is_a_file_unless_its_name_ends_in_a_slash(monkeypatch):
 
 def test_a_driver_or_the_package_that_is_missing_is_named(monkeypatch):
     (driver,) = problems("nowhere://bucket/a.jsonl")
-    assert driver == "nowhere://bucket/a.jsonl cannot be read: ValueError: Protocol not known: nowhere"
+    why = "Protocol not known: nowhere: check the address and the credentials"
+    assert driver == f"nowhere://bucket/a.jsonl cannot be read: ValueError: {why}"
     monkeypatch.setitem(sys.modules, "fsspec", None)
     (package,) = problems("s3://bucket/a.jsonl")
     assert package == 's3://bucket/a.jsonl: reading it needs the package fsspec: pip install "titanmoe[remote]"'
@@ -131,7 +132,9 @@ def test_a_store_that_fails_while_it_is_read_is_one_line(store, monkeypatch):
     monkeypatch.setattr(remote.file_system(url)[0], "open", lambda *args: Failing(), raising=False)
     with pytest.raises(ConfigError) as caught:
         list(read_records(RecordReader(source.span(0, source.bytes, source.bytes), "text")))
-    assert caught.value.problems == [f"{url} cannot be read: Lost: the connection went away"]
+    assert caught.value.problems == [
+        f"{url} cannot be read: Lost: the connection went away: check the address and the credentials"
+    ]
 
 
 def test_shards_made_from_a_url_are_those_of_the_file(config, tmp_path, monkeypatch):  # noqa: F811

@@ -141,8 +141,8 @@ def test_names_in_a_manifest_stay_in_its_folder(tmp_path, name):
         file.rename(tmp_path / file.name.replace("00000-000", "secret"))
     (shard,) = json.loads((folder / MANIFEST).read_text())["shards"]
     edit(folder, shards=[shard | {"name": name}])
-    assert f"it names {name!r}, which is no file of its folder" in problems(folder)
-    with pytest.raises(ConfigError, match="which is no file of its folder"):
+    assert f"was changed: {name!r} in it is no file of that folder: make the shards again" in problems(folder)
+    with pytest.raises(ConfigError, match="is no file of that folder"):
         list(verify(folder))
 
 

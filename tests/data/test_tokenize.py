@@ -280,7 +280,7 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe, here):
     (tmp_path / "a.jsonl").write_bytes(lines([talk, bad, talk[::-1]], field="messages"))
     message = problems(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe))
     assert message.endswith(
-        "a.jsonl:2: the assistant says nothing in it, so there is nothing to learn from: its roles are 'user', and one "
+        "a.jsonl:2: the assistant says nothing, so there is nothing to learn from: the roles are 'user', and one "
         "has to be 'assistant' (correct it, or skip such records: bad_lines = \"skip\")"
     )
     manifest = run(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe), bad_lines="skip")

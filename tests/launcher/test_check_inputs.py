@@ -85,7 +85,7 @@ DATA: dict[str, Case] = {
     ),
     "questions": (
         lambda: ["--validation.quiz.interval=1", f"--validation.quiz.paths={jsonl('q.jsonl', [{}])}"],
-        'q.jsonl:1: has no text as its "question"',
+        'q.jsonl:1: has no "question", or none that is a text: write',
     ),
 }
 

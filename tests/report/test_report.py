@@ -175,7 +175,8 @@ def test_malformed_lines_are_reported_by_kind_and_left_out(tmp_path, capsys):
         f"warning: {run}/metrics.jsonl: 7 lines are not what titanmoe writes there: left out",
         f"warning: {run}/events.jsonl: 2 lines are not what titanmoe writes there: left out",
         f"warning: {run}/experts.jsonl: 5 lines are not what titanmoe writes there: left out",
-        f"warning: {run}/config.toml: is not TOML: tables or lists are nested more than 16 deep, which no field needs",
+        f"warning: {run}/config.toml: is not TOML: tables or lists are nested more than 16 deep, which no field needs: "
+        "remove brackets or dots",
     ]
     (read,) = read_runs([run])
     assert [line["step"] for line in read.lines] == [1, 2, 3, 4] and "mfu" not in read.lines[-1]

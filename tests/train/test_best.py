@@ -138,7 +138,7 @@ def test_a_skipped_batch_after_the_best_step_saves_nothing(tmp_path: Path) -> No
             {"checkpoint.keep_best": "quiz.a.acc", "validation.quiz.paths": ["b.jsonl"], "validation.quiz.interval": 2},
             "the metrics are quiz.b.bits_per_byte",
         ),
-        ({"checkpoint.enable": False}, "checkpoint.enable = false saves none"),
+        ({"checkpoint.enable": False}, "checkpoint.enable = false saves none: set enable = true, or"),
         (
             {"checkpoint.keep_best": "", "training.stop_after": 2, "validation.interval": 0},
             "training.stop_after goes by val_loss",

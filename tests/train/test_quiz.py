@@ -168,10 +168,10 @@ def test_bad_questions_are_refused_all_at_once(asked: dict[str, Any], tmp_path: 
         'bad.jsonl:1: has choices but no "answer": give the number of the right one, counted from 0',
         'bad.jsonl:2: "answer" is 2, and the 2 choices have the numbers 0 to 1',
         'bad.jsonl:3: needs "choices", a list of two texts or more, none of them empty',
-        'bad.jsonl:4: has no text as its "question"',
+        'bad.jsonl:4: has no "question", or none that is a text: write "question": "..."',
         "bad.jsonl:5: ",
         "bad.jsonl: 2 more lines like these",
-        "missing.jsonl: No such file or directory",
+        "missing.jsonl cannot be read: No such file or directory: check the path",
         "long.jsonl has a question and choice of 101 tokens, more than training.seq_len = 16: shorten it, or raise",
         "none.jsonl has no questions: ",
     ]

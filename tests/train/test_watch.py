@@ -139,7 +139,7 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         config = replace(config, **{table: replace(getattr(config, table), **{name: value})})
     text = "\n".join([*(law.text for law in contradictions(config)), *refusals(config, 1)])
     for part in (
-        "profile.steps has 99, and training.steps is 10",
+        "profile.steps has 99, and training.steps = 10",
         "profile.ranks has 7, and the ranks are 0 to 0",
         'profile.memory = "oom" records the memory of GPUs',
         'pip install "titanmoe[wandb]"',

@@ -142,7 +142,7 @@ def _window(model: Model) -> Iterator[Violation]:
         yield Violation(
             ("model.sliding_window", "model.full_attention_every"),
             f"model.sliding_window = {window} is not used with model.full_attention_every = 1, with which every block "
-            "sees the whole sequence: set full_attention_every = 2 for every other block or 0 for none, "
+            "sees the full sequence: set full_attention_every = 2 for every other block or 0 for none, "
             "or sliding_window = 0",
         )
 
@@ -284,7 +284,7 @@ def _profile(config: Config) -> Iterator[Violation]:
     if late := [step for step in profile.steps if step > steps != -1]:
         yield Violation(
             ("profile.steps", "training.steps"),
-            f"profile.steps has {late[0]}, and training.steps is {steps}: choose earlier steps",
+            f"profile.steps has {late[0]}, and training.steps = {steps}: choose steps up to {steps}",
         )
     if profile.memory == "steps" and not profile.steps:
         yield Violation(
@@ -302,7 +302,8 @@ def _best(config: Config) -> Iterator[Violation]:
     if keep_best and not config.checkpoint.enable:
         yield Violation(
             (option, "checkpoint.enable"),
-            f'checkpoint.keep_best = "{keep_best}" keeps a checkpoint, and checkpoint.enable = false saves none',
+            f'checkpoint.keep_best = "{keep_best}" keeps a checkpoint, and checkpoint.enable = false saves none: set '
+            'enable = true, or keep_best = ""',
         )
     if metric.startswith("quiz."):
         tasks = [Path(path).stem for path in validation.quiz.paths]

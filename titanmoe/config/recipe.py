@@ -86,7 +86,9 @@ def read_recipe(name: str) -> Recipe:
     except FileNotFoundError:
         raise RecipeError(f"{name}: there is no such file{_suggestion(Path(name))}") from None
     except OSError as error:
-        raise RecipeError(f"{name}: cannot be read: {error.strerror}") from None
+        raise RecipeError(
+            f"{name}: cannot be read: {error.strerror}: name a TOML file, and check its permissions"
+        ) from None
 
 
 def parse_recipe(name: str, data: bytes) -> Recipe:
@@ -114,7 +116,9 @@ def parse_recipe(name: str, data: bytes) -> Recipe:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse a TOML text to nested dicts. Raises ValueError if it is not TOML or nested deeper than MAX_DEPTH."""
-    too_deep = ValueError(f"tables or lists are nested more than {MAX_DEPTH} deep, which no field needs")
+    too_deep = ValueError(
+        f"tables or lists are nested more than {MAX_DEPTH} deep, which no field needs: remove brackets or dots"
+    )
     if _longest_key(text) > 4 * MAX_DEPTH:
         raise too_deep
     try:

@@ -34,6 +34,8 @@ NAME_ONE = (
     f"{SHIPPED / 'chatml.jinja'}, which is ChatML"
 )
 """Advice of messages about a missing chat template."""
+USE_ANOTHER = "use another (chat_template)"
+"""Advice of messages about a chat template that cannot be used."""
 ANSWER = "\ufdd2"
 """Stands for an assistant's answer while a template renders what follows it: a character that is never used, too."""
 PROBE = "zebra"
@@ -65,19 +67,21 @@ class ChatEncoder:
             raise ConfigError([f"{origin}: chat templates need the package jinja2: pip install jinja2"]) from None
         if len(template) > MAX_TEMPLATE:
             raise ConfigError(
-                [f"{origin}: the chat template has more than {MAX_TEMPLATE:,} characters, the limit for a template"]
+                [f"{origin}: the chat template has more than {MAX_TEMPLATE:,} characters, the limit: {USE_ANOTHER}"]
             )
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
         self._type_errors = (TypeError, jinja2.UndefinedError)
         try:
             self._compiled = ChatTemplate(template, OPEN, CLOSE)
         except OverBudget as error:
-            raise ConfigError([f"{origin}: compiling the chat template {error}"]) from None
+            raise ConfigError([f"{origin}: compiling the chat template {error}: {USE_ANOTHER}"]) from None
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError([f"{origin}:{error.lineno}: the chat template is not Jinja: {error.message}"]) from None
+            raise ConfigError(
+                [f"{origin}:{error.lineno}: the chat template is not Jinja: {error.message}: correct it there"]
+            ) from None
         except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
             text = _shorten(f"{type(error).__name__} {error}")
-            raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}"]) from None
+            raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}: {USE_ANOTHER}"]) from None
         self.has_generation_tags = self._compiled.has_generation_tags
         self._tools: list[dict[str, Any]] | None = None
         """Tools of the conversation that is being encoded."""
@@ -112,15 +116,15 @@ class ChatEncoder:
             try:
                 tools = parse_json(tools.encode()) if tools.strip() else None
             except ValueError as error:
-                raise ChatError(f"its {TOOLS} are a text that is not JSON: {_shorten(str(error))}") from None
+                raise ChatError(f"{TOOLS!r} is a text that is not JSON: {_shorten(str(error))}") from None
         if not tools:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ChatError(f"its {TOOLS} are {json_type_name(tools)}, not a list of JSON schemas, or one as a text")
+            raise ChatError(f"{TOOLS!r} is {json_type_name(tools)}: write a list of JSON schemas, or one as a text")
         if not re.search(rf"\b{TOOLS}\b", self.template):
             raise ChatError(
-                f"it has {TOOLS}, and the chat template {self.origin} does not write them: use one that does, or leave "
-                f"the field {TOOLS!r} out"
+                f"the record has {TOOLS}, and the chat template {self.origin} does not write them: use one that does, "
+                f"or leave the field {TOOLS!r} out"
             )
         return tools
 
@@ -134,7 +138,7 @@ class ChatEncoder:
             weight_T[(begin_T < end) & (end_T > begin)] = weight
         if not weight_T.any():
             raise ChatError(
-                f"the chat template {self.origin} leaves no token of it to learn from: what the assistant says, with "
+                f"the chat template {self.origin} leaves no token to learn from: what the assistant says, with "
                 "what ends it, has to stand between {% generation %} and {% endgeneration %}"
                 if self.has_generation_tags
                 else f"the chat template {self.origin} writes nothing that the assistant says: use another template"
@@ -155,7 +159,7 @@ class ChatEncoder:
         if len(weights) == spans or set(weights) == {1.0}:
             return weights if len(weights) == spans else [1.0] * spans
         raise ChatError(
-            f"its messages have weights, but the chat template {self.origin} marks {spans} parts of {len(weights)} "
+            f"messages have weights, but the chat template {self.origin} marks {spans} parts of {len(weights)} "
             "answers: mark each answer once with {% generation %}"
         )
 
@@ -249,9 +253,11 @@ class ChatEncoder:
         try:
             return self._compiled.render(*(names(*request) for request in requests))
         except OverBudget as error:
-            raise ConfigError([f"the chat template {self.origin} {error}: use another (chat_template)"]) from None
+            raise ConfigError([f"the chat template {self.origin} {error}: {USE_ANOTHER}"]) from None
         except RecursionError:
-            raise ChatError(f"the chat template {self.origin} or its messages are nested too deeply") from None
+            raise ChatError(
+                f"the chat template {self.origin}, or the messages, are nested too deeply: flatten them"
+            ) from None
         except NotText as error:
             raise ChatError(
                 f"the chat template {self.origin} writes {error} as Python writes it: make it text, or use a template "
@@ -259,7 +265,9 @@ class ChatEncoder:
             ) from None
         except self._errors as error:
             odd = _describe_content_not_text(requests[0][0]) if isinstance(error, self._type_errors) else ""
-            raise ChatError(f"the chat template {self.origin} refuses it: {odd or _shorten(str(error))}") from None
+            raise ChatError(
+                f"the chat template {self.origin} refuses the messages: {odd or _shorten(str(error))}"
+            ) from None
 
     def _find_written_null(self, messages: list[Any], prompt: bool, times: int) -> str:
         """Return the place of the first null that the template writes as the word "None"; "" if there is none.
@@ -347,7 +355,7 @@ class ChatEncoder:
             if earlier:
                 raise
             raise ChatError(
-                f"its first message is the assistant's, and the chat template {self.origin} cannot be rendered "
+                f"the first message is the assistant's, and the chat template {self.origin} cannot be rendered "
                 "without a message before it: put one there, such as the system's"
             ) from None
 
@@ -460,10 +468,12 @@ def _check_messages(messages: Any, template: str) -> None:
         template: text of the chat template, which may name further roles.
     """
     if not isinstance(messages, list) or not messages:
-        raise ChatError("'messages' is not a list of messages, or is empty")
+        raise ChatError(
+            '"messages" is not a list of messages, or is empty: write [{"role": "user", "content": "..."}, ...]'
+        )
     for n, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}')
+            raise ChatError(f'message {n} has no "role" that is a text: write {{"role": "user", "content": "..."}}')
         role, known = message["role"], dict.fromkeys(ROLES.values())
         if role not in known and not re.search(rf"""["']{re.escape(role)}["']""", template):
             usual = f'"{ROLES[role]}"' if role in ROLES else f"one of {', '.join(known)}"
@@ -476,16 +486,19 @@ def _check_messages(messages: Any, template: str) -> None:
     try:
         text = json.dumps(messages, ensure_ascii=False, default=str)
     except RecursionError:
-        raise ChatError("it is nested too deeply") from None
+        raise ChatError("the messages are nested too deeply: flatten them") from None
     if OPEN in text or CLOSE in text:
-        raise ChatError("it contains U+FDD0 or U+FDD1, which are not characters")
+        raise ChatError("the messages contain U+FDD0 or U+FDD1, which are not characters: remove them")
     answers = [message for message in messages if message["role"] == "assistant"]
     if answers and not any(message.get(WEIGHT, 1) for message in answers):
         raise ChatError("all of the assistant's messages have the weight 0, so there is nothing to learn from")
     if not answers:
         roles = dict.fromkeys(message["role"] for message in messages)
-        why = f": its roles are {', '.join(map(repr, roles))}, and one has to be 'assistant'"
-        raise ChatError(f"the assistant says nothing in it, so there is nothing to learn from{why}")
+        shown = ", ".join(map(repr, roles))
+        raise ChatError(
+            f"the assistant says nothing, so there is nothing to learn from: the roles are {shown}, and one has to be "
+            "'assistant'"
+        )
 
 
 def _says_something(message: dict[str, Any]) -> bool:

@@ -64,7 +64,9 @@ def _from_messages(record: Record, name: str) -> Any:
     """
     messages = _parsed(record[name])
     if isinstance(messages, str):
-        raise ChatError(f"{name!r} is a text that is not a list of messages in JSON")
+        raise ChatError(
+            f'{name!r} is a text that is not a list of messages in JSON: write [{{"role": "user", "content": "..."}}]'
+        )
     if not isinstance(messages, list):
         return messages
     messages = [_from_sharegpt(number, message) for number, message in enumerate(messages, 1)]
@@ -97,7 +99,7 @@ def _from_sharegpt(number: int, message: Any) -> Any:
     if speaker == CALL:
         return {"role": "assistant", "content": "", TOOL_CALLS: _calls(number, text)} | rest
     if speaker not in ROLES:
-        raise ChatError(f"message {number} is from {speaker!r}: it has to be one of {', '.join([*ROLES, CALL])}")
+        raise ChatError(f"message {number} is from {speaker!r}: use one of {', '.join([*ROLES, CALL])}")
     return {"role": ROLES[speaker], "content": text} | rest
 
 
@@ -108,7 +110,7 @@ def _calls(number: int, text: Any) -> list[dict[str, Any]]:
         calls = None
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise ChatError(f'message {number} calls a tool, and is not JSON such as {{"name": "...", "arguments": {{}}}}')
+        raise ChatError(f'message {number} calls a tool, but not in JSON: write {{"name": "...", "arguments": {{}}}}')
     return [{"type": "function", "function": call} for call in calls]
 
 
@@ -126,7 +128,9 @@ def parse_tool_calls(number: int, message: Any) -> Any:
         return message
     calls = _parsed(text) if text.strip() else []
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ChatError(f"message {number}'s {TOOL_CALLS} are a text that is not a list of calls in JSON")
+        raise ChatError(
+            f"message {number}'s {TOOL_CALLS} are a text that is not a list of calls in JSON: write a list of objects"
+        )
     return message | {TOOL_CALLS: calls}
 
 
@@ -138,7 +142,7 @@ def _from_alpaca(record: Record, name: str) -> list[dict[str, Any]]:
 def _from_prompt(record: Record, name: str) -> list[Any]:
     prompt, completion = _messages_or_text(record[name]), _messages_or_text(record.get("completion"))
     if completion == []:
-        raise ChatError("'completion' is missing or empty, so there is nothing to learn from")
+        raise ChatError("'completion' is missing or empty, so there is nothing to learn from: add a text")
     if isinstance(prompt, list) and isinstance(completion, list):
         earlier = [
             message | {"weight": 0} if isinstance(message, dict) and message.get("role") == "assistant" else message
@@ -146,7 +150,9 @@ def _from_prompt(record: Record, name: str) -> list[Any]:
         ]
         return [*_system(record), *earlier, *completion]
     if isinstance(prompt, list) or isinstance(completion, list):
-        raise ChatError("its prompt and completion have to be two texts, or two lists of messages")
+        raise ChatError(
+            "one of prompt and completion is a text, the other a list of messages: write both as one or the other"
+        )
     return [
         *_system(record),
         _message("user", _text(record, name)),
@@ -172,13 +178,13 @@ def _message(role: str, content: str) -> dict[str, Any]:
 def _text(record: Record, name: str) -> str:
     text = record.get(name, "")
     if not isinstance(text, str):
-        raise ChatError(f"{name!r} is {json_type_name(text)}, not text")
+        raise ChatError(f"{name!r} is {json_type_name(text)}: write a text")
     return text
 
 
 def _answer(record: Record, name: str) -> str:
     if not (text := _text(record, name)).strip():
-        raise ChatError(f"{name!r} is missing or empty, so there is nothing to learn from")
+        raise ChatError(f"{name!r} is missing or empty, so there is nothing to learn from: add a text")
     return text
 
 

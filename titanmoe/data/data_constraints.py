@@ -91,7 +91,7 @@ def _check_epochs(config: Config) -> Iterator[Violation]:
         yield Violation(
             ("training.epochs", "data.weights"),
             f"training.epochs = {epochs} goes through every source as often, and data.weights = {data.weights} asks "
-            "for other shares: set weights = [], or training.steps instead of epochs",
+            "for other fractions: set weights = [], or training.steps instead of epochs",
         )
 
 
@@ -163,7 +163,7 @@ def _check_validation(config: Config) -> Iterator[Violation]:
     if source == "synthetic" and validation.interval and not validation.paths and not validation.steps:
         yield Violation(
             ("validation.steps", "data.source"),
-            'validation.steps = 0 asks for the whole set, but data.source = "synthetic" never ends: set steps = 10',
+            'validation.steps = 0 asks for the full set, but data.source = "synthetic" never ends: set steps = 10',
         )
 
 

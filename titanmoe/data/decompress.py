@@ -30,7 +30,9 @@ class open_decompressed:
         try:
             self.raw = open_url(self.file) if is_url(self.file) else open(self.file, "rb", buffering=1 << 20)
         except OSError as error:
-            raise ConfigError([f"{self.file}: {error.strerror}"]) from None
+            raise ConfigError(
+                [f"{self.file} cannot be read: {error.strerror}: check the path and its permissions"]
+            ) from None
         stream: Any = self.raw
         if self.file.endswith(".gz"):
             import gzip

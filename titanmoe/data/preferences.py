@@ -42,11 +42,11 @@ def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder 
     if isinstance(chosen, str):
         if tools:
             raise ChatError(
-                f"it has {TOOLS}, which a chat template writes, and its completions are texts: use messages"
+                f"the record has {TOOLS}, which a chat template writes, and completions that are texts: use messages"
             )
         return _encode_text(prompt, chosen, tokenizer), _encode_text(prompt, rejected, tokenizer)
     if chat is None:
-        raise ChatError(f"it has messages, and there is no chat template: {NAME_ONE}")
+        raise ChatError(f"the record has messages, and there is no chat template: {NAME_ONE}")
     earlier = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
     return chat.encode([*earlier, *chosen], tools), chat.encode([*earlier, *rejected], tools)
 
@@ -63,21 +63,21 @@ def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     prompt, chosen, rejected = (record.get(name) for name in FIELDS)
     for name, answer in ((CHOSEN, chosen), (REJECTED, rejected)):
         if not answer:
-            raise ChatError(f"has no {name} completion ({name!r} is missing or empty)")
+            raise ChatError(f"has no {name} completion ({name!r} is missing or empty): a pair needs both")
         if not isinstance(answer, str | list):
-            raise ChatError(f"{name!r} is {json_type_name(answer)}, not a text or a list of messages")
+            raise ChatError(f"{name!r} is {json_type_name(answer)}: write a text or a list of messages")
     if type(chosen) is not type(rejected):
-        raise ChatError("one completion is a text and the other a list of messages")
+        raise ChatError("one completion is a text and the other a list of messages: write both as one or the other")
     if chosen == rejected:
-        raise ChatError("both completions are the same, so neither is better")
+        raise ChatError("both completions are the same, so neither is better: leave the pair out")
     if isinstance(chosen, list):
         for message in (*chosen, *rejected, *(prompt if isinstance(prompt, list) else ())):
             if not isinstance(message, dict):
-                raise ChatError('a message is not like {"role": "user", "content": "..."}')
+                raise ChatError('a message is not an object: write {"role": "user", "content": "..."}')
     if type(prompt) is type(chosen):
         return prompt, chosen, rejected
     if isinstance(prompt, list):
-        raise ChatError("the prompt is a list of messages, and its completions are texts")
+        raise ChatError("the prompt is a list of messages, and the completions are texts: write all three alike")
     alike = (a == b for a, b in zip(chosen, rejected, strict=False))
     shared = next((n for n, same in enumerate(alike) if not same), min(len(chosen), len(rejected)))
     if isinstance(chosen, str) and chosen[:shared].endswith(" "):  # as TRL: the space belongs to the completions

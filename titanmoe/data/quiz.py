@@ -73,7 +73,8 @@ def read_task(path: str) -> Task:
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError([f"validation.quiz.paths: {file.absolute()}: {error.strerror}"]) from None
+        why = f"{file.absolute()} cannot be read: {error.strerror}: check the path and its permissions"
+        raise ConfigError([f"validation.quiz.paths: {why}"]) from None
     questions, problems = [], []
     for number, line in enumerate(lines, 1):
         try:
@@ -100,7 +101,7 @@ def _question(record: Any, line: int) -> Question:
         raise ValueError('is no JSON object: write {"question": "...", "choices": ["...", "..."], "answer": 0}')
     context, choices, answer = (record.get(name) for name in ("question", "choices", "answer"))
     if not isinstance(context, str):
-        raise ValueError('has no text as its "question"')
+        raise ValueError('has no "question", or none that is a text: write "question": "..."')
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(x, str) and x for x in choices):
         raise ValueError('needs "choices", a list of two texts or more, none of them empty')
     if answer is None:

@@ -261,13 +261,17 @@ class file_errors:
         if error is None or isinstance(error, (ConfigError, GeneratorExit)):
             return
         if isinstance(error, EOFError):
-            raise ConfigError([f"{self.file}: ends in the middle of packed data: it is truncated"]) from None
+            raise ConfigError(
+                [f"{self.file} ends in the middle of compressed data: copy the full file again"]
+            ) from None
         if isinstance(error, RecursionError):
-            raise ConfigError([f"{self.file} is nested too deeply to be read"]) from None
+            raise ConfigError([f"{self.file} is nested too deeply to be read: flatten the records"]) from None
         module = type(error).__module__.partition(".")[0]
         if isinstance(error, (OSError, zlib.error)) or module in ("zstandard", "compression", "pyarrow", "_zstd"):
             text = " ".join(str(error).split())
-            raise ConfigError([f"{self.file} cannot be read: {text}"]) from None
+            raise ConfigError(
+                [f"{self.file} cannot be read: {text}: check the permissions, or copy the file again"]
+            ) from None
         if is_url(self.file):
             with url_errors(self.file):
                 raise error

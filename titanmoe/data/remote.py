@@ -52,7 +52,7 @@ def url_errors(url: str) -> Iterator[None]:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        raise ConfigError([f"{url} cannot be read: {why}"]) from None
+        raise ConfigError([f"{url} cannot be read: {why}: check the address and the credentials"]) from None
 
 
 def open_url(url: str) -> BufferedIOBase:

@@ -22,6 +22,9 @@ from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Model
 from titanmoe.tokens import NO_EXPERT, NOT_RECORDED
 
+RECORD = "give routes that this model chose"
+"""Advice of messages about routes that do not fit the model."""
+
 
 @dataclass(frozen=True)
 class Routes:
@@ -66,7 +69,8 @@ def find_shape_problem(experts_NSLK: Tensor, ids_NS: Tensor, model: Model) -> st
     layers = len([block for block in moe_blocks(model) if block < model.num_layers])
     tokens, experts = tuple(experts_NSLK.shape[:2]), tuple(experts_NSLK.shape[2:])
     if experts != (layers, model.top_k):
-        return f"routes have {experts} experts a token, and this model (MoE layers, top_k) = ({layers}, {model.top_k})"
+        wanted = (layers, model.top_k)
+        return f"routes have {experts} experts a token, and this model (MoE layers, top_k) = {wanted}: {RECORD}"
     if tokens != ids_NS.shape:
         return f"routes are of {tokens} samples and positions, and ids of {tuple(ids_NS.shape)}: give one for each id"
     return ""
@@ -91,15 +95,17 @@ def find_route_problems(
     problems = []
     routes = experts_NSLK[valid_NS]
     if int(routes.max()) >= model.num_experts:
-        problems.append(f"routes name expert {int(routes.max())} of model.num_experts = {model.num_experts}")
+        problems.append(
+            f"routes name expert {int(routes.max())}, and model.num_experts = {model.num_experts}: {RECORD}"
+        )
     if int(routes.min()) < NOT_RECORDED:
         problems.append(
-            f"routes name expert {int(routes.min())}: {NO_EXPERT} is no expert, {NOT_RECORDED} not recorded"
+            f"routes name expert {int(routes.min())}: use {NO_EXPERT} for no expert, {NOT_RECORDED} for not recorded"
         )
     in_order = routes.sort(-1).values
     equal = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
     if equal.any():
-        problems.append(f"routes name expert {int(in_order[..., 1:][equal][0])} twice for one token")
+        problems.append(f"routes name expert {int(in_order[..., 1:][equal][0])} twice for one token: {RECORD}")
     marked = (routes < 0).sum(-1)
     if ((marked > 0) & (marked < model.top_k)).any():
         problems.append(f"routes have marks in some of a token's {model.top_k} places: mark all of them or none")
@@ -131,7 +137,7 @@ def _moe_layers_of(experts_SAK: np.ndarray, positions: int, model: Model) -> Ten
     elif experts.shape[1:] != (len(layers), model.top_k):
         raise ValueError(
             f"routes have {tuple(experts.shape[1:])} experts a token, and this model (layers, top_k) = "
-            f"({model.num_layers}, {model.top_k}), of which {len(layers)} layers have experts"
+            f"({model.num_layers}, {model.top_k}), of which {len(layers)} layers have experts: {RECORD}"
         )
     out = torch.full((positions, *experts.shape[1:]), NOT_RECORDED, dtype=torch.int16)
     out[: len(experts)] = experts[:positions]

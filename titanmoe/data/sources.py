@@ -292,4 +292,4 @@ def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ConfigError([f"{file}: {error.strerror}"]) from None
+        raise ConfigError([f"{file} cannot be read: {error.strerror}: check the path and its permissions"]) from None

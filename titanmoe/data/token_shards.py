@@ -37,6 +37,8 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 WEIGHTS = np.dtype("<f4")
 BLOCK = 1 << 16
 """Bytes that are checked together: some eight samples of 4,096 tokens, checked in 20 us."""
+MAKE, AGAIN = "make them with titanmoe tokenize", "make the shards again with titanmoe tokenize"
+"""Advice of messages about shards that are absent, or that cannot be used."""
 MAX_PROBLEMS = 8
 """Limit of problems reported per folder."""
 
@@ -59,22 +61,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ConfigError(
                 [f"{folder} holds unfinished token shards: give the titanmoe tokenize command again"]
             ) from None
-        raise ConfigError([f"{folder} contains no token shards: there is no {file.absolute()}"]) from None
+        raise ConfigError([f"{folder} contains no token shards: there is no {file.absolute()}: {MAKE}"]) from None
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{file} cannot be read: {error}"]) from None
+        raise ConfigError([f"{file} cannot be read: {error}: check the permissions, or {AGAIN}"]) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ConfigError([f"{file} is not a manifest of token shards"])
+        raise ConfigError([f"{file} is not a manifest of token shards: {AGAIN}"])
     if manifest.get("version") != VERSION:
         raise ConfigError(
             [
                 f"{file} is of version {manifest.get('version')}, and this titanmoe reads version {VERSION}: use the "
-                "titanmoe that made it, or make the shards again"
+                f"titanmoe that made the shards, or {AGAIN}"
             ]
         )
     shards = manifest.get("shards")
     for name in [shard.get("name") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []:
         if not isinstance(name, str) or not name or name.startswith(".") or not {"/", "\0"}.isdisjoint(name):
-            raise ConfigError([f"{file} was changed: it names {name!r:.80}, which is no file of its folder"])
+            raise ConfigError([f"{file} was changed: {name!r:.80} in it is no file of that folder: {AGAIN}"])
     return manifest
 
 

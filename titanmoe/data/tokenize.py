@@ -188,7 +188,10 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
                 return read_manifest(out)
             return _make_shards(plan, out, workers, log)
     except OSError as error:
-        raise ConfigError([f"{error.filename or out}: {error.strerror}"]) from None
+        where = error.filename or out
+        raise ConfigError(
+            [f"{where} cannot be read or written: {error.strerror}: check the path, its permissions and the free space"]
+        ) from None
 
 
 def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
@@ -284,7 +287,12 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
     if not manifest["documents"]:
         left_out = f" ({manifest['skipped']} bad lines and {manifest['empty']} empty documents were left out)"
         shutil.rmtree(work)
-        raise ConfigError([f"{', '.join(plan.job.paths)}: there are no documents{left_out}"])
+        raise ConfigError(
+            [
+                f"{', '.join(plan.job.paths)}: there are no documents{left_out}: name files with text, or the field "
+                "that has it (--field)"
+            ]
+        )
     write_json(out / MANIFEST, manifest, scratch=work)
     shutil.rmtree(work)
     return manifest

@@ -239,7 +239,7 @@ class UnitTokenizer:
             return [self._add_bos_and_eos(*self.chat.encode(messages, tools))]
         pair = [self._add_bos_and_eos(*one) for one in encode_pair(entry.value, self.tokenizer, self.chat)]
         if np.array_equal(pair[0][0], pair[1][0]):
-            raise ChatError("both completions are the same tokens, so neither is better")
+            raise ChatError("both completions are the same tokens, so neither is better: leave the pair out")
         return pair
 
     def _add_bos_and_eos(self, tokens_T: np.ndarray, weight_T: np.ndarray) -> Document:

@@ -105,7 +105,9 @@ class JsonTokenizer:
             self._with_special = tokenizers.Tokenizer.from_str(self._source)
             self._plain = tokenizers.Tokenizer.from_str(self._source)
         except OSError as error:
-            raise ConfigError([f"{file}: {error.strerror}"]) from None
+            raise ConfigError(
+                [f"{file} cannot be read: {error.strerror}: check the path and its permissions"]
+            ) from None
         except Exception as error:  # the package has no exception class of its own
             raise ConfigError([f"{file} is not a tokenizer.json that tokenizers can read: {error}"]) from None
         for tokenizer in (self._plain, self._with_special):
