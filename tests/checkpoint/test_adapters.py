@@ -63,7 +63,7 @@ def test_a_base_of_its_own_is_found_again_and_another_refused(tmp_path: Path) ->
     assert "trained on other weights" in refusal(1, tmp_path / "a", LORA)
     text = refusal(1, tmp_path / "a", LORA | base | {"lora.rank": 8, "lora.targets": ["*.attention.*"]})
     assert "lora.rank is 8 and was 4" in text and "lora.targets is" in text
-    assert "it has only adapters" in refusal(1, tmp_path / "a", {})
+    assert "the checkpoint has only adapters" in refusal(1, tmp_path / "a", {})
     for use in (CheckpointWeights, find_model):
         with pytest.raises(CheckpointError, match="has only adapters"):
             use(tmp_path / "a/run/checkpoints" / folder_name(1))

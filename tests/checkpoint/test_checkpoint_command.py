@@ -82,11 +82,14 @@ def test_diff(run, capsys):
 @pytest.mark.parametrize("action", ["ls", "inspect", "verify"])
 def test_other_folders_are_one_line_and_code_2(tmp_path, capsys, action):
     code, out, err = ask(capsys, action, tmp_path / "nothing")
-    assert (code, out) == (2, []) and err == f"error: {tmp_path / 'nothing'}: no such folder\n"
+    fix = "name that of a run or of a checkpoint"
+    assert (code, out) == (2, []) and err == f"error: {tmp_path / 'nothing'}: no such folder: {fix}\n"
 
 
 def test_a_damaged_manifest_is_listed_with_the_others(run, capsys):
     (run / "checkpoints/step-00000002" / layout.MANIFEST).write_text("{")
     code, out, _ = ask(capsys, "ls", run)
     assert code == 0 and "manifest.json is damaged" in out[1] and out[2].startswith("10")
+    assert "checkpoint ls" not in out[1], "this is the list that the advice names"
+    assert "use another checkpoint (titanmoe checkpoint ls RUN)" in ask(capsys, "inspect", f"{run}:2")[2]
     assert ask(capsys, "verify", run)[0] == 1

@@ -121,7 +121,7 @@ def test_a_damaged_one_that_was_asked_for_is_refused_with_the_file(run):
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(run):
-    with pytest.raises(CheckpointError, match="has no such step; it has 10, 20, 30"):
+    with pytest.raises(CheckpointError, match="has no such step: choose from 10, 20, 30"):
         start_of(run, "25")
 
 

@@ -72,7 +72,7 @@ LIES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
         "that needs no 'builtins eval'",
     ),
     "memory": (lambda m: Calls(bytearray, 3 << 30), "that needs no 'builtins bytearray'"),
-    "another class": (lambda m: m.storage_meta, "something in it is not a Metadata"),
+    "another class": (lambda m: m.storage_meta, "an entry is not a Metadata"),
     "a storage": (
         lambda m: setattr(m, "planner_data", torch.zeros(2).untyped_storage()),
         "that needs no 'torch.storage _load_from_bytes'",
@@ -81,12 +81,12 @@ LIES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
         lambda m: m.state_dict_metadata.update({"a.x": BytesStorageMetadata()}),
         "a.x is not a tensor",
     ),
-    "deep": (deep, "something in it is not a torch.Size"),
+    "deep": (deep, "an entry is not a torch.Size"),
     "huge": (lambda m: setattr(entry(m), "size", torch.Size((1 << 40, 1 << 20))), "the blocks of a.x do not make up"),
     "huge block": (huge_block, "is larger than its"),
     "many dims": (
         lambda m: setattr(entry(m), "size", torch.Size([1 << 62] * 100)),
-        "something in it is not a torch.Size",
+        "an entry is not a torch.Size",
     ),
     "negative": (lambda m: place(m, offset=-1), "are not sizes"),
     "beyond the file": (lambda m: place(m, offset=1 << 40), "which that file does not have"),
@@ -95,11 +95,11 @@ LIES: dict[str, tuple[Callable[[Metadata], Any], str]] = {
         "two blocks share byte",
     ),
     "another folder": (lambda m: place(m, relative_path="../x"), "only files in the folder itself are read"),
-    "compressed": (lambda m: place(m, transform_descriptors=["zstd"]), "save it again without extensions"),
+    "compressed": (lambda m: place(m, transform_descriptors=["zstd"]), "save the checkpoint again without extensions"),
     "a block without a place": (lambda m: m.storage_data.clear(), "KeyError"),
     "a dict for a list": (lambda m: setattr(entry(m), "chunks", {"a": 1}), "is not a ChunkStorageMetadata"),
-    "a text for a dict": (lambda m: setattr(m, "storage_data", "x"), "something in it is not a dict"),
-    "a name that is none": (lambda m: m.state_dict_metadata.update({3: entry(m)}), "something in it is not a text"),
+    "a text for a dict": (lambda m: setattr(m, "storage_data", "x"), "an entry is not a dict"),
+    "a name that is none": (lambda m: m.state_dict_metadata.update({3: entry(m)}), "an entry is not a text"),
 }
 
 
@@ -136,10 +136,10 @@ def refuse(folder: Path, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "that needs no 'os system'"),
         (b"\x80\x02cos\nsystem\n.", "that needs no 'os system'"),
         # lists, tuples and calls in others, and a dict that is its own key
-        (b"\x80\x04" + b"]" * 300_000 + b"a" * 299_999 + b".", "something in it is not a Metadata"),
-        (b"\x80\x04)" + b"\x85" * 300_000 + b".", "something in it is not a Metadata"),
-        (b"\x80\x04)" + b")R" * 300_000 + b".", "something in it is not a Metadata"),
-        (b"\x80\x04}\x94(h\x00h\x00u.", "something in it is not a Metadata"),
+        (b"\x80\x04" + b"]" * 300_000 + b"a" * 299_999 + b".", "an entry is not a Metadata"),
+        (b"\x80\x04)" + b"\x85" * 300_000 + b".", "an entry is not a Metadata"),
+        (b"\x80\x04)" + b")R" * 300_000 + b".", "an entry is not a Metadata"),
+        (b"\x80\x04}\x94(h\x00h\x00u.", "an entry is not a Metadata"),
     ],
     ids=range(16),
 )
@@ -179,7 +179,7 @@ def test_a_block_that_is_code_does_not_run(folder: Path, monkeypatch: pytest.Mon
     torch.save(Calls(os.system, "touch ran"), file)
     size = file.stat().st_size
     change(folder, lambda m: m.state_dict_metadata.pop("a.y") and place(m, offset=0, length=size))
-    refuse(folder, monkeypatch, "it is not one tensor of a CPU")
+    refuse(folder, monkeypatch, "the pickle is not one tensor of a CPU")
 
 
 def test_names_that_are_allowed_are_no_functions_that_run_anything() -> None:

@@ -60,7 +60,7 @@ for words in json.loads(sys.argv[1]):
 
 def test_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
     cases = {
-        "--checkpoint.load=7": "has no such step; it has none",
+        "--checkpoint.load=7": "has no such step: there are no checkpoints yet",
         "--checkpoint.load=nowhere": "nowhere: no such folder",
         "--checkpoint.folder=/proc/titanmoe": "/proc/titanmoe",
         "--checkpoint.load=none --checkpoint.folder=/proc/titanmoe": "/proc/titanmoe",

@@ -125,5 +125,7 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
     folder = models.save(models.make("mixtral"), tmp_path / "in")
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     shape = {f"model.{n}": v for n, v in dataclasses.asdict(configs.describe_folder(folder).model).items()}
-    with pytest.raises(world.RankError, match=r"it contains only weights .*set checkpoint.model_only = true"):
+    with pytest.raises(
+        world.RankError, match=r"the checkpoint contains only weights .*set checkpoint.model_only = true"
+    ):
         world.run(1, train, str(tmp_path), "", shape | {"checkpoint.load": str(tmp_path / "ours")})

@@ -165,7 +165,7 @@ RESUMED = {
     "--optimizer.name=muon": 'optimizer.name = "muon" cannot go on from the moments of "adamw"',
     "--model.dim=128": "model.dim is 128 and was 64 when the checkpoint was made",
     "--training.seed=5": "training.seed was ",
-    "--checkpoint.load=7": "checkpoint.load = 7: runs/debug/checkpoints has no such step; it has 2",
+    "--checkpoint.load=7": "checkpoint.load = 7: runs/debug/checkpoints has no such step: choose from 2",
     "--checkpoint.initial_hf=other": 'checkpoint.initial_hf is "other", and the run began from random weights',
 }
 
@@ -224,7 +224,7 @@ def test_adapters_that_do_not_fit_are_refused_before_there_are_ranks(
     settings = json.loads(Path("peft", ADAPTER_CONFIG).read_text())
     Path("peft", ADAPTER_CONFIG).write_text(json.dumps(settings | {"base_model_name_or_path": "owner/another"}))
     assert main(["train", *words, *rank]) == 2
-    assert "its adapters are for owner/another" in capsys.readouterr().err
+    assert "the adapters are for owner/another" in capsys.readouterr().err
 
 
 # ---- room

@@ -113,7 +113,7 @@ def _list(args: argparse.Namespace) -> int:
         try:
             manifest = layout.read_manifest(path if path == args.RUN else safe_files.refuse_link(path))
         except CheckpointError as error:
-            rows.append((path.name, "", "", "", "", "", str(error)))
+            rows.append((path.name, "", "", "", "", "", error.problem))
             continue
         written_at = datetime.fromtimestamp((path / layout.MANIFEST).stat().st_mtime)
         record, mapping = manifest.record, manifest.record.get("mapping", {})
@@ -170,7 +170,7 @@ def _verify(args: argparse.Namespace) -> int:
             broken = layout.find_damage(path if path == args.RUN else safe_files.refuse_link(path))
             read = format_size(sum(s.bytes for s in layout.read_manifest(path).files.values()))
         except CheckpointError as error:
-            broken, read = [str(error)], ""
+            broken, read = [error.problem], ""
         print(f"{path}  {'; '.join(broken) if broken else f'intact, {read} read'}")
         damaged += bool(broken)
     return 1 if damaged else 0

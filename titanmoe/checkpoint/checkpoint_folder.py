@@ -141,7 +141,7 @@ class StoredTensors:
             shape: the block's shape; None for the full tensor's.
         """
         if name not in self.stored:
-            raise CheckpointError(f"{self.path} has no tensor {name}")
+            raise CheckpointError(f"{self.path} has no tensor {name}", safe_files.ANOTHER)
         full_shape, dtype = self.tensors[name]
         out = empty(full_shape if shape is None else shape, dtype)
         self.fill({name: (name, TensorShard(out, (0,) * len(full_shape) if offset is None else offset, full_shape))})
@@ -170,7 +170,7 @@ class StoredTensors:
         try:
             return blocks_covering(self.stored.get(name), shard.shape, shard.offset, shard.sizes)
         except ValueError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {name} {error}") from None
+            raise CheckpointError(f"{self.path} cannot be read: {name} {error}", safe_files.ANOTHER) from None
 
     def _fill(self, file: str, blocks: Mapping[StoredBlock, list[tuple[str, TensorShard]]]) -> None:
         with safe_files.open_file(self.path, file) as stream:
@@ -199,7 +199,8 @@ class Checkpoint(StoredTensors):
     def stored(self) -> dict[str, StoredTensor]:
         files = self.manifest.files
         if TENSOR_INDEX not in files:
-            raise CheckpointError(f"{self.path / layout.MANIFEST} is damaged: it has no {TENSOR_INDEX}")
+            manifest = self.path / layout.MANIFEST
+            raise CheckpointError(f"{manifest} is damaged: {TENSOR_INDEX} is not listed", safe_files.ANOTHER)
         data = layout.read_intact(self.path, TENSOR_INDEX, files[TENSOR_INDEX])
         try:
             return from_json(data, files)

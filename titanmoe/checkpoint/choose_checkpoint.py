@@ -137,7 +137,7 @@ def _newest_intact(folder: Path, damage: Callable[[Path], list[str]], is_own_run
         try:
             broken = damage(safe_files.refuse_link(path))
         except CheckpointError as error:
-            broken = [str(error)]
+            broken = [error.problem]
         if not broken:
             notes = [f"passing over {other.name}: {reason}" for other, reason in passed_over.items()]
             if latest_name not in ("", path.name, *(other.name for other in passed_over)):
@@ -162,8 +162,8 @@ def _checkpoint_of_step(folder: Path | None, step: int, damage: Callable[[Path],
         )
     by_step = layout.checkpoints_by_step(folder)
     if step not in by_step:
-        listed = ", ".join(map(str, by_step)) or "none"
-        raise CheckpointError(f"checkpoint.load = {step}: {folder} has no such step; it has {listed}")
+        fix = f"choose from {', '.join(map(str, by_step))}" if by_step else "there are no checkpoints yet, use auto"
+        raise CheckpointError(f"checkpoint.load = {step}: {folder} has no such step: {fix}")
     _check_intact(safe_files.refuse_link(by_step[step]), damage)
     return by_step[step]
 
@@ -186,7 +186,9 @@ def start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoi
         if layout.checkpoints_by_step(folder):
             return _newest_intact(folder, damage, is_own_run=False)
     layout.read_manifest(path)  # says what the folder is instead
-    raise CheckpointError(f"checkpoint.load = {path} contains no checkpoint")
+    raise CheckpointError(
+        f"checkpoint.load = {path} contains no checkpoint: name the folder of a run or of a checkpoint"
+    )
 
 
 def _check_intact(path: Path, damage: Callable[[Path], list[str]]) -> None:

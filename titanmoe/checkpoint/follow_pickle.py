@@ -68,14 +68,14 @@ def follow(pickled: bytes, operations: Collection[str], what: str, names: Collec
     try:
         for operation, argument, _ in pickletools.genops(pickled):
             if operation.name not in operations:
-                raise ValueError(f"it is not {what}: that needs no {operation.name}")
+                raise ValueError(f"the pickle is not {what}: that needs no {operation.name}")
             _apply(operation.name, argument, stack, marks, memo)
             if names is not None and "GLOBAL" in operation.name and stack[-1].name not in names:
-                raise ValueError(f"it is not {what}: that needs no {stack[-1].name!r:.100}")
+                raise ValueError(f"the pickle is not {what}: that needs no {stack[-1].name!r:.100}")
     except (IndexError, AttributeError, TypeError):
-        raise ValueError(f"it is not {what}: its operations do not fit together") from None
+        raise ValueError(f"the pickle is not {what}: the operations do not fit together") from None
     if len(stack) != 1:
-        raise ValueError(f"it is not {what}")
+        raise ValueError(f"the pickle is not {what}")
     return stack[0]
 
 

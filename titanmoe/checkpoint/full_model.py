@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.manifest import recorded_fields, refuse_adapters
-from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.safe_files import ANOTHER, CheckpointError
 from titanmoe.config.component_kinds import ComponentError
 from titanmoe.config.fields import build as build_config
 from titanmoe.config.schema import Config, Model
@@ -67,7 +67,7 @@ def find_full_model(path: Path) -> FullModel:
     record = layout.read_manifest(path).record
     refuse_adapters(record, path)
     if "model" not in record.get("config", {}):
-        raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
+        raise CheckpointError(f"{path / layout.MANIFEST} has no [model] in its config", ANOTHER)
     config = build_config(recorded_fields(record, path / layout.MANIFEST))
     try:
         family_of(config.model.family)

@@ -68,15 +68,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _explain_absent(folder: Path) -> str:
     if not folder.is_dir():
-        return f"{folder}: no such folder"
+        return f"{folder}: no such folder: name that of a run or of a checkpoint"
     if (folder / DCP_METADATA).exists():
         return (
             f"{folder} is a bare torch.distributed.checkpoint without {MANIFEST}: titanmoe did not write it, and "
             "titanmoe convert --from-dcp reads TorchTitan's"
         )
     if folder.name.endswith((WRITING, REMOVING)):
-        return f"{folder} was left by a writer that was interrupted: it is not complete"
-    return f"{folder} contains no checkpoint: it has no {MANIFEST}"
+        return f"{folder} was left by a writer that was interrupted, and is not complete: {safe_files.ANOTHER}"
+    return f"{folder} contains no checkpoint, as there is no {MANIFEST}: name the folder of a run or of a checkpoint"
 
 
 # ---- finding
@@ -228,9 +228,9 @@ def read_intact(folder: Path, name: str, expected: Checksum) -> bytes:
     try:
         data = safe_files.read(folder, name, expected.bytes)
     except NOT_FOUND_ERRORS:
-        raise CheckpointError(f"{folder / name} is missing") from None
+        raise CheckpointError(f"{folder / name} is missing", safe_files.ANOTHER) from None
     if len(data) != expected.bytes or zlib.crc32(data) != expected.crc32:
-        raise CheckpointError(f"{folder / name} is not what was written: its contents have changed")
+        raise CheckpointError(f"{folder / name} has changed since it was written", safe_files.ANOTHER)
     return data
 
 
@@ -258,7 +258,7 @@ def require_regular(folder: Path, name: str) -> Path:
     try:
         return safe_files.safe_path(folder, name)
     except NOT_FOUND_ERRORS:
-        raise CheckpointError(f"{folder / name} is missing") from None
+        raise CheckpointError(f"{folder / name} is missing", "put the file back") from None
 
 
 # ---- writing
@@ -297,7 +297,7 @@ def _damage_text(folder: Path) -> str:
     except Unreadable:
         raise
     except CheckpointError as error:
-        return str(error)
+        return error.problem
 
 
 def make_empty(unfinished: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.safe_files import ANOTHER, CheckpointError
 from titanmoe.config import old_names
 from titanmoe.config.allowed_code import CodeNotAllowed, refuse_code
 from titanmoe.config.field_values import WrongType, convert, value_text
@@ -84,7 +84,7 @@ def parse(data: bytes, source: Path) -> Manifest:
     """
     try:
         if data.startswith(HEAD) and data[AT:END] != _sha256(data[:AT] + data[END:]):
-            raise ValueError("its SHA-256 does not match the one in it: its contents have changed")
+            raise ValueError("the SHA-256 at the top does not match the rest, which has changed")
         content = parse_json(data)
         version = content["format"]
         if type(version) is not int:
@@ -95,16 +95,16 @@ def parse(data: bytes, source: Path) -> Manifest:
                 "use the version that wrote it"
             )
         if not data.startswith(HEAD):
-            raise ValueError("it does not begin with its SHA-256")
+            raise ValueError("there is no SHA-256 at the top")
         if type_error := next(type_errors(content, ENTRY_TYPES), ""):
             raise ValueError(type_error)
         old_names.rename(content["record"].get("config", {}))
         files = {name: Checksum(s["bytes"], int(s["crc32"], 16)) for name, s in content["files"].items()}
         return Manifest(content["step"], content["number"], files, content["record"], version)
     except RecursionError:
-        raise CheckpointError(f"{source} is damaged: it is nested too deep") from None
+        raise CheckpointError(f"{source} is damaged: lists or objects are nested too deep", ANOTHER) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{source} is damaged: {type(error).__name__} {error}") from None
+        raise CheckpointError(f"{source} is damaged: {type(error).__name__} {error}", ANOTHER) from None
 
 
 # ---- types

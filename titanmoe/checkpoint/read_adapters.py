@@ -15,7 +15,7 @@ from pathlib import Path
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.manifest import recorded_fields
-from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.safe_files import ANOTHER, CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import build, toml_value
 from titanmoe.config.schema import Config, LoRA, Model
@@ -68,7 +68,8 @@ def read_checkpoint_adapters(path: Path) -> Adapters:
     shapes = dict(names.shapes(config.model, Tuning.of(config)))
     missing = [name for name in shapes if is_adapter(name) and f"{MODEL}{name}" not in saved.tensors]
     if missing:
-        raise CheckpointError(f"{path} lacks {', '.join(missing[:8])}")
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        raise CheckpointError(f"{path} lacks {', '.join(missing[:8])}{more}", ANOTHER)
     tensors = {
         name.removeprefix(MODEL): LazyTensor(shape, dtype, partial(saved.read, name))
         for name, (shape, dtype) in saved.tensors.items()

@@ -51,8 +51,9 @@ class DcpFolder(StoredTensors):
         try:
             data = safe_files.read(path, layout.DCP_METADATA, MOST_BYTES)
         except safe_files.NOT_FOUND_ERRORS:
-            what = f"it has no {layout.DCP_METADATA}" if path.is_dir() else "no such folder"
-            raise CheckpointError(f"{path} is no folder of torch.distributed.checkpoint: {what}") from None
+            what = f"there is no {layout.DCP_METADATA}" if path.is_dir() else "no such folder"
+            fix = f"name the folder with {layout.DCP_METADATA}"
+            raise CheckpointError(f"{path} is no folder of torch.distributed.checkpoint: {what}", fix) from None
         try:
             entries = self._entries(follow(data, VALUES | OBJECTS, "a Metadata of torch", NAMES), begins)
             files = {block[2] for entry in entries.values() for block in entry["blocks"]}
@@ -81,7 +82,7 @@ class DcpFolder(StoredTensors):
             if not _text(index["fqn"]).startswith(begins):
                 continue
             if place.get("transform_descriptors"):
-                raise ValueError("its files are compressed or encrypted: save it again without extensions")
+                raise ValueError("the files are compressed or encrypted: save the checkpoint again without extensions")
             at = _size(index["offset"]) if index["offset"] is not None else None
             places[index["fqn"], at] = [_text(place["relative_path"]), place["offset"], place["length"]]
         entries = {}
@@ -110,13 +111,13 @@ def _fields(value: Any, class_name: str, wrong: str = "") -> dict[str, Any]:
     """
     name = class_name if " " in class_name else f"{_CLASSES} {class_name}"
     if not isinstance(value, PickledCall) or value.function != GlobalName(name):
-        raise ValueError(wrong or f"something in it is not a {class_name.rpartition(' ')[2]}")
+        raise ValueError(wrong or f"an entry is not a {class_name.rpartition(' ')[2]}")
     return {key: item for key, item in _items(value.state) if type(key) is str}
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
     if not isinstance(value, DictItems):
-        raise ValueError("something in it is not a dict")
+        raise ValueError("an entry is not a dict")
     return iter(value)
 
 
@@ -126,10 +127,10 @@ def _size(value: Any) -> tuple[int, ...]:
             *map(type, sizes)
         } <= {int}:
             return sizes
-    raise ValueError("something in it is not a torch.Size")
+    raise ValueError("an entry is not a torch.Size")
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError("something in it is not a text")
+        raise ValueError("an entry is not a text")
     return value

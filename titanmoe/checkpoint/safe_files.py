@@ -34,8 +34,21 @@ NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError)
 """Errors that say for certain that a file does not exist."""
 
 
+ANOTHER = "use another checkpoint (titanmoe checkpoint ls RUN)"
+"""Advice of messages about a checkpoint that cannot be repaired."""
+
+
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or written; the message is a line for the user, and names the file."""
+    """A checkpoint cannot be read or written; the message is a line for the user, and names the file.
+
+    Args:
+        problem: what is wrong.
+        fix: what to do about it, with which the message ends; "" if `problem` says so, or the caller knows better.
+    """
+
+    def __init__(self, problem: str, fix: str = ""):
+        super().__init__(f"{problem}: {fix}" if fix else problem)
+        self.problem = problem
 
 
 class NotRegularFile(OSError):
@@ -59,7 +72,8 @@ def read_error(file: Path, error: Exception) -> CheckpointError:
     """
     if isinstance(error, CheckpointError):
         return error
-    return CheckpointError(f"{file} cannot be read: {type(error).__name__} {' '.join(str(error).split()):.300}")
+    why = f"{type(error).__name__} {' '.join(str(error).split()):.300}"
+    return CheckpointError(f"{file} cannot be read: {why}", ANOTHER)
 
 
 def with_retries(path: Path, work: Callable[[], T]) -> T:
@@ -118,7 +132,7 @@ def safe_path(folder: Path, name: str) -> Path:
         raise CheckpointError(f"{shown} is a link to {real}: links are not followed, put the file itself there")
     mode = with_retries(shown, lambda: os.lstat(real)).st_mode
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{shown} is not a regular file")
+        raise CheckpointError(f"{shown} is not a regular file: put the file itself there")
     return real
 
 
@@ -162,7 +176,7 @@ def open_in(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
         os.close(at)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotRegularFile(errno.EINVAL, "is not a regular file", str(folder / name))
+        raise NotRegularFile(errno.EINVAL, "is not a regular file: put the file itself there", str(folder / name))
     return descriptor
 
 
@@ -226,7 +240,7 @@ def read(folder: Path, name: str, limit: int) -> bytes:
 
     data = with_retries(folder / name, read_stream)
     if len(data) > limit:
-        raise CheckpointError(f"{folder / name} has more than {limit:,} bytes, the limit for such a file")
+        raise CheckpointError(f"{folder / name} has more than {limit:,} bytes, the limit: restore the file")
     return data
 
 

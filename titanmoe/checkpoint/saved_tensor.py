@@ -64,19 +64,19 @@ def read_saved_tensor(file: BinaryIO) -> SavedTensor:
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, struct.error, NotImplementedError) as error:
-        raise ValueError(f"it is not an archive of torch.save: {error}") from None
+        raise ValueError(f"not an archive of torch.save: {error}") from None
     entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
-        raise ValueError("it is compressed, which titanmoe does not do: it could be of any size")
+        raise ValueError("the archive is compressed, which titanmoe does not do: the contents could be of any size")
     if len(entries) < len(archive.infolist()) or "data.pkl" not in entries:
-        raise ValueError(f"it does not have the files of one tensor: {', '.join(entries):.80}")
+        raise ValueError(f"the archive does not have the files of one tensor: {', '.join(entries):.80}")
     start, end = _contents_range(file, entries["data.pkl"])
     if end - start > MOST_BYTES:
-        raise ValueError(f"its description of the tensor has {end - start:,} bytes")
+        raise ValueError(f"the description of the tensor has {end - start:,} bytes, and the limit is {MOST_BYTES:,}")
     file.seek(start)
     dtype, offset, shape, strides = _parse_rebuild_call(follow(file.read(end - start), OPERATIONS, "one tensor"))
     if "data/0" not in entries:
-        raise ValueError("it has no numbers")
+        raise ValueError("the archive has no numbers (data/0)")
     start, end = _contents_range(file, entries["data/0"])
     return SavedTensor(dtype, shape, strides, start + offset * dtype.itemsize, end)
 
@@ -86,7 +86,7 @@ def _contents_range(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
     file.seek(entry.header_offset)
     mark, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     if mark != b"PK\3\4":
-        raise ValueError(f"{entry.filename} is not where its list of files says")
+        raise ValueError(f"{entry.filename} is not where the list of files says")
     start = entry.header_offset + _LOCAL_HEADER.size + name + extra
     return start, start + entry.file_size
 
@@ -118,10 +118,10 @@ def _parse_rebuild_call(value: Any) -> tuple[torch.dtype, int, Sizes, Sizes]:
         ):
             dtype = getattr(torch, dtype_name.removeprefix("torch "), None)
         case _:
-            raise ValueError("it is not one tensor of a CPU")
+            raise ValueError("the pickle is not one tensor of a CPU")
     numbers = [offset, *shape, *strides] if isinstance(shape, tuple) and isinstance(strides, tuple) else [None]
     if not isinstance(dtype, torch.dtype) or hooks != nothing or len(shape) != len(strides):
-        raise ValueError("it is not one tensor of a dtype that is known")
+        raise ValueError("the pickle is not one tensor of a dtype that is known")
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
-        raise ValueError("its shape or strides are not sizes")
+        raise ValueError("the shape or strides are not sizes")
     return dtype, offset, shape, strides

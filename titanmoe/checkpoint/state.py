@@ -137,7 +137,7 @@ def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
     return [
         f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
-        "its weights do not fit; use that value, or start a new run"
+        "the weights do not fit; use that value, or start a new run"
         for path in new
         if _determines_shapes(path, new["model.family"]) and path in old and old[path] != new[path]
     ]
@@ -158,14 +158,16 @@ def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: b
     """
     if has_base and adapters:
         return [
-            f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: its "
+            f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: the "
             "adapters do not fit; use that value, or start a new run"
             for path in ADAPTERS
             if path in old and old[path] != new[path]
         ]
     if has_base:
         rank = old.get("lora.rank")
-        return [f"it has only adapters and none of the weights under them: set lora.rank = {rank}, as it was"]
+        return [
+            f"the checkpoint has only adapters and none of the weights under them: set lora.rank = {rank}, as it was"
+        ]
     return []
 
 
@@ -193,16 +195,19 @@ def refused_record(
     problems = unknown_fields(old) + refused_shapes(old, now) + refused_adapters(old, now, has_base, adapters)
     if adapters and not has_base and not model_only:
         problems.append(
-            "it has full weights, and no adapters to go on with: begin a run of another job.name on them, with "
-            f"checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
+            "the checkpoint has full weights, and no adapters to go on with: begin a run of another job.name on them, "
+            f"with checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
         )
     if has_base and model_only and initial_adapter:
-        problems.append("it has adapters, and checkpoint.initial_adapter names others: leave it out")
+        problems.append(
+            "the checkpoint has adapters, and checkpoint.initial_adapter names others: leave that option out"
+        )
     if model_only:
         return problems
     if not record.keys() >= {"loader", "step", "tokens"}:
         how = record.get("made", "not made by a training run")
-        return [*problems, f"it contains only weights ({how}): set checkpoint.model_only = true to begin from them"]
+        text = f"the checkpoint contains only weights ({how}): set checkpoint.model_only = true to begin from them"
+        return [*problems, text]
     problems += refused_optimizer(old, now, path)
     problems += refused_freeze(old, now, path)
     return problems + ([] if adapters else refused_weights(old, now))  # a digest says more than a name

@@ -140,7 +140,7 @@ class _BlockFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.size}[whence]
         if at < 0:
-            raise ValueError("it is truncated")
+            raise ValueError("the file is truncated")
         self.at = at
         return at
 
@@ -151,7 +151,7 @@ class _BlockFile(io.RawIOBase):
         """Read `size` bytes, or all that are left; ValueError if those are more than MOST_BYTES."""
         size = self.size - self.at if size < 0 else size
         if size > MOST_BYTES:
-            raise ValueError(f"its list of files has {size:,} bytes")
+            raise ValueError(f"the list of files has {size:,} bytes, and the limit is {MOST_BYTES:,}")
         return super().read(size)
 
     def readinto(self, buffer: Any) -> int:
@@ -190,7 +190,7 @@ class StridedData(NamedTuple):
         data = empty((length,), self.dtype)
         file.seek(self.start + first * self.dtype.itemsize)
         if file.readinto(data.view(torch.uint8).numpy()) != data.nbytes:
-            raise ValueError("it is truncated")
+            raise ValueError("the file is truncated")
         return data.as_strided(sizes, self.strides)
 
     def _read_split(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
@@ -222,10 +222,11 @@ def locate_data(block: StoredBlock, dtype: torch.dtype, file: BinaryIO) -> Strid
     """
     saved = read_saved_tensor(_BlockFile(file, block))
     if (saved.shape, saved.dtype) != (block.shape, dtype):
-        raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSOR_INDEX} says")
+        there = f"{saved.shape} of {saved.dtype}"
+        raise ValueError(f"a block is {there}, and {TENSOR_INDEX} says {block.shape} of {dtype}")
     numbers = StridedData(block.start + saved.start, saved.strides, dtype)
     if numbers.end(block.shape) > block.start + min(saved.end, block.bytes):
-        raise ValueError(f"its numbers do not fit into its {block.bytes} bytes")
+        raise ValueError(f"the numbers of a block do not fit into {block.bytes:,} bytes")
     return numbers
 
 
@@ -259,10 +260,10 @@ def blocks_covering(stored: StoredTensor | None, full_shape: Sizes, offset: Size
         ValueError: there is no such tensor, its shape is not `full_shape`, or blocks overlap or do not cover the shard.
     """
     if stored is None:
-        raise ValueError("is not in it")
+        raise ValueError("is not stored")
     if stored.shape != full_shape:
         raise ValueError(f"has shape {stored.shape}, and {full_shape} is needed")
     common = {block: part for block in stored.blocks if (part := intersection(block, offset, sizes)) is not None}
     if sum(prod(part_sizes) for _, part_sizes in common.values()) != prod(sizes):
-        raise ValueError("is not covered by its blocks, some of which overlap")
+        raise ValueError("is not covered by the stored blocks, or some overlap")
     return list(common)

@@ -44,7 +44,7 @@ class AdapterCheckpoints(Checkpoints):
         problems, base = super()._refusals(saved, now, model_only), saved.record.get("base")
         if base is not None and base != self.run_record["base"]:
             problems.append(
-                f"its adapters were trained on other weights (digest {base}, and here {self.run_record['base']}): name "
+                f"the adapters were trained on other weights (digest {base}, and here {self.run_record['base']}): name "
                 "the same ones in checkpoint.initial_hf, or in checkpoint.load with model_only = true, and with the "
                 "same training.mixed_precision_param"
             )

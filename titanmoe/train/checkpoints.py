@@ -39,6 +39,9 @@ from titanmoe.train.runtime import Runtime, Signals, print_rank_0
 
 REFERENCE = "reference"
 """Key of a record with the digest of the run's reference model (titanmoe.train.reference)."""
+WEIGHTS_ALONE = "start a new run with checkpoint.model_only = true"
+OLD_SOURCES = f"give the run the data sources that it had, or {WEIGHTS_ALONE}"
+"""Advice of messages about a checkpoint whose state does not fit the run."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -274,7 +277,7 @@ class Checkpoints:
         try:
             return [line for lines in on_all_ranks(self.group, find_damage_of_some) for line in lines]
         except CheckpointError as error:  # a rank cannot see the files
-            return [str(error)]
+            return [error.problem]
 
     def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
         """Fill the run from a checkpoint, which may have another mapping, in place. Collective over the world.
@@ -301,11 +304,13 @@ class Checkpoints:
             except ConfigError as error:
                 problems += error.problems
             except (KeyError, IndexError, TypeError, ValueError) as error:
-                problems.append(f"its data position (record.loader) cannot be used: {type(error).__name__} {error}")
+                why = f"{type(error).__name__} {error}"
+                problems.append(f"the data position (record.loader) cannot be used: {why}: {OLD_SOURCES}")
             try:
                 self.state.skips.load_state_dict(saved.record.get("skips", {}))
             except (AttributeError, TypeError, ValueError, OverflowError) as error:
-                problems.append(f"its skipped steps (record.skips) cannot be used: {type(error).__name__} {error}")
+                why = f"{type(error).__name__} {error}"
+                problems.append(f"the skipped steps (record.skips) cannot be used: {why}: {WEIGHTS_ALONE}")
         if problems:
             raise ConfigError(problems, str(saved.path))
         targets = self._stored_targets(saved, with_moments=not model_only)
@@ -346,7 +351,7 @@ class Checkpoints:
                 shown = ", ".join(sorted(some)[:8]) + (f" and {len(some) - 8} more" if len(some) > 8 else "")
                 lines.append(f"the checkpoint {what} {shown}")
         if lines:
-            raise CheckpointError("; ".join(lines))
+            raise CheckpointError("; ".join(lines), "set [model] and [lora] as the checkpoint has them")
 
     def _refusals(self, saved: Checkpoint, now: Mapping[str, Any], model_only: bool) -> list[str]:
         """Return one message for each reason why the run cannot start from a checkpoint; [] if it can.
