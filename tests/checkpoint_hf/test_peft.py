@@ -260,7 +260,7 @@ EXPERT = "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight"
 WRONG: dict[str, tuple[Any, str]] = {
     "no adapter": (
         lambda f, t: (f / "adapter_config.json").unlink(),
-        "is no folder of PEFT: it has no adapter_config.json",
+        "is no folder of PEFT, as there is no adapter_config.json: name one",
     ),
     "a tensor is missing": (lambda f, t: t.pop(Q), f"{Q}: missing"),
     "an expert is missing": (lambda f, t: t.pop(EXPERT), f"{EXPERT}: missing"),
@@ -275,11 +275,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "several alphas": (
         lambda f, t: settings(f, alpha_pattern={"q_proj": 3}),
-        "several values of lora.alpha, and a recipe has only one: 3.0 (attention.wq.weight), 7.0",
+        "several values of lora.alpha, 3.0 (attention.wq.weight), 7.0",
     ),
     "a pattern without end": (
         lambda f, t: settings(f, alpha_pattern={"((.*)*)*!": 7}),
-        "alpha_pattern with '((.*)*)*!', a regular expression: only names of modules are read",
+        "alpha_pattern with '((.*)*)*!', a regular expression: write names of modules",
     ),
     "a pattern of many": (lambda f, t: settings(f, alpha_pattern={".*" * 30 + "x": 7}), "a regular expression"),
     "a pattern that is none": (
@@ -296,11 +296,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "an alpha that is a list": (
         lambda f, t: settings(f, lora_alpha=["*"]),
-        "has lora_alpha = ['*'], which is not a number above 0",
+        "has lora_alpha = ['*']: write a number above 0",
     ),
     "an alpha of a pattern": (
         lambda f, t: settings(f, alpha_pattern={"q_proj": "7"}),
-        "has q_proj = '7', which is not a number above 0",
+        "has q_proj = '7': write a number above 0",
     ),
     "parameters that are a number": (
         lambda f, t: settings(f, target_parameters=3),
@@ -311,15 +311,18 @@ WRONG: dict[str, tuple[Any, str]] = {
         "has base_model_name_or_path = ['x'], which is not a name",
     ),
     "a base with a NUL": (lambda f, t: settings(f, base_model_name_or_path="x\0"), "= 'x\\x00', which is not a name"),
-    "an rslora that is a number": (lambda f, t: settings(f, use_rslora=1), "has use_rslora = 1, which is neither"),
-    "dora": (lambda f, t: settings(f, use_dora=True, bias="all"), "has bias = 'all': only plain LoRA"),
-    "mica": (lambda f, t: settings(f, init_lora_weights="mica"), "has init_lora_weights = 'mica': only plain LoRA"),
+    "an rslora that is a number": (lambda f, t: settings(f, use_rslora=1), "has use_rslora = 1: write true or false"),
+    "dora": (lambda f, t: settings(f, use_dora=True, bias="all"), "has bias = 'all', and only plain LoRA"),
+    "mica": (lambda f, t: settings(f, init_lora_weights="mica"), "has init_lora_weights = 'mica', and only plain LoRA"),
     "an unknown key": (
         lambda f, t: settings(f, spectral_config={"k": 1}, off=None),
-        "has spectral_config = {'k': 1}, which is not known here: what it changes cannot be told",
+        "has spectral_config = {'k': 1}, which is not known here, so that what that changes cannot be told",
     ),
-    "a dropout that is none": (lambda f, t: settings(f, lora_dropout="0.1"), "has lora_dropout = '0.1': it must be in"),
-    "another task": (lambda f, t: settings(f, task_type="SEQ_CLS"), "has task_type = 'SEQ_CLS': only plain LoRA"),
+    "a dropout that is none": (
+        lambda f, t: settings(f, lora_dropout="0.1"),
+        "has lora_dropout = '0.1': write a number from 0 to",
+    ),
+    "another task": (lambda f, t: settings(f, task_type="SEQ_CLS"), "has task_type = 'SEQ_CLS', and only plain LoRA"),
 } | {
     f"a changed base, {init}": (
         lambda f, t, init=init: settings(f, init_lora_weights=init),
@@ -386,7 +389,7 @@ def test_the_base_of_a_peft_folder_is_compared_by_weights_or_by_name(tmp_path, e
     settings(moved, base_model_name_or_path="somebody/other-model", revision="main")
     text = refused(capsys, "--to-hf", moved, tmp_path / "out", "--base", base)
     assert (
-        "its adapters are for somebody/other-model@main (base_model_name_or_path in adapter_config.json), which is"
+        "the adapters are for somebody/other-model@main (base_model_name_or_path in adapter_config.json), which is"
         in text
     )
     assert f"or, if they are the same weights, write {base} there" in text
@@ -398,7 +401,7 @@ def test_the_base_of_a_peft_folder_is_compared_by_weights_or_by_name(tmp_path, e
     assert f"note: shapes alone were compared with {base}" in capsys.readouterr().out
     settings(moved, base_model_name_or_path=str(models.save(models.make("mixtral"), tmp_path / "mixtral")))
     text = refused(capsys, "--to-hf", moved, tmp_path / "out", "--base", base)
-    assert f"its adapters are for {tmp_path / 'mixtral'}" in text and f"and {base} is no such model" in text
+    assert f"the adapters are for {tmp_path / 'mixtral'}" in text and f"cannot be compared with {base}: " in text
 
 
 def test_generation_compares_the_base_of_a_peft_folder(tmp_path, capsys):

@@ -112,8 +112,8 @@ def test_an_fp8_model_comes_in_and_goes_out_as_bfloat16(tmp_path, capsys):
             "is not MXFP4",
         ),
         ({"w": torch.zeros(4)}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq"),
-        ({"w": torch.zeros(4)}, {"quantization_config": "fp8"}, "quantization_config = 'fp8', which is not an object"),
-        ({"w": torch.zeros(4)}, {"quantization_config": [1]}, r"quantization_config = \[1\], which is not an object"),
+        ({"w": torch.zeros(4)}, {"quantization_config": "fp8"}, "quantization_config = 'fp8': write an object"),
+        ({"w": torch.zeros(4)}, {"quantization_config": [1]}, r"quantization_config = \[1\]: write an object"),
         *(
             ({"w": torch.zeros(4)}, {"quantization_config": {"quant_method": "fp8", "weight_block_size": sizes}}, "fp8")
             for sizes in ([0, 0], ["128", "128"], [128, None], [-128, 128])

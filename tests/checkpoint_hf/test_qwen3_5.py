@@ -80,7 +80,7 @@ def test_which_blocks_are_linear():
     [
         ({"attn_output_gate": False}, "has attn_output_gate = False, titanmoe's qwen3_5_moe only has true"),
         ({"mtp_use_dedicated_embeddings": True}, "has mtp_use_dedicated_embeddings = True, .* only has false"),
-        ({"tie_word_embeddings": True}, "has another tie_word_embeddings than its text_config: they must agree"),
+        ({"tie_word_embeddings": True}, "has tie_word_embeddings = False, and True in text_config: set one value"),
         ({"attention_bias": True}, "has attention_bias = True"),
         ({"image_token_id": "<image>"}, "has {'image_token_id': '<image>'}, which are not ids of tokens"),
     ],

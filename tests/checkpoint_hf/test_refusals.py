@@ -112,7 +112,7 @@ def refused(capsys, folder, *options):
         (
             "qwen3_moe",
             {"num_experts": 7, "num_local_experts": 8},
-            "num_experts = 7 and num_local_experts = 8: they must agree",
+            "num_experts = 7 and num_local_experts = 8: set one value",
         ),
         (
             "mixtral",
@@ -321,7 +321,7 @@ def test_folders_that_are_not_models(mixtral, tmp_path, capsys):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "config.json").write_bytes((mixtral / "config.json").read_bytes())
     (tmp_path / "bin" / "pytorch_model.bin").write_text("pickled")
-    assert "neither model.safetensors nor model.safetensors.index.json: it has pytorch_model.bin" in refused(
+    assert "neither model.safetensors nor model.safetensors.index.json but pytorch_model.bin" in refused(
         capsys, tmp_path / "bin"
     )
     (tmp_path / "bin" / "config.json").write_text("{")

@@ -251,8 +251,8 @@ def test_layers_more_or_fewer_are_one_line(made, tmp_path, capsys):
     ("spoil", "words"),
     [
         (lambda hf, folder: (hf / "config.json").unlink(), "name TorchTitan's hf_assets_path with --hf-assets"),
-        (lambda hf, folder: (folder / ".metadata").unlink(), "it has no .metadata"),
-        (lambda hf, folder: dcp.save({"a": torch.zeros(2)}, checkpoint_id=folder), "names begin as TorchTitan's do"),
+        (lambda hf, folder: (folder / ".metadata").unlink(), "there is no .metadata: name the folder with .metadata"),
+        (lambda hf, folder: dcp.save({"a": torch.zeros(2)}, checkpoint_id=folder), "names begin as TorchTitan's "),
         (
             lambda hf, folder: dcp.save(
                 {"output.x": torch.zeros(2), "lm_head.x": torch.zeros(2)}, checkpoint_id=folder
@@ -261,7 +261,7 @@ def test_layers_more_or_fewer_are_one_line(made, tmp_path, capsys):
         ),
         (
             lambda hf, folder: dcp.save({"norm.weight": torch.zeros(2, dtype=torch.int64)}, checkpoint_id=folder),
-            "has norm.weight of dtype torch.int64; supported are torch.float64",
+            "has norm.weight of dtype torch.int64: save the tensor as one of torch.float64",
         ),
         (
             lambda hf, folder: dcp.save({"norm.weight": torch.zeros(2).to(torch.float8_e4m3fn)}, checkpoint_id=folder),

@@ -115,9 +115,9 @@ def read_json(file: Path) -> dict[str, Any]:
     except safe_files.CheckpointError as error:
         raise ConfigError([str(error)]) from None
     except ValueError as error:
-        raise ConfigError([f"{file} is not JSON: {error}"]) from None
+        raise ConfigError([f"{file} is not JSON: {error}: copy the file again"]) from None
     if not isinstance(data, dict):
-        raise ConfigError([f"{file} holds a {type(data).__name__}, not an object"])
+        raise ConfigError([f"{file} is JSON of a {type(data).__name__}, not of an object: copy the file again"])
     return data
 
 
@@ -156,11 +156,11 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
             entries = {keys[0]: hf.defaults[keys[0]]}
         first = next(iter(entries.values()), None)
         if any(value != first for value in entries.values()):
-            problems.append(f"{source} has {' and '.join(f'{k} = {v!r}' for k, v in entries.items())}: they must agree")
+            problems.append(f"{source} has {' and '.join(f'{k} = {v!r}' for k, v in entries.items())}: set one value")
         elif first is not None:
             values[name] = first
         elif name not in DERIVED_FIELDS:
-            problems.append(f"{source} has no {keys[0]}, which gives model.{name}")
+            problems.append(f"{source} has no {keys[0]}, which gives model.{name}: add that key")
     oversized = _oversized(values, source)
     problems += oversized or _mistyped(hf, values, source)
     if is_sound := not problems:
@@ -173,15 +173,17 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
             problems.append(f"{source} {error}")
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
             if is_sound:  # else it may follow from a key that is missing, or of a wrong type
-                problems.append(f"{source} has {', '.join(conversion.keys)} that cannot be read: {error!r}")
+                keys = ", ".join(conversion.keys)
+                problems.append(f"{source} has {keys} that cannot be read ({error!r}): correct them")
     if is_sound:
         problems += _oversized(values, source) or _mistyped(hf, values, source)
     if AUX_LOSS in config and type(config[AUX_LOSS]) not in (int, float):
-        problems.append(f"{source} has {AUX_LOSS} = {config[AUX_LOSS]!r}, which is not a number")
+        problems.append(f"{source} has {AUX_LOSS} = {config[AUX_LOSS]!r}: write a number")
     model = Model() if problems else _model(hf, values)
     problems = problems or [f"{source}: {violation.text}" for violation in _violations(model)]
     if outer is not config and outer.get(TIED, config.get(TIED)) != config.get(TIED):
-        problems.append(f"{source} has another {TIED} than its {TEXT}: they must agree")
+        both = f"{TIED} = {outer[TIED]!r}, and {config.get(TIED)!r} in {TEXT}"
+        problems.append(f"{source} has {both}: set one value")
     if problems := problems + _unfollowed(hf, config, source):
         raise ConfigError(problems)
     unknown = [f"{key} (beside {TEXT})" for key in misplaced_keys(outer, hf)]
@@ -252,7 +254,7 @@ def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> d
         return config
     text = config.get(TEXT)
     if not isinstance(text, dict):
-        raise ConfigError([f"{source} has no object {TEXT}, which has the keys of its text model"])
+        raise ConfigError([f"{source} has no object {TEXT}, which has the keys of the text model: copy the file again"])
     left_out = {TEXT, "vision_config", *misplaced_keys(config, hf)}
     shared = {key: value for key, value in config.items() if key not in left_out}
     return shared | text | {"model_type": hf.model_type}
@@ -386,7 +388,8 @@ def hf_format_of(family: str) -> HuggingFace:
     except ComponentError as error:
         raise ConfigError([str(error)]) from None
     if hf is None:
-        raise ConfigError([f"model.family = {family!r} has no Hugging Face format: its Family has no hf"])
+        how = "add hf to that Family (docs/extending_families.md)"
+        raise ConfigError([f"model.family = {family!r} has no Hugging Face format: {how}"])
     return hf
 
 
@@ -438,7 +441,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
         raise ConfigError(
             [
                 f"model.{name} = {field_value(model, name)!r}, but transformers' {hf.model_type} only has "
-                f"{field_value(back, name)!r}"
+                f"{field_value(back, name)!r}: a model with another value cannot be exported"
                 for name in different
             ],
             "the checkpoint's [model]",

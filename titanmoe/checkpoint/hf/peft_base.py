@@ -45,7 +45,7 @@ def refuse_other_base(adapters: Adapters, base_name: str) -> None:
     if named and not base_name:
         raise ConfigError(
             [
-                f"its adapters are for {named}, and this run begins from random weights: name the model in "
+                f"the adapters are for {named}, and this run begins from random weights: name the model in "
                 "model.hf or checkpoint.initial_hf"
             ],
             str(adapters.path),
@@ -59,7 +59,7 @@ def _refuse_other_name(adapters: Adapters, base_name: str) -> None:
     if short_name(named) != short_name(base_name):
         raise ConfigError(
             [
-                f"its adapters are for {named} ({BASE_KEY} in adapter_config.json), which is not on this machine to be "
+                f"the adapters are for {named} ({BASE_KEY} in adapter_config.json), which is not on this machine to be "
                 f"compared, and {base_name} has another name: name {named}{NAME_BASE_HINT}, or, if they are the "
                 f"same weights, write {base_name} there"
             ],
@@ -117,8 +117,8 @@ def _compare_weights(adapters: Adapters, weights: Weights, base_name: str, group
     if why := next(filter(None, on_all_ranks(group, why_no_such_model)), ""):
         raise ConfigError(
             [
-                f"its adapters are for {named} ({BASE_KEY} in adapter_config.json), and {base_name} is no such model: "
-                f"{why}"
+                f"the adapters are for {named} ({BASE_KEY} in adapter_config.json), which cannot be compared with "
+                f"{base_name}: {why}: use adapters of {base_name}"
             ],
             str(adapters.path),
         )
@@ -127,7 +127,7 @@ def _compare_weights(adapters: Adapters, weights: Weights, base_name: str, group
     if ours != theirs:
         raise ConfigError(
             [
-                f"{base_name} has other weights (digest {ours}) than {named} (digest {theirs}), for which its adapters "
+                f"{base_name} has other weights (digest {ours}) than {named} (digest {theirs}), for which the adapters "
                 f"are ({BASE_KEY} in adapter_config.json): name that{NAME_BASE_HINT}"
             ],
             str(adapters.path),

@@ -96,7 +96,9 @@ def base_name_of(path: Path) -> str:
     names = {key: settings.get(key) or "" for key in ("base_model_name_or_path", "revision")}
     for key, name in names.items():
         if not isinstance(name, str) or "\0" in name:
-            raise ConfigError([f"{path / CONFIG} has {key} = {name!r:.80}, which is not a name"])
+            raise ConfigError(
+                [f"{path / CONFIG} has {key} = {name!r:.80}, which is not a name: write that of the base model"]
+            )
     base, revision = names.values()
     return f"{base}@{revision}" if base and revision else base
 
@@ -104,7 +106,9 @@ def base_name_of(path: Path) -> str:
 class _Reader:
     def __init__(self, path: Path, model: Model):
         if not is_peft(path):
-            raise ConfigError([f"{path} is no folder of PEFT: it has no {CONFIG}"])
+            raise ConfigError(
+                [f"{path} is no folder of PEFT, as there is no {CONFIG}: name one that save_pretrained wrote"]
+            )
         self.path, self.model, self.settings = path, model, read_json(path / CONFIG)
         self.files = SafetensorsFolder(path, WEIGHTS)
         self.map = TensorMap(model, hf_format_of(model.family))
@@ -185,7 +189,7 @@ class _Reader:
         for leaf, needed in (("A", (rank, self.map.our_shapes[name][-1])), ("B", (outputs, rank))):
             for key in keys[leaf]:
                 if (shape := self.files.tensors[key].shape) != needed:
-                    self.problems.append(f"{key}: shape {shape}, and {needed} is needed")
+                    self.problems.append(f"{key}: shape {shape}, and {needed} is needed: name adapters of this model")
                     return {}
         return keys
 
@@ -261,7 +265,9 @@ class _Reader:
         rank, rest = divmod(down[0], experts)
         if rest or down[1:] != (inputs,) or up != (outputs, down[0]):
             shapes = f"({experts} r, {inputs}) and ({outputs}, {experts} r)"
-            self.problems.append(f"{keys[0]} and lora_B: shapes {down} and {up}, and {shapes} are needed")
+            self.problems.append(
+                f"{keys[0]} and lora_B: shapes {down} and {up}, and {shapes} are needed: name adapters of this model"
+            )
         return not rest and rank > 0
 
     def _add_experts(self) -> None:
@@ -330,18 +336,18 @@ class _Reader:
         """Yield an error line for each setting of adapter_config.json that has a wrong type or value."""
         for key, kind in KINDS.items():
             if not isinstance(self.settings.get(key) or kind(), kind):
-                yield f"{CONFIG} has {key} = {self.settings[key]!r:.80}, which is not {NAMES[kind]}"
+                yield f"{CONFIG} has {key} = {self.settings[key]!r:.80}, which is not {NAMES[kind]}: write one, or null"
                 return
         if not isinstance(self.settings.get("use_rslora", False), bool | None):
-            yield f"{CONFIG} has use_rslora = {self.settings['use_rslora']!r:.80}, which is neither true nor false"
+            yield f"{CONFIG} has use_rslora = {self.settings['use_rslora']!r:.80}: write true or false"
         alphas: dict[str, Any] = self.settings.get("alpha_pattern") or {}
         for key in alphas:
             if len(key) > MOST_PATTERN or not PATTERN.fullmatch(key):
                 what = f"{CONFIG} has alpha_pattern with {key!r:.80}"
-                yield f"{what}, a regular expression: only names of modules are read"
+                yield f"{what}, a regular expression: write names of modules, which alone are read"
         for key, alpha in {"lora_alpha": self.settings.get("lora_alpha", 8), **alphas}.items():
             if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-                yield f"{CONFIG} has {key} = {alpha!r:.80}, which is not a number above 0"
+                yield f"{CONFIG} has {key} = {alpha!r:.80}: write a number above 0"
 
     def _alpha(self, path: str, ranks: float = 1) -> float:
         """Return the alpha with which an adapter, at the rank that it has here, keeps its scale in the folder.
@@ -387,9 +393,11 @@ class _Reader:
         for field, values in (ranks | {"lora.alpha": alphas}).items():
             if len(values) > 1:
                 shown = ", ".join(f"{value} ({name_in_block(name)})" for value, name in values.items())
-                self.problems.append(f"it has several values of {field}, and a recipe has only one: {shown}")
+                self.problems.append(
+                    f"the adapters have several values of {field}, {shown}, and a recipe has one: save them so"
+                )
         if not alphas:
-            self.problems.append(f"{WEIGHTS} has no adapters")
+            self.problems.append(f"{WEIGHTS} has no adapters: name another folder")
         if self.problems:
             return LoRA()
         (alpha,), experts_rank = alphas, next(iter(ranks["lora.experts_rank"]), -1)
@@ -410,7 +418,7 @@ def unsupported_settings(settings: Mapping[str, Any]) -> list[str]:
     for key, value in settings.items():
         dropout = key == "lora_dropout" and value is not None
         if dropout and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1):
-            problems.append(f"{CONFIG} has lora_dropout = {value!r}: it must be in [0, 1)")
+            problems.append(f"{CONFIG} has lora_dropout = {value!r}: write a number from 0 to below 1")
         if key in IGNORED_KEYS or value in PLAIN_LORA_VALUES.get(key, (None, False)):
             continue
         if key == "init_lora_weights" and str(value).lower().startswith(BASE_CHANGING_INITS):
@@ -420,9 +428,12 @@ def unsupported_settings(settings: Mapping[str, Any]) -> list[str]:
                 "path_initial_model_for_weight_conversion=...)"
             )
         elif key in PLAIN_LORA_VALUES:
-            problems.append(f"{CONFIG} has {key} = {value!r}: only plain LoRA is read")
+            problems.append(
+                f"{CONFIG} has {key} = {value!r}, and only plain LoRA is read: save the adapters without that"
+            )
         else:
-            problems.append(f"{CONFIG} has {key} = {value!r}, which is not known here: what it changes cannot be told")
+            unknown = "which is not known here, so that what that changes cannot be told"
+            problems.append(f"{CONFIG} has {key} = {value!r}, {unknown}: save the adapters without that")
     return problems
 
 

@@ -20,6 +20,8 @@ from titanmoe.config.load import ConfigError
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 E4M3 = ("e4m3", "float8_e4m3fn")
 GROUP = 32
+UNQUANTISED = "use the unquantised model"
+"""Advice of messages about a model that is quantised in another way."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -41,7 +43,9 @@ class Dequantised:
             if name.endswith(BLOCKS) and (scales := stored.get(name.removesuffix(BLOCKS) + SCALES)):
                 base = name.removesuffix(BLOCKS)
                 if dtype != torch.uint8 or shape[-1:] != (GROUP // 2,) or scales.shape != shape[:-1] or len(shape) < 3:
-                    problems.append(f"{file.name}: {name} {shape} with scales {scales.shape} is not MXFP4")
+                    wanted = f"(..., rows, groups, {GROUP // 2}) of U8 and (..., rows, groups)"
+                    is_not = f"{name} {shape} with scales {scales.shape} is not MXFP4, which is {wanted}"
+                    problems.append(f"{file.name}: {is_not}: {UNQUANTISED}")
                     continue
                 *outer, rows, groups, _ = shape
                 self.tensors[base] = (*outer, groups * GROUP, rows), torch.bfloat16
@@ -50,16 +54,20 @@ class Dequantised:
                 scale = stored.get(name + SCALE)
                 blocks = tuple(-(-side // size) for side, size in zip(shape, self.block, strict=False))
                 if scale is None:
-                    problems.append(f"{file.name}: {name} is e4m3 without {name}{SCALE}")
+                    problems.append(
+                        f"{file.name}: {name} is e4m3 without {name}{SCALE}: download the file that has the scales"
+                    )
                 elif len(shape) != 2 or scale.shape != blocks:
                     problems.append(
-                        f"{file.name}: {name} {shape} has scales {scale.shape}, blocks of {self.block} make {blocks}"
+                        f"{file.name}: {name} {shape} has scales {scale.shape}, blocks of {self.block} make {blocks}: "
+                        "correct weight_block_size in config.json"
                     )
                 else:
                     self.tensors[name] = shape, torch.bfloat16
                     self.quantised[name] = "FP8"
             elif dtype == torch.uint8:
-                problems.append(f"{file.name}: {name} is U8, which is only supported for MXFP4 blocks and scales")
+                what = f"{name} is U8, which is only supported for MXFP4 blocks and scales"
+                problems.append(f"{file.name}: {what}: {UNQUANTISED}")
             else:
                 self.tensors[name] = shape, dtype
         if problems:
@@ -128,7 +136,9 @@ def fp8_block(config: dict[str, Any], path: Path) -> tuple[int, int]:
     if quantization is None:
         return 128, 128
     if not isinstance(quantization, dict):
-        raise ConfigError([f"{path} has quantization_config = {quantization!r:.80}, which is not an object"])
+        raise ConfigError(
+            [f"{path} has quantization_config = {quantization!r:.80}: write an object, or remove that key"]
+        )
     kind = quantization.get("quant_method")
     if kind == "mxfp4":
         return 128, 128
@@ -139,7 +149,7 @@ def fp8_block(config: dict[str, Any], path: Path) -> tuple[int, int]:
     raise ConfigError(
         [
             f"{path} is quantised by {kind}{f' ({details})' if details else ''}: supported are fp8 in e4m3 with "
-            "weight_block_size, and mxfp4; use the unquantised model, or make one: from_pretrained of transformers "
+            f"weight_block_size, and mxfp4; {UNQUANTISED}, or make one: from_pretrained of transformers "
             "with dequantize = True in its quantization_config, then save_pretrained"
         ]
     )

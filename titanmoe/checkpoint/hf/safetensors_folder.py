@@ -76,7 +76,7 @@ class SafetensorsFolder:
             try:
                 files.append(safe_files.safe_path(self.path, name))
             except safe_files.NOT_FOUND_ERRORS:
-                problems.append(f"{self.path / name} is missing, {INDEX} names it")
+                problems.append(f"{self.path / name} is missing, {INDEX} names it: download that file")
             except safe_files.CheckpointError as error:
                 problems.append(str(error))
         return files
@@ -89,11 +89,12 @@ class SafetensorsFolder:
             others = sorted(file.name for file in self.path.glob("*.bin")) + sorted(
                 file.name for file in self.path.glob("*.safetensors")
             )
-            listing = f": it has {', '.join(others[:4])}, which cannot be read without an index" if others else ""
-            raise ConfigError([f"{self.path} has neither {self.single} nor {INDEX}{listing}"])
+            listing = f" but {', '.join(others[:4])}, which cannot be read without an index" if others else ""
+            fix = "name the folder of a model in safetensors"
+            raise ConfigError([f"{self.path} has neither {self.single} nor {INDEX}{listing}: {fix}"])
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
-            raise ConfigError([f"{index} has no weight_map"])
+            raise ConfigError([f"{index} has no weight_map: download the file again"])
         return sorted(set(map(str, names.values())))
 
     def _add(self, file: Path, problems: list[str]) -> None:
@@ -104,9 +105,10 @@ class SafetensorsFolder:
         for stored_name, entry in sorted(header.items()):
             name = self._renamed(stored_name)
             if (dtype := entry["dtype"]) not in DTYPES:
-                problems.append(f"{file} has {name} of dtype {dtype}; supported are {', '.join(DTYPES)}")
+                known = ", ".join(DTYPES)
+                problems.append(f"{file} has {name} of dtype {dtype}: save the tensor as one of {known}")
             elif name in self.tensors:
-                problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
+                problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}: remove one of them")
             else:
                 start = 8 + size + entry["data_offsets"][0]
                 self.tensors[name] = StoredSlice(file, tuple(entry["shape"]), DTYPES[dtype], start)
@@ -131,7 +133,7 @@ class SafetensorsFolder:
             with open(file, "rb") as stream:
                 return StridedData(start, strides, dtype).read(stream, offset, shape)
         except (OSError, ValueError) as error:
-            raise ConfigError([f"{file}: {name} cannot be read: {error}"]) from None
+            raise ConfigError([f"{file}: {name} cannot be read: {error}: download the file again"]) from None
 
 
 # ---- writing

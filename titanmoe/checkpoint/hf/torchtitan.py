@@ -67,11 +67,15 @@ class TorchTitanFolder:
         self.names: dict[str, str] = {}
         for name, (_, dtype) in self.dcp.tensors.items():
             if dtype not in NAMES:
-                raise ConfigError([f"{path} has {name} of dtype {dtype}; supported are {', '.join(map(str, NAMES))}"])
+                known = ", ".join(map(str, NAMES))
+                raise ConfigError([f"{path} has {name} of dtype {dtype}: save the tensor as one of {known}"])
             if (other := self.names.setdefault(to_our_name(name), name)) != name:
-                raise ConfigError([f"{path} has both {other} and {name}, which are the same tensor"])
+                raise ConfigError([f"{path} has both {other} and {name}, which are the same tensor: save only one"])
         if not self.names:
-            raise ConfigError([f"{path} has no tensors whose names begin as TorchTitan's do: {', '.join(BEGINS)}"])
+            known = ", ".join(BEGINS)
+            raise ConfigError(
+                [f"{path} has no tensors whose names begin as TorchTitan's ({known}): name another folder"]
+            )
         sizes = {ours: self.dcp.tensors[name] for ours, name in self.names.items()}
         self.tensors = {ours: StoredSlice(path, *size, 0) for ours, size in sizes.items()}
 

@@ -28,6 +28,7 @@ from titanmoe.checkpoint.manifest import recorded_fields, refuse_adapters
 from titanmoe.checkpoint.move_in_blocks import empty
 from titanmoe.checkpoint.on_all_ranks import Group
 from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_adapters
+from titanmoe.checkpoint.safe_files import ANOTHER
 from titanmoe.config.fields import build
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
@@ -75,7 +76,7 @@ def recorded_model(record: Mapping[str, Any], path: Path) -> Model:
     """
     table = record.get("config", {}).get("model")
     if not table:
-        raise ConfigError([f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]"])
+        raise ConfigError([f"{path / layout.MANIFEST} has no [model] in its config: {ANOTHER}"])
     return build(recorded_fields({"config": {"model": table}}, path / layout.MANIFEST)).model
 
 
