@@ -235,7 +235,7 @@ def test_groups_of_experts_on_nodes(world: int, ep: int, etp: int, node: int, no
 def test_nodes_that_split_groups_are_refused_with_what_fits():
     (text,) = hierarchical(12, Parallelism(node=6, experts=Experts(ep=4)))
     assert text == (
-        'moe.dispatcher = "hierarchical" needs nodes that hold whole groups of ep * etp = 4 * 1 = 4 ranks, or equal '
-        "parts of one with whole experts, and parallelism.node = 6 is neither (6 % 4 = 2; 4 % 6 = 4, 6 % etp = 0): use "
+        'moe.dispatcher = "hierarchical" needs nodes that hold full groups of ep * etp = 4 * 1 = 4 ranks, or equal '
+        "parts of one with full experts, and parallelism.node = 6 is neither (6 % 4 = 2; 4 % 6 = 4, 6 % etp = 0): use "
         'parallelism.node in 1, 2, 4, 8, 12, another ep or etp, or dispatcher = "alltoall"'
     )

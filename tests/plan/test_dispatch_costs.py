@@ -164,14 +164,14 @@ def test_a_rehearsal_is_of_what_is_planned_for_its_hardware(name: str, overlap: 
 
 def test_plans_and_rehearsals_say_how_rows_travel(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpt_oss_20b", "--explain"]) == 0
-    assert "16 microbatches of 2; rows travel in two halves.\n" in capsys.readouterr().out
+    assert "16 microbatches of 2; routed tokens are sent in two halves.\n" in capsys.readouterr().out
     assert main(["plan", "gpt_oss_20b", "--explain", "--moe.overlap", "none"]) == 0
     assert "16 microbatches of 2.\n" in capsys.readouterr().out
     small = [*SMALL.split(), "--ranks", "8", "--training.local_batch_size", "2", "--training.global_batch_size", "16"]
     assert main(["rehearse", *small, "--moe.overlap", "halves"]) == 0
-    assert "\n    rows       in two halves\n" in capsys.readouterr().out
+    assert "\n    dispatch   in two halves\n" in capsys.readouterr().out
     assert main(["rehearse", *small]) == 0
-    assert "    rows       " not in capsys.readouterr().out.partition("One step")[0]
+    assert "    dispatch   " not in capsys.readouterr().out.partition("One step")[0]
 
 
 def test_a_device_is_found_by_the_name_of_a_gpu() -> None:

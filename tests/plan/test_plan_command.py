@@ -167,7 +167,7 @@ def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys:
     split = "--parallelism.pp 2 --parallelism.experts.ep 2 --pipeline.schedule DualPipeV --model.num_layers 4"
     more = "--activation_checkpoint.mode full --training.global_batch_size 16"
     assert plan("--ranks", "4", "--explain", *split.split(), *more.split()) == 0
-    assert "left out: what recomputation keeps between both halves" in capsys.readouterr().out
+    assert "left out: what recomputation caches between both halves" in capsys.readouterr().out
 
 
 def test_auto_is_explained_as_what_a_run_would_take_and_searched_as_alltoall(

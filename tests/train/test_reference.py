@@ -132,7 +132,7 @@ def test_scores_of_other_shards_are_refused_all_at_once(run: dict[str, Any], tmp
     with pytest.raises(world.RankError) as refused:
         world.run(1, first_steps, run)
     assert str(refused.value).count("has scores of other shards (tokens:other, and ") == 2
-    assert "remove that folder, and they are computed again" in str(refused.value)
+    assert "remove that folder, and the scores are recomputed" in str(refused.value)
 
 
 def test_a_run_does_not_learn_from_scores_that_have_changed(run: dict[str, Any]) -> None:

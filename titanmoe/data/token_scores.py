@@ -83,7 +83,7 @@ class StoredScores:
             raise ConfigError(
                 [
                     f"{folder} has scores of other shards ({shards}, and {documents.folder} is "
-                    f"{documents.fingerprint}): remove that folder, and they are computed again"
+                    f"{documents.fingerprint}): remove that folder, and the scores are recomputed"
                 ]
             )
         tokens = np.diff(self.first_token).tolist()
@@ -94,7 +94,7 @@ class StoredScores:
         ]
         if wrong:
             raise ConfigError(
-                [f"{wrong[0]} is missing or was truncated: remove {folder}, and the scores are computed again"]
+                [f"{wrong[0]} is missing or was truncated: remove {folder}, and the scores are recomputed"]
             )
         self._maps: dict[int, np.ndarray] = {}
         self._checked: dict[int, np.ndarray] = {}
@@ -139,7 +139,7 @@ class StoredScores:
             raise ConfigError(
                 [
                     f"{self._file(name)} has changed since it was written, between bytes {first:,} and {last:,}: "
-                    f"remove {self.folder}, and the scores are computed again"
+                    f"remove {self.folder}, and the scores are recomputed"
                 ]
             )
 
@@ -150,11 +150,11 @@ class StoredScores:
             data = file.read_bytes()
         except OSError as error:
             raise ConfigError(
-                [f"{file}: {error.strerror}: remove {self.folder}, and they are computed again"]
+                [f"{file} cannot be read: {error.strerror}: remove {self.folder}, and the scores are recomputed"]
             ) from None
         if zlib.crc32(data) != self.sums.get(name):
             raise ConfigError(
-                [f"{file} has changed since it was written: remove {self.folder}, and they are computed again"]
+                [f"{file} has changed since it was written: remove {self.folder}, and the scores are recomputed"]
             )
         return np.frombuffer(data, "<u4")
 
@@ -167,7 +167,7 @@ class StoredScores:
     def find_changed_files(self) -> list[str]:
         """Return a message for each shard whose scores differ from their checksum, after reading all of them."""
         return [
-            f"{file} has changed since it was written: remove {self.folder}, and the scores are computed again"
+            f"{file} has changed since it was written: remove {self.folder}, and the scores are recomputed"
             for name in self.names
             if _crc32(file := self._file(name)) != self.crc32s.get(name)
         ]
@@ -252,9 +252,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{file} cannot be read: {error}: remove {folder}, and they are computed again"]) from None
+        raise ConfigError([f"{file} cannot be read: {error}: remove {folder}, and the scores are recomputed"]) from None
     if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ConfigError([f"{file} is no manifest of scores: remove {folder}, and they are computed again"])
+        raise ConfigError([f"{file} is no manifest of scores: remove {folder}, and the scores are recomputed"])
     return manifest
 
 

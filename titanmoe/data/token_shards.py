@@ -37,7 +37,7 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 WEIGHTS = np.dtype("<f4")
 BLOCK = 1 << 16
 """Bytes that are checked together: some eight samples of 4,096 tokens, checked in 20 us."""
-MAKE, AGAIN = "make them with titanmoe tokenize", "make the shards again with titanmoe tokenize"
+MAKE, REMAKE = "make them with titanmoe tokenize", "make the shards again with titanmoe tokenize"
 """Advice of messages about shards that are absent, or that cannot be used."""
 MAX_PROBLEMS = 8
 """Limit of problems reported per folder."""
@@ -63,20 +63,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             ) from None
         raise ConfigError([f"{folder} contains no token shards: there is no {file.absolute()}: {MAKE}"]) from None
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{file} cannot be read: {error}: check the permissions, or {AGAIN}"]) from None
+        raise ConfigError([f"{file} cannot be read: {error}: check the permissions, or {REMAKE}"]) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ConfigError([f"{file} is not a manifest of token shards: {AGAIN}"])
+        raise ConfigError([f"{file} is not a manifest of token shards: {REMAKE}"])
     if manifest.get("version") != VERSION:
         raise ConfigError(
             [
                 f"{file} is of version {manifest.get('version')}, and this titanmoe reads version {VERSION}: use the "
-                f"titanmoe that made the shards, or {AGAIN}"
+                f"titanmoe that made the shards, or {REMAKE}"
             ]
         )
     shards = manifest.get("shards")
     for name in [shard.get("name") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []:
         if not isinstance(name, str) or not name or name.startswith(".") or not {"/", "\0"}.isdisjoint(name):
-            raise ConfigError([f"{file} was changed: {name!r:.80} in it is no file of that folder: {AGAIN}"])
+            raise ConfigError([f"{file} was changed: {name!r:.80} in it is no file of that folder: {REMAKE}"])
     return manifest
 
 

@@ -43,7 +43,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         "--stack",
         metavar="NAME",
         default="titanmoe",
-        help="whose software: titanmoe (default), megatron, automodel or torchtitan",
+        help="software to price: titanmoe (default), megatron, automodel or torchtitan",
     )
     plan.add_argument("--explain", action="store_true", help="the recipe's own mapping: where time and memory go")
     plan.add_argument("--top", type=int, metavar="N", default=10, help="mappings that are listed (default 10)")
@@ -66,7 +66,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         "--answer-tokens", type=int, metavar="N", help="[rl]: mean tokens of an answer (default generation.max_tokens)"
     )
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
     plan.set_defaults(run=run_plan, overrides=[])
 
 
@@ -111,7 +111,10 @@ def _plan(args: argparse.Namespace, device: Device) -> Plan:
 
     config, notes = _read_recipe(args)
     if device.name == "cpu":
-        notes = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(notes or [""])]
+        notes = [
+            "left out: what kernels for CPUs save for backward: memory is that of the kernels for GPUs",
+            *(notes or [""]),
+        ]
     if args.explain:
         _check_imbalance(config, args.imbalance)
         mapping = evaluate(
@@ -306,12 +309,12 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         ),
         (
             separates_documents(config),
-            "documents that are kept apart: attention is priced as over whole samples",
+            "documents that do not attend to each other: attention is priced as over full samples",
         ),
-        (moe.capacity_factor > 0, "a capacity: rows are those before anything is dropped or padded"),
+        (moe.capacity_factor > 0, "a capacity: routed tokens are those before anything is dropped or padded"),
         (
             moe.overlap == "pairs" and bool(config.pipeline.schedule_csv),
-            "pairs of the schedule file: rows are priced as if nothing hid them",
+            "pairs of the schedule file: dispatched tokens are priced as if nothing hid them",
         ),
         (
             config.optimizer.offload,
@@ -330,7 +333,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         ),
         (
             config.activation_checkpoint.mode != "none" and splits_backward(config.pipeline, config.parallelism.pp),
-            "what recomputation keeps between both halves of the schedule's backward: memory is too small",
+            "what recomputation caches between both halves of the schedule's backward: memory is too small",
         ),
         (bool(config.pipeline.schedule_csv), "the schedule file's own bubble: that of one microbatch a rank is taken"),
     ):

@@ -225,12 +225,12 @@ def mapping_tables(config: Config) -> list[str]:
 
 def explanation(mapping: PricedMapping, device: Device) -> list[str]:
     """Return the lines of `titanmoe plan --explain`: time and memory of one mapping by component."""
-    price, fold, rows, error = mapping.price, mapping.fold, overlap_text(mapping.config), error_of(mapping)
+    price, fold, halves, error = mapping.price, mapping.fold, overlap_text(mapping.config), error_of(mapping)
     axes = ", ".join(f"{name} {n}" for name in DEGREE_PATHS if (n := getattr(fold, name)) > 1)
     lines = [
         f"The recipe's mapping on {fold.world} {device.name}: {axes or 'one rank'}; "
         f"{price.microbatches} microbatches of {mapping.config.training.local_batch_size}"
-        f"{f'; rows travel {rows}' if rows else ''}.",
+        f"{f'; routed tokens are sent {halves}' if halves else ''}.",
         f"A step takes {price.step:.4g} s ({price.step * (1 - error):.3g} to {price.step * (1 + error):.3g} s by "
         f"published runs of that kind, {kind_of_mapping(fold, price)}): {price.tokens:,.0f} tokens/s/GPU, "
         f"MFU {price.mfu:.1%}.",

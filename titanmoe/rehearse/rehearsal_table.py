@@ -190,7 +190,7 @@ def _heading(rehearsal: Rehearsal, ranks: str, which: str = "") -> list[str]:
     step = f", step {rehearsal.step}" if rehearsal.step > 1 else ""
     views = {"attention": rehearsal.fold.attention_axes, "experts": rehearsal.fold.expert_axes}
     texts = {view: " x ".join(f"{name} {n}" for name, n in axes.items()) for view, axes in views.items()}
-    texts |= {"rows": overlap_text(rehearsal.config), "estimates": rehearsal.routing.estimates}
+    texts |= {"dispatch": overlap_text(rehearsal.config), "estimates": rehearsal.routing.estimates}
     return [
         f"{ranks}, as on {rehearsal.hardware}, routing {rehearsal.routing.text}{step}{which}",
         *(f"    {name:<9}  {text}" for name, text in texts.items() if text),

@@ -54,11 +54,11 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
     rehearse.add_argument("--routing-step", type=int, metavar="N", help="the step of that file (default: the last)")
     rehearse.add_argument(
         "--relayout",
-        metavar="WORDS",
+        metavar="MAPPING",
         help="instead of a step rehearse a move of the weights to another mapping, on every rank: of a model that "
         'generates ("tp=2 ep=4 dtype=bfloat16") or of one that trains ("parallelism.tp=2")',
     )
-    rehearse.add_argument("--json", type=Path, metavar="FILE", help="also write the whole report to this file")
+    rehearse.add_argument("--json", type=Path, metavar="FILE", help="also write the full report to this file")
     rehearse.set_defaults(run=run_rehearse, overrides=[])
 
 

@@ -93,7 +93,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
     if bool(rl.eval_interval) != bool(rl.held_out):
         yield Violation(
             ("rl.eval_interval", "rl.held_out"),
-            f"rl.eval_interval = {rl.eval_interval} and rl.held_out = {rl.held_out}: set both, or none",
+            f"rl.eval_interval = {rl.eval_interval} and rl.held_out = {rl.held_out}: set both, or both to 0",
         )
     if rl.kl and not config.lora.rank:
         yield Violation(
@@ -104,7 +104,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
     if rl.replay == "old" and rl.updates == 1:
         yield Violation(
             ("rl.replay", "rl.updates"),
-            'rl.replay = "old" with rl.updates = 1 gives the experts that the routers choose anyway, because no step '
+            'rl.replay = "old" with rl.updates = 1 replays the experts that the routers choose anyway, because no step '
             'lies between: use replay = "off", or updates = 2 or more',
         )
     checkpoint, seq_len = config.checkpoint, config.training.seq_len

@@ -186,8 +186,8 @@ class DispatcherSpec(Spec):
             return
         fits = [n for n in range(1, world + 1) if nodes_of_a_group(world, ep, etp, n) is not None]
         yield (
-            f'moe.dispatcher = "{config.moe.dispatcher}" needs nodes that hold whole groups of ep * etp = {ep} * {etp} '
-            f"= {size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
+            f'moe.dispatcher = "{config.moe.dispatcher}" needs nodes that hold full groups of ep * etp = {ep} * {etp} '
+            f"= {size} ranks, or equal parts of one with full experts, and parallelism.node = {node} is neither "
             f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
             f'{choices_text("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
         )
@@ -392,8 +392,8 @@ def halves_violations(config: Config, spec: DispatcherSpec) -> Iterator[Violatio
     if moe_layers(config.model) == 0:
         yield Violation(
             ("moe.overlap", "model.num_dense_layers"),
-            f"{halves} is for tokens on their way to experts, and no block of this model has experts: set overlap = "
-            '"none"',
+            f"{halves} computes while routed tokens are in flight, and no block of this model has experts: set "
+            'overlap = "none"',
         )
     if samples == 1:
         yield Violation(
