@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from titanmoe.cli import main
+from titanmoe.config import ConfigError
 from titanmoe.rehearse import many_ranks
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse
 from titanmoe.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +115,8 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "--hardware = h1000 is unknown: use a100, h100, h200" in refused(
         capsys, "--ranks", "4", "--hardware", "h1000"
     )
+    with pytest.raises(ConfigError, match="hardware 'gb200' cannot be rehearsed: use a100, h100, h200, b200, cpu"):
+        recipe_to_rehearse(["debug"], 4, "gb200")  # which the planner knows
     assert "--rank = 4 is not in a world of 4 ranks: use 0 to 3" in refused(capsys, "--ranks", "4", "--rank", "4")
     assert "name a GPU" in refused(capsys, "--ranks", "4", "--all-roles", "--hardware", "cpu")
     assert "--all-ranks checks" in refused(capsys, "--ranks", "4", "--all-ranks", "--hardware", "cpu")

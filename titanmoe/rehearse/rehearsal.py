@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
 from titanmoe.comm.collectives import to_local
 from titanmoe.components import COMPONENTS
-from titanmoe.config import load
+from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config, Profile, Validation
 from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, TEACHER_IDS, TEACHER_LOG_P, WEIGHT, Batch
 from titanmoe.data.loader import BatchLayout
@@ -272,6 +272,13 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
         _clear_sharding_prop_cache()
 
 
+def hardware_of(name: str) -> Hardware:
+    """Return the hardware of this name; ConfigError, with the known names, if a rehearsal cannot imitate it."""
+    if name not in HARDWARE:
+        raise ConfigError([f"hardware {name!r} cannot be rehearsed: use {', '.join(HARDWARE)}"])
+    return HARDWARE[name]
+
+
 def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
     """Return the resolved config of a recipe, checked for a world and hardware. Data and earlier runs are not opened.
 
@@ -286,7 +293,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
     Raises:
         ConfigError: The recipe is refused; has all reasons.
     """
-    device = read_device(hardware)
+    imitated, device = hardware_of(hardware), read_device(hardware)
 
     def without_run(config: Config) -> Config:
         on_node = config.parallelism.node if config.parallelism.node != -1 else min(node, world)
@@ -303,10 +310,10 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
 
     def resolved(config: Config) -> Config:
         config, _ = planned_overlap(resolve(without_run(config), world, lambda _: {}), world, device)
-        fold, gpus = derive(world, config.parallelism), HARDWARE[hardware].kind == "cuda"
+        fold, gpus = derive(world, config.parallelism), imitated.kind == "cuda"
         return with_planned_dispatcher(config, fold, config.parallelism.node, gpus)
 
-    with imitate(HARDWARE[hardware]):
+    with imitate(imitated):
         return load(argv, COMPONENTS, lambda config: refusals(without_run(config), world), resolved)
 
 
@@ -332,7 +339,7 @@ def rehearse(
         node: The ranks per node.
         steps: The number of steps.
     """
-    hardware = HARDWARE[name]
+    hardware = hardware_of(name)
     config, left_out = _without_unsupported(config, hardware)
     fold = derive(world, config.parallelism)
     assumed = routing if isinstance(routing, AssumedRouting) else with_imbalance(config, routing)

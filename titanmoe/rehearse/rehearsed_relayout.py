@@ -33,13 +33,13 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
 from titanmoe.generate.build_model import build_empty
 from titanmoe.generate.model import config_to_run
-from titanmoe.ops.device import HARDWARE, imitate
+from titanmoe.ops.device import imitate
 from titanmoe.parallel.apply import build, make_meshes
 from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.memory_over_step import WEIGHTS, Ledger
 from titanmoe.rehearse.message_order import Communicator, Program, Verdict, check_order
 from titanmoe.rehearse.message_recorder import Recorder
-from titanmoe.rehearse.rehearsal import fake_world, recipe_to_rehearse
+from titanmoe.rehearse.rehearsal import fake_world, hardware_of, recipe_to_rehearse
 from titanmoe.text_report import columns, format_bytes
 
 LEFT_OUT = ("model.mtp.",)
@@ -123,7 +123,7 @@ def rehearse_relayout(
         ConfigError: the destination is another model, with names and shapes.
     """
     ends = Destination(source, generates=False), destination
-    with imitate(HARDWARE[hardware]):
+    with imitate(hardware_of(hardware)):
         shards = [[_shards(end, world, rank) for end in ends] for rank in range(world)]
     held, wanted = (
         merge_layouts([pack(LocalTensors(end.values()).layout) for end in of_ranks])
