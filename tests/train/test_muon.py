@@ -91,6 +91,8 @@ def test_gain_and_what_is_only_rounding() -> None:
     x[1] = 0
     assert orthogonalize(x, step_coefficients("classic", 5), 1e-7).abs().max() < 1e-7
     assert orthogonalize(x, step_coefficients("classic", 5), 0.0)[1].eq(0).all(), "0 / 0"
+    with pytest.raises(ValueError, match="no coefficients 'polar' of Newton-Schulz steps: use"):
+        step_coefficients("polar", 5)
 
 
 def test_units_of_latents_heads_and_stacks() -> None:
@@ -289,7 +291,7 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
     ("words", "said"),
     [
         ([{"match": ["*.nothing"], "lr": 1.0}], 'has "*.nothing", which matches no parameter'),
-        ([{"match": ["head.norm.*"], "lr": 1.0}], 'has "head.norm.*", which matches no parameter'),
+        ([{"match": ["head.norm.*"], "lr": 1.0}], 'has "head.norm.*", which matches 1 frozen parameter and none that'),
         ([{"match": ["embed.*"], "lr": 1.0}] * 2, "embed.weight is in groups 1 and 2"),
         ([{"match": "embed.*", "rate": 1.0}], "group 1: unknown key rate: a group has match, lr and weight_decay"),
         ([{"match": ["embed.*"]}], "group 1 changes nothing"),

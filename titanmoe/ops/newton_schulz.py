@@ -37,9 +37,14 @@ def step_coefficients(name: str, steps: int) -> Coefficients:
     Args:
         name: "classic" or "polar_express".
         steps: the number of steps.
+
+    Raises:
+        ValueError: the name is another.
     """
     if name == "classic":
         return (CLASSIC,) * steps
+    if name != "polar_express":
+        raise ValueError(f'there are no coefficients {name!r} of Newton-Schulz steps: use "classic" or "polar_express"')
     safe = tuple((a / SAFETY, b / SAFETY**3, c / SAFETY**5) for a, b, c in POLAR_EXPRESS)
     return (safe + (LATER,) * steps)[:steps]
 

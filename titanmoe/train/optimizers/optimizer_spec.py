@@ -22,7 +22,7 @@ from titanmoe.models import tensors
 from titanmoe.models.count import trained_parameters
 from titanmoe.models.families import mixers
 from titanmoe.models.matrices import matrix_parameters
-from titanmoe.models.tensors import Tuning, matches, shapes, stored_name, unmatched
+from titanmoe.models.tensors import Tuning, matches, shapes, stored_name, unmatched, unmatched_patterns
 
 GROUPS = "optimizer.groups"
 
@@ -68,13 +68,20 @@ def group_contradictions(config: Config) -> Iterator[Violation]:
     that is in two groups.
     """
     tuning, groups = Tuning.of(config), config.optimizer.groups
-    known = [name for name, _ in shapes(config.model, tuning) if not tuning.freezes(name)]
+    everything = [name for name, _ in shapes(config.model, tuning)]
+    known = [name for name in everything if not tuning.freezes(name)]
     texts = [text for number, table in enumerate(groups, 1) for text in _malformed(number, table)]
     yield from (Violation((GROUPS,), text) for text in texts)
     if texts or not groups:
         return
     for table in groups:
-        yield from unmatched(GROUPS, table["match"], known)
+        absent = unmatched_patterns(table["match"], everything)
+        yield from unmatched(GROUPS, absent, known)
+        for pattern in unmatched_patterns(table["match"], known):
+            if pattern not in absent:
+                count = sum(matches(name, (pattern,)) for name in everything)
+                frozen = f"{count} frozen parameter{'s' * (count > 1)}"
+                yield from unmatched(GROUPS, [pattern], known, f"which matches {frozen} and none that is trained")
     for name in known:
         if len(of := [n for n, table in enumerate(groups, 1) if matches(name, tuple(table["match"]))]) > 1:
             yield Violation(
