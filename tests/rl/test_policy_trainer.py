@@ -336,7 +336,7 @@ def resume(folder: Path, calm: Calm) -> str:
     return printed
 
 
-AGAIN = "18 answers of later steps, which no checkpoint has, are generated again"
+AGAIN = "regenerated 18 answers of later steps, which no checkpoint has"
 
 
 @pytest.mark.parametrize("where", ["generation", "reward", "second update"])
@@ -352,8 +352,9 @@ def test_a_killed_run_resumes_to_the_bit(where: str, calm: Calm, tmp_path: Path)
     assert AGAIN in " ".join(printed.split())
 
 
-def stopped(folder: str, changes: dict[str, Any], where: str) -> tuple[int, int]:
-    """On a rank: train until one rank gets a SIGTERM; return the signal, and the forwards of answers that have no step.
+def stopped(folder: str, changes: dict[str, Any], where: str) -> tuple[int, int, str]:
+    """On a rank: train until one rank gets a SIGTERM; return the signal, the forwards of answers that have no step, and
+    what was printed.
 
     Rank 1 gets it with its third such forward, or rank 0 with the last answer, and then no reward comes.
     """
@@ -380,14 +381,16 @@ def stopped(folder: str, changes: dict[str, Any], where: str) -> tuple[int, int]
             return futures[-1]
 
         trainer.rewards.submit = submit_or_wait
-    with mock.patch.object(policy_trainer, "MESSAGE_S", 0.1):
-        return trainer.train(), len(forwards)
+    with mock.patch.object(policy_trainer, "MESSAGE_S", 0.1), contextlib.redirect_stdout(io.StringIO()) as printed:
+        return trainer.train(), len(forwards), printed.getvalue()
 
 
 @pytest.mark.parametrize("where", ["first round", "generation", "reward"])
 def test_a_signal_stops_answers_and_the_run_resumes_to_the_bit(where: str, calm: Calm, tmp_path: Path) -> None:
-    for number, forwards in world.run(2, stopped, str(tmp_path), calm.changes, where):
+    results = world.run(2, stopped, str(tmp_path), calm.changes, where)
+    for number, forwards, _ in results:
         assert number == signal.SIGTERM and (where == "reward" or forwards == 4)
+    assert where != "reward" or "SIGTERM: saving the steps before this one, then ending" in results[0][2]
     made = [] if where == "first round" else [1, 2]
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == made
     assert len([*(tmp_path / "run/checkpoints").glob("step-*")]) == len(made) / 2

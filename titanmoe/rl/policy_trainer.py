@@ -40,7 +40,7 @@ from titanmoe.rl.rollouts import Rollout, advantages_and_weights, columns, summa
 from titanmoe.session import Session
 from titanmoe.train.reference import PROGRESS_INTERVAL_S
 from titanmoe.train.run_folder import ROLLOUTS, ROUNDS, read_records
-from titanmoe.train.runtime import print_rank_0
+from titanmoe.train.runtime import AFTER_STEP, print_rank_0
 from titanmoe.train.trainer import Trainer
 from titanmoe.train.training import Training
 from titanmoe.train.world_batch import NoLoader
@@ -116,7 +116,8 @@ class PromptLoader(NoLoader):
             ConfigError: prompts, seed or tokenizer differ, or the state is of a run without [rl].
         """
         if "prompts" not in state:  # of a run that was not of reinforcement learning
-            raise ConfigError(["it is of a run on data: start from its weights (checkpoint.model_only = true)"])
+            fix = "start from those weights (checkpoint.model_only = true)"
+            raise ConfigError([f"the checkpoint is of a run on data, not of [rl]: {fix}"])
         now = self.state_dict()
         if changed := [name for name in ("prompts", "seed", "tokenizer") if state.get(name) != now[name]]:
             raise ConfigError(
@@ -172,12 +173,12 @@ class PolicyTrainer(Trainer):
     def _prepare(self, training: Training) -> dict[str, str]:
         """Call the run's own `prepare` and return its header lines by label.
 
-        Rank 0 of a resumed run adds "again": how many answers are generated again.
+        Rank 0 of a resumed run adds "regenerated": how many answers are generated a second time.
         """
         lines = {}
         rounds = read_records(training.folder.path, ROUNDS) if self.session.rank == 0 else []
         if count := sum(one["answers"] for one in rounds if one["step"] > self.step):
-            lines["again"] = f"{count:,} answers of later steps, which no checkpoint has, are generated again"
+            lines["regenerated"] = f"{count:,} answers of later steps, which no checkpoint has"
         return lines | self.prepare_run(training)
 
     def train_step(self) -> dict[str, Any]:
@@ -230,12 +231,16 @@ class PolicyTrainer(Trainer):
         prompts = [prompt for part in parts for prompt in part]
         observe.active.phase("generate", step)
         self._append(ROUNDS, [{"step": step, "answers": len(prompts) * rl.answers}])
+        signals = self.training.checkpoints.signals
+        signals.outcome = "saving the steps before this one"
         try:
             with self.live.loaded() as generator:
                 rollouts = self._answer(generator, prompts, step, rl.answers, greedy=False)
         except Interrupted:
             self.loader.consumed, self.loader.epoch_messages = consumed, []
             return []
+        finally:
+            signals.outcome = AFTER_STEP
         observe.active.phase("forward_backward", step)
         seconds = time.monotonic() - begin
         coming, size = [], rl.prompts_per_step * rl.answers

@@ -386,6 +386,7 @@ class GarbageCollection:
             gc.collect(1)  # a full pass over the model's objects is slow and finds nothing new
 
 
+AFTER_STEP = "saving after this step"
 SECOND_CTRL_C_S = 3.0
 """Seconds after which a second Ctrl-C counts: one Ctrl-C reaches a rank twice, directly and through torchrun."""
 
@@ -396,6 +397,8 @@ class Signals:
     def __init__(self) -> None:
         self.number = 0
         """Number of the signal received, or 0."""
+        self.outcome = AFTER_STEP
+        """What the message says that a signal leads to, before the run ends."""
         self._since = 0.0
         self._before: dict[int, Any] = {}
 
@@ -411,6 +414,6 @@ class Signals:
         if not self.number:
             self.number, self._since = number, time.monotonic()
             hint = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
-            print_rank_0(f"{signal.Signals(number).name}: saving after this step, then ending{hint}")
+            print_rank_0(f"{signal.Signals(number).name}: {self.outcome}, then ending{hint}")
         elif number == signal.SIGINT and time.monotonic() - self._since > SECOND_CTRL_C_S:
             raise KeyboardInterrupt
