@@ -20,6 +20,7 @@ from tests.checkpoint import runs
 from tests.support.fake_gpu import FakeGPU
 from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
@@ -165,3 +166,23 @@ def answers_of_a_group() -> list[Any]:
 
 def test_a_rank_of_a_group_answers_for_all_of_it() -> None:
     assert world.run(3, answers_of_a_group) == [[], [1, 2, 1, 2], [1, 2, 1, 2]]
+
+
+def errors_after_one_rank_fails() -> list[str]:
+    """What every rank raises if the work of rank 1 raises an error that nobody expected, by all three functions."""
+
+    def work() -> int:
+        return {}["weights"] if dist.get_rank() == 1 else 0
+
+    raised = []
+    calls = lambda: on_all_ranks(dist.group.WORLD, work), lambda: from_rank(dist.group.WORLD, 1, work)
+    for call in (*calls, lambda: raise_on_all_ranks(dist.group.WORLD, work)):
+        with pytest.raises(Exception) as failure:
+            call()
+        raised.append(f"{failure.type.__name__}: {failure.value}")
+    return raised
+
+
+def test_an_unexpected_error_on_a_rank_ends_the_work_of_all() -> None:
+    there, own = "RuntimeError: rank 1 raised KeyError: 'weights'", "KeyError: 'weights'"
+    assert world.run(2, errors_after_one_rank_fails) == [[there] * 3, [own] * 3]

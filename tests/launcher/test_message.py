@@ -202,6 +202,7 @@ def test_the_agent_does_not_fill_the_screen_where_its_log_cannot_be_written(caps
     ("error", "caused"),
     [
         (RuntimeError("[../third_party/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5"), True),
+        (RuntimeError("rank 1 raised KeyError: 'weights'"), True),
         (RuntimeError("Timed out waiting 120000ms for recv operation to complete"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("a peer of the realm"), False),

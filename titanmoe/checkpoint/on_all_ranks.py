@@ -1,9 +1,9 @@
-"""Run work on all ranks of a group, or on one for all: if it fails on any rank, every rank raises the same error."""
+"""Run work on all ranks of a group, or on one for all: if it fails on any rank, every rank raises."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -15,49 +15,86 @@ Group = Any
 """A process group, or None for a single process."""
 
 
+class _Outcome(NamedTuple):
+    """What a rank sends to the others after its work."""
+
+    result: Any
+    reason: str
+    """Message of the CheckpointError or OSError that the work raised; "" if it raised none."""
+    unexpected: str
+    """Rank, type and message of any other exception that the work raised; "" if it raised none."""
+
+
 def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
     """Call `work` on every rank and return the results of all ranks, in the group's order. Collective over the group.
 
-    Results are pickled. An exception other than these is raised on its rank alone, and the others go on waiting.
+    Results are pickled.
 
     Raises:
         CheckpointError: on all ranks with every distinct reason, if `work` raised one or an OSError on any rank.
+        Exception: any other that `work` raised, on its rank; all others raise a RuntimeError that names both.
     """
-    own = _result(work)
-    results: list[Any] = [own]
+    own, error = _outcome(work)
+    outcomes: list[Any] = [own]
     if group is not None:
-        results = [None] * dist.get_world_size(group)
-        dist.all_gather_object(results, own, group)
-    reasons = dict.fromkeys(reason for _, reason in results if reason)
+        outcomes = [None] * dist.get_world_size(group)
+        dist.all_gather_object(outcomes, own, group)
+    raise_unexpected(error, (outcome.unexpected for outcome in outcomes))
+    reasons = dict.fromkeys(outcome.reason for outcome in outcomes if outcome.reason)
     if reasons:
         raise CheckpointError("; ".join(reasons))
-    return [result for result, _ in results]
+    return [outcome.result for outcome in outcomes]
 
 
 def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
     """Call `work` on the group's rank `source` alone and return its result on all ranks. Collective over the group.
 
-    The result is pickled. An exception other than these is raised on that rank alone, and the others go on waiting.
+    The result is pickled.
 
     Raises:
         CheckpointError: on all ranks, if `work` raised one or an OSError.
+        Exception: any other that `work` raised, on `source`; all others raise a RuntimeError that names both.
     """
-    answer: list[Any] = [None]
+    received: list[Any] = [None]
+    error: Exception | None = None
     if group is None or dist.get_rank(group) == source:
-        answer[0] = _result(work)
+        received[0], error = _outcome(work)
     if group is not None:
-        dist.broadcast_object_list(answer, group=group, group_src=source)
-    result, reason = answer[0]
-    if reason:
-        raise CheckpointError(reason)
-    return result
+        dist.broadcast_object_list(received, group=group, group_src=source)
+    (outcome,) = received
+    raise_unexpected(error, [outcome.unexpected])
+    if outcome.reason:
+        raise CheckpointError(outcome.reason)
+    return outcome.result
 
 
-def _result(work: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what `work` returns and "", or None and the message of the CheckpointError or OSError that it raised."""
+def _outcome(work: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
+    """Call `work`; return what to send to the other ranks, and the exception if it is an unexpected one."""
     try:
-        return work(), ""
+        return _Outcome(work(), "", ""), None
     except CheckpointError as error:
-        return None, str(error)
+        return _Outcome(None, str(error), ""), None
     except OSError as error:
-        return None, safe_files.error_text(error)
+        return _Outcome(None, safe_files.error_text(error), ""), None
+    except Exception as error:  # the other ranks wait for this one
+        return _Outcome(None, "", describe_unexpected(error)), error
+
+
+def describe_unexpected(error: Exception) -> str:
+    """Return a line for the other ranks on an exception of this rank."""
+    return f"rank {dist.get_rank() if dist.is_initialized() else 0} raised {type(error).__name__}: {error}"
+
+
+def raise_unexpected(own: Exception | None, lines: Iterable[str]) -> None:
+    """Raise this rank's own exception, or a RuntimeError with those of other ranks; return if there is none.
+
+    The RuntimeError is no CheckpointError, because callers go on after some of those, which the rank at fault does not.
+
+    Args:
+        own: the exception that this rank has caught.
+        lines: `describe_unexpected` of each rank; "" for a rank without.
+    """
+    if own is not None:
+        raise own
+    if found := "; ".join(filter(None, lines)):
+        raise RuntimeError(found)

@@ -113,10 +113,10 @@ ADVICE_SUFFIX = ".memory"
 """Suffix of the file with the text of `write_memory_advice`."""
 PEER_FAILURE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|timed out|nccl communicator|"
-    r"remote process|peer",
+    r"remote process|peer|^rank \d+ raised ",
     re.IGNORECASE,
 )
-"""Pattern of messages of torch.distributed when another rank is gone or does not answer."""
+"""Pattern of messages of torch.distributed when another rank is gone or does not answer, and of `raise_unexpected`."""
 
 
 def write_failure_note(

@@ -37,7 +37,7 @@ from titanmoe.checkpoint.hf.weight_sources import (
     open_base_weights,
     open_export_source,
 )
-from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
+from titanmoe.checkpoint.on_all_ranks import Group, describe_unexpected, on_all_ranks, raise_unexpected
 from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_adapters
 from titanmoe.checkpoint.safe_files import CheckpointError, error_text
 from titanmoe.checkpoint.write_tensors import LazyTensor
@@ -278,14 +278,16 @@ def _size_and_rank(group: Group) -> tuple[int, int]:
 def raise_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
     """Call `work` on every rank and return this rank's result; if it fails on any rank, raise on all.
 
-    Collective over the group. An exception other than these is raised on its rank alone, and the others go on waiting.
+    Collective over the group.
 
     Raises:
         ConfigError: with every distinct problem, if `work` raised a ConfigError, CheckpointError or OSError on any
             rank.
+        Exception: any other that `work` raised, on its rank; all others raise a RuntimeError that names both.
     """
     problems: list[str] = []
-    source = ""
+    source = unexpected = ""
+    own_error: Exception | None = None
     result: Any = None
     try:
         result = work()
@@ -295,13 +297,15 @@ def raise_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
         problems = [str(error)]
     except OSError as error:
         problems = [error_text(error)]
-    reports = [(problems, source)]
+    except Exception as error:  # the other ranks wait for this one
+        own_error, unexpected = error, describe_unexpected(error)
+    reports = [(problems, source, unexpected)]
     if group is not None:
         reports *= dist.get_world_size(group)
-        dist.all_gather_object(reports, (problems, source), group)
-    if any(rank_problems for rank_problems, _ in reports):
-        distinct = dict.fromkeys(problem for rank_problems, _ in reports for problem in rank_problems)
-        raise ConfigError(list(distinct), next((source for _, source in reports if source), ""))
+        dist.all_gather_object(reports, (problems, source, unexpected), group)
+    raise_unexpected(own_error, (line for _, _, line in reports))
+    if distinct := dict.fromkeys(problem for rank_problems, _, _ in reports for problem in rank_problems):
+        raise ConfigError(list(distinct), next((source for _, source, _ in reports if source), ""))
     return result
 
 
