@@ -137,12 +137,26 @@ def test_a_cycle_names_its_ranks() -> None:
 
 def test_a_disk_that_does_not_answer() -> None:
     """All the others have already written their part."""
-    waits = {"checkpoint": ["torch/c10d.py:1 in wait", "titanmoe/checkpoint/checkpoint_folder.py:428 in on_all_ranks"]}
-    writes = {"checkpoint": ["titanmoe/checkpoint/checkpoint_folder.py:90 in write"]}
-    some = [seen(rank, STEP, phase="between steps", threads=writes if rank == 3 else waits) for rank in range(4)]
-    found = of(some)
-    assert list(found.late) == [3]
-    assert "its thread that saves is at titanmoe/checkpoint/checkpoint_folder.py:90 in write" in found.text
+    calls = "titanmoe/checkpoint/on_all_ranks.py:33 in on_all_ranks"
+    waits = {"checkpoint": ["/v/torch/distributed/c10d.py:1 in wait", calls]}
+    writing = "titanmoe/checkpoint/write_tensors.py:90 in write"
+    checking = "titanmoe/checkpoint/layout.py:9 in check_files"
+    for place, stack in (writing, [writing]), (checking, [checking, calls]):
+        threads = {"checkpoint": stack}
+        some = [seen(rank, STEP, phase="between steps", threads=threads if rank == 3 else waits) for rank in range(4)]
+        found = of(some)
+        assert list(found.late) == [3]
+        assert f"its thread that saves is at {place}" in found.text
+
+
+def test_a_rank_without_a_reply_is_named_only_if_no_other_is_late() -> None:
+    """On a busy machine a reply may come too late: then nobody knows what that rank has issued."""
+    late = seen(1, STEP[:1], stack=["mine.py:250 in deadlock"])
+    silent = seen(3, [], stack=[], recorded=FlightRecord())
+    assert list(of([seen(0, STEP[:2]), late, seen(2, STEP[:2]), silent]).late) == [1]
+    assert list(of([seen(0, STEP[:2]), seen(1, STEP[:2]), seen(2, STEP[:2]), silent]).late) == [3]
+    both = [seen(rank, STEP[:2]) for rank in (0, 2)]
+    assert list(of([*both, seen(1, STEP[:1], "stopped"), replace(silent, state="silent")]).late) == [1]
 
 
 def test_a_rank_that_others_wait_for_between_steps() -> None:

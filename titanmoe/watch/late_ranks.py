@@ -93,8 +93,9 @@ def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups]
         late
         or cut_off
         or _finished(statuses)
-        or _last_of_chains(by_rank, groups)
+        or _last_of_chains({rank: status for rank, status in by_rank.items() if status.stack}, groups)
         or dict.fromkeys(_in_own_code(statuses), "")
+        or _last_of_chains(by_rank, groups)  # with ranks that have not replied, as if they had issued nothing
         or {status.rank: "" for status in statuses if _is_saving(status)}
     )
     text = report(by_rank, groups, late, bool(cut_off))
@@ -102,9 +103,9 @@ def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups]
 
 
 def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
-    """Return (rank -> reason) of failed ranks; if none, of ranks that are gone; if none, of stopped ranks; else {}.
+    """Return (rank -> reason) of failed ranks; if none, of ranks that are gone, then stopped, then silent; else {}.
 
-    "Gone" includes ranks whose machine does not answer, "stopped" ranks none of whose Python threads runs.
+    "Gone" includes ranks whose machine does not answer. On a busy machine a rank may be silent that merely waits.
     """
     words = {
         "failed": "failed",
@@ -113,7 +114,7 @@ def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
         "gone": "has exited: its process is gone",
         "unknown": "its machine does not answer, or its network is down",
     }
-    for states in (("failed",), ("gone", "unknown"), ("stopped", "silent")):
+    for states in (("failed",), ("gone", "unknown"), ("stopped",), ("silent",)):
         if ranks := {status.rank: words[status.state] for status in statuses if status.state in states}:
             return ranks
     return {}
@@ -336,7 +337,7 @@ def _in_own_code(statuses: Sequence[RankStatus]) -> list[int]:
 def _is_saving(status: RankStatus) -> bool:
     """Return whether the rank's checkpoint thread works, rather than waits for other ranks."""
     lines = status.threads.get("checkpoint", [])
-    return bool(lines) and not any(" in on_all_ranks" in line for line in lines)
+    return bool(lines) and not is_communicating(lines)
 
 
 # ---- the report

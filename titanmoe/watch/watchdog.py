@@ -426,8 +426,8 @@ def has_exited(heart: Heartbeat) -> bool:
 def rank_state(heart: Heartbeat) -> str:
     """Return the state of a rank of this machine: "alive", "stopped", "silent", "gone", "failed" or "ended".
 
-    "stopped" is by a signal, "silent" without a tick for 3 s though its process lives, "gone" a process that has exited
-    without storing that it failed or ended.
+    "stopped" is by a signal, "silent" without a tick for 3 s and a reply to an alarm though its process lives, "gone" a
+    process that has exited without storing that it failed or ended.
     """
     if heart.numbers[heartbeat.STATE] != heartbeat.RUNNING:
         return "ended" if heart.numbers[heartbeat.STATE] == heartbeat.ENDED else "failed"
@@ -435,7 +435,7 @@ def rank_state(heart: Heartbeat) -> str:
         return "gone"
     if _kernel_state(heart.numbers[heartbeat.PID]) in ("T", "t"):
         return "stopped"
-    return "alive" if seconds_since(heart.numbers[heartbeat.TICK]) < SILENT_S else "silent"
+    return "alive" if heart.reply() or seconds_since(heart.numbers[heartbeat.TICK]) < SILENT_S else "silent"
 
 
 def kill(heart: Heartbeat) -> None:
