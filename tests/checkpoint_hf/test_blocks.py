@@ -80,3 +80,13 @@ def test_memory_does_not_grow_with_the_number_of_experts(tmp_path: Path) -> None
     }
     grown = dict(zip(conversions, growth(*conversions.values()), strict=True))
     assert {what: n for what, n in grown.items() if not n < limit < stack} == {}
+
+
+def test_a_planned_tensor_that_is_not_written_is_named(tmp_path: Path) -> None:
+    plan = safetensors_folder.FilePlan(dict.fromkeys(("a", "b"), ((2,), torch.float32)))
+    file = tmp_path / "x.safetensors"
+    with (
+        pytest.raises(RuntimeError, match=r"x\.safetensors: b was not written, of 1 such tensors"),
+        safetensors_folder.safetensors_writer(file, plan) as write,
+    ):
+        write("a", [torch.ones(2)])

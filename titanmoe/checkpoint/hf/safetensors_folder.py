@@ -210,6 +210,9 @@ def safetensors_writer(file: Path, tensors: FilePlan) -> Iterator[Callable[[str,
     Args:
         file: the file to write.
         tensors: its contents.
+
+    Raises:
+        RuntimeError: at the end, if a planned tensor was not written; its bytes would be zeros.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -220,6 +223,7 @@ def safetensors_writer(file: Path, tensors: FilePlan) -> Iterator[Callable[[str,
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    missing = dict.fromkeys(tensors.sizes)
     with open(file, "wb") as stream:
 
         def write(name: str, blocks: Iterable[Tensor]) -> None:
@@ -234,9 +238,12 @@ def safetensors_writer(file: Path, tensors: FilePlan) -> Iterator[Callable[[str,
                 del block  # before the next is made
             if left:
                 raise RuntimeError(f"{name}: {left} bytes fewer than planned, {shape} {dtype}")
+            missing.pop(name, None)
 
         stream.write(struct.pack("<Q", len(text)) + text)
         yield write
+        if missing:
+            raise RuntimeError(f"{file}: {next(iter(missing))} was not written, of {len(missing)} such tensors")
         stream.flush()
         os.fsync(stream.fileno())
 
