@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.data.shard_folders import edit, make, manifest
 from titanmoe.config import ConfigError
 from titanmoe.data.documents import find_documents
-from titanmoe.data.token_shards import BLOCK, FORMAT, MANIFEST, WORK, ShardDocuments, verify
+from titanmoe.data.token_shards import BLOCK, DTYPES, FORMAT, MANIFEST, WORK, ShardDocuments, verify
 from titanmoe.data.write_token_shards import ShardWriter, write_json
 
 documents = st.lists(st.integers(0, 999), min_size=1, max_size=5)
@@ -214,3 +214,12 @@ def test_a_shard_is_written_as_it_comes(tmp_path, monkeypatch):
     opened = ShardDocuments(make(tmp_path / "x", [[[1, 2], [3, 4], [], [5]]]))
     assert opened.read(0, 5).tolist() == [1, 2, 3, 4, 5] and opened.starts[:].tolist() == [0, 2, 4, 4, 5]
     assert list(verify(tmp_path / "x")) == [("00000-000", [])]
+
+
+def test_a_document_without_the_label_weights_of_its_shard_is_refused(tmp_path):
+    (tmp_path / WORK).mkdir()
+    tokens, weights = np.arange(3), np.ones(3, np.float32)
+    with pytest.raises(ValueError, match="shard x has a label mask, and a document came without label weights"):
+        ShardWriter(tmp_path, "x", DTYPES["uint16"], with_label_mask=True, with_weights=True).add(tokens)
+    with pytest.raises(ValueError, match="shard y has no label mask for these label weights"):
+        ShardWriter(tmp_path, "y", DTYPES["uint16"], with_label_mask=False).add(tokens, weights)

@@ -97,7 +97,13 @@ class ShardWriter:
         Args:
             tokens: ids of the document's tokens.
             weights: weight of each token as a label; None if, and only if, the shard has no label mask.
+
+        Raises:
+            ValueError: `weights` is given for a shard without a label mask, or None for one that has a mask.
         """
+        if (weights is None) == ("counted" in self._buffers):
+            has = "has a label mask, and a document came without" if weights is None else "has no label mask for these"
+            raise ValueError(f"shard {self.name} {has} label weights")
         self._buffers["tokens"].append(tokens)
         if weights is not None:
             self._buffers["counted"].append(weights > 0)
