@@ -146,8 +146,9 @@ def test_a_world_of_one_sends_through_its_own_buffer() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_alone_sends_nothing(case: str) -> None:
-    before = len(unwritten_rows.exchanges)
-    check_case(make(NO_GROUP, 1, 1), case)
+    before, alone = len(unwritten_rows.exchanges), make(NO_GROUP, 1, 1)
+    check_case(alone, case)
+    assert alone.memory.size == 0
     assert len(unwritten_rows.exchanges) == before
 
 

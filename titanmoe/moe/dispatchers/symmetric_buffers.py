@@ -198,7 +198,9 @@ class SymmetricBuffers(SharedBuffers):
 
     @property
     def size(self) -> int:
-        """The bytes of the receive buffers that this rank allocated."""
+        """The bytes of the receive buffers that this rank allocated; 0 if it has all experts, and nothing is sent."""
+        if self.group == NO_GROUP:
+            return 0
         return sum(buffers.of_ranks[self.group.rank].nbytes for buffers in (self.rows, self.weights))
 
     def metrics(self) -> dict[str, float]:
