@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from titanmoe.config import ConfigError
@@ -44,12 +44,12 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
         if path.is_file():
             files = [path]
         elif path.is_dir():
-            files = [file for file in _walk(path) if spec.accepts(_uncompressed_extension(file))]
+            files = [file for file in walk(path) if spec.accepts(_uncompressed_extension(file))]
             if not files:
                 problems.append(f"{name!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
         else:
             matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-            files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
+            files = [file for match in matches for file in (walk(match) if match.is_dir() else [match])]
             files = [file for file in files if file in matches or spec.accepts(_uncompressed_extension(file))]
             if not files:
                 problems.append(f"{name!r} does not exist (looked for {path.absolute()})")
@@ -108,11 +108,11 @@ def _find_hub_inputs(name: str, format: str, problems: list[str]) -> list[InputF
     ]
 
 
-def _walk(root: Path) -> list[Path]:
-    """Return all regular files below root except hidden ones, sorted by path."""
+def walk(root: Path, skipped: Collection[str] = ()) -> list[Path]:
+    """Return all regular files below root, sorted by path, except hidden ones and those in folders called `skipped`."""
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 

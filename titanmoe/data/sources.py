@@ -5,7 +5,6 @@ Shapes: L tokens of one sequence, S positions, V vocabulary.
 
 from __future__ import annotations
 
-import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from titanmoe.data.open_documents import attach_teacher_scores, open_documents
 from titanmoe.data.pack import BatchArrays, BestFitPacker, Segments, StreamPacker
 from titanmoe.data.pack_chats import ChatPacker
 from titanmoe.data.pack_preferences import PreferencePacker
+from titanmoe.data.read_files import walk
 from titanmoe.data.source_mix import Source, SourceMix
 from titanmoe.data.token_shards import ShardDocuments, StoredTokenizer
 from titanmoe.data.tokenizer import ByteTokenizer
@@ -263,7 +263,7 @@ def _open_source(config: Config, path: str, field: str) -> Documents:
             ]
         )
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _walk(root, NOT_STDLIB) if file.suffix == ".py"]
+    files = [file for file in walk(root, NOT_STDLIB) if file.suffix == ".py"]
     if not files:
         raise ConfigError(
             [
@@ -277,15 +277,6 @@ def _open_source(config: Config, path: str, field: str) -> Documents:
     )
     documents.description = f"the library of Python {platform.python_version()}, {documents.description}"
     return documents
-
-
-def _walk(root: Path, skipped: set[str]) -> list[Path]:
-    """Return all regular files below root, sorted by path, except hidden ones and those in folders called `skipped`."""
-    files = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
 def _read_file(file: Path) -> bytes:
