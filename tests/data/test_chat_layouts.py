@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from titanmoe.config import ConfigError
-from titanmoe.data.chat_layouts import read_chat
+from titanmoe.data.chat_layouts import layout_of, read_chat
 from titanmoe.data.token_shards import ShardDocuments
 from titanmoe.data.tokenize import check_first_records, plan_shards, tokenize
 from titanmoe.data.tokenize_command import summarize
@@ -222,3 +222,4 @@ def test_nulls_are_absent() -> None:
     record = {"messages": None, "instruction": "Why?", "input": None, "output": "The fox", "tools": None}
     messages, tools = read_chat(record)
     assert [message["content"] for message in messages] == ["Why?", "The fox"] and tools is None
+    assert layout_of(record) == "instruction"

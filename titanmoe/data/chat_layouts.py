@@ -41,7 +41,7 @@ def read_chat(record: Record, field: str = "") -> tuple[Any, Any]:
     Raises:
         ChatError: the record has no chat, or one that cannot be converted.
     """
-    record = {name: value for name, value in record.items() if value is not None}
+    record = _without_nulls(record)
     if (name := field or layout_of(record)) not in record:
         has = ", ".join(repr(part) for part in record if part != TOOLS) or "none"
         raise ChatError(f"has no {name or 'messages'!r}, or null; of the fields that chats are read from it has {has}")
@@ -49,8 +49,13 @@ def read_chat(record: Record, field: str = "") -> tuple[Any, Any]:
 
 
 def layout_of(record: Record) -> str:
-    """Return the first field of the layout that a record has, if only as null, a key of LAYOUTS; "" if none."""
+    """Return the first field of the layout that a record has, a key of LAYOUTS; "" if none. Null is as absent."""
+    record = _without_nulls(record)
     return next((name for name in LAYOUTS if all(part in record for part in (name, *NEEDED.get(name, ())))), "")
+
+
+def _without_nulls(record: Record) -> Record:
+    return {name: value for name, value in record.items() if value is not None}
 
 
 def _from_messages(record: Record, name: str) -> Any:
