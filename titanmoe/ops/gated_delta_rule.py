@@ -353,10 +353,10 @@ def _run_fla(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs (B, S, H, v) and the state after the segment, by the kernels of fla-core 0.6 (github.com/fla-org).
 
-    **Not run yet**: no GPU was at hand. Tests put stand-ins with the same arguments in their place. The kernels save
-    what they get, with q and k of length 1 instead, and 64 numbers of 16 bits per token and value head. Decays and
-    states are in float32. A document is begun by a decay: the kernels' own interface, positions in a packed sequence,
-    makes the host wait.
+    **They have not trained on a GPU**: with the Tritons of the Hopper GPUs at hand, their backward is miscompiled
+    (`is_miscompiled`). Tests put stand-ins with the same arguments in their place. The kernels save what they get, with
+    q and k of length 1 instead, and 64 numbers of 16 bits per token and value head. Decays and states are in float32. A
+    document is begun by a decay: the kernels' own interface, positions in a packed sequence, makes the host wait.
 
     Args:
         state_BHkv: the state before the segment; None for zeros.
