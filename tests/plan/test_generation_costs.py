@@ -221,3 +221,11 @@ def test_a_model_that_fits_nowhere_with_its_generator(capsys: pytest.CaptureFixt
     assert main(["plan", "qwen3_30b_a3b", "--ranks", "4", *LARGE.split()]) == 2
     message = capsys.readouterr().err
     assert "no mapping of 4 h100 fits" in message and "of single changes --" in message
+
+
+def test_the_fastest_mapping_is_the_same_however_many_are_shown() -> None:
+    """Beside the one that trains fastest only a slower generator fits."""
+    config = read("qwen3_30b_a3b", LARGE, "--generation.offload_training false")
+    device = replace(read_device("h100"), memory=52e9)
+    (first,), (same, second) = (search(config, 16, device, Factors(), count).best for count in (1, 2))
+    assert first.config == same.config and same.price.step > second.price.step

@@ -164,7 +164,7 @@ def search(
     """Return the fastest mappings among those that divide everything evenly and fit into a device's memory.
 
     If none fits, `best` is [], and `nearest` is the one that exceeds memory least; None if no mapping is legal.
-    With [rl] they are those that train fastest, each with the fastest generator that fits beside it, sorted by both.
+    With [rl] each has the fastest generator that fits beside it, and the seconds of both count.
 
     Args:
         config: recipe with a global batch size.
@@ -180,6 +180,8 @@ def search(
     memories = partial(rank_memories, imbalance=imbalance, reference=reference)
     pricer, one_mesh = (kind(config, device, factors, imbalance, stack) for kind in (Pricer, OneMesh))
     candidates = Candidates(config, world, pricer, device.memory - device.reserved)
+    # Every mapping needs at least a generator's fewest seconds, and its bound is one of the rest.
+    generating = min(generator.seconds if generator else 0.0 for generator in generators)
     best: dict[MappingKey, PricedMapping] = {}
     best_unfolded, unfolded_step = None, inf
     slowest_shown = inf  # steps that are longer than the last one shown are of no use
@@ -187,13 +189,13 @@ def search(
         if candidate.bound >= slowest_shown and candidate.bound >= unfolded_step:
             break
         may_be_best_unfolded = is_unfolded(candidate.fold) and candidate.bound < unfolded_step
-        limit = _step_to_beat(best, candidate, slowest_shown)
+        limit = to_beat = best[candidate.key].seconds - generating if candidate.key in best else slowest_shown
         if may_be_best_unfolded:
             limit = max(limit, unfolded_step)
         if candidate.bound >= limit:
             continue
         for mapping in _priced_mappings(config, candidate, pricer, limit):
-            improves = mapping.price.step < _step_to_beat(best, candidate, slowest_shown)
+            improves = mapping.price.step < to_beat
             unfolded = mapping
             if may_be_best_unfolded and mapping.fold.cp > 1:  # else both are one mesh
                 unfolded = replace(mapping, price=one_mesh.price(mapping.config, mapping.fold))
@@ -207,13 +209,14 @@ def search(
             mapping.memory = memories(mapping.config, mapping.fold)
             if (fitting := _fitting(mapping, generators, usable)) is None:
                 continue
-            if improves_unfolded:
-                best_unfolded = replace(fitting, price=unfolded.price)
-                unfolded_step = unfolded.price.step
-            if improves:
+            unfolded = replace(fitting, price=unfolded.price)
+            if improves_unfolded and unfolded.seconds - generating < unfolded_step:
+                best_unfolded, unfolded_step = unfolded, unfolded.seconds - generating
+            if improves and fitting.seconds - generating < to_beat:
                 best[candidate.key] = fitting
-                best = dict(sorted(best.items(), key=lambda item: item[1].price.step)[:count])
-                slowest_shown = [*best.values()][-1].price.step if len(best) == count else inf
+                best = dict(sorted(best.items(), key=lambda item: item[1].seconds)[:count])
+                slowest_shown = [*best.values()][-1].seconds - generating if len(best) == count else inf
+                to_beat = fitting.seconds - generating
     nearest = None
     if not best:
         smallest = nsmallest(SMALLEST, Candidates(config, world, pricer, inf), key=attrgetter("least_bytes"))
@@ -227,8 +230,7 @@ def search(
             key=lambda mapping: mapping.peak - usable_bytes(mapping.config, mapping.fold, device),
             default=None,
         )
-    by_seconds = sorted(best.values(), key=attrgetter("seconds"))
-    return Search(by_seconds, best_unfolded, nearest, len(candidates))
+    return Search([*best.values()], best_unfolded, nearest, len(candidates))
 
 
 def _generators(config: Config, world: int, *costs: Any) -> list[GeneratorPlan | None]:
@@ -252,15 +254,6 @@ def _fitting(mapping: PricedMapping, generators: Iterable[GeneratorPlan | None],
     """
     both = map(mapping.beside, generators)
     return next((mapping for mapping in both if mapping.peak <= usable), None)
-
-
-def _step_to_beat(best: dict[MappingKey, PricedMapping], candidate: Candidate, slowest_shown: float) -> float:
-    """Return the seconds of a step that a candidate has to be faster than to be shown.
-
-    They are those of the mapping in `best` with the candidate's pp, tp, ep and etp, else `slowest_shown`.
-    """
-    previous = best.get(candidate.key)
-    return slowest_shown if previous is None else previous.price.step
 
 
 def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
