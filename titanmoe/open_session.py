@@ -16,11 +16,10 @@ import torch.distributed as dist
 from titanmoe.components import COMPONENTS
 from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.dispatcher_spec import with_dispatcher
-from titanmoe.ops.device import kind_of_setting
 from titanmoe.session import Session
 from titanmoe.train.build import build_training
 from titanmoe.train.launch import read_config, scoring_config
-from titanmoe.train.runtime import Runtime, read_environment, start, world_size
+from titanmoe.train.runtime import Runtime, read_environment, start, uses_gpu, world_size
 from titanmoe.train.world_batch import NoLoader
 
 
@@ -71,9 +70,9 @@ def open_session(
 
 
 def _joined_runtime(config: Config) -> Runtime:
-    """Return the runtime of a process that has joined a process group already."""
+    """Return the runtime of a process that has joined a process group; ConfigError if it lacks the device."""
     rank, local = dist.get_rank(), read_environment().local_rank
-    on_gpu = kind_of_setting(config.training.device) == "cuda"
+    on_gpu = uses_gpu(config.training.device)
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     return Runtime(rank, local, dist.get_world_size(), device, keep_timeouts=True)
 

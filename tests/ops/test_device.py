@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from titanmoe.config import ConfigError
 from titanmoe.moe.experts import can_group
 from titanmoe.ops import device
 from titanmoe.ops.device import Hardware, imitate
 from titanmoe.ops.kernels import fused, installed
 from titanmoe.parallel.attention_block import block, block_backward
+from titanmoe.train.runtime import uses_gpu
 
 SOURCE = Path(__file__).resolve().parents[2] / "titanmoe"
 HOPPER, AMPERE = Hardware("cuda", (9, 0)), Hardware("cuda", (8, 0))
@@ -71,6 +73,14 @@ def test_or_those_of_hardware_that_is_not_there():
             assert can_group(narrow, 8)
         assert device.kind_of_setting("auto") == "cuda" and device.kind_of_setting("cpu") == "cpu"
     assert not fused("auto", narrow) and way(narrow) == "cpu" and can_group(wide, 8)
+
+
+def test_a_gpu_that_is_asked_for_is_never_replaced_by_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [device.kind_of_setting(setting) for setting in ("auto", "cpu", "cuda")] == ["cpu", "cpu", "cuda"]
+    assert not uses_gpu("auto") and not uses_gpu("cpu")
+    with pytest.raises(ConfigError, match=r'training\.device = "cuda" but PyTorch .* finds no GPU'):
+        uses_gpu("cuda")
 
 
 def compute() -> None:

@@ -109,11 +109,11 @@ def kind_of_setting(setting: str) -> Kind:
     """Return the device type that the value of training.device selects on this machine.
 
     Args:
-        setting: "cpu"; or "auto" or "cuda", which both fall back to "cpu" if torch finds no GPU. In a rehearsal they
-            select the hardware that it imitates.
+        setting: "cpu"; "cuda", also if torch finds no GPU; or "auto", "cpu" if it finds none. In a rehearsal the last
+            two select the hardware that it imitates.
     """
     if setting == "cpu":
         return "cpu"
     if _instead is not None:
         return _instead.kind
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if setting == "cuda" or torch.cuda.is_available() else "cpu"

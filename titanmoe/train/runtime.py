@@ -205,16 +205,8 @@ def _choose_device(choice: str, environment: Environment) -> torch.device:
     """
     import torch
 
-    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+    if not uses_gpu(choice):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-        raise ConfigError(
-            [
-                f'training.device = "cuda" but PyTorch {torch.__version__}, {built}, finds no GPU: '
-                'see nvidia-smi and CUDA_VISIBLE_DEVICES, or use training.device = "cpu"'
-            ]
-        )
     gpus = torch.cuda.device_count()
     if environment.local_world > gpus:
         raise ConfigError(
@@ -226,6 +218,23 @@ def _choose_device(choice: str, environment: Environment) -> torch.device:
     device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def uses_gpu(choice: str) -> bool:
+    """Return whether a value of training.device selects GPUs here; ConfigError if it is "cuda" and there is none."""
+    import torch
+
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return False
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise ConfigError(
+            [
+                f'training.device = "cuda" but PyTorch {torch.__version__}, {built}, finds no GPU: '
+                'see nvidia-smi and CUDA_VISIBLE_DEVICES, or use training.device = "cpu"'
+            ]
+        )
+    return True
 
 
 def _raise_open_file_limit() -> None:

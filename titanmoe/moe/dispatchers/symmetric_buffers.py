@@ -44,9 +44,9 @@ def missing(device: str) -> str:
     Args:
         device: the value of training.device.
     """
-    if devices.is_imitated() and devices.kind_of_setting(device) == "cuda":
+    kind = devices.kind_of_setting(device)
+    if devices.is_imitated() and kind == "cuda":
         return ""  # we cannot know what that machine has
-    kind = devices.kind_of_setting(device) if device == "auto" else device
     if kind == "cpu":
         return shared_memory.missing()
     if kind == "cuda" and not torch.cuda.is_available():
