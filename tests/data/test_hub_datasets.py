@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 
 from tests.support import processes
 from tests.support.small_hub import SmallHub, serve
@@ -57,9 +57,9 @@ FILES = {
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
     with serve(SmallHub()) as served:
         monkeypatch.setattr(constants, "ENDPOINT", served.endpoint)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        template = served.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        for module in (constants, file_download):  # the second has a copy before 1.0
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.chdir(tmp_path)
