@@ -62,7 +62,7 @@ CASES: tuple[dict[str, Any], ...] = (
 def replace_gradients(modules: Iterable[nn.Module], own: Iterable[nn.Parameter], value: float) -> Iterator[None]:
     """Return a context in which every parameter's local gradient on this rank is `value`.
 
-    FSDP must allocate its unsharded weights in this context. Gradients stay replaced after it.
+    FSDP must allocate its unsharded weights in this context.
 
     Args:
         modules: the model's modules.
@@ -80,14 +80,18 @@ def replace_gradients(modules: Iterable[nn.Module], own: Iterable[nn.Parameter],
         is_new = not hasattr(managed, "_unsharded_param")
         make(managed)
         if is_new:
-            managed._unsharded_param.register_hook(replaced)
+            hooks.append(managed._unsharded_param.register_hook(replaced))
 
     make = FSDPParam.init_unsharded_param
     routers = (module for module in modules if isinstance(module, Router))
-    for parameter in chain(own, *(router.parameters() for router in routers)):
-        parameter.register_hook(replaced)
-    with mock.patch.object(FSDPParam, "init_unsharded_param", made):
-        yield
+    parameters = chain(own, *(router.parameters() for router in routers))
+    hooks = [parameter.register_hook(replaced) for parameter in parameters]
+    try:
+        with mock.patch.object(FSDPParam, "init_unsharded_param", made):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def contributing_ranks(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, tuple[int, ...]]:
