@@ -108,6 +108,7 @@ def test_an_older_python_gets_one_line(words):
 ROWS = {
     "titanmoe": "",
     "config": "",
+    "files": "",
     "load_colours": "",
     "mask": "",
     "observe": "",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoint.folders import flip_a_bit, make, rewrite
+from titanmoe import files
 from titanmoe.checkpoint import layout, manifest, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
@@ -284,7 +285,7 @@ def test_a_record_that_is_nested_deep_is_one_line(run, deep):
 
 @pytest.mark.parametrize("size", [0, 7, 8, 20])
 def test_a_checksum_is_of_all_blocks_of_a_file(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(layout, "_BLOCK", 8)
+    monkeypatch.setattr(files, "BLOCK", 8)
     (tmp_path / "file").write_bytes(bytes(range(size)))
     assert layout.compute_crc32(tmp_path, "file", size) == zlib.crc32(bytes(range(size)))
 

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.safe_files import CheckpointError, write_error
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.files import fsync_folder, write_error
 
 
 def write_dcp_metadata(path: Path) -> int:
@@ -54,7 +55,7 @@ def write_dcp_metadata(path: Path) -> int:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(new_file, path / layout.DCP_METADATA)
-        layout.fsync_folder(path)
+        fsync_folder(path)
     except OSError as error:
         layout.erase(new_file)
         raise CheckpointError(write_error(new_file, error, len(data))) from None

@@ -29,14 +29,8 @@ from pathlib import Path
 
 from titanmoe.checkpoint import manifest, safe_files
 from titanmoe.checkpoint.manifest import Checksum, Manifest
-from titanmoe.checkpoint.safe_files import (
-    NOT_FOUND_ERRORS,
-    CheckpointError,
-    Unreadable,
-    error_text,
-    with_retries,
-    write_error,
-)
+from titanmoe.checkpoint.safe_files import NOT_FOUND_ERRORS, CheckpointError, Unreadable, error_text, with_retries
+from titanmoe.files import fsync_folder, stream_crc32, write_error
 
 MANIFEST, LATEST, CARRIED, DCP_METADATA = "manifest.json", "latest", "hf", ".metadata"
 CARRIED_BYTES = 1 << 30
@@ -44,7 +38,6 @@ CARRIED_BYTES = 1 << 30
 WRITING, REMOVING, PASSED_OVER = ".writing", ".removing", ".passed-over"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.(writing|removing(-\d+)?)$")
-_BLOCK = 1 << 22
 
 
 def folder_name(step: int) -> str:
@@ -212,11 +205,8 @@ def _damage_of(folder: Path, name: str, expected: Checksum, contents: bool) -> s
 
 def compute_crc32(folder: Path, name: str, size: int) -> int:
     """Return the CRC-32 of the first `size` bytes of the file `name` in a folder, or of all if it has fewer."""
-    crc = 0
     with safe_files.open_file(folder, name) as stream:
-        while size > 0 and (block := stream.read(min(size, _BLOCK))):
-            crc, size = zlib.crc32(block, crc), size - len(block)
-    return crc
+        return stream_crc32(stream, size)
 
 
 def read_intact(folder: Path, name: str, expected: Checksum) -> bytes:
@@ -444,15 +434,6 @@ def write_text(file: Path, text: str) -> None:
             os.fsync(stream.fileno())
     except OSError as error:  # which has the name only if opening failed
         raise CheckpointError(write_error(file, error, len(text.encode()))) from None
-
-
-def fsync_folder(folder: Path) -> None:
-    """Fsync a directory, so that a rename in it survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def next_save_number(folder: Path) -> int:

@@ -1,15 +1,12 @@
 """Open files in a folder that anyone may have made, without following links out of it, and with retries.
 
-Also the errors of a checkpoint and their texts: what a user sees when a file is damaged, a disk full, or a network file
-system away.
+Also the errors of a checkpoint and their texts: what a user sees when a file is damaged, or a network file system away.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import shutil
 import stat
 import time
 from collections.abc import Callable
@@ -244,27 +241,7 @@ def read(folder: Path, name: str, limit: int) -> bytes:
     return data
 
 
-# ---- a disk that is full, or that does not answer
-
-
-DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def write_error(file: Path, error: OSError, missing: int) -> str:
-    """Return the message for a failed write; if the disk is full, with the bytes needed and free.
-
-    Args:
-        file: the file being written.
-        error: the error that the write raised.
-        missing: bytes that are still to be written, at least.
-    """
-    text = f"{file}: {error.strerror}"
-    if error.errno not in DISK_FULL_ERRNOS:
-        return text
-    text += f": {missing:,} more bytes are needed"
-    with contextlib.suppress(OSError):
-        text += f" and {shutil.disk_usage(file.parent).free:,} are free there"
-    return text
+# ---- a disk that does not answer
 
 
 class SaveProgress:

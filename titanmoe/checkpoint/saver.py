@@ -34,9 +34,10 @@ from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import save
 from titanmoe.checkpoint.manifest import Checksum, Manifest
 from titanmoe.checkpoint.on_all_ranks import on_all_ranks
-from titanmoe.checkpoint.safe_files import DISK_FULL_ERRNOS, CheckpointError, SaveProgress, write_error
+from titanmoe.checkpoint.safe_files import CheckpointError, SaveProgress
 from titanmoe.checkpoint.write_tensors import TensorShard
 from titanmoe.config.schema import Checkpoint as Options
+from titanmoe.files import DISK_FULL_ERRNOS, write_error
 
 RANKS_SHOWN = 8
 """How many ranks a message names."""

@@ -28,8 +28,9 @@ from torch.futures import Future
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.manifest import Checksum
 from titanmoe.checkpoint.move_in_blocks import WRITE_BLOCK_BYTES, ReadBlock, Sizes, split_into_blocks
-from titanmoe.checkpoint.safe_files import CheckpointError, SaveProgress, write_error
+from titanmoe.checkpoint.safe_files import CheckpointError, SaveProgress
 from titanmoe.checkpoint.tensor_index import TENSOR_INDEX, StoredBlock, StoredTensor, to_json
+from titanmoe.files import write_error
 
 SMALL_NUMEL = 4096
 """Replicas of at most this many elements, such as a router's bias, are checked by ranks that do not write them too."""

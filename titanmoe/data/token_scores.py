@@ -15,7 +15,6 @@ scores/.MODEL.HOST.PID          scores that are being computed, with a lock in s
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -31,6 +30,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.data.token_shards import BLOCK, MANIFEST, ShardDocuments, count_blocks, split_by_shard
 from titanmoe.data.write_token_shards import BlockSums, write_json
+from titanmoe.files import fsync_folder, stream_crc32, write_error
 
 SCORES, EXTENSION, SUMS, LOCK = "scores", "logp", "sums", ".lock"
 FORMAT, VERSION = "titanmoe scores", 1
@@ -310,7 +310,7 @@ class ScoreWriter:
                 with file.open("wb") as stream:  # on a full disk, writing to a mapped file kills the process
                     os.posix_fallocate(stream.fileno(), 0, size)
             except OSError as error:
-                raise ConfigError([_write_error(file, error, size)]) from None
+                raise ConfigError([write_error(file, error, size)]) from None
             self._maps.append(_map_file(file, tokens, self.dtype, writable=True))
 
     def _file(self, name: str) -> Path:
@@ -344,13 +344,13 @@ class ScoreWriter:
             for name in self.names:
                 crc32s[name], sums[name] = self._sync_shard(name)
             write_json(manifest, self.manifest | {"crc32": crc32s, SUMS: sums})
-            _sync(self.unfinished)
+            fsync_folder(self.unfinished)
         except OSError as error:
-            raise ConfigError([_write_error(Path(error.filename or manifest), error, BLOCK)]) from None
+            raise ConfigError([write_error(Path(error.filename or manifest), error, BLOCK)]) from None
         shutil.rmtree(self.folder, ignore_errors=True)  # older scores, of shorter sequences
         with contextlib.suppress(OSError):  # another machine was first
             os.rename(self.unfinished, self.folder)
-            _sync(self.folder.parent)
+            fsync_folder(self.folder.parent)
         self.discard()
 
     def _sync_shard(self, name: str) -> tuple[int, int]:
@@ -378,16 +378,6 @@ class ScoreWriter:
             self._lock = None
 
 
-def _write_error(file: Path, error: OSError, needed: int) -> str:
-    """Return an error message with the file and, if the disk is full, the bytes needed and the bytes free."""
-    text = f"{file}: {error.strerror}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        text += f": {needed:,} more bytes are needed"
-        with contextlib.suppress(OSError):
-            text += f" and {shutil.disk_usage(file.parent).free:,} are free there"
-    return text
-
-
 def _lock_file(unfinished: Path) -> Path:
     return unfinished.with_name(unfinished.name + LOCK)
 
@@ -403,15 +393,6 @@ def _remove_leftovers(scores: Path) -> None:
             _lock_file(folder).unlink(missing_ok=True)
 
 
-def _sync(folder: Path) -> None:
-    """Sync a folder's entries to disk, so that a rename survives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _map_file(file: Path, size: int, dtype: np.dtype, writable: bool) -> np.ndarray:
     """Return a file of `size` items of `dtype` as a memory-mapped array."""
     import torch
@@ -422,8 +403,5 @@ def _map_file(file: Path, size: int, dtype: np.dtype, writable: bool) -> np.ndar
 
 
 def _crc32(file: Path) -> int:
-    crc32 = 0
     with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            crc32 = zlib.crc32(block, crc32)
-    return crc32
+        return stream_crc32(stream)

@@ -42,6 +42,7 @@ from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_a
 from titanmoe.checkpoint.safe_files import CheckpointError, error_text
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
+from titanmoe.files import fsync_folder
 
 T = TypeVar("T")
 PARTIAL = ".partial"
@@ -263,7 +264,7 @@ def _publish(complete: Callable[[Path], None], unfinished: Path, out: Path) -> N
     if out.exists():
         os.rename(out, replaced)
     os.rename(unfinished, out)
-    layout.fsync_folder(out.absolute().parent)
+    fsync_folder(out.absolute().parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -30,6 +30,7 @@ from titanmoe.checkpoint.move_in_blocks import CPU
 from titanmoe.config.load import ConfigError
 from titanmoe.data.chat import open_chat_encoder
 from titanmoe.data.tokenizer import FILE, open_tokenizer
+from titanmoe.files import fsync_folder
 
 GENERATION = "generation_config.json"
 
@@ -131,7 +132,7 @@ class FolderPlan(NamedTuple):
         if self.generation is not None:
             layout.write_text(folder / GENERATION, json.dumps(self.generation, indent=2) + "\n")
         write_model_card(folder, self.card)
-        layout.fsync_folder(folder)
+        fsync_folder(folder)
 
 
 def plan_folder(export: Export, shard_bytes: int, tokenizer: Path | None) -> FolderPlan:

@@ -31,6 +31,7 @@ from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.read_adapters import Adapters, name_in_block
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
+from titanmoe.files import fsync_folder
 from titanmoe.models.lora_spec import adapter_names, divisor, is_adaptable
 
 PREFIX = "base_model.model."
@@ -98,7 +99,7 @@ class PeftFolder(NamedTuple):
         """Write adapter_config.json and the model card, and fsync the folder. One rank calls it, at the end."""
         layout.write_text(folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
         write_model_card(folder, self.card)
-        layout.fsync_folder(folder)
+        fsync_folder(folder)
 
 
 def plan_peft_folder(

@@ -1,0 +1,52 @@
+"""Small helpers of everything that reads and writes files: checksums, fsync of a folder, the message of a failed write.
+
+Imports nothing of titanmoe, so that data and checkpoints can share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import BinaryIO
+
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+BLOCK = 1 << 22
+"""Bytes that are read at once for a checksum."""
+
+
+def stream_crc32(stream: BinaryIO, size: float = float("inf")) -> int:
+    """Return the CRC-32 of the next `size` bytes of a stream, or of all that are left if it has fewer."""
+    crc = 0
+    while size > 0 and (block := stream.read(int(min(size, BLOCK)))):
+        crc, size = zlib.crc32(block, crc), size - len(block)
+    return crc
+
+
+def fsync_folder(folder: Path) -> None:
+    """Fsync a directory, so that a rename in it survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_error(file: Path, error: OSError, missing: int) -> str:
+    """Return the message for a failed write; if the disk is full, with the bytes needed and free.
+
+    Args:
+        file: the file being written.
+        error: the error that the write raised.
+        missing: bytes that are still to be written, at least.
+    """
+    text = f"{file}: {error.strerror}"
+    if error.errno not in DISK_FULL_ERRNOS:
+        return text
+    text += f": {missing:,} more bytes are needed"
+    with contextlib.suppress(OSError):
+        text += f" and {shutil.disk_usage(file.parent).free:,} are free there"
+    return text
