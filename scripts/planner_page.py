@@ -41,6 +41,7 @@ from titanmoe.config.load import load, read_draft  # noqa: E402
 from titanmoe.config.recipe import find_recipe, shipped_recipes  # noqa: E402
 from titanmoe.config.schema import Config, Model  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
+from titanmoe.files import format_bytes  # noqa: E402
 from titanmoe.fold.degrees import DEGREE_PATHS, Fold, derive  # noqa: E402
 from titanmoe.models.count import flops_per_token  # noqa: E402
 from titanmoe.models.families import preset  # noqa: E402
@@ -51,7 +52,6 @@ from titanmoe.plan.plan_table import TIE, kind_of_mapping  # noqa: E402
 from titanmoe.plan.price import Price, Pricer  # noqa: E402
 from titanmoe.plan.search import PricedMapping, search  # noqa: E402
 from titanmoe.plan.training_stacks import AUTOMODEL, MEGATRON, TORCHTITAN, Stack  # noqa: E402
-from titanmoe.text_report import format_bytes  # noqa: E402
 
 Json = dict[str, Any]
 Cells = tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Small helpers of everything that reads and writes files: checksums, fsync of a folder, the message of a failed write.
+"""Helpers of what reads and writes files: sizes as text, checksums, fsync of a folder, the message of a failed write.
 
 Imports nothing of titanmoe, so that data and checkpoints can share it.
 """
@@ -13,9 +13,18 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
+UNITS = ("B", "KB", "MB", "GB", "TB")
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 BLOCK = 1 << 22
 """Bytes that are read at once for a checksum."""
+
+
+def format_bytes(count: float) -> str:
+    """Return a number of bytes as text with three digits and a decimal unit, such as "1.23 GB"."""
+    unit = 0
+    while float(f"{count:.3g}") >= 1000 and unit < len(UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.3g} {UNITS[unit]}"
 
 
 def stream_crc32(stream: BinaryIO, size: float = float("inf")) -> int:

@@ -9,16 +9,6 @@ from pathlib import Path
 from titanmoe.config import ConfigError
 from titanmoe.config.load import format_problems
 
-UNITS = ("B", "KB", "MB", "GB", "TB")
-
-
-def format_bytes(count: float) -> str:
-    """Return a number of bytes as text with three digits and a decimal unit, such as "1.23 GB"."""
-    unit = 0
-    while float(f"{count:.3g}") >= 1000 and unit < len(UNITS) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.3g} {UNITS[unit]}"
-
 
 def columns(body: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
     """Format a table as indented lines with aligned columns; [] without rows.

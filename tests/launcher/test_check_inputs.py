@@ -241,15 +241,15 @@ def test_a_disk_without_room_is_refused_before_there_are_ranks(
     room = f"in {tmp_path}/runs/debug/checkpoints, and only 22 MB are free there: make room, "
     lower = f"{room}lower checkpoint.keep_last, name another checkpoint.folder or job.dump_folder, or save nothing with"
     printed = refused(capsys, *SYNTHETIC)
-    assert f"error: 3 checkpoints of about 11 MB have to fit {lower} --checkpoint.enable false" in printed
+    assert f"error: 3 checkpoints of about 10.7 MB have to fit {lower} --checkpoint.enable false" in printed
     limit = "(checkpoint.keep_last = 3, and the one being written)"
-    assert f" 4 checkpoints of about 11 MB have to fit {limit} {room}" in refused(
+    assert f" 4 checkpoints of about 10.7 MB have to fit {limit} {room}" in refused(
         capsys, *SYNTHETIC, "--checkpoint.interval=10"
     )
     for fits in ("--checkpoint.enable=false", "--checkpoint.interval=30", "--checkpoint.keep_last=1"):
         assert config_of(*SYNTHETIC, fits)
     free(monkeypatch, 0)
-    assert "a checkpoint of about 11 MB has to fit in " in refused(capsys, *SYNTHETIC, "--checkpoint.keep_last=0")
+    assert "a checkpoint of about 10.7 MB has to fit in " in refused(capsys, *SYNTHETIC, "--checkpoint.keep_last=0")
     free(monkeypatch, 0, total=0)
     assert config_of(*SYNTHETIC), "a file system that does not say how much it has"
 

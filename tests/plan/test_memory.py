@@ -9,10 +9,10 @@ import torch
 
 from titanmoe.config.recipe import shipped_recipes
 from titanmoe.config.schema import Config
+from titanmoe.files import format_bytes
 from titanmoe.fold.degrees import derive
 from titanmoe.plan.memory import rank_memories
 from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
-from titanmoe.text_report import format_bytes
 
 MIDDLE = (
     "--model.family mixtral --model.size debug --model.vocab_size 1024 --model.dim 512 --model.num_layers 4 "

@@ -275,14 +275,14 @@ def test_the_header_says_what_is_saved_and_the_last_line_what_was(config, capsys
     run.close()
     *header, _, _, done = capsys.readouterr().out.splitlines()
     (saves,) = (line for line in header if line.startswith("checkpoint "))
-    about = f"to {checkpoints} (the last 3 kept, about 11 MB each)"
+    about = f"to {checkpoints} (the last 3 kept, about 10.7 MB each)"
     assert saves.split(maxsplit=1)[1].strip() == f"saves every 500 steps and at the end {about}"
     assert done.startswith("done       step 4 of 4") and f"; saved as {checkpoints}/step-00000004; " in done
 
     config.checkpoint.interval = config.checkpoint.keep_last = 0
     config.checkpoint.folder = str(run.folder)
     text = console.describe_saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).plain
-    assert text == f"saves at the end to {run.folder}/run (all kept, about 11 MB each)"
+    assert text == f"saves at the end to {run.folder}/run (all kept, about 10.7 MB each)"
     monkeypatch.setattr(console.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=5e6))
     text = console.describe_saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).plain
     assert text.endswith("each): only 5 MB are free there")

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.files import format_bytes
 
 PATH_HELP = "a run's folder, its checkpoints' folder, or one checkpoint"
 
@@ -121,7 +122,7 @@ def _list(args: argparse.Namespace) -> int:
             (
                 str(manifest.step),
                 f"{written_at:%Y-%m-%d %H:%M:%S}",
-                format_size(sum(s.bytes for s in manifest.files.values())),
+                format_bytes(sum(s.bytes for s in manifest.files.values())),
                 f"{record['tokens']:,.0f}" if "tokens" in record else "",
                 _axes(mapping.get("attention", {})),
                 _axes(mapping.get("experts", {})),
@@ -148,7 +149,7 @@ def _inspect(args: argparse.Namespace) -> int:
         ("experts", _axes(mapping.get("experts", {}))),
         ("loader", ", ".join(f"{name} {value}" for name, value in record.get("loader", {}).items())),
         ("versions", ", ".join(f"{name} {value}" for name, value in record.get("versions", {}).items())),
-        ("size", f"{format_size(sum(s.bytes for s in files.values()))} in {len(files)} files"),
+        ("size", f"{format_bytes(sum(s.bytes for s in files.values()))} in {len(files)} files"),
     ]
     _print([row for row in rows if row[1]])
     print()
@@ -168,7 +169,7 @@ def _verify(args: argparse.Namespace) -> int:
     for path in [latest_checkpoint(args.RUN)] if args.latest else checkpoints_in(args.RUN):
         try:
             broken = layout.find_damage(path if path == args.RUN else safe_files.refuse_link(path))
-            read = format_size(sum(s.bytes for s in layout.read_manifest(path).files.values()))
+            read = format_bytes(sum(s.bytes for s in layout.read_manifest(path).files.values()))
         except CheckpointError as error:
             broken, read = [error.problem], ""
         print(f"{path}  {'; '.join(broken) if broken else f'intact, {read} read'}")
@@ -228,15 +229,6 @@ def _axes(axes: dict[str, int]) -> str:
 def _natural_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key for a tensor's name that puts layers.2 before layers.10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
-
-
-def format_size(count: int) -> str:
-    """Return a number of bytes as text, such as 3.2 GB (10^9 bytes)."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} GB"
 
 
 def _print(rows: Iterable[tuple[str, ...]]) -> None:

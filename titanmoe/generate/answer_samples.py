@@ -6,12 +6,12 @@ import time
 from typing import Any
 
 from titanmoe.config.schema import Config
+from titanmoe.files import format_bytes
 from titanmoe.generate.live_generator import LiveGenerator
 from titanmoe.generate.loop import Generated, Prompt, Stop
 from titanmoe.generate.model import samples_config
 from titanmoe.generate.prompts import continuation, read_samples
 from titanmoe.generate.sampling import Sampling
-from titanmoe.train.console import format_size
 from titanmoe.train.evaluation import Evaluation
 from titanmoe.train.training import RankModel
 
@@ -46,7 +46,7 @@ class SampleAnswers(Evaluation):
         count, fold = len(self.prompts), self.live.fold
         self.note = (
             f"{count} prompt{'s' * (count > 1)}, answered under tp {fold.tp}, ep {fold.ep}, etp {fold.etp}, dp "
-            f"{fold.dp}; meanwhile a rank has {format_size(self.live.weight_bytes)} more of weights"
+            f"{fold.dp}; meanwhile a rank has {format_bytes(self.live.weight_bytes)} more of weights"
         )
 
     def after_step(self) -> dict[str, Any]:

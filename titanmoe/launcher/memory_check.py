@@ -17,6 +17,7 @@ from titanmoe.config.blocks import moe_layers
 from titanmoe.config.fields import with_values
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
+from titanmoe.files import format_bytes
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
 from titanmoe.launcher.fit_ranks import Machine
@@ -28,7 +29,6 @@ from titanmoe.plan.generation_costs import GENERATING, GeneratorCosts
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import fits
 from titanmoe.rl.prompt_records import contradictions
-from titanmoe.text_report import format_bytes
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 MEMORY_TOLERANCE = 0.1

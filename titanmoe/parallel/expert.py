@@ -13,6 +13,7 @@ from titanmoe.comm.collectives import first_text
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Model, Training
 from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.files import format_bytes
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.dispatcher import CannotReserve, ExpertRanks, SharedBuffers
@@ -107,5 +108,5 @@ def choose_dispatcher(
         return config, buffers, ""
     if why_not:
         return config, buffers, f'alltoall, because moe.dispatcher = "auto" and {why_not}'
-    fits = f"the ranks share memory: {buffers.size / 1e9:.3g} GB of buffers each"
+    fits = f"the ranks share memory: {format_bytes(buffers.size)} of buffers each"
     return config, buffers, f'symm_mem, because moe.dispatcher = "auto" and {fits}'

@@ -185,10 +185,10 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
     Args:
         nearest: the mapping that comes closest to fitting.
     """
+    from titanmoe.files import format_bytes
     from titanmoe.plan.communicators import usable_bytes
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
-    from titanmoe.text_report import format_bytes
 
     training, generation, gpus = config.training, config.generation, args.ranks
     smaller = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from titanmoe.config.schema import Config
+from titanmoe.files import format_bytes
 from titanmoe.fold.degrees import DEGREE_PATHS, Fold
 from titanmoe.plan.communicators import communicators, nccl_bytes, usable_bytes
 from titanmoe.plan.devices import Device
@@ -12,7 +13,7 @@ from titanmoe.plan.generation_costs import GeneratorPlan
 from titanmoe.plan.planned_overlap import overlap_text
 from titanmoe.plan.price import Price
 from titanmoe.plan.search import PricedMapping, Search
-from titanmoe.text_report import columns, format_bytes
+from titanmoe.text_report import columns
 
 HEAD = ("", "step", "tok/s/GPU", "MFU", "memory", "attention / experts", "binds")
 OPTIONS_HEAD = ("", "stages", "dp_replicate", "microbatch", "recompute", "reshard", "schedule", "dispatcher")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from titanmoe.files import format_bytes
 from titanmoe.plan.planned_overlap import overlap_text
 from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.memory_over_step import Memory
@@ -17,7 +18,7 @@ from titanmoe.rehearse.message_order import Verdict
 from titanmoe.rehearse.message_recorder import Message
 from titanmoe.rehearse.operation_costs import Operation, OperationCost, Operations, cost_of
 from titanmoe.rehearse.rehearsal import NamedGroup, Rehearsal
-from titanmoe.text_report import columns, format_bytes
+from titanmoe.text_report import columns
 
 SHOWN_LINES, SHOWN_OPERATIONS = 10, 12
 """The number of allocating lines and of operations that are printed."""

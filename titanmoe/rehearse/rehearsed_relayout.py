@@ -29,6 +29,7 @@ from titanmoe.checkpoint.state import Targets, persistent_buffers, shards_to_loa
 from titanmoe.comm.collectives import Group
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
+from titanmoe.files import format_bytes
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
 from titanmoe.generate.build_model import build_empty
@@ -40,7 +41,7 @@ from titanmoe.rehearse.memory_over_step import WEIGHTS, Ledger
 from titanmoe.rehearse.message_order import Communicator, Program, Verdict, check_order
 from titanmoe.rehearse.message_recorder import Recorder
 from titanmoe.rehearse.rehearsal import fake_world, hardware_of, recipe_to_rehearse
-from titanmoe.text_report import columns, format_bytes
+from titanmoe.text_report import columns
 
 LEFT_OUT = ("model.mtp.",)
 """Prefixes of the weights that the destination may lack, as in Session.copy_weights."""

@@ -26,6 +26,7 @@ from rich.text import Text
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_folder
 from titanmoe.config.schema import Checkpoint
+from titanmoe.files import format_bytes
 from titanmoe.train.report_targets import Report, ReportTarget
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -337,17 +338,11 @@ def describe_saving(options: Checkpoint, each: int, run: Path) -> Text:
     when = f"every {options.interval:,} steps and at the end" if options.interval else "at the end"
     best = f" and the best by {options.keep_best}" * bool(options.keep_best)
     retention = f"the last {options.keep_last}{best} kept" if options.keep_last else "all kept"
-    text = Text(f"saves {when} to {folder} ({retention}, about {format_size(each)} each)", overflow="fold")
+    text = Text(f"saves {when} to {folder} ({retention}, about {format_bytes(each)} each)", overflow="fold")
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(folder).free) < each:
-            text.append(f": only {format_size(free)} are free there", "bold red")
+            text.append(f": only {format_bytes(free)} are free there", "bold red")
     return text
-
-
-def format_size(size: int) -> str:
-    if size < 1e9:
-        return f"{size / 1e6:.0f} MB"
-    return f"{size / 1e9:,.0f} GB" if size >= 1e10 else f"{size / 1e9:.2g} GB"
 
 
 def format_mapping(axes: dict[str, int]) -> str:

@@ -14,9 +14,9 @@ from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_folder, is_resumable, run_folder
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
+from titanmoe.files import format_bytes
 from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
-from titanmoe.train.console import format_size
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -96,14 +96,14 @@ def disk_shortage(config: Config, step: int = 0) -> str:
     free = usage.free + left
     if number * each <= free or not usage.total:  # some file systems do not know
         return ""
-    which = f"{number} checkpoints of about {format_size(each)} have" if number > 1 else ""
-    which = which or f"a checkpoint of about {format_size(each)} has"
+    which = f"{number} checkpoints of about {format_bytes(each)} have" if number > 1 else ""
+    which = which or f"a checkpoint of about {format_bytes(each)} has"
     limited, best = 1 < number == kept + 1 - existing, ", the best" * bool(options.keep_best)
     keeps = f" (checkpoint.keep_last = {options.keep_last}{best}, and the one being written)" if limited else ""
     lower = "lower checkpoint.keep_last, " if number > 2 else ""  # with 1 there are 2 at one time
     return (
-        f"{which} to fit{keeps} in {folder.absolute()}, and only {format_size(free)} are free there: make room, {lower}"
-        "name another checkpoint.folder or job.dump_folder, or save nothing with --checkpoint.enable false"
+        f"{which} to fit{keeps} in {folder.absolute()}, and only {format_bytes(free)} are free there: make room, "
+        f"{lower}name another checkpoint.folder or job.dump_folder, or save nothing with --checkpoint.enable false"
     )
 
 

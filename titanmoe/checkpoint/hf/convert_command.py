@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.config.load import ConfigError, format_problems
+from titanmoe.files import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -190,7 +191,10 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     if args.from_dcp:
         provenance += f" {Path(args.source).absolute()} with the config.json of"
     size = convert.write_converted(args.out, weights, folder, provenance, args.overwrite, group)
-    lines = [f"{args.out}: {len(weights.tensors)} tensors, {_size(size)}", *(f"note: {note}" for note in weights.notes)]
+    lines = [
+        f"{args.out}: {len(weights.tensors)} tensors, {format_bytes(size)}",
+        *(f"note: {note}" for note in weights.notes),
+    ]
     return [*lines, *_recipe(args.out, weights.model)]
 
 
@@ -214,7 +218,7 @@ def _to_hf(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, gr
     exported = convert.to_hf(source, out, limit, args.tokenizer, dtype, args.overwrite, group, base)
     count, size = sum(len(f.sizes) for f in exported.files.values()), sum(f.bytes for f in exported.files.values())
     files = f"{len(exported.files)} file{'s' * (len(exported.files) != 1)}"
-    lines = [f"{out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
+    lines = [f"{out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {format_bytes(size)}"]
     if isinstance(merged := exported.export.weights, convert.MergedWeights):
         lines.append(f"adapters of {len(merged.matrices)} matrices merged into {merged.name}")
         lines += [f"note: {merged.compared}"] * bool(merged.compared)
@@ -233,7 +237,8 @@ def _to_peft(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, 
 
     made = convert.to_peft(source, args.out, dtype, args.drop, args.overwrite, group, args.base or "")
     base, size = made.config["base_model_name_or_path"], sum(file.bytes for file in made.files.values())
-    lines = [f"{args.out}: adapters for {base or 'a model without a name'}, {len(made.tensors)} tensors, {_size(size)}"]
+    contents = f"{len(made.tensors)} tensors, {format_bytes(size)}"
+    lines = [f"{args.out}: adapters for {base or 'a model without a name'}, {contents}"]
     return lines if base else [*lines, "note: it names no base model; --base MODEL does"]
 
 
@@ -243,7 +248,3 @@ def _recipe(out: Path, model: object) -> list[str]:
 
     begin = ["[checkpoint]", f"load = {toml_value(str(out))}", "model_only = true"]
     return ["", "# to train from it:", model_table(model), "", *begin]
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
