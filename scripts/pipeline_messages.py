@@ -106,7 +106,7 @@ def step_time(
         ValueError: if the ranks wait for each other for ever.
     """
     computed: dict[int, list[float]] = {rank: [0.0] for rank in range(len(rows))}
-    """When the computations that each rank's host has issued so far end."""
+    """End times of the computations that each rank's host has issued so far."""
     arrived: dict[Message, float] = {}
     waiting = [list(reversed(row)) for row in rows]
     queues: dict[tuple[int, object], list[tuple[Message, float]]] = defaultdict(list)

@@ -68,7 +68,7 @@ class BlockPair(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which positions see which, on the device and on the host. The default is a causal mask."""
+    """An attention mask, on the device and on the host. The default is causal."""
 
     until_BL: Tensor | None = None
     """The position before which queries see a key; None for the end of the sequence."""

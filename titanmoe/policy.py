@@ -114,9 +114,9 @@ class PolicyLoss:
     """
 
     clip_low: float = 0.2
-    """The ratio to the old policy has no gradient below 1 - clip_low for a negative advantage."""
+    """Clipping below 1: the ratio to the old policy has no gradient below 1 - clip_low for a negative advantage."""
     clip_high: float = 0.2
-    """It has none above 1 + clip_high for a positive advantage."""
+    """Clipping above 1: the ratio to the old policy has no gradient above 1 + clip_high for a positive advantage."""
     level: Literal["token", "sequence"] = "token"
     """The ratio of each token, or of each answer: the geometric mean of its tokens' ratios."""
     truncation: float = 0.0

@@ -58,7 +58,7 @@ ObjectiveName = str | SampleLoss
 
 @dataclass(frozen=True)
 class Counts:
-    """What the terms of a step are divided by, over all its calls and ranks. Counts of several batches can be added."""
+    """Divisors of the terms of a step, over all its calls and ranks. Counts of several batches can be added."""
 
     divisors: Mapping[ObjectiveName, Tensor]
     """Count of each objective over the samples that it is computed on."""

@@ -61,7 +61,7 @@ class Kernel:
 
     name: str
     begin: float
-    """When it began, on the trace's clock."""
+    """Time when the kernel began, on the trace's clock."""
     time: float
     """Duration."""
     operation: str = ""

@@ -125,7 +125,7 @@ class StoredTensors:
     def __init__(self, path: Path):
         self.path = path
         self._numbers: dict[StoredBlock, StridedData] = {}
-        """Where the elements of each block are that has been read from, so that its header is parsed once."""
+        """Locations of the elements in blocks that have been read from, so that each header is parsed once."""
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -37,7 +37,7 @@ STORAGES = {
 }
 """Dtypes by the name of their storage, which _rebuild_tensor_v2 has; other dtypes have _rebuild_tensor_v3."""
 OPERATIONS = VALUES | CALLS | {"NEWFALSE", "BINPERSID"}
-"""What torch.save needs to describe one tensor: nothing of it is used twice."""
+"""Pickle opcodes with which torch.save describes one tensor: nothing of it is used twice."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 

@@ -40,7 +40,7 @@ from titanmoe.config.schema import Checkpoint as Options
 from titanmoe.files import DISK_FULL_ERRNOS, write_error
 
 RANKS_SHOWN = 8
-"""How many ranks a message names."""
+"""Largest number of ranks that a message names."""
 ALIGNED = 64
 """Alignment, in bytes, of the tensors' copies in the staging buffer; it suits every dtype."""
 

@@ -31,7 +31,7 @@ from titanmoe.moe.balance_losses.balance_spec import active_losses
 from titanmoe.parallel.materialize import local_shard
 
 Targets = dict[str, tuple[str, TensorShard]]
-"""By name on this rank: the stored tensor's name, and this rank's shard of it. Tied weights share a stored tensor."""
+"""Stored tensors' names and this rank's shards of them, by name on this rank. Tied weights share a stored tensor."""
 
 
 def shards_to_load(

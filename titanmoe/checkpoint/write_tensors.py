@@ -44,7 +44,7 @@ class TensorShard:
 
     tensor: Tensor
     offset: tuple[int, ...]
-    """Where it starts in the full tensor."""
+    """Start of the shard in the full tensor, an index per dim."""
     shape: tuple[int, ...]
     """Shape of the full tensor."""
 

@@ -24,7 +24,7 @@ class Removed(NamedTuple):
     """A removed option, which is dropped from records."""
 
     advice: str
-    """What to do in a recipe instead, for the message."""
+    """Advice for recipes that have the option, for the message."""
 
 
 _NO_COPIES = (

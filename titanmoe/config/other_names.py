@@ -239,7 +239,7 @@ _ADVICE = {
     "profiler.profile_freq": "--profile.steps 10 11 names the steps",
     "profiler.enable_memory_snapshot": "--profile.memory oom or steps",
 }
-"""What to write for a foreign name without an equivalent field."""
+"""Advice for foreign names without an equivalent field."""
 
 
 def _plain(name: str) -> str:

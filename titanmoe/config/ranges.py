@@ -31,9 +31,9 @@ class Range(NamedTuple):
     derived: bool = False
     """Whether -1 is allowed as well, which stands for "derived from other fields"."""
     reason: str = ""
-    """Why the range ends where it does, for the message."""
+    """Reason for the limits, for the message."""
     instead: str = ""
-    """What to do instead of setting a value outside the range, for the message."""
+    """Advice in place of a value outside the range, for the message."""
 
     def __contains__(self, value: object) -> bool:
         if self.derived and value == -1:

@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     position_BS: Tensor | None = None
     """Position of each token in its document, for RoPE, int64. None if each sample is one document."""
     until_BS: Tensor | None = None
-    """Where documents branch (titanmoe.mask): one past the last position that attends to this one, int64. position_BS
+    """One past the last position that attends to this one, int64, where documents branch (titanmoe.mask). position_BS
     is then the depth in the tree. None if documents do not branch."""
     number_B: Tensor | None = None
     """Number of each sample within the step, int64. None: numbered by microbatch, then by data rank."""

@@ -67,7 +67,7 @@ class InputFile:
     mtime_ns: int
     """Modification time; at a URL a hash of the version that the store reports; 0 for a file from the hub."""
     identity: str = ""
-    """What identifies a file from the hub in place of its path, the same on every machine; "" for others."""
+    """Identity of a file from the hub in place of its path, the same on every machine; "" for others."""
 
     @property
     def compressed(self) -> bool:

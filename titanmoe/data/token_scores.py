@@ -98,7 +98,7 @@ class StoredScores:
             )
         self._maps: dict[int, np.ndarray] = {}
         self._checked: dict[int, np.ndarray] = {}
-        """Which blocks of each shard's file have been compared with their checksums."""
+        """Whether each block of a shard's file has been compared with its checksum."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_maps": {}, "_checked": {}}

@@ -207,7 +207,7 @@ class ShardDocuments:
         """Top-k scores of the teacher; set if the recipe distils from stored scores."""
         self._maps: dict[tuple[int, str], np.ndarray] = {}
         self._checked: dict[tuple[int, str], np.ndarray] = {}
-        """Which blocks of each file have been compared with their checksums."""
+        """Whether each block of a file has been compared with its checksum."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_maps": {}, "_checked": {}}

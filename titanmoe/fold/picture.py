@@ -39,9 +39,9 @@ class Row(NamedTuple):
     label: str
     """Prefix of a rank's coordinate in the picture, such as "dp" in "dp3"."""
     meaning: str
-    """What ranks with the same coordinate on the axis have in common."""
+    """Description of what ranks with the same coordinate on the axis have in common."""
     traffic: str
-    """What is sent within a group of the axis."""
+    """Messages within a group of the axis, in words."""
 
 
 ROWS = (

@@ -92,12 +92,12 @@ class _Insertion:
         self.passes: list[tuple[float, Action]] = []
         """All passes so far, in the order of every rank, with the times at which they became possible."""
         self.ends: defaultdict[Action, list[float]] = defaultdict(list)
-        """For each pass the times at which ranks have run it."""
+        """Times at which ranks have run each pass."""
         owners = {action.stage: rank for rank, queue in enumerate(self.queues) for (action,) in queue}
         self.first, self.last = owners[0], owners[stages - 1]
         self.costs = COST | {does: LOSS_COST * stages / len(rows) * cost for does, cost in PASS_COST.items()}
         self.starts: list[tuple[float, bool, int] | None] = [None] * len(rows)
-        """When each rank can begin its next pass (False) or action (True), whichever is first; None if neither."""
+        """Time when each rank can begin its next pass (False) or action (True), whichever is first; None if neither."""
         self.waiting: defaultdict[Any, list[int]] = defaultdict(list)
         """Ranks that wait for an input of their next action, by the key that it will have in `finished_at`."""
         for rank in range(len(rows)):

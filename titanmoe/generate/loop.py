@@ -64,7 +64,7 @@ class Generated:
     tokens: list[int] = field(default_factory=list)
     """The generated tokens, without the prompt but with the token that ended the text."""
     end: str = ""
-    """Why it ended: "eos" (any end mark), "stop" (a stop word) or "length"; "" while it is unfinished."""
+    """Reason why the text ended: "eos" (any end mark), "stop" (a stop word) or "length"; "" while it is unfinished."""
     log_probs: list[float] = field(default_factory=list)
     """Log-probability of each token, without top-k and top-p; empty unless the generator records."""
     routes: list[Tensor] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Stop:
-    """What ends a text."""
+    """Conditions that end a text."""
 
     most: int
     """Largest number of tokens after each prompt, earlier turns included."""
@@ -115,7 +115,7 @@ class Stop:
 
 @dataclass
 class _Work:
-    """What is left of a call of `Generator.batches` on this rank."""
+    """Remaining work of a call of `Generator.batches` on this rank."""
 
     queue: deque[Prompt]
     """Prompts that have not been read."""

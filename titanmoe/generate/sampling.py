@@ -17,14 +17,14 @@ from titanmoe.ops import counter_rng
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Options of the choice of the next token."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0: always the most probable token."""
+    """Divisor of the logits; 0: always the most probable token."""
     top_k: int = 0
-    """Only this many of the most probable; 0: all."""
+    """Number of most probable tokens to choose from; 0: all."""
     top_p: float = 1.0
-    """Only the most probable that together have this share, including the one that reaches it."""
+    """Probability of the most probable tokens to choose from, including the one that reaches it."""
     seed: int = 0
     step: int = 0
     """Number of the training step that the texts are generated for: each step draws others."""

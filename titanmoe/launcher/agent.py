@@ -93,7 +93,7 @@ class RankLogs(LogsSpecs):
 
 @dataclass
 class LaunchResult:
-    """How a launch ended."""
+    """Outcome of a launch."""
 
     signal: int = 0
     """The first signal that the launcher received; 0 if none."""

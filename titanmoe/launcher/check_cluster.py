@@ -131,7 +131,7 @@ class Comparison:
     seconds: float = math.nan
     """Duration of the second step."""
     skipped: str = ""
-    """Why the case cannot run here; "" if it ran."""
+    """Reason why the case cannot run here; "" if it ran."""
 
     @property
     def is_ok(self) -> bool:

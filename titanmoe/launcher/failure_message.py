@@ -16,7 +16,7 @@ from pathlib import Path
 from titanmoe.train.launch_messages import ADVICE_SUFFIX, note_paths
 
 TAIL_LINES = 8
-"""How many lines of a log are shown if the rank left no note."""
+"""Number of lines of a log that are shown if the rank left no note."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from titanmoe.train import host_resources
 MOST_PER_CORE = 4
 """Most ranks per CPU core that a recipe may start by default: one written for 128 GPUs would only fill memory."""
 SMALLER_WORLDS = 64
-"""How many smaller numbers of ranks are tried if the given one has no legal mapping."""
+"""Number of smaller worlds that are tried if the given number of ranks has no legal mapping."""
 
 
 @dataclass(frozen=True)

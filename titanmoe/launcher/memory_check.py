@@ -34,7 +34,7 @@ from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 MEMORY_TOLERANCE = 0.1
 """Largest relative difference between the memory of this machine's GPU and of a known device that stands for it."""
 DOUBLINGS = 4
-"""How many numbers of GPUs are tried, each twice the one before, from the first that could hold the weights."""
+"""Number of worlds that are tried, each twice the one before, from the first that could hold the weights."""
 
 
 @dataclass(frozen=True)

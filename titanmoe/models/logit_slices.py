@@ -171,7 +171,7 @@ def _entropy_backward(logits_Tv: Tensor, log_total_T: Tensor, entropy_T: Tensor,
 
 @dataclass(frozen=True)
 class LossOptions:
-    """How a loss is computed from slices of the logits."""
+    """Options of a loss that is computed from slices of the logits."""
 
     chunks: int
     kernels: str

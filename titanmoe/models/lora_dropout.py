@@ -85,7 +85,7 @@ class InputDropout(nn.Module):
         super().__init__()
         self.name, self.inputs, self.seed = name, inputs, seed
         self.dropped = min(round(rate * 2**16), 2**16 - 1)
-        """How many of the 2^16 values of an element's random number drop it."""
+        """Number of values, of 2^16, of an element's random number that drop it."""
         # A tensor, so that all layers and steps have one graph.
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
 

@@ -158,8 +158,8 @@ class ExpertProducts:
 
 
 AddGradient = Callable[[Tensor, Tensor, ExpertProducts], None]
-"""Adds the gradient of a weight to its sum over microbatches, given the gradient of the product's output (R, .), the
-product's input (R, .), and the object that multiplies."""
+"""Function that adds the gradient of a weight to its sum over microbatches, given the gradient of
+the product's output (R, .), the product's input (R, .), and the object that multiplies."""
 
 
 class _Up(torch.autograd.Function):

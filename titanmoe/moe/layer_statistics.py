@@ -56,7 +56,7 @@ class Statistic(NamedTuple):
 
     metric: str
     report: Callable[[LayerStatistics], float]
-    """Computes a layer's metric from the counts of the step. The step's metric is the mean over layers."""
+    """Function that returns a layer's metric from the counts of the step. The step's metric is the mean over layers."""
     counts: tuple[str, ...]
     """The names of the numbers that are counted for it, keys of LayerStatistics.counts."""
     measure: Callable[[RouterOutput], Tensor] | None = None

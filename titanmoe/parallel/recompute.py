@@ -66,7 +66,7 @@ class RecomputedParts(NamedTuple):
     """The parts of a block that backward recomputes. Of each, forward saves the inputs alone."""
 
     selected: bool = False
-    """What the modules name as cheap to recompute."""
+    """Tensors that the modules name as cheap to recompute."""
     attend: bool = False
     """Norm and mixer."""
     dense_feed: bool = False
@@ -74,7 +74,7 @@ class RecomputedParts(NamedTuple):
     moe_feed: bool = False
     """Norm, router, and the experts' products with gate and up."""
     dispatch: bool = False
-    """Between router and experts, the dispatch, which is sent twice then; else the received routed tokens are saved."""
+    """Dispatch, which is then sent twice; otherwise the received routed tokens are saved."""
 
 
 RECOMPUTED_PARTS = {
@@ -87,7 +87,7 @@ RECOMPUTED_PARTS = {
 """The values of activation_checkpoint.mode."""
 
 Remember = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Returns a function that computes what the given one would compute now, when it is called later."""
+"""Decorator: the returned function computes, whenever it is called, what the given one would compute now."""
 
 
 def _remember_nothing(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -148,13 +148,13 @@ class VocabularyPasses:
         self.outputs: dict[int, Tensor] = {}
         """Normed hidden states, the output of the last stage."""
         self.hidden_states: dict[int, Tensor] = {}
-        """The same on their way to all ranks."""
+        """Hidden states of the last stage, being broadcast to all ranks."""
         self.scored: dict[int, tuple[Tensor, Tensor]] = {}
         """Hidden states, and statistics of this rank's logits, until their backward."""
         self.statistics: dict[int, Tensor] = {}
-        """Statistics of all ranks, on their way."""
+        """Statistics of all ranks, being gathered."""
         self.token_grads: dict[int, Tensor] = {}
-        """What the backward of the statistics gets, on its way from the last stage."""
+        """Inputs of the backward of the statistics, being broadcast from the last stage."""
         self.output_grads: dict[int, Callable[[], Tensor]] = {}
         """Functions that wait for the gradients of the last stage's outputs."""
         self.input_grads: dict[int, Tensor] = {}
@@ -162,7 +162,7 @@ class VocabularyPasses:
         self.next_grads: dict[int, Tensor] = {}
         """Gradients of the embeddings of the next tokens, on the last stage."""
         self.embedding_grads: dict[int, list[Tensor]] = {}
-        """The same on their way to all ranks."""
+        """Gradients of the embeddings, being broadcast to all ranks."""
         self.by_microbatch = (
             *(self.summands, self.inputs, self.next_inputs, self.outputs, self.hidden_states, self.scored),
             *(self.statistics, self.token_grads, self.output_grads, self.input_grads, self.next_grads),

@@ -25,14 +25,14 @@ BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention in backward, relative to forward: it recomputes its scores (arXiv 2205.14135)."""
 RING = (((16, 27), (4, 4)), ((26, 17), (44, 22)))
-"""Bytes that torch's ring of context parallelism moves around its kernels to cut pieces and to merge their results, in
-the same units, forward and backward: per element of queries, and of keys and values; once, and again for each piece
-that comes around. Counted in rehearsals (tests/plan/test_price.py)."""
+"""Bytes that torch's ring of context parallelism moves around its kernels to slice shards and to merge their results,
+per element in 16 bits, forward and backward: of queries, and of keys and values; once, and for each shard that comes
+around. Counted in rehearsals (tests/plan/test_price.py)."""
 RING_KERNELS = (5, 13), (15, 10)
 """Kernels that the same rehearsals count, once and for each shard that comes around."""
 RING_RATE = 0.35 * 989.5e12
-"""FLOPs per second at most in the ring's pieces where FlashAttention-2 computes them, which reaches 35 % of an H100's
-peak (arXiv 2407.08608, abstract), where attention in one piece is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
+"""Largest FLOPs per second of the ring's attention where FlashAttention-2 computes it, which reaches 35 % of an H100's
+peak (arXiv 2407.08608, abstract), where attention without a ring is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
 SHORT_CAUSAL, SHORT = 900, 190
 """Attention in samples of n tokens takes 1 + SHORT_CAUSAL / n times as long per FLOP as in very long ones, or without a
 causal mask 1 + SHORT / n: cuDNN's 627, 827, 977, 1072 and 1120 TFLOP/s at 1,024 to 16,384 tokens, and 979, 1069, 1113,

@@ -64,7 +64,7 @@ class BlockCosts(AttentionCosts):
         self.backward = _backward(config)
         alike = [(mixer, window(self.model, i), self.backward[i]) for i, mixer in enumerate(self.mixers)]
         self.first_alike = [alike.index(kind) for kind in alike]
-        """For each block, the first one that mixes tokens in the same way and of which as much is trained."""
+        """Index, for each block, of the first one that has its mixer and window and of which as much is trained."""
         self.adapters = [list(adapters_of(config, layer, self.w)) for layer in range(len(self.mixers))]
         keys = [(has_experts(self.model, i), backward.ffn) for i, backward in enumerate(self.backward[:-1])]
         self.most = 1.0 if config.lora.rank else BACKWARD

@@ -25,7 +25,7 @@ MOST_SPLIT, MOST_STAGES = 16, 10
 """Largest tp and etp, and most stages per rank."""
 
 MappingKey = tuple[int, int, int, int]
-"""pp, tp, ep, etp."""
+"""Degrees pp, tp, ep and etp of a mapping."""
 
 
 class Candidate(NamedTuple):

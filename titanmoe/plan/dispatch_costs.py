@@ -24,10 +24,10 @@ of Megatron's with Qwen3-30B-A3B on 16 H100s (NVIDIA-NeMo/Megatron-Bridge,
 skills/nemo-mbridge-perf-expert-parallel-overlap)."""
 
 BLOCK_KERNELS = 96
-"""Kernels of a whole block, forward and backward, that rehearsals count (tests/plan/test_price.py)."""
+"""Number of kernels of a block, forward and backward, by rehearsals (tests/plan/test_price.py)."""
 HALVES, HALVES_WEIGHTS = 4, 6
-"""Bytes that halves of a microbatch move more, for numbers of 16 bits: per element of a rank's own tokens, forward to
-join their outputs, and backward the gradients of their inputs; and per element of weights, to sum both gradients."""
+"""Additional bytes that the halves of a microbatch move, in 16 bits: per element of a rank's owned tokens, to join the
+outputs in forward and the inputs' gradients in backward; and per element of weights, to sum both gradients."""
 
 
 class DispatchChoice(NamedTuple):

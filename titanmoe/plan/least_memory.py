@@ -27,7 +27,7 @@ class TriedSchedule(NamedTuple):
     idle: float
     """Idle time over the busy time of one microbatch."""
     loads: list[tuple[float, float]]
-    """For each backward pass of the first rank that may be its peak, with equal stages: the microbatches in flight in
+    """Loads of the backward passes of the first rank that may be its peak, with equal stages: microbatches in flight in
     all stages of the rank over its stages, and the fraction of its stages that have gradients already."""
 
 

@@ -48,12 +48,13 @@ class LinkGroup:
 
 
 FUSED_NETWORK = 0.86
-"""Of the network, what one-sided kernels reach. HybridEP on H100s, bfloat16, PyTorch's time: 57, 47 and 41 GB/s on 16,
-32 and 64 ranks, counting a token once for each node that it visits, its own included. So do 43 GB/s that leave the
-node, and half the time inside it, which hides behind them (deepseek-ai/DeepEP, README_Hybrid-EP.md)."""
+"""Fraction of the network's bandwidth that one-sided kernels reach. HybridEP on H100s, bfloat16, PyTorch's time: 57,
+47 and 41 GB/s on 16, 32 and 64 ranks, counting a token once for each node that it visits, its own included. So do 43
+GB/s that leave the node, and half the time inside it, which hides behind them (deepseek-ai/DeepEP,
+README_Hybrid-EP.md)."""
 MESSAGES_AT_ONCE = 8
-"""Messages of an all-to-all to ranks of one node that travel side by side; others go one after the other. NCCL puts
-that many into a batch (src/include/device.h, NCCL_MAX_DEV_WORK_P2P_PER_BATCH). Within a node the price is cautious:
+"""Messages of an all-to-all to ranks of one node that are sent at once; others follow one another. NCCL puts that many
+into a batch (src/include/device.h, NCCL_MAX_DEV_WORK_P2P_PER_BATCH). Within a node the price is cautious:
 eight H20 take 58 us for 1 to 4 MB (issue 314 of NVIDIA/nccl-tests)."""
 
 

@@ -31,7 +31,7 @@ TIGHT = 0.95
 """Fraction of the usable memory above which the allocator may have to free and allocate again: with 1.01 to 1.03 times
 the peak Qwen3's layers took 16 to 38 % longer on an H200, with 1.05 no longer (docs/benchmarks.md)."""
 RETRIES = "the allocator may free and allocate again (a step 16 to 38% longer)"
-"""What happens above TIGHT."""
+"""Warning about memory above TIGHT."""
 HELPS = {
     "attention": "nothing but fewer tokens a sample, or a device with faster attention",
     "memory-bound work": "--compile.enable; a larger tp or cp shares it among more ranks",
@@ -45,7 +45,7 @@ HELPS = {
     "copies of weights": "more tokens a microbatch, or a larger ep or pp",
     "optimizer": "more tokens a step",
 }
-"""What helps, by what takes the most time of a step after matrix work."""
+"""Advice by what takes the most time of a step after matrix work."""
 
 
 GENERATOR_HEAD = "answers", "generator"

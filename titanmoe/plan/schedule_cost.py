@@ -35,7 +35,7 @@ class ScheduleCost(NamedTuple):
     idle: float
     """Idle time over the busy time of one microbatch."""
     in_flight: tuple[int, ...]
-    """For each rank, the most pairs of microbatch and stage whose activations are saved at once."""
+    """Largest number, on each rank, of pairs of microbatch and stage whose activations are saved at once."""
 
 
 def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:

@@ -39,13 +39,13 @@ from titanmoe.plan.training_stacks import TITANMOE, Stack
 from titanmoe.train.find_teacher import teacher_problems
 
 SMALLEST = 40
-"""If nothing fits: how many of the mappings that need least memory are priced."""
+"""Number of mappings, those that need least memory, that are priced if nothing fits."""
 ROUNDING = 1e-9
 """Relative error of floats by which the bound of a mapping may exceed its step, where the host takes all the time."""
 
 
 GAIN = 1.15
-"""How many times as fast a step has to be for the search to let all pipeline stages share the vocabulary."""
+"""Speedup of a step from which the search lets all pipeline stages share the vocabulary."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class PricedMapping:
     memory: list[RankMemory]
     """Memory of each pipeline rank; empty until it is computed."""
     generator: GeneratorPlan | None = None
-    """What generates answers for [rl], under `config.generation.parallelism`; None without [rl]."""
+    """Generator of answers for [rl], under `config.generation.parallelism`; None without [rl]."""
 
     @property
     def seconds(self) -> float:

@@ -76,7 +76,7 @@ class Message:
     batch: int = -1
     """The number of the batch of sends and receives that the message belongs to; -1 if it is alone."""
     wait_timing: str = "never"
-    """When the result is waited for: "at once" if nothing is computed in between, "later", or "never"."""
+    """Time of the wait for the result: "at once" if nothing is computed in between, "later", or "never"."""
 
     @property
     def backward(self) -> bool:

@@ -124,7 +124,7 @@ class Rehearsal:
     gradient_bytes: int
     optimizer_bytes: int
     left_out: list[str]
-    """What the recipe asks for and the rehearsal leaves out, as text."""
+    """Features that the recipe asks for and the rehearsal leaves out, as text."""
     notes: list[str]
     """Remarks on the figures, for the report."""
     start_up: list[Message]

@@ -60,7 +60,7 @@ class Destination:
 
 @dataclass(frozen=True)
 class RankMove:
-    """What one rank does in a move, in bytes."""
+    """Traffic of one rank in a move, in bytes."""
 
     needed: int
     """Bytes of the rank's shards in the destination that it does not hold in the source."""

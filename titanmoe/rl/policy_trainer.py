@@ -157,7 +157,7 @@ class PolicyTrainer(Trainer):
         self.coming: list[tuple[Batch, dict[str, Any]]] = []
         """Batches of the coming steps, made from answers that are generated already, and metrics of these answers."""
         self.shown_at = 0.0
-        """When the last line on the progress of answers was due, in seconds of `time.monotonic`."""
+        """Time when the last line on the progress of answers was due, in seconds of `time.monotonic`."""
 
     def train(self) -> int:
         try:

@@ -46,9 +46,9 @@ class Reward(NamedTuple):
     value: float
     """The reward, if the answer is over; NaN if there is none."""
     problem: str = ""
-    """Why there is no reward; "" if there is one."""
+    """Reason why there is no reward; "" if there is one."""
     message: str | None = None
-    """What the environment says, so that the model goes on; None if the answer is finished."""
+    """Reply of the environment, after which the model goes on; None if the answer is finished."""
     role: str = "user"
     """Role of the message in a chat."""
     ids: list[int] | None = None

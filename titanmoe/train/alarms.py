@@ -155,9 +155,9 @@ class ExpectedLoss(NamedTuple):
     """Facts of the recipe that the divergence alarm needs."""
 
     warmup: int
-    """lr_schedule.warmup_steps"""
+    """Steps of the warmup (lr_schedule.warmup_steps)."""
     lr: float
-    """optimizer.lr"""
+    """Peak learning rate (optimizer.lr)."""
     guess: float
     """Loss of a uniform guess; infinite if there is nothing to learn."""
 

@@ -69,7 +69,7 @@ class Checkpoints:
     """Checkpoint that the run has started from."""
 
     find_carried: Callable[[], Mapping[str, Path]] = dict
-    """Returns the files that `save_to` copies into a checkpoint (config.json, tokenizer), by the name of the copy."""
+    """Function that returns the files to copy into a checkpoint (config.json, tokenizer), by the name of the copy."""
 
     def __post_init__(self) -> None:
         self.group = dist.group.WORLD if self.runtime.world > 1 else None

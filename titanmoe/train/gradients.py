@@ -43,7 +43,7 @@ class Totals:
     """Counts of a step's batch, summed over all data ranks."""
 
     divisor: Tensor
-    """What the objective's sum is divided by, such as the number of labels (`Objective.count`)."""
+    """Divisor of the objective's sum, such as the number of labels (`Objective.count`)."""
     tokens: Tensor
     """Tokens without padding."""
     samples: Tensor
@@ -75,7 +75,7 @@ class StepScalars:
     """Gradient norm before clipping."""
     tokens: float
     divisor: float
-    """What the objective's sum was divided by, such as the number of labels."""
+    """Divisor of the objective's sum, such as the number of labels."""
     flops: float
     layers: dict[int, LayerStatistics]
     """Statistics of each MoE layer, by number of the layer."""

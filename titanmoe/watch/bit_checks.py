@@ -92,7 +92,7 @@ class ReplicaDifference(NamedTuple):
     group: tuple[int, ...]
     """All ranks of the group."""
     ranks: list[int]
-    """The ranks that differ from the majority; the whole group if there is none."""
+    """The ranks that differ from the majority; all ranks of the group if there is none."""
 
 
 class ReplicaCheck:

@@ -104,7 +104,7 @@ def first_difference(step: list[Collective], previous: list[Collective]) -> int:
 
 
 Entry = tuple[int, bool, int, str, str, int, int]
-"""When a collective was issued, whether it has completed, then the fields of `Collective` without the index."""
+"""Time when a collective was issued, whether it has completed, then the fields of `Collective` without the index."""
 
 
 def _collectives(entries: Iterator[Entry]) -> list[Collective]:

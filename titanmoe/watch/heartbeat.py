@@ -23,12 +23,12 @@ REPLY, END = 32, 8192
 (PID, STATE, FIRST_STEP, STEP, PHASE, POSITION) = range(6)
 """FIRST_STEP: the step that this start of the run began with. PHASE: an index into PHASE_NAMES."""
 (STEP_BEGUN, PREVIOUS_BEGUN) = range(6, 8)
-"""When this step and the one before it began, in nanoseconds of `time.time_ns`."""
+"""Times when this step and the one before it began, in nanoseconds of `time.time_ns`."""
 (WAITING, ALARM, REPORTED, REPLY_LENGTH) = range(8, 12)
 """WAITING: whether the rank was inside a collective when its watchdog thread last ran. REPORTED: whether the report is
 out."""
 (PROGRESS, TICK) = range(12, 14)
-"""When the step last moved on, and when the watchdog thread last ran, in nanoseconds of `time.monotonic_ns`."""
+"""Times when the step last moved on and the watchdog thread last ran, in nanoseconds of `time.monotonic_ns`."""
 
 
 class Position(NamedTuple):

@@ -44,13 +44,13 @@ class NumberChecks(Checks):
     options: Debug
     replicas: ReplicaCheck | None
     trace: Callable[[], NonFiniteTrace]
-    """Builds the trace that finds the first non-finite number of a pass."""
+    """Function that builds the trace that finds the first non-finite number of a pass."""
     passes: Gradients
     state: RunState
     stragglers: Stragglers | None = None
     """Measures slow ranks and links; None unless the run is watched."""
     explanations: list[str] = field(default_factory=list)
-    """What was found about the latest suspect step."""
+    """Findings about the latest suspect step."""
     last_work: StepWork | None = None
     """The latest step's batches; None without debug.rerun."""
 

@@ -100,7 +100,7 @@ class StepTimes(Observer):
         self.column = {name: WAITS + self.axes.index(axes[number]) for name, number in groups.items()}
         self.timer, self.mark = timer, timer.mark
         self.messages = [0] * len(self.axes)
-        """How often this rank waited on each axis, in the last step that was read."""
+        """Number of waits of this rank on each axis, in the last step that was read."""
         self.step = 0
         """The step that is being measured, or 0."""
         self.current_waits: list[Wait] = []

@@ -67,9 +67,9 @@ class TensorMap:
         self.our_shapes = our_shapes(model)
         self.hf_shapes: dict[str, Shape] = {}
         self.places: dict[str, list[HfPlace]] = {name: list(self._places(name)) for name in self.our_shapes}
-        """Where each of our tensors is, one place for each stacked expert; empty for a bias that no file has."""
+        """Places of each of our tensors, one for each stacked expert; empty for a bias that no file has."""
         self.parts: dict[str, list[HfPlace]] = {}
-        """What each Hugging Face tensor consists of."""
+        """Places of our tensors in each Hugging Face tensor."""
         self.copies: dict[str, str] = {}
         """Hugging Face tensors that repeat another, and that other's name."""
         homeless = [name for name, places in self.places.items() if not places and not name.endswith(EXPERT_BIAS)]

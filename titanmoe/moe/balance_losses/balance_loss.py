@@ -34,9 +34,9 @@ class RouterOutput:
     """The number of times this rank's tokens chose each expert, before dropping."""
     tokens: Tokens
     step_tokens: Tensor
-    """The number of tokens in the whole step (all ranks and microbatches) without padding: float64, at least 1."""
+    """The number of tokens of the step (all ranks and microbatches) without padding: float64, at least 1."""
     step_samples: Tensor
-    """The number of samples in the whole step, at least 1."""
+    """The number of samples of the step (all ranks and microbatches), at least 1."""
     normalises: bool
     """Whether a token's scores still have to be scaled to add up to 1 (`ScoreFunction.scores_sum_to_one`)."""
     sequence: Group

@@ -68,7 +68,7 @@ class SplitExchange(Exchange, Protocol):
     """
 
     def relay(self) -> SplitExchange:
-        """Pass on the tokens that reached this rank only on their way to another rank, and return the next exchange.
+        """Forward the tokens that this rank received for other ranks, and return the next exchange.
 
         Call `receive_routed` and `start_combine` on the returned exchange. A dispatcher whose tokens go straight to
         their experts' ranks returns the exchange itself.

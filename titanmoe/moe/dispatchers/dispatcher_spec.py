@@ -97,7 +97,7 @@ class DispatcherSpec(Spec):
     With padded expert buffers it is 0.
     """
     cannot_overlap = ""
-    """Why nothing is computed between sending routed tokens and waiting; "" if exchanges are `SplitExchange`s.
+    """Reason why nothing is computed between sending routed tokens and waiting; "" if exchanges are `SplitExchange`s.
 
     It is the end of the message "moe.overlap = "halves" computes between the two, and this dispatcher ...".
     """
@@ -110,7 +110,7 @@ class DispatcherSpec(Spec):
     asks_machine = False
     """Whether the dispatcher needs more than torch.distributed; then its `missing` says what this machine lacks."""
     cannot_pad = ""
-    """Why pad_to_capacity is refused; "" if it is not.
+    """Reason why pad_to_capacity is refused; "" if it is not.
 
     It is the end of the message "moe.pad_to_capacity = true makes every size static, ...".
     """
