@@ -1,17 +1,13 @@
 """Compare the planner with published runs and with rehearsals, and find what folding gains: tables of the docs.
 
-    python scripts/planner_page.py            time and memory of published runs, in docs/planner.md; each run's time in
-                                              docs/planner_rows.jsonl
-    python scripts/planner_page.py --memory   planned memory of the shipped recipes, in docs/planner.md and
-                                              docs/planned_memory.jsonl: rehearses them, ten CPU-minutes
-    python scripts/planner_page.py --folding  what folding gains, in docs/folding.md and docs/folding_gains.jsonl: some
-                                              CPU-minutes
+    python scripts/planner_page.py            published runs: docs/planner.md, planner_rows.jsonl
+    python scripts/planner_page.py --memory   shipped recipes, rehearsed in ten CPU-minutes: planned_memory.jsonl too
+    python scripts/planner_page.py --folding  what folding gains: docs/folding.md, folding_gains.jsonl
     python scripts/planner_page.py --fit      print the factors that the calibration rows give
 
-Published runs are rows of tests/data/published_runs.jsonl and published_later.jsonl, each with its source. Rows whose
-"split" is "calibration" were chosen before anything was compared, one of each kind of strategy and of each thing that a
-factor stands for; those with "fit" have fitted a figure of their stack (titanmoe/plan/training_stacks.py). Both are
-left out of errors in time. Rows with "not_judged", the reason, are shown apart.
+Published runs are rows of tests/data/published_runs.jsonl and published_later.jsonl, each with its source. Rows with
+"split" = "calibration" were chosen before anything was compared, those with "fit" have fitted a figure of their stack:
+both are left out of errors in time. Rows with "not_judged", the reason, are shown apart.
 """
 
 from __future__ import annotations

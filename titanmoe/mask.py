@@ -1,14 +1,9 @@
 """Attention masks: documents, shared prompts and windows, described once for every implementation of attention.
 
-Query q sees key k if k <= q < until[k] and depth[q] - depth[k] < window.
-
-A document is a tree. Usually it has no branches, and `until` is the document's end. If several texts continue the same
-prompt, such as two completions, they follow each other: `until` is the end of a position's branch, with everything that
-branches off later, so that completions do not see each other and the prompt is stored once. `depth` is the position
-within the text.
-
-The host also knows the mask. So `Mask.pairs` lists the blocks of queries and keys to compute without waiting for the
-device, and every implementation computes just these.
+Query q sees key k if k <= q < until[k] and depth[q] - depth[k] < window. `until` is where a document ends, or, where
+several texts continue one prompt, the branch of a position with all that leaves it later: so completions do not see
+each other. `depth` is the position within the text. The host knows the mask too: `Mask.pairs` lists the blocks to
+compute without waiting for the device.
 
 Shapes: B samples, L sequence, P prompts, X texts of one prompt, K keys of a block, Q queries of a block.
 """

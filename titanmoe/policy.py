@@ -6,12 +6,10 @@
     counts = run.count(batch, loss, divisor=1)                                       # the weights are divided already
     run.forward_backward(batch, loss, counts=counts)                                 # loss = PolicyLoss()
 
-Rewards, groups and weights are of all samples of a step, so groups may lie on any ranks. Every term has a column of
-weights that the caller has divided by that term's own count: policy ("weight"), cross-entropy ("sft_weight") and
-divergence from a reference model ("kl_weight"). Three log-probabilities of the labels meet: of the model now, of the
-model that began the step's batch ("old"), and of the generator that sampled it ("generator").
+Rewards, groups and weights are of all samples of a step, so groups may lie on any ranks. The caller divides each column
+of weights ("weight", "sft_weight", "kl_weight") by the count of its term.
 
-Shapes: N samples, B samples of a microbatch, L positions, G documents of a sample.
+Shapes: N samples, B samples of a microbatch, L positions, S those of the attention slice, G documents of a sample.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A context manager that sets an attribute of a module, a class or an object for a while."""
+"""A context manager that sets an attribute of a module, a class or an object for a while.
+
+Used by rehearsals, on functions of torch and Python alone: our own take stand-ins as arguments.
+"""
 
 from __future__ import annotations
 

@@ -2,14 +2,13 @@
 
     run = titanmoe.open("recipe.toml", {"training.steps": 100})     # on every rank, under torchrun
     batch = run.batch(ids)                                          # ids of any number of samples
-    run.forward_backward(batch)
+    run.forward_backward(batch)                                     # any number of times in a step
     metrics = run.optim_step()
 
-`titanmoe train` makes its steps from the same parts: `Gradients` and `titanmoe.train.trainer.update`. All methods but
-`batch` are collective over the world: every rank calls them, in the same order. A step is any number of
-`forward_backward` calls and one `optim_step`; its result does not depend on how its samples are spread over calls.
+All methods but `batch` are collective over the world: every rank calls them, in the same order.
 
-Shapes: N samples of a call, L positions of a sample (training.seq_len).
+Shapes: N samples of a call (in routes: MoE layers), L positions of a sample (training.seq_len), B samples of a
+microbatch, S positions of the attention slice, T tokens that this rank owns, K top-k.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Output of commands: aligned columns, byte counts in three digits, reports with files. For plan and rehearse."""
+"""Output of commands: aligned columns, byte counts in three digits, reports with files. For plan and rehearse.
+
+Commands return lines, files and an exit code; printing, writing and error messages are here.
+"""
 
 from __future__ import annotations
 

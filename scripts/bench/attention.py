@@ -2,16 +2,13 @@
 
     python scripts/bench/attention.py [--lengths 8192 131072] [--cp 8] [--window 1024] [--write]
 
-For one layer of Qwen3-30B-A3B's shape and one sequence, forward; backward is 2.5 times the products in the same blocks.
+For one layer of Qwen3-30B-A3B's shape and one sequence, forward. Documents have log-normal lengths from 256 to 131072;
+pairs are two completions of a prompt that is 3/4 of each text, stored twice or once. --write changes docs/.
 
-    seen       FLOPs of the pairs of a query and a key that the mask lets see each other, compared with a count of all
-               pairs one by one: the two are equal, or this fails
+    seen       FLOPs of the pairs of a query and a key that see each other, equal to a count one by one
     computed   FLOPs of the blocks that are computed, of all ranks
     makespan   FLOPs of the busiest rank, over the mean
     read       bytes that the busiest rank's kernels read and write, forward and backward, as a rehearsal counts them
-
-Documents have log-normal lengths from 256 to 131072. Pairs are two completions of a prompt that is 3/4 of each text,
-with the prompt stored twice or once. --write puts table and picture into docs/.
 """
 
 from __future__ import annotations

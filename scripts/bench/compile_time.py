@@ -1,20 +1,14 @@
-"""Time what torch.compile takes for each distinct block of a model, on one device.
+"""Time how long torch.compile takes for each distinct block of a model, on one device.
 
     python scripts/bench/compile_time.py [--shapes qwen3 gpt_oss ...] [--cases "inductor cold" ...] [--json FILE]
     python scripts/bench/compile_time.py --tiny     the same with tiny shapes, for a machine without a GPU
 
-Blocks are those that titanmoe/parallel/compiled.py makes graphs of: attention (twice, if the second layer has another
-window), the MoE layer as one graph, the dense layer, the head. Shapes are those of scripts/bench/layers.py with one
-sample, and with a dense layer for DeepSeek-V3. Layers of one kind share a graph, so more layers take no longer. Each
-block is called alone, forward and backward:
+Blocks are those that titanmoe/parallel/compiled.py makes graphs of, in shapes of scripts/bench/layers.py. Each is
+called alone, forward and backward; its seconds are the first call's less the second's. Layers of one kind share a
+graph.
 
-    seconds = first call - second call
-
-A case is a process of its own with empty caches, but "inductor warm" has those of "inductor cold", as when a run starts
-again. Dynamo traces each block again, and AOTAutograd those with an autograd.Function, whose graphs it does not cache.
-"eager" compiles no graph, only what every case compiles on a GPU: this project's Triton kernels and flex_attention.
-"first graph" is a product and a sum, compiled before the blocks: it loads the compiler and the libraries. The JSON has
-the graphs made by the two calls, and the hits of AOTAutograd's and inductor's caches.
+A case is a process with empty caches, but "inductor warm" has those of "inductor cold". "eager" compiles only Triton
+kernels and flex_attention. "first graph", a product and a sum, loads the compiler and the libraries.
 """
 
 from __future__ import annotations

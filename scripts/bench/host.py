@@ -2,16 +2,10 @@
 
     python scripts/bench/host.py [RECIPE] [--against DIR] [--profile N] [--set TABLE.FIELD=VALUE ...]
 
-One rank of the recipe's world takes steps in this process as on an H100: the recipe's own mapping, recomputation,
-compilation and number of experts, but two and six layers that are narrow and short, on this CPU. Messages go nowhere,
-Triton's launches end before the driver's, and what is one kernel on a GPU and several on a CPU (norms, grouped matmuls)
-is one small operation. So the time is that of this CPU, not of a GPU machine's; FSDP's streams and events cost nothing
-here, and a launch costs as much as an operation on a few numbers. Compare it with another checkout, which alternates
-with this one: --against.
-
-The time of a layer is a quarter of the difference between six layers and two: CPU time of the thread, the fastest tenth
-of all microbatches, because other work on the machine only ever adds to it. "Device" is the planner's time for the
-matmuls, attention and memory-bound work of one layer and microbatch of the full recipe (docs/planner.md).
+One rank of the recipe's world takes steps in this process as on an H100, but with two and six narrow, short layers on
+this CPU. Messages go nowhere and Triton's launches end before the driver's, so the time is this CPU's: compare it with
+another checkout (--against). A layer is a quarter of the difference between six layers and two: CPU time, the fastest
+tenth of all microbatches. "Device" is the planner's time of one layer and microbatch of the full recipe.
 """
 
 from __future__ import annotations

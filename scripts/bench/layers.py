@@ -3,28 +3,14 @@
     python scripts/bench/layers.py [--shapes mixtral qwen3 ...] [--sides titanmoe compiled fp8 plain] [--json FILE]
     python scripts/bench/layers.py --tiny      the same on CPUs with tiny shapes: checks that it runs, measures nothing
 
-SHAPES are published models with as few layers as one process can start, time and take apart in half a minute on an
-H100, and which fit on its 79.6 GiB with 6 GiB to spare next to float32 weights, gradients and both AdamW moments, by
-rehearsal. The head's fraction of the FLOPs, which is larger than in the whole model, is printed. If a shape does not
-fit, the next of its attempts (layers, samples per microbatch) is used, and the output says which. A step is 32,768
-tokens in sequences of 4,096, computed in bf16, dropless, without recomputation; its time is that of Trainer.train_step:
-data, forward, backward, clipping, AdamW and the report.
+SHAPES are published models with as few layers as fit an H100; if one does not fit, its next attempt is used. A step is
+32,768 tokens in sequences of 4,096, in bf16, dropless, without recomputation, timed as in Trainer.train_step; MFU
+counts the FLOPs of titanmoe/models/count.py. Routing: learned, or forced to be balanced.
 
-    MFU = tokens per second * FLOPs per token / peak
-    FLOPs per token = 3 * (2 * active parameters but the embedding + causal attention), titanmoe/models/count.py
-
-Sides: "titanmoe" as it comes, "compiled" with torch.compile per part of a block, "fp8" with the experts' products in
-8 bits (its MFU is still of the bf16 peak), and the yardsticks: "plain" with torch's operations instead of the kernels
-and one product per expert instead of the grouped one; "torchtitan" is TorchTitan, if it has such layers and imports
-(scripts/bench/torchtitan_side.py says what it needs), with CUDA graphs as it comes, or without them if they fail:
-"torchtitan-eager". Routing: learned, or forced to be balanced.
-
-A part's floor is the longer of its FLOPs at the device's peak and its bytes at the device's bandwidth, forward and
-backward, each tensor read or written once; rates are those of titanmoe/plan/hardware. On one device nothing is sent:
-"dispatch" is finding each choice's row.
-
-Each side of a shape is a process of its own with a time limit. Every figure is printed as soon as it is there, so that
-one that crashes or hangs loses nothing but what it had not measured.
+Sides: "titanmoe" as it comes, "compiled" with torch.compile, "fp8" with the experts' products in 8 bits (MFU still of
+the bf16 peak), "plain" with torch's operations instead of kernels and one product per expert, "torchtitan"
+(scripts/bench/torchtitan_side.py) with CUDA graphs, "torchtitan-eager" without. A floor is the longer of FLOPs at the
+device's peak and bytes at its bandwidth (titanmoe/plan/hardware); "dispatch" finds each choice's row.
 """
 
 from __future__ import annotations

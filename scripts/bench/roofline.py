@@ -3,17 +3,11 @@
     python scripts/bench/roofline.py [--models mixtral qwen3 deepseek] [--tokens 4096] [--json FILE]
     PYTHONPATH=DIR python scripts/bench/roofline.py --torchtitan      the same for TorchTitan's layers
 
-Nothing is measured: operations are those of a rehearsal (docs/rehearse.md), as on h100, of one layer of one rank, with
-balanced routing, nothing recomputed and nothing compiled. FSDP's copies and all messages are left out. "titanmoe" has
-experts that FSDP gathers, "edp = 1" experts that no other data rank shares (docs/parallelism.md). TorchTitan's own
-layers run forward and backward under the same modes and are counted by the same rules; DIR is the folder with it, and
-torchtitan_side.py says how to get it.
-
-A kernel takes the longer of FLOPs over the device's bf16 matmul rate and bytes over its bandwidth, and GAP passes
-before the next. The host launches a kernel every LAUNCH while the device works: the layer takes the longer of both.
-Rates are the manufacturers' figures, which no real kernel reaches, so the MFU is a ceiling. It counts model FLOPs, all
-of which are in matmuls and attention. "At usual rates" uses the rates that matmuls of that size and attention reach on
-the device, by its file in titanmoe/plan/hardware, which names the sources.
+Nothing is measured: operations are those of a rehearsal as on h100 of one layer of one rank, with balanced routing,
+without recomputation, compilation, FSDP's copies and messages. A kernel takes the longer of FLOPs over the bf16 matmul
+rate and bytes over the bandwidth, GAP passes before the next, and the host launches one every LAUNCH. Rates are the
+manufacturers', so the MFU is a ceiling; "at usual rates" uses those of titanmoe/plan/hardware. "edp = 1" are experts
+that no other data rank shares. torchtitan_side.py says how to install TorchTitan in DIR.
 """
 
 from __future__ import annotations

@@ -3,18 +3,13 @@
     python scripts/bench/step.py [--models ds qwen] [--cases 1x2 ep4 ep2tp2] [--against DIR] [--torchtitan DIR]
                                  [--compile] [--json FILE]
 
-Two models of fixed shape, those of TorchTitan's debug flavours of DeepSeek-V3 ("ds") and Qwen3-MoE ("qwen"), see
-MODELS; 4,096 tokens per step in sequences of 512, bf16 compute, AdamW, clipping, nothing recomputed, dropless. Cases:
-one rank of two threads; four ranks of one thread with ep = 4; the same with ep = 2 and tp = 2 for the rest.
+Models are TorchTitan's debug flavours of DeepSeek-V3 ("ds") and Qwen3-MoE ("qwen"): 4,096 tokens per step in sequences
+of 512, bf16 compute, nothing recomputed, dropless. Cases: one rank of two threads; four ranks of one thread with ep =
+4; the same with ep = 2 and tp = 2. Routing: learned, or forced to be balanced.
 
-CPU-seconds are user + system time of all ranks (getrusage), which other work on the machine disturbs far less than the
-clock. "peak" is the rate of one matmul of 2048^3 on one thread, in bf16 or in what --set
-training.mixed_precision_param=... says, measured before every round; "floor" is the CPU-seconds of a step if all of the
-model's FLOPs (titanmoe/models/count.py) ran at that rate. With --against, the checkout DIR runs the same: both sides
-stay alive and alternate, so that their ratio is stable even if the machine's speed is not. With --torchtitan,
-TorchTitan alternates too (side "titan"), from the folder that it was installed into: scripts/bench/torchtitan_side.py
-says how. The last column is titanmoe's tokens per CPU-second over TorchTitan's. Each figure is the median over the
-rounds. Routing: learned, or forced to be balanced.
+CPU-seconds are user + system time of all ranks (getrusage). "peak" is the rate of a matmul of 2048^3 on one thread;
+"floor" the CPU-seconds of a step at that rate. With --against, the checkout DIR alternates with this one, and with
+--torchtitan so does TorchTitan (scripts/bench/torchtitan_side.py). Each figure is the median over the rounds.
 """
 
 from __future__ import annotations

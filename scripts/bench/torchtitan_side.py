@@ -1,42 +1,14 @@
 """Run TorchTitan 0.3.0 beside titanmoe: its Trainer, with the model, batch and mapping of titanmoe's options.
 
-It is not a dependency, and nothing of it is in this repository. Install it from PyPI into a folder of its own:
+It is not a dependency. Install it from PyPI into a folder of its own, for Python 3.11:
 
     pip install --no-deps --target DIR torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser
-
-It takes torch, torchdata, tokenizers and tensorboard from titanmoe's environment, and needs Python 3.11.
-
-    python scripts/bench/step.py --torchtitan DIR          whole steps on CPUs, alternating with titanmoe
+    python scripts/bench/step.py --torchtitan DIR          full steps on CPUs, alternating with titanmoe
     PYTHONPATH=DIR python scripts/bench/layers.py --sides titanmoe torchtitan          layers of real models
 
-Everything in a step is TorchTitan's own: model, FSDP, tensor and expert parallel, chunked loss, clipping, fused AdamW,
-schedule, metrics, and its balancing of experts by a bias, in Trainer.train_step. It is configured like titanmoe's side:
-bf16 compute, float32 reduction, no recomputation, no resharding after forward, the same numbers for AdamW and clipping,
-and torch.compile if titanmoe's side is compiled; other options do not affect it. Balanced routing is its own debug
-switch.
-
-Chosen from what it offers, and why:
-  * Attention is its ScaledDotProductAttention. Its default, flex_attention, has no backward on CPUs, and on GPUs its
-    first call autotunes for longer than the benchmark has. There are no documents to mask.
-  * spmd_backend is "partial_dtensor": its default shards plain tensors over several axes, which torch 2.13's FSDP
-    refuses.
-Changed from outside, and why:
-  * `datasets`, if missing, is replaced by a stub: it is imported for text loaders that are not used here. Tokens are
-    uniform random numbers.
-  * So is torch's DataParallelMeshDims, which is newer than torch 2.11 and only used by its other backends.
-  * Attention only uses kernels that save no scores: without one, it refuses rather than measuring something else.
-  * Under tensor parallel its switch for balanced routing mixes plain tensors with DTensors: each rank balances the
-    tokens it has.
-  * Before torch 2.13, FSDP shards the last norm and the head each for themselves: together, as it asks for, the chunked
-    loss frees the norm's weight before its backward ("data is not allocated yet", seen on 2.11). The row says so.
-  * Warnings are not shown.
-and on CPUs also:
-  * No accelerator means "cpu"; by default it would mean "cuda".
-  * Its memory monitor, which asks CUDA, returns zeros.
-  * Attention's values are padded to the width of its keys: torch's flash kernel for CPUs supports no others. That is a
-    tenth faster than the plain kernel.
-  * FSDP reduces gradients by a plain sum: only NCCL has a sum that multiplies as it goes.
-Its router computes in bf16 there, because torch's autocast to float32 only exists for GPUs.
+Model, parallelism, chunked loss, fused AdamW, metrics and balancing of experts are TorchTitan's own, configured like
+titanmoe's side: bf16 compute, float32 reduction, no recomputation, no resharding after forward. What is chosen or
+changed is in `Side` and `_import`. On CPUs its router computes in bf16: torch's autocast to float32 is for GPUs.
 """
 
 from __future__ import annotations
@@ -78,6 +50,7 @@ def check(folder: Path) -> None:
 
 
 def _stub_datasets() -> None:
+    """Replace `datasets`, if missing, by a stub: it is imported for text loaders that are not used here."""
     if importlib.util.find_spec("datasets") is not None:
         return
     for name, wanted in (
@@ -91,7 +64,10 @@ def _stub_datasets() -> None:
 
 
 def _import(device: str) -> None:
-    """Import TorchTitan for a device, with the changes that this module's docstring lists.
+    """Import TorchTitan for a device, changed where it would not run.
+
+    Attention only uses kernels that save no scores; without one, it refuses. torch's DataParallelMeshDims, newer than
+    2.11, is only used by other backends. On CPUs no accelerator means "cpu", and the memory monitor returns zeros.
 
     Args:
         device: "cuda" or "cpu"; TorchTitan looks for the device while it is imported.
@@ -143,7 +119,10 @@ def before_2_13() -> bool:
 
 
 def _shard_one_by_one(fsdp: types.ModuleType) -> None:
-    """Make FSDP shard each module of a list by itself where TorchTitan shards them together."""
+    """Make FSDP shard each module of a list by itself where TorchTitan shards them together.
+
+    Together, the chunked loss frees the last norm's weight before its backward ("data is not allocated yet", on 2.11).
+    """
     fully_shard = fsdp.fully_shard
 
     def wrapped(modules: Any, **settings: Any) -> Any:
@@ -155,6 +134,7 @@ def _shard_one_by_one(fsdp: types.ModuleType) -> None:
 
 
 def _pad_values(attention: Any) -> None:
+    """Pad values to the width of keys, as torch's flash kernel for CPUs needs: a tenth faster than the plain one."""
     import torch.nn.functional as F
 
     forward = attention.forward
@@ -167,6 +147,7 @@ def _pad_values(attention: Any) -> None:
 
 
 def _balance_shards(router: Any) -> None:
+    """Let each rank balance the tokens it has: under tp the switch would mix plain tensors with DTensors."""
     from torch.distributed.tensor import DTensor
 
     balanced = router._debug_force_load_balance_routing
@@ -255,6 +236,7 @@ def _same_size(spec: Any, model: Model) -> None:
 
 
 def _plain_sums(parallelize: Callable[..., Any]) -> Callable[..., Any]:
+    """Let FSDP reduce gradients by a plain sum: only NCCL has a sum that multiplies as it goes."""
     from torch.distributed.fsdp import FSDPModule
 
     def wrapped(model: Any, **settings: Any) -> Any:
@@ -269,6 +251,9 @@ def _plain_sums(parallelize: Callable[..., Any]) -> Callable[..., Any]:
 
 class Side:
     """TorchTitan's trainer, run step by step, with the methods that layers.TitanmoeSide has too.
+
+    Attention is ScaledDotProductAttention: flex_attention has no backward on CPUs, and autotunes for long on GPUs. The
+    backend is "partial_dtensor": the default shards plain tensors over several axes, which torch 2.13's FSDP refuses.
 
     Args:
         config: titanmoe's config of the run.

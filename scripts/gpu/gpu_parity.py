@@ -2,19 +2,15 @@
 
     python scripts/gpu/gpu_parity.py [--device cuda|cpu|pretend] [--json FILE] [--only NAME ...] [--skip NAME ...]
 
-It prints a line per check as soon as it is done, and exits with status 1 if any failed. `--only` and `--skip` take
-names of checks or their first words, `--seconds` ends it early, `--tiny` takes two families. With `--device cpu` both
-sides run on CPUs, to test the script. With `--device pretend` the second side runs the code of a GPU there, with
-kernels that Triton interprets: slowly, and without processes of its own.
+Exits with status 1 if a check failed. `--device cpu` tests the script; with `pretend` the second side runs the code of
+a GPU on the CPU, with kernels that Triton interprets.
 
     init            initial weights and random bits
     float64 FAMILY  two steps: loss, norm, gradients and weights within 1e-10 (relative, as in tests of parity)
     float32 FAMILY  one step: loss, norm and gradients within 1e-4, and the same experts chosen
     bf16 FAMILY     one step with balanced routing: the GPU's error against float64 is at most 3 times the CPU's
-    compiled ...    the GPU's side with compile.enable: as float64
-    others          optimizers, objectives, recomputation, dispatch, linear attention: as float64
-    resume          the losses of train.py after a checkpoint
-    deterministic   the same, equal to the bit
+    compiled ...    the GPU's side with compile.enable: as float64; so are optimizers, objectives, recomputation, ...
+    resume          the losses of train.py after a checkpoint; deterministic: the same, equal to the bit
     generate        the text that a checkpoint generates
 """
 

@@ -1,4 +1,7 @@
-"""A network between the ranks of a run: each rank in a network namespace of its own, all on one bridge."""
+"""A network between the ranks of a run: each rank in a network namespace of its own, all on one bridge.
+
+Used by the trials of scripts/torture that cut or delay traffic. Needs root.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`titanmoe checkpoint`: list, inspect, verify and compare a run's checkpoints, or open them to PyTorch's own tools."""
+"""`titanmoe checkpoint`: list, inspect, verify and compare a run's checkpoints, or open them to PyTorch's own tools.
+
+Called by titanmoe.cli. `verify` compares files with the sizes and CRC-32 in the manifest, `dcp` adds the metadata by
+which torch.distributed.checkpoint reads the files. Other commands find the checkpoint that a path stands for here.
+"""
 
 from __future__ import annotations
 

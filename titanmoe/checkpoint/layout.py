@@ -2,18 +2,15 @@
 
     RUN/checkpoints/
         latest                    the name of the last one made, for people; what counts is the number in manifests
-        step-00000120/            complete, because it has this name
+        step-00000120/            complete, because it gets this name in one rename, after every byte is on disk
             manifest.json         format, step, record (config, mapping, loader, ...), bytes and CRC-32 of every file
             tensors.json          shape and dtype of each tensor, and where its blocks are
-            *.distcp              blocks of tensors, as torch.distributed.checkpoint spreads them over the ranks
-            hf/                   the tokenizer, and the config.json of the Hugging Face model it came from, if any
-            .metadata             for tools of PyTorch, if `titanmoe checkpoint dcp` was asked for it; never read
+            *.distcp              blocks of tensors, spread over the ranks
+            hf/, .metadata        tokenizer and config.json, if any; for tools of PyTorch, never read
         step-00000180.writing/    being written; the next writer gives it its name if it is complete, else removes it
-        step-00000060.removing/   being removed; never read
-        step-00000150.passed-over/    could not be read when the run resumed from another; never removed
+        step-00000060.removing/, step-00000150.passed-over/
 
-A checkpoint gets its name in one rename, after every byte of it is on disk. So whatever is killed at whatever moment,
-each folder with a plain name is complete, and one that has its manifest lacks nothing but its name.
+The last two: being removed; could not be read when the run resumed from another, never removed.
 """
 
 from __future__ import annotations

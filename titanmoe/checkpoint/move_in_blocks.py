@@ -1,4 +1,8 @@
-"""Move large tensors block by block, so that memory does not grow with them. A block is an offset and sizes."""
+"""Move large tensors block by block, so that memory does not grow with them. A block is an offset and sizes.
+
+Called by all that reads, writes or converts checkpoints. A tensor is a function that returns any block of it, so full
+tensors are made only where a transformation needs one.
+"""
 
 from __future__ import annotations
 

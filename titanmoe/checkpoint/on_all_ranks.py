@@ -1,4 +1,8 @@
-"""Run work on all ranks of a group, or on one for all: if it fails on any rank, every rank raises."""
+"""Run work on all ranks of a group, or on one for all: if it fails on any rank, every rank raises.
+
+Called around work on the files of a checkpoint. Ranks exchange results and reasons of failure, so that none waits in a
+later collective for a rank that failed.
+"""
 
 from __future__ import annotations
 

@@ -1,15 +1,9 @@
 """Move a model's tensors from one mapping to another within the same world: by messages, without a file.
 
-A rank's shards under a mapping are `Targets` (titanmoe.checkpoint.state): by name on this rank, the stored name and the
-TensorShard, a live tensor with the offset and full shape by which checkpoints load under any mapping. `Relayout`
-compares the shards of all ranks once, and plans which rank sends which block to which. `move` can then be called
-whenever the weights have changed. What arrives equals to the bit what saving under the first mapping and loading under
-the second would give.
-
-A round is one all-to-all over the world. In each of n rounds every pair of ranks exchanges 1/n of its bytes, whatever
-stages they come from. So all ranks send at once, all make the same rounds, and none sends or receives more than
-`round_bytes` in one. It is an all-to-all rather than single sends, because gloo and NCCL have it alike, it skips pairs
-that exchange nothing, and no order of sends can deadlock.
+`Relayout` compares the shards of all ranks (`Targets`, titanmoe.checkpoint.state) once, and plans which rank sends
+which block to which; `move` can then be called whenever weights have changed. In each of n rounds, an all-to-all over
+the world, every pair of ranks exchanges 1/n of its bytes, and none sends or receives more than `round_bytes`. The
+result equals saving under one mapping and loading under the other, to the bit.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Numbers that the host waits for, such as how many routed tokens go where.
 
-They are read once, also where backward recomputes a region (titanmoe.comm.recomputation). A dispatcher's ranks send
-each other their counts, and the host needs these to split messages and buffers. Tokens can be copied into their slots
-before the counts arrive, because that takes only this rank's own choices:
+They are read once, also where backward recomputes a region (titanmoe.comm.recomputation). Dispatchers send counts with
+it, and copy tokens into their slots before the counts arrive:
 
     counts = CountExchange(send_Ge, group, on_gpu)          starts to send the counts
-    ...                                                     tokens are copied into the send buffer
     receive_Ge, send, receive = counts.read()               the host waits
 
 Shapes: G ranks of the group, e experts of a rank.

@@ -1,4 +1,7 @@
-"""Parsing of JSON from files that other programs may have written: bounded depth, one kind of exception."""
+"""Parsing of JSON from files that other programs may have written: bounded depth, one kind of exception.
+
+Called by readers of data, checkpoints, tokenizers and runs.
+"""
 
 from __future__ import annotations
 

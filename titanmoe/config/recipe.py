@@ -1,4 +1,8 @@
-"""Reading of recipes: TOML text with limits on size and depth, and the line of each key for messages."""
+"""Reading of recipes: TOML text with limits on size and depth, and the line of each key for messages.
+
+Called by titanmoe.config.load, and for other TOML files. TOML parsers tell no lines, so each statement is parsed by
+itself to find the line of its keys.
+"""
 
 from __future__ import annotations
 

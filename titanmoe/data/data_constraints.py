@@ -1,4 +1,7 @@
-"""Constraints between options of [data] and [validation]: sources, weights, packing, epochs, what is held out."""
+"""Constraints between options of [data] and [validation]: sources, weights, packing, epochs, what is held out.
+
+titanmoe.components passes them to titanmoe.config.load, which reports them together with all other contradictions.
+"""
 
 from __future__ import annotations
 

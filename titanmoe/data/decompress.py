@@ -1,4 +1,7 @@
-"""Streaming decompression of .gz and .zst files, on disk or at a URL, in bounded memory however much they expand."""
+"""Streaming decompression of .gz and .zst files, on disk or at a URL, in bounded memory however much they expand.
+
+Called by readers of documents, which see by the compressed stream how much of a file has been read.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 `titanmoe data show` prints them, and a fine-tuning run writes its first sample into its folder.
 
-Shapes: T tokens of a sample without padding, S positions, G segments of a planned sample.
+Shapes: T tokens of a sample without padding, B samples, S positions, G segments of a planned sample.
 """
 
 from __future__ import annotations

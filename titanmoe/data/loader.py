@@ -1,16 +1,12 @@
 """The stateful data loader: which samples a data rank trains on in a step, and how far the run has got.
 
-Sample j of an optimizer step has the global number `samples consumed before the step + j`. Microbatch m of data rank d
-has samples j = (m * data_ranks + d) * local_batch_size + b, so that consecutive samples go round the data ranks, unless
-data.balance_work assigns them by their work.
-
-Every rank plans every step: which segments of which documents form its samples. Planning reads no tokens and advances
-one state, the same on all ranks, which therefore depends on neither data ranks nor workers. A rank then reads its own
-samples ahead of the step, in a thread or in worker processes. Each step carries the state after it; the loader's state
-is that of the last step returned, however far planning has got.
+Microbatch m of data rank d has samples j = (m * data_ranks + d) * local_batch_size + b of a step, so consecutive ones
+go round the data ranks, unless data.balance_work assigns them by their work. Every rank plans every step: that reads no
+tokens and advances one state, which depends on neither data ranks nor workers. Samples are read ahead, in a thread or
+in workers; the loader's state is that of the last step returned.
 
 Shapes: M microbatches of a step, R data ranks, B samples of a microbatch, N = M * B samples of a rank, S positions, G
-documents of a sample.
+documents of a sample, L long chats.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Opening of one entry of data.paths: token shards as they are, other files tokenized once into shards in the cache."""
+"""Opening of one entry of data.paths: token shards as they are, other files tokenized once into shards in the cache.
+
+Called by titanmoe.data.sources on every rank. A folder of the cache is named after what is tokenized and how; the first
+rank that locks it tokenizes, the others that share it wait.
+"""
 
 from __future__ import annotations
 

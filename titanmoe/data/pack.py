@@ -1,16 +1,14 @@
 """Packing of documents into sequences of S positions, in a shuffled order that needs no index.
 
-stream      The concatenation of all tokens is split every S tokens into windows, which come in shuffled order. In an
-            epoch every token but the remainder is a label once; each epoch splits at other places.
-documents   The same windows, with an attention mask that separates the documents in them.
-best_fit    Documents come in shuffled order, BUFFER at a time. Greedy best-fit bin packing, longest first, puts those
-            of one buffer into as few sequences as it can, and these are shuffled. The buffer bounds the memory.
+stream      all tokens, concatenated and split every S; windows come in shuffled order, each epoch splits elsewhere
+documents   the same windows, with an attention mask that separates the documents in them
+best_fit    greedy best-fit bin packing, longest first, of BUFFER documents at a time, in shuffled order
 
-`take` plans sequences as lists of segments without reading any token; `fill` reads the tokens of one sequence. The next
-sequence is a function of the seed and the packer's state, a few integers. A document of n tokens gives n - 1 pairs of
-an input token and its label: its EOS is a label and, under best_fit, never an input.
+Called by titanmoe.data.sources. `take` plans sequences as lists of segments without reading a token, as a function of
+the seed and a state of a few integers; `fill` reads the tokens of one. A document of n tokens gives n - 1 labels: its
+EOS is a label and, under best_fit, never an input.
 
-Shapes: G segments of one sequence, Q sequences of one buffer, S positions, N sequences.
+Shapes: D documents of a buffer, G segments of one sequence, Q sequences of one buffer, S positions, N sequences.
 """
 
 from __future__ import annotations

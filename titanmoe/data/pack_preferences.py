@@ -2,12 +2,11 @@
 
 With data.share_prefixes the common beginning of both, up to the first label of either, is stored once and both continue
 from it (titanmoe.mask). The last token of the prompt predicts the first token of each completion, so it is stored for
-each.
+each. If a pair does not fit, the longer completion is truncated; a pair is left out if nothing of a completion remains,
+or nothing in which both differ.
 
-Where a pair does not fit, the longer completion is truncated. The pair is left out if nothing of a completion remains,
-as when the prompt is too long, or nothing in which both differ.
-
-Shapes: P pairs, 2 their completions; X segments of a pair: two, or three where prefixes are shared and come first.
+Shapes: P pairs, 2 their completions, X segments of a pair (two, or three where prefixes are shared and come first), G
+segments of a sequence, N sequences, S positions.
 """
 
 from __future__ import annotations

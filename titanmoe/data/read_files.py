@@ -1,4 +1,7 @@
-"""From paths that a user gives to records: files, folders, globs, URLs, data sets on the hub, read by their formats."""
+"""From paths that a user gives to records: files, folders, globs, URLs, data sets on the hub, read by their formats.
+
+Called by tokenization and `titanmoe tokenizer train`. Processes read spans of a large file independently.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Files at URLs, read through the package fsspec: s3://, gs://, https:// and any scheme that it has a driver for."""
+"""Files at URLs, read through the package fsspec: s3://, gs://, https:// and any scheme that it has a driver for.
+
+Called by readers of data and of Hugging Face models. All errors of drivers become ConfigErrors with the URL.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ A balanced Feistel network permutes 0 ... 4^h - 1 whatever its round function. A
 range goes through the network again until it falls inside, which makes a permutation of that range (Black and Rogaway,
 "Ciphers with arbitrary finite domains", 2002). 4^h is less than 4 times the size, so few numbers go through more than
 twice.
+
+Shapes: N elements of the permutation.
 """
 
 from __future__ import annotations

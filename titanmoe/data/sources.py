@@ -1,6 +1,6 @@
 """The sources of a run: opened, checked, packed into sequences and mixed.
 
-Shapes: L tokens of one sequence, S positions, V vocabulary.
+Shapes: L tokens of one sequence, S positions, V vocabulary, N sequences, G segments of one, K sources, E epochs.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Scores of the tokens of a folder of shards by a model, stored beside the shards.
 
 A score is the log-probability of a token as a label (for DPO's reference), or the top-k ids in its place with their
-log-probabilities (for distillation). titanmoe.train.reference computes them.
+log-probabilities (for distillation). titanmoe.train.reference computes them; scores/.MODEL.HOST.PID are unfinished.
 
 scores/MODEL/manifest.json      digest of the model and of the shards, seq_len of the sequences scored; written last
 scores/MODEL/NAME.logp          a log-probability per token of shard NAME; 0 where it is no label, NaN where unscored
-scores/MODEL/NAME.sums          uint32: the CRC-32 of every 64 KiB of NAME.logp, checked when a run first reads them.
-                                Older folders have none: there the whole file is checked
+scores/MODEL/NAME.sums          uint32: the CRC-32 of every 64 KiB of NAME.logp; not in older folders
 scores/MODEL-topK/NAME.logp     a record per token: K ids (uint32), their log-probabilities and that of all
                                 others together; MODEL-topK-tT with the temperature T
-scores/.MODEL.HOST.PID          scores that are being computed, with a lock in scores/.MODEL.HOST.PID.lock
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """Token shards: a folder of flat files and a manifest, memory-mapped by a run.
 
 manifest.json      contents of the folder, with the length and checksum of every file; written last
-NAME.tokens        the tokens of whole documents, uint16 or uint32, little-endian
+NAME.tokens        tokens, document after document, uint16 or uint32, little-endian
 NAME.starts        uint64, documents + 1: document i is tokens starts[i]:starts[i + 1] of the shard
 NAME.counted       for chats: a byte per token, 1 where the token counts towards the loss as a label
 NAME.weights       for chats whose labels are weighted: float32, how much each token counts as a label
-NAME.sums          uint32: the CRC-32 of every 64 KiB of the files above, one file after the other; checked when a run
-                   first reads them. Older folders have none
-scores/            log-probabilities of the tokens under models (titanmoe.data.token_scores)
-tokenizer/         the tokenizer's files, which a run copies into its checkpoints; none for bytes
+NAME.sums          uint32: the CRC-32 of every 64 KiB of the files above; not in older folders
 
-`titanmoe tokenize` writes them (titanmoe.data.write_token_shards).
+titanmoe.data.write_token_shards writes them; scores/ (titanmoe.data.token_scores) and tokenizer/ lie beside them.
+
+Shapes: N documents that are looked up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The command `titanmoe tokenize`: its options, their checks, and a summary of what was written."""
+"""The command `titanmoe tokenize`: its options, their checks, and a summary of what was written.
+
+Called by titanmoe.cli. titanmoe.data.tokenize does the work; runs that tokenize print the same summary.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The process takes units from its parent, one line of JSON each on stdin, and rep
 contents of a unit's shards depend on the unit alone. A JSON record next to each finished shard tells how many of the
 unit's lines or rows come before its end, so that an interrupted unit can resume there.
 
-Shapes: T tokens of a document.
+Shapes: T tokens of a document, N marks (0 or 1).
 """
 
 from __future__ import annotations

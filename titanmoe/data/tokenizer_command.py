@@ -1,4 +1,7 @@
-"""The command `titanmoe tokenizer train`: a byte-level BPE of the user's text, with tokens for the roles of a chat."""
+"""The command `titanmoe tokenizer train`: a byte-level BPE of the user's text, with tokens for the roles of a chat.
+
+Called by titanmoe.cli. The package tokenizers trains; `titanmoe tokenize` and transformers read the folder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command `titanmoe data`, and its part `verify`: whether token shards are as they were written."""
+"""The command `titanmoe data`, and its part `verify`: whether token shards are as they were written.
+
+Called by titanmoe.cli. It reads every byte: shards, their stored scores and the tokenizer.
+"""
 
 from __future__ import annotations
 

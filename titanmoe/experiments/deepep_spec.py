@@ -1,4 +1,7 @@
-"""The spec of the dispatcher `deepep`, without torch: what it refuses and costs."""
+"""The spec of the dispatcher `deepep`, without torch: what it refuses and costs.
+
+Read by config and planner; titanmoe.experiments.deepep is the implementation. Limits are those of DeepEP 1.2.
+"""
 
 from __future__ import annotations
 

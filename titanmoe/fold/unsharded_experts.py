@@ -1,4 +1,8 @@
-"""Which expert weights FSDP does not shard, and whether gathered weights stay. Imports no torch, for the planner."""
+"""Which expert weights FSDP does not shard, and whether gathered weights stay. Imports no torch, for the planner.
+
+Called by titanmoe.parallel, which acts on it, by the laws of mappings and by the planner. With edp = 1 no two data
+ranks share an expert, so FSDP would have nothing to gather.
+"""
 
 from __future__ import annotations
 

@@ -1,22 +1,15 @@
-"""Where pipeline ranks run the layers of the vocabulary that all stages share ([parallelism] vocab = "pipeline").
+"""Passes of embedding and head in a pipeline's table, if all stages share them ([parallelism] vocab = "pipeline").
 
-The work of these layers is cut into passes. Each rank runs every pass, on its rows of the embedding or the head:
+Each rank runs every pass, on its rows of the embedding or the head (Algorithm 1 of arXiv 2411.05288):
 
-    E   the embeddings of a microbatch, summed for the forward of the first stage (and of the last, of the next tokens,
-        with multi-token prediction)
+    E   embeddings of a microbatch, summed for the first stage (of the next tokens also for the last)
     H   hidden states of the last stage, sent to all ranks after its forward
     S   logits of these, and their statistics (largest logit, sum of exponentials, label's logit), sent to all ranks
     L   loss on the last stage, from all statistics, and its gradients for each token, sent to all ranks
     T   gradients of the head's weight and of the hidden states; these are summed for the backward of the last stage
     D   the embedding's gradient, sent to all ranks after the backward of the first stage (and of the last)
 
-This is Algorithm 1 of arXiv 2411.05288. Each pass starts a message, which nobody waits for until the next needs it, so
-a rank can be late for a pass by as much as an action without keeping others waiting. For that each rank runs
-`EARLIER_FORWARDS` more forwards before its first backward than the schedule alone.
-
-`insert_passes` puts the passes into a schedule's table. All ranks have them in one order, the order in which they
-become possible in a simulated run, and at places that this run has at the same time: what one rank has before a pass
-needs nothing that another has after it. So nothing deadlocks, even if each message blocks its rank until it ends.
+Called by the planner and by titanmoe.parallel.
 """
 
 from __future__ import annotations
@@ -54,6 +47,9 @@ def with_earlier_forwards(row: Sequence[Cell]) -> list[Cell]:
 
 def insert_passes(rows: Sequence[Sequence[Cell]], stages: int) -> list[list[Cell]]:
     """Return each rank's cells of a schedule's table, with more forwards at the beginning and with all passes.
+
+    All ranks have the passes in one order. What one rank has before a pass needs nothing that another has after it, so
+    nothing deadlocks, even if each message blocks its rank.
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them; each of one action, or empty.

@@ -1,4 +1,7 @@
-"""Answers to the prompts of [validation.samples] during a run, which titanmoe.rank passes to the training loop."""
+"""Answers to the prompts of [validation.samples] during a run, which titanmoe.rank passes to the training loop.
+
+A generator under a mapping of its own gets the weights by messages (titanmoe.generate.live_generator).
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,11 @@
 """Bookkeeping of the texts (rows) that are being generated: their cached positions, and the tokens of a forward.
 
-A forward reads either new prompts or the next tokens of all rows, concatenated into one sample without padding. So tp
-splits the tokens as it does a sequence, and the MoE layers see only real tokens. Only mixers know which tokens belong
-together.
-
-Caches of all positions are paged: a page has 16 positions of one row, and every layer stores a position's vector in the
-page that this class assigns. Rows of the same prompt share the pages that the prompt fills.
+A forward reads new prompts, or the next tokens of all rows, as one sample without padding: tp splits the tokens as it
+does a sequence, and only mixers know which belong together. Caches are paged: a page has 16 positions of one row, in
+every layer; rows of the same prompt share the pages that it fills.
 
 Shapes: T tokens of a forward, P prompts, B rows of this rank, n new tokens of each, W writes to caches, N pages of a
-row, G key heads and g query heads of each, L positions.
+row, G key heads and g query heads of each, H query heads, h head width, L positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The command `titanmoe eval`: benchmarks of lm-evaluation-harness on a run's checkpoint, without an export."""
+"""The command `titanmoe eval`: benchmarks of lm-evaluation-harness on a run's checkpoint, without an export.
+
+Called by titanmoe.cli, also under torchrun. Data ranks divide up the requests of the harness.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The command `titanmoe generate`: options, checks of them, and output of prompts and conversations."""
+"""The command `titanmoe generate`: options, checks of them, and output of prompts and conversations.
+
+Called by titanmoe.cli, also under torchrun: all ranks compute, rank 0 reads and prints.
+
+Shapes: T tokens of a text.
+"""
 
 from __future__ import annotations
 

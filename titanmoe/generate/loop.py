@@ -5,7 +5,7 @@ begins like the text before it, only what differs is computed: earlier turns of 
 runs every forward, with or without tokens of its own, because any may have experts.
 
 Shapes: T tokens of a forward, P new prompts, B rows of this rank (texts that go on), V vocabulary, N MoE layers, K
-top-k.
+top-k, n tokens of a text, R ranks.
 """
 
 from __future__ import annotations

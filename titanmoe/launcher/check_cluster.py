@@ -4,12 +4,9 @@
     torchrun --nproc-per-node 8 -m titanmoe.launcher.check_cluster --config RECIPE.toml  # wires of that mapping
     torchrun --nproc-per-node 8 -m titanmoe.launcher.check_cluster --only dispatcher --json cluster.json
 
-With several nodes, add --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500; `titanmoe slurm --check` does.
-
-Two steps of a small model in float32 under each mapping, dispatcher and schedule; loss and gradient norm must equal
-those of the same steps on one rank. Then every axis of a mapping sends messages of two sizes, all its groups at once as
-in training. Ends with "this cluster is fit" and exit status 0, or with the problems and 1. docs/launch.md explains
-the table.
+With several nodes, add --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500; `titanmoe slurm --check` does. Loss
+and gradient norm of two steps of a small float32 model must equal those of one rank, under each mapping, dispatcher and
+schedule. Then every axis sends messages of two sizes. Ends with exit status 0 or 1; docs/launch.md explains the table.
 """
 
 from __future__ import annotations

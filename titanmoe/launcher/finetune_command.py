@@ -2,6 +2,8 @@
 
 The recipe is a file to keep and to edit: `titanmoe train` runs it again. Its numbers follow from the machine, the model
 and the lengths of the data, which is tokenized into the cache that the run reads.
+
+Shapes: D documents.
 """
 
 from __future__ import annotations

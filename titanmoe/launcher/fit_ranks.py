@@ -1,4 +1,7 @@
-"""Choose how many ranks a recipe runs on, and suggest the legal mapping nearest to its own that fits them."""
+"""Choose how many ranks a recipe runs on, and suggest the legal mapping nearest to its own that fits them.
+
+Called by `titanmoe train` and `titanmoe finetune`. The nearest mapping changes the fewest degrees.
+"""
 
 from __future__ import annotations
 

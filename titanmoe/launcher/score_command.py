@@ -1,4 +1,7 @@
-"""`titanmoe score`: write a model's log-probabilities of data beside its shards, computed on the recipe's ranks."""
+"""`titanmoe score`: write a model's log-probabilities of data beside its shards, computed on the recipe's ranks.
+
+Called by titanmoe.cli. It starts ranks as `titanmoe train` does, which run titanmoe.train.reference.
+"""
 
 from __future__ import annotations
 

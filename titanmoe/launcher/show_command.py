@@ -1,4 +1,7 @@
-"""`titanmoe data show`: samples of a recipe as they will be trained on, and the lengths of its documents."""
+"""`titanmoe data show`: samples of a recipe as they will be trained on, and the lengths of its documents.
+
+Called by titanmoe.cli. The recipe's loader gives the first samples, which do not depend on the ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`titanmoe slurm`: write a job script for sbatch, which starts `titanmoe train` once on every node."""
+"""`titanmoe slurm`: write a job script for sbatch, which starts `titanmoe train` once on every node.
+
+Called by titanmoe.cli. Before the job's time is up it signals the ranks, which save and end, and requeues itself.
+"""
 
 from __future__ import annotations
 

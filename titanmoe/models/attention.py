@@ -1,7 +1,7 @@
 """Grouped-query attention, by torch's kernel or plain operations; titanmoe.parallel sets faster implementations.
 
-Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), H query heads and
-G key heads of this rank, h head width, X = H * h.
+Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), D model, H query
+heads and G key heads of this rank, h head width, X = H * h.
 """
 
 from __future__ import annotations

@@ -1,24 +1,14 @@
 """Count the parameters and FLOPs of a model by arithmetic on its shape.
 
-Parameters: everything an optimizer updates, each logical weight once whatever the mapping; routers, shared-expert
-gates, biases and norms are included. The router's expert bias is a buffer and is not counted. "Active" are the
-parameters that one token uses: all but the routed experts that it is not sent to. As in the published model cards, both
-figures include embedding and head.
-
-FLOPs per token, where a multiplication and an addition count as two:
+Called by the header of a run, the planner and the balancing of stages. "Active" parameters are those that one token
+uses: all but the routed experts that it is not sent to. As in model cards, embedding and head are included. FLOPs per
+token, where a multiplication and an addition count as two:
 
     forward  = 2 * N + L * H * (h + v) * S        training = 3 * forward, since backward costs two forwards
 
-N is the active parameters with the head but without the embedding, which is looked up and not multiplied (a tied matrix
-counts once, as the head). L layers, H query heads, h the width of their queries and v of their values (the same except
-in latent attention), S the sequence length. The second term is causal attention: scores and weighted values cost 2 * H
-* (h + v) per token and position, and a token sees S/2 positions on average; W - W^2 / 2S in a block with a sliding
-window of W. In N, norms and biases (less than 0.1 % of a real model) are counted like matrix rows. Softmax, RoPE and
-activations are not counted, nor is recomputation: this is the work of the model (MFU), not of the hardware (HFU). With
-multi-token prediction L counts its block too, and the head is multiplied twice. Tokens that a capacity factor drops are
-counted as if they were computed. A weight that is not trained (training.freeze) costs 4 FLOPs instead of 6, and 2
-where nothing before it is trained, so that backward ends after it. A mixer that computes something other than scores
-and values states its own FLOPs.
+N active parameters without the embedding, L layers, H query heads, h and v widths of their queries and values, S
+sequence length. The second term is causal attention: a token sees S / 2 positions on average. Softmax, RoPE,
+activations and recomputation are not counted: this is the work of the model (MFU), not of the hardware (HFU).
 """
 
 from __future__ import annotations
@@ -127,6 +117,9 @@ def forward_flops_per_token(model: Model, seq_len: int) -> int:
 
 def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) -> int:
     """Return the FLOPs to train on one token, forward and backward, averaged over a sequence.
+
+    With multi-token prediction the head is multiplied twice. A token sees W - W^2 / 2S positions in a window of W.
+    Dropped tokens count. A frozen weight costs 4 FLOPs instead of 6, or 2 if nothing before it is trained.
 
     Args:
         model: the recipe's [model].

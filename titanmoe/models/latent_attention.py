@@ -1,20 +1,15 @@
 """Multi-head latent attention: keys and values of all heads come from one narrow latent vector per token.
 
-arXiv 2405.04434, section 2.1, and arXiv 2412.19437. A head's query and key have a part without positions, computed from
-the latents, and a part that RoPE rotates; the rotated key comes straight from the residual stream, one for all heads.
+arXiv 2405.04434, section 2.1, and arXiv 2412.19437. RoPE rotates one part of a query or key; the rotated key comes from
+the residual stream, one for all heads. RoPE's pairs are (i, i + rope / 2), and DeepSeek's files are reordered.
 
-    wq_a, q_norm, wq_b      residual stream -> query latent -> queries, (num_heads, nope + rope) rows
-    wq                      instead of these, if there is no query latent
+    wq_a, q_norm, wq_b      residual stream -> query latent -> queries; or wq, without a query latent
     wkv_a, kv_norm          residual stream -> key-value latent (normalised), then rope rows: the rotated key
     wkv_b                   key-value latent -> keys without positions and values, (num_heads, nope + v) rows
 
-RoPE rotates pairs (i, i + rope / 2), as everywhere in titanmoe. DeepSeek's checkpoints rotate neighbours, (2i, 2i + 1):
-of every head's last `rope` rows of wq_b (or wq), and of the last `rope` rows of wkv_a, row j in titanmoe is row 2j in
-their files, and row rope / 2 + j is row 2j + 1.
-
-Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), D model, r a latent,
-H heads of this rank, h query and key width, n its part without positions, p its part with, v value width, X = H * h,
-m = n + v.
+Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), D model, r a latent, H
+heads of this rank, h query and key width, n its part without positions, p its part with, v value width, X = H * h, m =
+n + v.
 """
 
 from __future__ import annotations

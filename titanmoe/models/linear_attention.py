@@ -1,18 +1,12 @@
 """Linear attention: a state of fixed size per head instead of keys and values (titanmoe.ops.gated_delta_rule).
 
-Gated DeltaNet, arXiv 2412.06464, as in Qwen3-Next and Qwen3.5. Queries, keys and values go through a convolution over
-the last few positions and SiLU, then through the recurrence; its output is normed and multiplied by SiLU(z).
+Gated DeltaNet (arXiv 2412.06464), or with own.linear_gate = "gla" gated linear attention (arXiv 2312.06635):
 
     wq, wk, wv, wz          residual stream -> queries and keys of the key heads, values and gates of the value heads
     wb, wa                  one number per value head: beta = sigmoid(b), decay = -exp(A_log) softplus(a + dt_bias)
+    wg_a, wg_b              GLA: a decay per row of the state, log sigmoid(wg_b wg_a x) / 16
     conv_q, conv_k, conv_v  taps of each channel; the last one is that of the position itself
-    norm, wo                heads -> residual stream
-
-With own.linear_gate = "gla" it is gated linear attention (arXiv 2312.06635): each row of the state has its own decay,
-log sigmoid(wg_b wg_a x) / 16, and there is no beta.
-
-State and convolution start anew where a document begins. Every tp rank has full key heads and the value heads that
-belong to them.
+    norm, wo                heads, normed and multiplied by SiLU(z) -> residual stream
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, R segments of this rank
 (titanmoe.models.sequence_segments), c positions of a segment, w positions before it that a convolution sees, C

@@ -1,15 +1,12 @@
 """Dropout of the inputs of adapters: y = W x + alpha / r * B A dropout(x), where W gets x itself, as in PEFT.
 
-An element is dropped by a counted random number (titanmoe.ops.counter_rng) of the seed, the step, the matrix's name,
-the token's global index and the element's index in the full input. So every mapping, microbatch size, recomputation
-and resumed run drops the same elements.
+An element is dropped by a counted random number of the seed, the step, the matrix's name, the token's global index and
+the element's index in the full input, so every mapping, recomputation and resumed run drops the same elements. A
+block's methods tell its adapters by a `CurrentTokens` which tokens they get; routed tokens bring their index along, in
+further columns.
 
-Modules of a block get hidden states, not tokens. So the block's methods that run modules with adapters tell them by a
-`CurrentTokens` which tokens these are (`tell_tokens`). To routed experts each token brings its index along, in further
-columns (`send_indices`).
-
-Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), T owned tokens, R routed tokens,
-D width of an input, P = D + INDEX_COLUMNS.
+Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), T owned tokens, R routed tokens, D
+width of an input, P = D + INDEX_COLUMNS.
 """
 
 from __future__ import annotations

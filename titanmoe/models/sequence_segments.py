@@ -1,13 +1,8 @@
 """The segments of a sequence that a rank has, for layers that go through tokens in order, such as linear attention.
 
-Context parallelism splits a sequence into segments of equal length, which attention calls chunks, and gives each rank
-one of them, or an early and a late one (zigzag). A layer takes its segments as if they were samples. What it needs of
-earlier tokens comes from all ranks:
-
-* the last inputs of the segment before, for a convolution over a few positions;
-* the state in which the segment before ends. A segment changes a state by S -> M S + gain, whatever S is. So each rank
-  sends M and gain of its segments, and computes the states between segments from all ranks' in the order of the
-  sequence.
+Context parallelism gives each rank one of equal segments, or an early and a late one (zigzag); a layer takes them as if
+they were samples. Of earlier tokens it needs the last inputs, for a convolution, and the state. A segment changes a
+state by S -> M S + gain: each rank sends M and gain of its segments, and computes the states between from all ranks'.
 
 Shapes: B samples, L sequence, S positions of the attention slice, R segments of this rank in all samples, c positions
 of a segment, w positions before it, C channels, H heads, k and v the widths of a head.

@@ -1,4 +1,7 @@
-"""Decide which layers form each pipeline stage."""
+"""Decide which layers form each pipeline stage.
+
+Called by titanmoe.parallel, the planner and `titanmoe fold`. Dynamic programming over layers balances the stages.
+"""
 
 from __future__ import annotations
 

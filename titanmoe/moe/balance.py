@@ -1,4 +1,4 @@
-"""Keeps the experts evenly busy: applies the balance losses and moves the routers' expert_bias.
+"""Keep the experts evenly busy: apply the balance losses and move the routers' expert_bias.
 
 With p_te a token's normalised score, count_e the choices (before dropping) and f_e = E * count_e / (K * tokens):
 
@@ -7,8 +7,7 @@ With p_te a token's normalised score, count_e the choices (before dropping) and 
     aux_loss_global    the same with f_e over all data ranks and the step's microbatches so far
     z_loss             mean over the step's tokens of logsumexp(logits)^2
 
-Every valid token has K choices, so f_e is E times the fraction of choices. f is a constant, so each rank sums p over
-its own tokens only, and the sum over ranks is the full term. Each of the first three is 1 under uniform routing.
+f is a constant, so each rank sums p over its own tokens only. The first three are 1 under uniform routing.
 
 Shapes: B samples of a microbatch, T owned tokens, E experts, K top-k, X balance losses that are on.
 """

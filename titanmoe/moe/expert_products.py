@@ -6,8 +6,6 @@
     TracedProducts      the same, where torch.compile traces the call (titanmoe.moe.traced_products)
     EightBitProducts    with factors in 8 bits (titanmoe.moe.fp8)
 
-Biases are added by the experts themselves (titanmoe.moe.experts).
-
 Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
 `hidden` is gate and up, (R, F) each, or both side by side, (R, 2F).
 """

@@ -4,12 +4,8 @@ Both factors are e4m3 with a float32 scale per row: of tokens, of gradients, or 
 
     q = round(x / s),  s = max|x| over the row / 448        y = (q_x q_w^T) s_x s_w
 
-Forward and the gradient of the inputs are computed so; for the latter, weights are quantised along the other width. The
-gradient of the weights sums over tokens, which have different scales, so it is not computed in 8 bits. Router, norms,
-attention and head never use 8 bits.
-
-`scaled_grouped_mm` is the product on hardware that has it. `plain_scaled_grouped_mm` is the formula, which scales the
-same quantised numbers back and multiplies in float32. It is the reference, and what "fp8_emulated" runs.
+Forward and the gradient of the inputs are computed so. The gradient of the weights is not: it sums over tokens, which
+have different scales. `plain_scaled_grouped_mm` is the reference, and what "fp8_emulated" runs.
 
 Shapes: R routed tokens sorted by local expert, e local experts, D and F the widths of a weight.
 """

@@ -1,14 +1,11 @@
 """The statistics of MoE layers: their experts' loads, the balance losses' terms, and STATISTICS.
 
-A layer writes the counts of a microbatch in that microbatch's row, so that a recomputed forward writes the same values.
-Once a step the counts of all layers are summed over microbatches and ranks, in one message (`sum_statistics`), for the
-expert_bias updates and the metrics.
+A layer writes the counts of a microbatch in that microbatch's row, so that a recomputed forward writes the same. Once a
+step `sum_statistics` sums them over microbatches and ranks in one message, for expert_bias and metrics. A new statistic
+is an entry in STATISTICS, and its names in RESERVED_METRICS of titanmoe.moe.balance_losses.balance_spec.
 
-A new statistic is an entry in STATISTICS: how it is measured in a microbatch, and what is reported of its sum. Its
-names go into RESERVED_METRICS, so that no balance loss has them: in titanmoe.moe.balance_losses.balance_spec, which
-refuses such a loss and may not import torch, as this file does.
-
-Shapes: M microbatches of a step, L MoE layers of the model, X counted numbers, T owned tokens, E experts.
+Shapes: M microbatches of a step, B samples of one, L MoE layers of the model, X counted numbers, T owned tokens, E
+experts.
 """
 
 from __future__ import annotations

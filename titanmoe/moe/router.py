@@ -1,14 +1,11 @@
-"""The router: which experts a token visits, and with what weight.
+"""The router: which experts a token visits, and with what weight. Called by the MoE layer.
 
 logits = x W^T (+ bias), scores = score function of the logits, the top-k of scores + expert_bias are chosen, and the
-weights are the chosen scores, normalised and scaled as the model says.
+weights are the chosen scores, normalised and scaled as the model says. Tokens may bring their experts along (routing
+replay, arXiv 2510.11370): weights are then of these, counts still of the router's own choice.
 
-Tokens may bring the choice along (Tokens.given_TNK), so that a policy is trained on the experts that it was sampled
-with (routing replay, arXiv 2510.11370). Weights are then computed from this router's scores of the given experts, with
-gradients as usual. Counts of choices, and what moves with them, are those of the router's own choice.
-
-Shapes: T tokens this rank owns, D model, E experts, K top-k, B samples, N MoE layers, G groups of experts, e experts
-of a group. Expert number E stands for "no expert".
+Shapes: T tokens this rank owns, D model, E experts (number E: "no expert"), K top-k, B samples, S positions, N MoE
+layers, G groups of experts, e experts of a group.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
 """The layout of a send buffer: assigns a slot to each choice of an expert, and fills slots with copies of tokens.
 
-Dispatchers call it before they send; nothing is sent here. A choice is one of the T * K pairs of a token and an expert
-that it chose, numbered token * K + k. A slot is a row of the buffer, and holds one routed token: a copy of a token for
-one expert (with etp, one copy for each etp rank of the expert).
+Dispatchers call it before they send; nothing is sent here. A choice is a pair of a token and an expert that it chose,
+numbered token * K + k. A slot is a row of the buffer, for a copy of a token for one expert, or one etp rank of it.
+Slots are padded to slots_per_expert, or one behind the other.
 
-    sort_by_expert                 choices in order of their experts
-    assign_slots                   a slot for each choice: padded to slots_per_expert, or one behind the other
-    assign_unpadded_slots          both steps without padding, by a kernel on GPUs
-    fill_slots                     copies tokens and routing weights into their slots
-    truncate_buffer, _route        drop slots at the end that turned out to be unused
-    order_by_expert                after the exchange: the order that sorts what arrived by expert
-
-Shapes: T tokens, D model, K top-k, E experts, e local experts, G ranks, S slots of the send buffer, R received routed
-tokens, C = T * K choices, X = etp copies of a choice, J = K * X copies of a token, P parts of the experts (ep). Expert
-number E stands for "no expert".
+Shapes: T tokens, D model, K top-k, E experts (number E: "no expert"), e local experts, G ranks, S slots of the send
+buffer, R received routed tokens, C = T * K choices, X = etp copies of a choice, J = K * X copies of a token, P parts of
+the experts (ep).
 """
 
 from __future__ import annotations

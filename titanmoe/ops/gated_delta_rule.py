@@ -6,19 +6,11 @@ In place of keys and values a head has a state S, which each token changes and t
     GLA      S <- e^decay * S + k v^T                        decay: one number per row of S; no beta
     both     out = S^T q / sqrt(width of q)
 
-Where a document begins, S is 0 before its first token. Decays are logarithms and at most 0.
-
-What a chunk of tokens does to the state, and what its outputs take from it, is linear:
-
-    S_after = carry S + gain        out = read S + own
-
-All chunks compute these four at once; only S goes from chunk to chunk. The same is true of a segment of tokens: its
-`state_map` is what a rank of context parallelism has to send of it. Exponents are sums of decays from a token to a
-later one. None is positive, so nothing overflows. Autograd saves the inputs, in their own dtypes, and nothing else:
-backward recomputes the chunks.
+Decays are logarithms, at most 0. S is 0 before a document's first token. A chunk is linear in S, S_after = carry S +
+gain and out = read S + own, so all chunks are computed at once and only S goes from one to the next.
 
 Shapes: B samples, S tokens of a segment, H value heads, of which each of R key heads serves G consecutive ones, k and v
-their widths; N chunks of C tokens; Z is B times H.
+their widths; N chunks of C tokens; Z is B times H; x is k, or 1.
 """
 
 from __future__ import annotations

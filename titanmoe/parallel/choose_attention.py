@@ -3,7 +3,7 @@
 `titanmoe.fold.attention_backend.pick_backend` picks the backend in each call, because it depends on the mask and the
 device. Mixers without attention get the segments of the sequence that this rank has.
 
-Shapes: B samples, S positions of this rank, H query heads, G key heads, h head width.
+Shapes: B samples, S positions of this rank, L sequence, H query heads, G key heads, h head width.
 """
 
 from __future__ import annotations

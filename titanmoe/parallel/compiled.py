@@ -1,16 +1,11 @@
 """Compile a model with torch.compile, one module of a block at a time. Called by titanmoe.parallel.apply.
 
-Attention, dense layers and the head are one graph each. Of a head whose loss goes through slices of the vocabulary only
-the norm is compiled; of a head that computes multi-token prediction after its norm only the loss. A block's own norms
-are not compiled: on GPUs each is one kernel anyway, and calling a graph costs the host several times as long.
+Attention, dense layers and the head are one graph each; a MoE layer is one graph from router to combine, collectives
+included (`why_not_one_graph` lists the exceptions). Sizes that depend on the routing are read inside the graph, so any
+number of routed tokens runs the same graph; all others are static. Norms of a block stay eager: each is one kernel, and
+calling a graph costs the host several times as long.
 
-A MoE layer is one graph from router to combine, collectives included (`why_not_one_graph` lists the exceptions). Sizes
-that depend on the routing are read once, inside the graph, so any number of routed tokens, zero included, runs the same
-graph. Experts are an FSDP unit of their own, whose hooks run around the graph (`compile_layer`). Identical layers share
-their graphs.
-
-All other sizes are declared static (`dynamic=False`). Otherwise torch, which remembers every size that a function has
-had in this process, would compile sizes and capacity_factor as variables after a model with other sizes.
+Shapes: B samples, s owned positions, D model.
 """
 
 from __future__ import annotations

@@ -1,22 +1,16 @@
 """Context parallel attention: one sequence sharded over the ranks of cp.
 
-The sequence is split into chunks of equal length, and each rank has some of them: with zigzag placement rank r of n has
-chunks r and 2n-1-r, so that all ranks compute equally many (query, key) pairs under the causal mask. Three kinds:
+A rank has chunks of equal length: with zigzag placement rank r of n has chunks r and 2n-1-r, so that all ranks compute
+equally many (query, key) pairs under the causal mask. titanmoe.parallel.choose_attention calls one of:
 
     ring        keys and values go around the ring of ranks, in backward too; partial results merge by their log-sum-exp
     allgather   every rank gets the keys and values of the full sequence
     ulysses     an all-to-all turns sequence shards into head shards and back; in between, attention is the usual one
 
-Ring and allgather run in `_forward_pairs` and `_backward_pairs`, on the pairs of queries and keys that the mask lists:
-full chunks under causality alone, else a block of queries with consecutive keys that some of them see. Where documents
-hide all keys of a step of the ring, a rank computes nothing.
+Ring and allgather compute the pairs of blocks that the mask lists. A sink is one more key of value zero.
 
-A sink is one more key of value zero with a given logit: the log-sum-exp starts from it instead of from -inf, and
-merging does the rest. All that backward needs of it is the final log-sum-exp. Without context parallel, blocks with a
-window or sinks use the same code, as allgather on one rank: no mask of the full sequence, no saved scores.
-
-Shapes: B samples, L sequence, S = L / cp positions of this rank, c chunk, H query heads and G key heads of this rank,
-h head width, which may differ for values.
+Shapes: B samples, L sequence, S = L / cp positions of this rank, c chunk, H query heads and G key heads of this rank, h
+head width, which may differ for values.
 """
 
 from __future__ import annotations

@@ -1,23 +1,15 @@
 """The plan of tensor, sequence and expert parallel: which module is laid on which mesh, in what style.
 
-    embed                     TensorParallel   weight 0
     layers.*.attention        TensorParallel
-    layers.*.attention.wq     Sharded          weight 0
     layers.*.attention.wk     Sharded          weight 0          up to 8 ranks
     layers.*.attention.wo     Sharded          weight 1
     layers.*.attention_norm   Replicated       weight
     layers.*.moe.router       StageReplicated  weight
     layers.*.moe.experts      ExpertParallel   w1 1, w3 1, w2 2
 
-`make_plan` makes the rows of a pipeline stage from the names, shapes and dims in `titanmoe.models.tensors`, which the
-planner reads too; `titanmoe fold RECIPE --plan` prints them. `parallelize` applies them with torch's
-`parallelize_module`. The styles are our own: they shard parameters and tell a module its group, and add no hooks,
-because the modules gather and scatter in their own forward (`gather(x, 1, self.tp)`), inside what is compiled.
-
-Weights are sharded column-wise then row-wise: heads, hidden width and vocabulary are split, and between them the
-sequence is. A replicated parameter only sees this rank's tokens or heads. Each style says over which ranks its gradient
-is then summed (`summed_over`), and `sum_replicated` does so: of norms over tp, of routers over all ranks of the stage,
-because they are replicated over the data axes too (`titanmoe.parallel.data_parallel`).
+`make_plan` makes such rows for a pipeline stage (`titanmoe fold RECIPE --plan` prints them), `parallelize` applies them
+by torch's `parallelize_module`. Our styles shard parameters and tell a module its group; the module gathers and
+scatters in its own forward. `sum_replicated` sums gradients of replicated parameters.
 """
 
 from __future__ import annotations

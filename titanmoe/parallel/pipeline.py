@@ -3,6 +3,9 @@
 `Pipeline` and `WithoutPipeline` have the same `run`, which the training step calls. Stages and schedules are those of
 torch.distributed.pipelining. Its public step() splits tensors into microbatches; ours are split already, so
 `Pipeline.run` calls the function below it, which takes microbatches.
+
+Shapes: B samples, S positions of the attention slice, s owned positions, D model, N numbers of the head for each label,
+K candidates of each position.
 """
 
 from __future__ import annotations

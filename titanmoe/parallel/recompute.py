@@ -2,46 +2,17 @@
 
     mode                    saved of a block                          recomputed
     none                    all that backward reads                   nothing
-    selective               all but what its modules name (below)     what they name
+    selective               all but what its modules name             what they name
     moe                     all of `attend`; input of `feed`          `feed`
     full_except_dispatch    inputs of both; received routed tokens    `attend`; `feed` without dispatch
     full                    inputs of both                            `attend`; `feed`
 
-`RECOMPUTED_PARTS` is this table for the code. `attend` and `feed` are the two methods of a block
-(titanmoe.models.transformer):
+Called by titanmoe.parallel.apply after compilation. `attend` (norm, mixer) and `feed` (norm, MoE layer or dense
+network) are methods of a block. A recomputed one is a checkpointed region, whose second call ends at the last tensor
+that backward needs: in `feed` the outputs of gate and up, so down and combine run once. The host never waits twice
+(titanmoe.comm.recomputation).
 
-    attend    norm and mixer
-    feed      norm, router, dispatch, experts (products with gate, up and down) and combine; of a dense block, which
-              the mode "moe" leaves alone, norm and dense network
-
-Each recomputed method is a checkpointed region: a call of which torch.utils.checkpoint saves the inputs alone. Backward
-calls the method a second time, and torch stops this call as soon as it has every tensor that autograd saved in the
-first.
-
-So the recomputation of a MoE layer's `feed` does not run to its end. The last tensors that are saved there are the
-outputs of gate and up: the activation is recomputed from them in every mode (titanmoe.moe.expert_products), and what
-dispatch and combine save is small and saved outside of the region. Norm, router, dispatch, gate and up run a second
-time; down and combine do not.
-
-In "full_except_dispatch" the products are a region of their own inside `feed`. Its inputs, the received routed tokens,
-are saved, so nothing is dispatched a second time: the recomputation of `feed` ends with the router or the shared
-expert, and that of the products with gate and up.
-
-Other messages that are sent a second time are those of `attend`, over tp and cp, and of a shared expert, over tp. The
-host never waits a second time (titanmoe.comm.recomputation).
-
-A MoE layer is compiled as one graph only in a mode that saves its routed tokens. Then its products are a region inside
-the graph, and `feed` is no region: of the rest the compiler saves what is small.
-
-`selective` recomputes what takes little time for its memory. The modules name it (titanmoe.models.layers):
-
-    FeedForward         of dense layers and shared experts: `down` is a region, of the activation, which is the input of
-                        the down projection
-    LatentAttention     by `use_recomputable`: queries, keys and values of all heads, from the latents
-    GatedDelta          by `use_recomputable`: queries, keys and values, by the convolution; `convolve` and `down` are
-                        regions, of what the convolution saves, and of the gated norm before the last projection
-
-Norms only save their input. No collective runs twice, and the only matrix products that do are those of the latents.
+Shapes: B samples, s owned positions, D model.
 """
 
 from __future__ import annotations
@@ -254,7 +225,8 @@ def _recompute_selected(block: Block) -> None:
 def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_one_graph: bool = False) -> None:
     """Make the methods of blocks that the recipe recomputes checkpointed regions, in place.
 
-    Must be called after compilation, which wraps methods too.
+    Must be called after compilation, which wraps methods too. A MoE layer is compiled as one graph only in a mode that
+    saves its routed tokens; then its products are a region inside the graph, and `feed` is none.
 
     Args:
         model: a pipeline stage.

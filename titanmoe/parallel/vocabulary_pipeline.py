@@ -1,31 +1,14 @@
 """Run embedding and head over all stages of a pipeline: [parallelism] vocab = "pipeline" (arXiv 2411.05288).
 
-Both layers are sharded over pp and tp together (titanmoe.models.vocabulary_shards). All ranks of a pipeline run their
-passes at the places that titanmoe.fold.vocabulary_passes puts into the schedule's table. Each pass starts a message,
-over pp unless another group is named, and a later one waits for it:
+Both layers are sharded over pp and tp together (titanmoe.models.vocabulary_shards). All ranks of a pipeline run the
+passes E, H, S, L, T and D where titanmoe.fold.vocabulary_passes, which describes them, has put them into the schedule's
+table. A pass starts a message, over pp or (S) pp x tp, and a later one waits for it.
 
-    E   sum of the embeddings, to the first stage
-    H   normed hidden states, from the last stage
-    S   largest logit, sum of exponentials and label's logit of each token, among all ranks of pp x tp
-    L   log-sum-exp and the loss's gradient of each label, from the last stage, which alone computes the objective
-    T   sum of the gradients of the hidden states, to the last stage
-    D   gradient of the embeddings, from the first stage
-
-Multi-token prediction, a block of the last stage, adds no pass. In E and D there is a second message, with embeddings
-of the next tokens to the last stage and their gradient from it. H to T work on twice as many hidden states and labels.
-
-As all ranks run the passes in one order, all start the messages of a group in one order.
-
-The kinds of actions of torch's runtime are closed, and a pass must be neither part of a forward or backward nor next to
-one: the runtime waits for the input of an action before it calls the stage, and sends its output after that, so a rank
-that blocks in a message of a pass might owe another rank its output. Hence passes are actions of their own in torch's
-table, between the sends of one action and the wait of the next. The runtime looks for a function by the kind of an
-action before it runs it itself, and that dict takes kinds of ours, so the runtime needs no subclass, and tables without
-passes run as before.
+Multi-token prediction adds no pass, but a second message to E and D, for the embeddings of the next tokens; tensors
+that have both have 2 B samples, first those of the tokens.
 
 Shapes: N numbers of the head for each label, B samples, S positions of the attention slice, s owned positions, T tokens
-(B * S), D model, R ranks of pp x tp, K statistics. With multi-token prediction tensors that have both have 2 B samples:
-first those of the tokens, then those of the next tokens.
+(B * S), D model, R ranks of pp x tp, K statistics.
 """
 
 from __future__ import annotations
@@ -103,7 +86,11 @@ class _Seed(torch.autograd.Function):
 
 
 class VocabularyPasses:
-    """The passes of a rank in one step, and the tensors that they exchange with its stages."""
+    """The passes of a rank in one step, and the tensors that they exchange with its stages.
+
+    A pass is an action of its own in the table of torch's runtime, because a rank that blocked in a message next to a
+    forward or backward might owe another rank its output.
+    """
 
     def __init__(
         self,

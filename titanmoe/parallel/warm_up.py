@@ -1,9 +1,10 @@
 """Run a forward and backward of a stage that leaves no trace, before a pipeline's first message: it loads all kernels.
 
-CUDA loads a kernel when it is first launched, and to load it may wait for all kernels that run (CUDA C++ Programming
-Guide, "Lazy Loading": two kernels of which one cannot end without the other may deadlock). A receive of NCCL runs until
-its message has come. So a rank that loads a kernel while it receives would wait for the other rank, which may wait for
-what this rank has not launched yet.
+To load a kernel at its first launch CUDA may wait for all kernels that run (CUDA C++ Programming Guide, "Lazy
+Loading"). A receive of NCCL runs until its message has come, so two ranks that load and receive could wait for each
+other.
+
+Shapes: B samples, S positions of the attention slice, s owned positions, D model, K candidates of each position.
 """
 
 from __future__ import annotations

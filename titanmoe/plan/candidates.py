@@ -1,4 +1,7 @@
-"""Mappings that a search considers, each with lower bounds of its time and memory."""
+"""Mappings that a search considers, each with lower bounds of its time and memory.
+
+Iterated by titanmoe.plan.search, by rising bound: it ends where no other can be faster than those it shows.
+"""
 
 from __future__ import annotations
 

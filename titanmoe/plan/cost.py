@@ -1,4 +1,7 @@
-"""Seconds of a microbatch by component: what every price is added up from."""
+"""Seconds of a microbatch by component: what every price is added up from.
+
+Computed by the cost modules beside this one, shown by `titanmoe plan`.
+"""
 
 from __future__ import annotations
 

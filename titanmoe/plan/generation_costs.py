@@ -1,17 +1,12 @@
 """Memory and time of generating answers for [rl], and the mapping that generates them fastest.
 
-Before every `rl.updates` steps a run copies its weights by messages to a model that generates under a mapping of its
-own, reads its prompts, and then extends all answers of a rank by a token at a time (titanmoe.rl). While it does, what
-training holds between steps is beside that model; while it trains, the model has no memory.
-
-Seconds are a roofline; on an H200 answers took twice as long, with a slower choice of tokens (docs/reinforcement.md).
-The next tokens of a rank's B answers take
+Before every `rl.updates` steps a run copies its weights to a model under a mapping of its own (titanmoe.rl), which
+reads prompts and then extends all answers by a token at a time. The next tokens of a rank's B answers take, together,
+or the host's time to launch all layers if that is longer,
 
     weights    max(bytes / bandwidth, FLOPs / the best rate of a product): of experts those that a token chose
     cache      READS times the bytes of all cached positions / bandwidth
     messages   of tp in each layer, and of ep x etp in each MoE layer: dispatch, combine and counts
-
-together, or the host's time to launch all layers if that is longer. The choice of tokens and rewards are not counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Lower bounds of a rank's memory, by which the search leaves out mappings before it prices them."""
+"""Lower bounds of a rank's memory, by which the search leaves out mappings before it prices them.
+
+Called by titanmoe.plan.candidates. A bound is the state of the weights, divided among all ranks, and what blocks save
+of the microbatches in flight.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`titanmoe plan`: memory, time and the best mapping of a recipe, before there is a machine."""
+"""`titanmoe plan`: memory, time and the best mapping of a recipe, before there is a machine.
+
+Called by titanmoe.cli. titanmoe.plan.search finds the fastest mappings that fit, or prices the one of the recipe
+(--explain); titanmoe.plan.plan_table formats them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A plan as tables for people, and as JSON for programs."""
+"""A plan as tables for people, and as JSON for programs.
+
+Called by titanmoe.plan.plan_command. The stated errors of a plan are those against published runs (docs/planner.md).
+"""
 
 from __future__ import annotations
 

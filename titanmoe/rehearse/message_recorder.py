@@ -3,6 +3,8 @@
 It works on fake tensors (`fake_recorder`) and on those of real ranks, with which tests compare a rehearsal. A message
 is recorded when it is issued and when its result is waited for. Its line of code is the one in titanmoe that requests
 it; in backward, the line of the forward pass whose gradients are sent.
+
+Shapes: N rows that a put writes on other ranks, M rows that are written here.
 """
 
 from __future__ import annotations

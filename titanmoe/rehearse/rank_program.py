@@ -1,4 +1,7 @@
-"""The messages of a rehearsed rank with the groups that they belong to, as the check of message order reads them."""
+"""The messages of a rehearsed rank with the groups that they belong to, as the check of message order reads them.
+
+Made of records of rehearsed ranks; titanmoe.rehearse.message_order finds messages that can never complete.
+"""
 
 from __future__ import annotations
 

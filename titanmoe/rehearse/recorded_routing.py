@@ -4,6 +4,8 @@ The counts are sums over all ranks. So each token's experts are chosen from them
 tokens that visit each expert are placed end to end on a line of length K, and token t takes the experts at the K points
 u_t, u_t + 1, ... No fraction exceeds 1, so these are K different experts. With u_t = t times the golden ratio, modulo
 1, any range of consecutive tokens nearly follows the fractions.
+
+Shapes: T tokens, E experts, K top-k.
 """
 
 from __future__ import annotations

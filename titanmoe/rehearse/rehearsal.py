@@ -2,6 +2,8 @@
 
 `recipe_to_rehearse` resolves a recipe without looking at data or runs, and `rehearse` runs it with torch's fake process
 group. The command, tests and benchmarks call them.
+
+Shapes: T tokens, K top-k.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The command `titanmoe rehearse`: what any rank would send, compute and hold in memory, before a job is launched."""
+"""The command `titanmoe rehearse`: what any rank would send, compute and hold in memory, before a job is launched.
+
+Called by titanmoe.cli. titanmoe.rehearse.rehearsal runs the step of each rank, titanmoe.rehearse.message_order checks
+the messages of several. docs/rehearse.md explains the report.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The charts of the report: curves, stacked times, heat maps of loads and ranks, quiz answers."""
+"""The charts of the report: curves, stacked times, heat maps of loads and ranks, quiz answers.
+
+Called by titanmoe.report.page, which places them. A chart is a function from the runs' metrics to a drawing
+(titanmoe.report.draw), or None without data.
+
+Shapes: E experts, R ranks, C columns (steps) of a heat map, Q questions of a quiz.
+"""
 
 from __future__ import annotations
 

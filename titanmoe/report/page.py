@@ -1,4 +1,7 @@
-"""The report of runs: one HTML file without external files, for wide and narrow screens, light and dark."""
+"""The report of runs: one HTML file without external files, for wide and narrow screens, light and dark.
+
+Called by titanmoe.report.report_command with runs read by titanmoe.report.read_run; titanmoe.report.charts draws them.
+"""
 
 from __future__ import annotations
 

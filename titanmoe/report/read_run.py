@@ -1,6 +1,8 @@
 """Reading of a run's folder for the report: metrics, experts' loads, times of ranks, events, config.
 
 Files may come from other versions or programs: lines that do not fit are left out with a warning.
+
+Shapes: R ranks, C recorded steps, E experts, Q questions of a quiz.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The command `titanmoe report`, which draws runs into one HTML page."""
+"""The command `titanmoe report`, which draws runs into one HTML page.
+
+Called by titanmoe.cli. titanmoe.report.read_run reads the runs, titanmoe.report.page writes the file.
+"""
 
 from __future__ import annotations
 

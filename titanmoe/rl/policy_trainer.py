@@ -4,6 +4,8 @@ For every `rl.updates` steps the run's weights are copied by messages to a model
 own; it answers prompts, workers of rank 0 reward the answers as they are finished, and each step then learns from those
 of its own prompts. No checkpoint is made while answers are left to learn from, and draws are functions of (seed, step,
 prompt, answer, position): so a run that resumes generates the answers that it would have generated.
+
+Shapes: N samples, S positions, L MoE layers, K top-k.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""A process that computes rewards: `python -m titanmoe.rl.reward_worker BYTES call|run WHAT...`.
+"""A process that computes rewards: `python -m titanmoe.rl.reward_worker BYTES call|run WHAT...`. Imports no torch.
 
-It limits its own memory to BYTES (0: no limit), and is killed when the process that started it dies. With "call" it
-calls a Python function for each line of JSON that it reads, and writes a line of JSON. With "run" it becomes the
-program WHAT, which does the same. It writes an empty line first, when it is ready:
+It limits its own memory to BYTES (0: no limit), and is killed when the process that started it dies. "call" calls a
+Python function for each line of JSON that it reads, and writes a line of JSON; "run" becomes the program WHAT, which
+does the same. It writes an empty line first, when it is ready:
 
     {"prompt": "2 + 3 =", "answer": " 5", "record": {"prompt": "2 + 3 =", "solution": "5"}}     read
     {"reward": 1.0}                                                                             written
 
 With rl.max_turns above 1 the answer is a list of turns, and {"message": "..."} lets the model go on.
-It imports no torch.
 """
 
 from __future__ import annotations

@@ -1,20 +1,6 @@
 """Alarms on losses and expert loads that rank 0 writes as events: loss spikes, dying experts, divergence.
 
 `titanmoe.train.metrics` asks each of them after every step. An alarm is written once, when its condition has lasted.
-
-A diverging loss gets a second event when it has recovered. A healthy loss falls, varies from batch to batch, and has
-spikes of a few steps. It diverges if for HIGH_STEPS in a row it exceeds the lower of two limits:
-
-* ABOVE_FIRST nats above the loss of the run's first step: 2.7 times the perplexity before the first update. The loss of
-  a fine-tune that starts low and varies by a few tenths stays below.
-* ABOVE_LOWEST nats above the lowest average so far: 7.4 times the perplexity. Spikes are shorter, batches of different
-  sources differ by less, and a model that only knows token frequencies is further above.
-
-FAR_ABOVE nats above the limit, two steps in a row are enough: a single bad batch may do that, two do not.
-
-A loss also counts as diverging if for GUESS_STEPS in a row after the warm-up it exceeds ln(vocab_size), the loss of a
-uniform guess: token frequencies are learnt within the first steps and are worth several nats. This rule is off for
-random tokens (data.source = "synthetic"), which have nothing to learn.
 """
 
 from __future__ import annotations
@@ -163,7 +149,17 @@ class ExpectedLoss(NamedTuple):
 
 
 class DivergenceAlarm:
-    """Detector of a loss that diverges, or that stays above the loss of a uniform guess."""
+    """Detector of a loss that diverges, or that stays above the loss of a uniform guess.
+
+    A healthy loss falls, varies from batch to batch, and has spikes of a few steps. It diverges if for HIGH_STEPS in a
+    row it exceeds the lower of two limits, or for FAR_STEPS exceeds it by FAR_ABOVE nats:
+
+    * ABOVE_FIRST nats above the first loss; a fine-tune that starts low and varies by a few tenths stays below.
+    * ABOVE_LOWEST nats above the lowest average so far; spikes are shorter, and batches of sources differ by less.
+
+    GUESS_STEPS in a row after the warm-up above ln(vocab_size) count too: token frequencies are learnt within the first
+    steps. This rule is off for random tokens (data.source = "synthetic").
+    """
 
     def __init__(self, expected: ExpectedLoss):
         self.warmup, self.guess = expected.warmup, expected.guess

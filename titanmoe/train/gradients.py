@@ -3,6 +3,8 @@
 `Trainer.train_step` makes the slices by `Slicer` and calls `Gradients.sums`. A `titanmoe.session.Session` calls what
 that consists of: `begin_step`, `add` for each pass of microbatches, `reduce`. The objective's sums are divided by their
 `divisor`, counted over the whole step, and every reduction is a sum, so no gradient is scaled twice.
+
+Shapes: B samples, S positions of the attention slice, N numbers of the head for each label, M microbatches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Builds the header of a run: a table of labels and texts that it prints before its first step."""
+"""Build the header of a run: a table of labels and texts that it prints before its first step.
+
+Called by titanmoe.train.build. One part follows from recipe, mapping and device alone, the other from the built model.
+"""
 
 from __future__ import annotations
 

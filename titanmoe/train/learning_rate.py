@@ -1,4 +1,7 @@
-"""Learning rate as a function of the step, and warnings about rates that are too high or that change on resuming."""
+"""Learning rate as a function of the step, and warnings about rates that are too high or that change on resuming.
+
+Called by titanmoe.train.build and titanmoe.train.header. A linear warmup to the peak, then decay to min_ratio of it.
+"""
 
 from __future__ import annotations
 

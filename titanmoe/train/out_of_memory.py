@@ -1,4 +1,8 @@
-"""Message for a rank that is out of memory: what it was doing, what held how many bytes, which settings help most."""
+"""Message for a rank that is out of memory: what it was doing, what held how many bytes, which settings help most.
+
+Called by titanmoe.train.launch, when a rank fails and before, for the case that the kernel kills it. Weights, gradients
+and moments are counted; the remainder is taken for activations.
+"""
 
 from __future__ import annotations
 

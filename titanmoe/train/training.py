@@ -1,4 +1,7 @@
-"""Everything that a run consists of on one rank. `titanmoe.train.build.build_training` makes it, `Trainer` uses it."""
+"""Everything that a run consists of on one rank. `titanmoe.train.build.build_training` makes it, `Trainer` uses it.
+
+titanmoe.session and titanmoe.rl use its components without the trainer.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ rank d, with j = (m * data_ranks + d) * local_batch_size + b, as in a run with a
 a run has a `NoLoader`.
 
 Shapes: N samples of a call, L ids of the longest, S positions of the recipe (training.seq_len), B samples of a
-microbatch.
+microbatch, K top-k.
 """
 
 from __future__ import annotations

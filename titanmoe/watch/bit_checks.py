@@ -1,12 +1,11 @@
 """Bitwise checks against silent data corruption: replicas on several ranks, and two passes over one batch.
 
-`[debug] replicas_every` uses `ReplicaCheck`: replicated weights, moments, router biases and counters must be equal to
-the bit. A rank computes one fingerprint for each set of ranks that it shares state with; one all-gather distributes
-them, and the host waits once.
+`[debug] replicas_every` uses `ReplicaCheck`: a rank computes one fingerprint of weights, moments, router biases and
+counters for each set of ranks that it shares them with; one all-gather distributes these. `[debug] rerun` uses
+`repeat_pass`: each rank compares fingerprints of its loss, routing counts and gradients in two passes. Hidden states
+travel between ranks, so only the first layer that differs shows where the fault is.
 
-`[debug] rerun` uses `repeat_pass`: the forward and backward of a suspect step are repeated. Each rank compares
-fingerprints of what it computed itself: its contribution to the loss, the routing counts of each layer and its shards
-of the gradients. Hidden states travel between ranks, so only the first layer that differs shows where the fault is.
+Shapes: M microbatches of a step, X counted numbers.
 """
 
 from __future__ import annotations

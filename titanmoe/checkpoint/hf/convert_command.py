@@ -1,4 +1,8 @@
-"""`titanmoe convert`: check the options, run the conversion, print what was made."""
+"""`titanmoe convert`: check the options, run the conversion, print what was made.
+
+Called by titanmoe.cli. Each kind of conversion opens a source of tensors by our names and writes it block by block;
+under torchrun the ranks share the work.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`titanmoe convert --describe`: write a recipe that trains a model in Hugging Face's format."""
+"""`titanmoe convert --describe`: write a recipe that trains a model in Hugging Face's format.
+
+Called by `titanmoe convert`. The recipe names model.hf, which fixes [model]; comments say what that is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Plan a Hugging Face folder from our weights: its files, config.json and tokenizer. Tensors are made as written."""
+"""Plan a Hugging Face folder from our weights: its files, config.json and tokenizer. Tensors are made as written.
+
+Called by `titanmoe convert` and by runs that save in Hugging Face's format. A plan divides the tensors into files
+before any weight is read; each rank then writes some of the files, block by block.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Read a Hugging Face model's folder by our names: any block of any tensor, without loading anything else."""
+"""Read a Hugging Face model's folder by our names: any block of any tensor, without loading anything else.
+
+Opened by runs that begin from a Hugging Face model, by conversions and by generation. A block of a tensor of ours is
+put together from blocks of theirs (titanmoe.checkpoint.hf.tensor_map).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Compare two [model] tables by what they compute: fields without effect, and equal ways to route, do not count."""
+"""Compare two [model] tables by what they compute: fields without effect, and equal ways to route, do not count.
+
+Called to refuse a recipe that differs from its config.json. Both tables are first brought to one form, in which unused
+fields have their defaults and values that mean the same are equal.
+"""
 
 from __future__ import annotations
 

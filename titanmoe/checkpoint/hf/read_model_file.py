@@ -1,4 +1,8 @@
-"""Resolve model.hf: turn the config.json of a model's folder into fields of the recipe. Without torch."""
+"""Resolve model.hf: turn the config.json of a model's folder into fields of the recipe. Without torch.
+
+titanmoe.components passes it to titanmoe.config.load, which may not import this room. A recipe cannot override what
+config.json fixes, but it can override the defaults that follow from it.
+"""
 
 from __future__ import annotations
 

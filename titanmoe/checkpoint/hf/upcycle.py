@@ -1,18 +1,14 @@
 """Upcycle a dense model: give it experts so that it computes the same (`titanmoe convert --upcycle`).
 
-Each block's feed-forward network, y = W2 (silu(W1 x) * W3 x), becomes E experts. With granularity G the hidden width is
-split into G slices, whose outputs y_g add up to y; the experts are E/G copies of the G slices, those of a copy side by
-side (fine-grained upcycling: arXiv 2410.07524; the G8T8 of arXiv 2504.14960 is G = 8, top 8 of 64).
-
-The router's rows are random for each copy and the same for all slices of it (virtual groups of arXiv 2410.07524), so
-the slices of a copy have equal router scores. If T experts are chosen and T is a multiple of G, they are therefore T/G
-full copies: equal scores of two copies do not mix them either, because the lower expert numbers win. Weights of the
-chosen experts that sum to one are w_c / G for each slice of copy c, with the sum of w_c one, and
+Each block's feed-forward network becomes E experts. With granularity G its hidden width is split into G slices, whose
+outputs y_g add up to y; the experts are E / G copies of the G slices (arXiv 2410.07524; G8T8 of arXiv 2504.14960 is G =
+8, top 8 of 64). Router rows are random for each copy and equal for its slices, so T chosen experts are T / G full
+copies: ties of two copies do not mix them, because lower expert numbers win. With W2 of each slice multiplied by G, and
+weights w_c that sum to one over the copies,
 
     sum over copies c, slices g of  w_c / G * (G * y_g)  =  sum over c of w_c * y  =  y
 
-whatever the router says, if W2 of each slice is multiplied by G. A power of two does that without rounding. Without
-the normalisation the weights of each token would have a different sum, which no factor could correct.
+whatever the router says. A power of two multiplies without rounding.
 """
 
 from __future__ import annotations

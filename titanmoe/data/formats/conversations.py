@@ -1,4 +1,8 @@
-"""The formats "chat" and "preference": JSONL or Parquet with messages in a field of each line or row."""
+"""The formats "chat" and "preference": JSONL or Parquet with messages in a field of each line or row.
+
+Named in titanmoe.data.formats. The files are read as JSONL or Parquet; a format only says which fields have the
+messages, and titanmoe.data.chat makes tokens of them.
+"""
 
 from titanmoe.data.chat_layouts import CHAT_FIELDS
 from titanmoe.data.formats import jsonl, parquet

@@ -1,4 +1,7 @@
-"""The interface of a data format: which files it reads, how processes share them, and the records in them."""
+"""The interface of a data format: which files it reads, how processes share them, and the records in them.
+
+Called by tokenization, which chooses one by name or by extension. docs/extending.md shows how to add one.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,7 @@ class FormatSpec(Spec):
         return {"data.packing": "best_fit"} if is_chat else {}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Yield each contradiction between the format and another option of the recipe."""
         data = config.data
         reads_chats = self.conversations or self.completions_per_prompt > 1 or config.rl.reward
         if data.chat_template and not reads_chats:

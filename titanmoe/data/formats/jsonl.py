@@ -1,4 +1,7 @@
-"""The format "jsonl": a JSON object per line, with the document in one of its fields."""
+"""The format "jsonl": a JSON object per line, with the document in one of its fields.
+
+Named in titanmoe.data.formats, called by titanmoe.data.read_files. Limits keep a line from filling memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The format "parquet": a record per row, with the document in one of its columns."""
+"""The format "parquet": a record per row, with the document in one of its columns.
+
+Named in titanmoe.data.formats, called by titanmoe.data.read_files; needs pyarrow. Processes share a file by row groups,
+of which few rows are in memory at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Dense models on Hugging Face that can be upcycled: each becomes a MoE model of `family`, with copies of its FFN."""
+"""Dense models on Hugging Face that can be upcycled: each becomes a MoE model of `family`, with copies of its FFN.
+
+Read by titanmoe.checkpoint.hf.config_json for `titanmoe convert --upcycle`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A model family: its sizes, the mixer of each block, and how Hugging Face stores it. No torch here."""
+"""A model family: its sizes, the mixer of each block, and how Hugging Face stores it. No torch here.
+
+Made by the modules beside this one, one `Family` each; read by config, planner, checkpoints and the transformer.
+"""
 
 from __future__ import annotations
 

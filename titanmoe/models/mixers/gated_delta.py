@@ -1,4 +1,8 @@
-"""The spec of linear attention: gated delta rule (arXiv 2412.06464), or the gate of GLA (arXiv 2312.06635)."""
+"""The spec of linear attention: gated delta rule (arXiv 2412.06464), or the gate of GLA (arXiv 2312.06635).
+
+Read by families, planner and checkpoints; titanmoe.models.linear_attention is the implementation. Costs follow its
+recurrence, a chunk at a time (titanmoe.ops.gated_delta_rule).
+"""
 
 from __future__ import annotations
 

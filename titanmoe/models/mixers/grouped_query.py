@@ -1,4 +1,8 @@
-"""The spec of grouped-query attention (arXiv 2305.13245), with windows, sinks, biases and norms of queries and keys."""
+"""The spec of grouped-query attention (arXiv 2305.13245), with windows, sinks, biases and norms of queries and keys.
+
+Read by families, planner, checkpoints and Muon; titanmoe.models.attention is the implementation. tp shards the heads;
+where it exceeds the number of key heads, these are replicated.
+"""
 
 from __future__ import annotations
 

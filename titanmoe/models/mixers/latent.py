@@ -1,4 +1,8 @@
-"""The spec of latent attention (arXiv 2405.04434): keys and values come from one narrow vector per token."""
+"""The spec of latent attention (arXiv 2405.04434): keys and values come from one narrow vector per token.
+
+Read by families, planner, checkpoints and Muon; titanmoe.models.latent_attention is the implementation. tp shards the
+heads; the latents and the projections to them are replicated.
+"""
 
 from __future__ import annotations
 

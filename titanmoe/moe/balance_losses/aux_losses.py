@@ -2,6 +2,8 @@
 
 Each is the mean of E * sum over experts of f * P: f is the fraction of choices that fall on an expert, counted over the
 loss's scope and constant in backward, and P the mean score of tokens for it.
+
+Shapes: B samples of a microbatch, E experts, P = 1 + microbatches of a pass.
 """
 
 from __future__ import annotations
@@ -40,8 +42,7 @@ class AuxLoss(BalanceLoss):
 class AuxLossGlobal(BalanceLoss):
     """Balance loss for even loads over all data ranks and the step's microbatches so far (arXiv 2501.11873).
 
-    The microbatch itself is included. Shapes: P = 1 + microbatches of a pass. The first row has the counts of the
-    step's earlier passes.
+    The microbatch itself is included. The first row of P has the counts of the step's earlier passes.
     """
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):

@@ -1,16 +1,12 @@
 """The dispatcher `alltoall`: each token goes only to the ranks of its experts, by one all-to-all there and one back.
 
-`AllToAll.dispatch` has three cases:
-
     one rank has all experts     nothing is sent, and the host does not wait (`dispatch_locally`)
     padded expert buffers        equal splits, known without a message: no host sync
-    dropless                     ranks first send each other their counts, which the host reads to split the message;
-                                 eager code fills the largest buffer possible before it reads them and drops its unused
-                                 end, a compiled graph reads them first
+    dropless                     ranks first send each other their counts, which the host reads to split the message
 
-Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp),
-S slots of this rank's send buffer, R routed tokens that it receives for its experts, C = T * K choices of an expert, X
-copies of one (etp).
+Shapes: T tokens this rank owns, D model, K top-k, J choices of a token, E experts, e local experts, G ranks of the
+dispatch group (ep x etp), S slots of this rank's send buffer, R routed tokens that it receives for its experts, C = T *
+K choices of an expert, X copies of one (etp).
 """
 
 from __future__ import annotations

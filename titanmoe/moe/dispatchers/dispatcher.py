@@ -1,22 +1,16 @@
 """The interface of dispatchers, which send routed tokens to the ranks of their experts and bring outputs back.
 
-A dispatcher knows tokens and ranks, not what experts compute. The MoE layer calls it in this order:
+The MoE layer calls a dispatcher, which knows tokens and ranks but not what experts compute, in this order:
 
     exchange = dispatcher.dispatch(x, weights, chosen, slots_per_expert)    starts to send routed tokens
-    ...                                                                     other work, while they are in flight
     y = experts(*exchange.receive_routed())                                 waits for this rank's routed tokens
     y = exchange.combine(y)                                                 sends outputs back, sums them by token
 
-Backward may recompute a layer, up to the experts' inputs (titanmoe.parallel.recompute). The recomputation repeats
-neither messages by titanmoe.comm that tell sizes and positions, nor those sent as `small`. What `combine` saves for
-backward has to be small, and saved inside `titanmoe.comm.recomputation.save_tensors()`.
+A dispatcher is a subclass of `Dispatcher`, an `Exchange` and a line in dispatcher_spec.py; `allgather.py` is the
+shortest. What `combine` saves has to be small, and saved inside `titanmoe.comm.recomputation.save_tensors()`.
 
-A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `spec`, a class with the methods of
-`Exchange`, and a line in `titanmoe/moe/dispatchers/dispatcher_spec.py`. `allgather.py` is the shortest.
-
-Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
-etp innermost), S slots of this rank's send buffer, each with a routed token that it sends, R routed tokens that it
-receives for its experts. Expert number E stands for "no expert".
+Shapes: T tokens this rank owns, D model, K top-k, E experts (number E: "no expert"), e local experts, G ranks of the
+dispatch group (ep x etp, etp innermost), S slots of this rank's send buffer, R routed tokens that it receives.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """The dispatcher `hierarchical`: each token crosses once to every node that has experts of it, and is copied there.
 
-It goes first to the rank with this rank's position on that node, then by an all-to-all inside the node, which makes the
-copies for several experts and for etp. On the way back the node sums what its experts return, and one row crosses. Per
-rank and direction: between nodes, one row for each token and each other node that it visits; inside the node, etp rows
-for each expert there that a token arriving at this rank has chosen. With a group inside one node nothing crosses, and
-this is AllToAll.
+It goes to the rank with this rank's position on that node, then by an all-to-all inside the node, which makes the
+copies for several experts and for etp. On the way back the node sums, and one row crosses. Inside one node it is
+AllToAll.
 
-Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp),
-S slots of this rank's send buffer, R routed tokens that it receives for its experts, N nodes of the group, V tokens
-that arrive here from all of them. Between nodes a slot of the send buffer has a token for a node, not for an expert:
-C = T * N choices of a node, with X = 1 slot each.
+Shapes: T tokens this rank owns, D model, K top-k, J choices of a token, E experts, e local experts, G ranks of the
+dispatch group (ep x etp), S slots of this rank's send buffer, R routed tokens that it receives for its experts, N nodes
+of the group, V tokens that arrive here from all of them. Between nodes a slot has a token for a node: C = T * N choices
+of a node, with X = 1 slot each.
 """
 
 from __future__ import annotations

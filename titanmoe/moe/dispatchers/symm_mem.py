@@ -1,21 +1,13 @@
 """The dispatcher `symm_mem`: writes routed tokens into the memory of their experts' ranks, over NVLink.
 
-Sizes stay on the device, so the host never waits. All ranks first gather how many routed tokens each has for each
-expert, from which `symmetric_places` computes where each belongs in the receive buffer of its expert's rank. Then each
-rank writes its routed tokens there through `symmetric_buffers`, and the experts' outputs go back to the slots of the
-sender that they came from; each is the other's backward.
+All ranks gather how many routed tokens each has for each expert; `symmetric_places` computes from it, on the device,
+where each belongs in the receive buffer of its expert's rank. So the host never waits. If any rank would receive more
+than its buffer holds, no rank sends, a flag is set, and the step is repeated without buffers, exactly.
 
-An over-subscription factor sets the size of the receive buffer. If any rank of the group would receive more than fits,
-no rank sends anything and a flag is set: the step is then repeated without the buffers, which is exact
-(`Gradients.sums`).
-
-A rank alone has no group and allocates nothing. A group of one that has a name, such as the world's in a single
-process, sends its routed tokens to itself through its own buffer: so all of this can be tested on one GPU.
-
-Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, C = T * K choices with X = etp slots
-each, S = C * X slots of the send buffer, the unused ones last, R slots of the receive buffer: every expert has a
-multiple of ALIGN, those after its routed tokens and after all experts' unused. G ranks as senders, P the same ranks as
-receivers. A place is rank * limit + slot, and -1 is nowhere.
+Shapes: T tokens this rank owns, D model, K top-k, J choices of a token, E experts, e local experts, C = T * K choices
+with X = etp slots each, S = C * X slots of the send buffer, the unused ones last, R slots of the receive buffer, a
+multiple of ALIGN for every expert. G ranks as senders, P the same ranks as receivers. A place is rank * limit + slot;
+-1 is nowhere.
 """
 
 from __future__ import annotations

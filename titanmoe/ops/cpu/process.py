@@ -1,4 +1,7 @@
-"""How the ranks on one machine share its CPUs: threads, scheduling, memory. Imports torch only where it must."""
+"""How the ranks on one machine share its CPUs: threads, scheduling, memory. Imports torch only where it must.
+
+Called by titanmoe.train.runtime at the start of a rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Helpers that all kernels' launches share; `kernel` makes a launching function an operation of torch."""
+"""Helpers that all kernels' launches share; `kernel` makes a launching function an operation of torch.
+
+Operations of torch can be compiled and rehearsed; eager calls skip its dispatcher, which costs the host time.
+"""
 
 from __future__ import annotations
 

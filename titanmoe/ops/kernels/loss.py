@@ -5,8 +5,7 @@ Reference: `titanmoe.models.logit_slices`. With m the largest logit so far, s th
     forward     m' = max(m, max l)      s' = s exp(m - m') + sum exp(l - m')
     backward    (exp(l - log-sum-exp) - 1 at the label) * scale, overwriting l
 
-A program has one token, so no sum depends on the order of execution. Everything is float32 (or float64) up to the
-rounding of the gradient.
+A program has one token, so no sum depends on the order of execution.
 
 Shapes: T tokens, v a slice of the vocabulary.
 """

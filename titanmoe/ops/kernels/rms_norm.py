@@ -4,13 +4,10 @@ Reference: `titanmoe.models.layers.plain_norm`. With r = 1 / sqrt(mean(x^2) + ep
 
     y = x r w        dx = r (dy w - x r^2 mean(dy w x))        dw = sum of dy x r over rows
 
-Backward recomputes r from x, which it reads anyway: that moves fewer bytes than a saved r. Each of its programs sums dw
-over its rows and writes that sum once; the sums of all programs are then added in a fixed order, so no result depends
-on the order of execution. Everything is float32 (or float64) until a single rounding at the end.
+Backward recomputes r from x, which moves fewer bytes than a saved r. Sums of dw are added in a fixed order. Everything
+is float32 (or float64) until a single rounding at the end.
 
-Narrow rows, such as those of queries and keys, share a program. Rows may be farther apart than they are long.
-
-Shapes: R rows, D width of a row, P programs.
+Shapes: R rows, which may be farther apart than they are long, D width of a row, P programs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """A kernel from logits to routing in one pass: scores, choice, weights, and counts of choices by sample and expert.
 
-Reference: `titanmoe.moe.router.Router._plain`. A program has a few tokens and all their experts. It picks the largest
-key top_k times, the lower number among equals; a key is score plus expert_bias, and -inf outside a token's best groups.
-Counts are sums of integers, so their order does not matter.
-
-Backward, with m the chosen experts, r a weight before normalisation (the score, or the softmax over the chosen), g its
-gradient, S the sum of r over the chosen:
+Reference: `titanmoe.moe.router.Router._plain`. A program has a few tokens and all their experts. Backward, with s the
+scores, r the chosen ones' weights before normalisation, g their gradient, S the sum of r over the chosen:
 
     normalised   g = (g - sum g * r / S) / S
     softmax      dlogit = s * (g - sum s * g)

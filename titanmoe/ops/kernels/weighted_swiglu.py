@@ -1,13 +1,11 @@
 """Kernels for the input of the experts' down projection in one pass: activation, product and routing weight; gradients.
 
 Reference: `titanmoe.moe.expert_products.plain_swiglu`, which rounds after each operation; here all is float32 (or
-float64) until a single rounding at the end. With a = act(gate), u = up (clamped: min(gate, 7), up within 7, + 1) and
-weight w:
+float64) until a single rounding at the end. With a = act(gate), u = up (clamped: min(gate, 7), up within 7, + 1):
 
     h = a * u * w     dw = sum_F dh * a * u     dup = dh * w * a     dgate = dh * w * u * act'(gate)
 
-A program has full rows, so dw is summed without atomics, in a fixed order. Gate and up may lie side by side in one
-tensor: their rows may be farther apart than they are long. Their gradients lie side by side.
+Gate and up, and their gradients, may lie side by side in one tensor.
 
 Shapes: R routed tokens, F hidden width.
 """

@@ -1,4 +1,9 @@
-"""The cross-entropy of all labels, plain or weighted."""
+"""The cross-entropy of all labels, plain or weighted.
+
+Chosen by training.objective, called by titanmoe.train.gradients for each microbatch.
+
+Shapes: B samples, S positions of the attention slice.
+"""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ class Objective:
         return cls(meshes)
 
     def __call__(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+        """Return the objective's sum over this rank's slice of a microbatch, by `sum`."""
         return self.sum(HeadScores.of(scores_NBS), batch_slice)
 
     def report(self, batch_slice: BatchSlice, *sums: Tensor) -> None:

@@ -1,4 +1,7 @@
-"""AdamW on local shards: torch's own, or in float32 with rounding for weights and moments in bfloat16 (`Rounding`)."""
+"""AdamW on local shards: torch's own, or in float32 with rounding for weights and moments in bfloat16 (`Rounding`).
+
+Chosen by optimizer.name. It works on plain tensors, because the dispatch of DTensors costs the host time.
+"""
 
 from __future__ import annotations
 
