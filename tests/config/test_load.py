@@ -269,6 +269,11 @@ def test_problem_in_a_recipe(recipe, text, line, says):
         (["--max_seq_length=512"], "unknown option --max_seq_length: it is --training.seq_len 512 here"),
         (["--optimizer.lora_rank", "8"], "unknown option --optimizer.lora_rank: did you mean --lora.rank?"),
         (["--lora-alpha", "8"], "unknown option --lora-alpha: it is --lora.alpha 8 here"),
+        (["--reward_funcs", "f"], "unknown option --reward_funcs: it is --rl.reward f here"),
+        (["--beta", "0.1"], "unknown option --beta: --dpo.beta B for DPO, --rl.kl K for"),
+        (["--val_set_size", "0.1"], "unknown option --val_set_size: --validation.held_out 100"),
+        (["--adapter", "lora"], "unknown option --adapter: --lora.rank 16"),
+        (["--datasets.type", "completion"], "unknown option --datasets.type: --data.format auto for raw text (com"),
         (
             ["--dry-run"],
             "unknown option --dry-run: --print-config prints every field and starts nothing, titanmoe plan",

@@ -133,6 +133,9 @@ FINE_TUNING = {
     **dict.fromkeys(("lora.lora_alpha", "lora-alpha"), "lora.alpha"),
     **dict.fromkeys(("lora.lora_dropout", "lora-dropout"), "lora.dropout"),
     **dict.fromkeys(("lora.use_rslora", "use-rslora"), "lora.rslora"),
+    "reward-funcs": "rl.reward",
+    "num-generations": "rl.answers",
+    "max-completion-length": "generation.max_tokens",
     **dict.fromkeys(("lora.target_modules", "lora-target-modules", "target-modules"), "lora.targets"),
 }
 """Our field for each option of transformers, TRL, PEFT and Axolotl that has one."""
@@ -152,6 +155,11 @@ _ADVICE = {
         ("assistant-only-loss", "train-on-inputs"), "the loss of chats is always on the assistant's messages alone"
     ),
     "modules-to-save": "--training.freeze has patterns of what is not trained",
+    "adapter": "--lora.rank 16 trains adapters, of weights that are not quantised",
+    "beta": "--dpo.beta B for DPO, --rl.kl K for reinforcement learning",
+    "val-set-size": "--validation.held_out 100 keeps every 100th document for validation",
+    **dict.fromkeys(("datasets", "dataset-name"), "--data.source files with --data.paths FILES or hf:OWNER/NAME:SPLIT"),
+    "datasets.type": "--data.format auto for raw text (completion), chat or preference",
     "output-dir": "--job.dump_folder DIR: a run saves into its own folder below it",
     **dict.fromkeys(("use-distributed-optimizer", "use-torch-fsdp2", "overlap-grad-reduce"), _ALWAYS),
     **dict.fromkeys(("overlap-param-gather", "moe-shared-expert-overlap", "manual-gc", "async-save"), _ALWAYS),
