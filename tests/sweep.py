@@ -40,7 +40,7 @@ ROWS = {"adamw": ROOT / "docs" / "parity.jsonl", "muon": ROOT / "docs" / "parity
 """By optimizer."""
 COLUMNS = ("loss", "grads", "norm", "weights")
 SETS = {"all": "all of 8 ranks", "pairs": "8 ranks, pairs of schedules and cp kinds", "16": "16 ranks"}
-SETS["part"] = "8 ranks, adapters or a part of the weights trained"
+SETS["part"] = "8 ranks, adapters or a subset of the weights trained"
 SETS["option"] = "8 ranks, dispatch saved, gradients accumulated or layers compiled"
 NOT_DEALT = ("trained", "option")
 DECKS = {"dispatcher": ["alltoall", "allgather", "hierarchical", "alltoall", "symm_mem", "hierarchical"]}

@@ -224,7 +224,7 @@ def test_a_layer_in_bfloat16_is_one_graph(trained: str, padded: bool) -> None:
         ({"optimizer.name": "muon", "model.shared_hidden": 16, "parallelism.cp": 2}, True),
         ({"moe.overlap": "halves", "training.local_batch_size": 2, "training.global_batch_size": 16}, False),
         (TRAINED["adapters"] | {"parallelism.tp": 2} | DISPATCH_SAVED, True),
-        (TRAINED["part"] | {"parallelism.tp": 2, "parallelism.experts.etp": 2}, True),
+        (TRAINED["subset"] | {"parallelism.tp": 2, "parallelism.experts.etp": 2}, True),
         (MODELS["qwen2_moe"] | {"parallelism.tp": 4}, True),
     ],
     ids=[

@@ -140,7 +140,7 @@ CP_KINDS = {
 TRAINED: dict[str, dict[str, Any]] = {
     "all": {},
     "adapters": {"lora.rank": 6, "lora.experts_rank": 3, "lora.alpha": 7.0},
-    "part": {"training.freeze": ["embed.*", "*.attention.*", "*.router.*", "*.experts.w1"]},
+    "subset": {"training.freeze": ["embed.*", "*.attention.*", "*.router.*", "*.experts.w1"]},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "dispatch_saved": {"activation_checkpoint.mode": "full_except_dispatch"},
@@ -159,7 +159,7 @@ FEATURES = {
     "cp": CP_KINDS,
     "batch": BATCHES,
     "documents": {"no": {}, "yes": {}},
-    "loss": {"whole": {}, "sliced": {"training.loss_chunks": 5}},
+    "loss": {"full": {}, "sliced": {"training.loss_chunks": 5}},
     "mtp": {
         "no": {},
         "mtp": {"model.mtp_depth": 1},

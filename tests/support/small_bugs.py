@@ -250,7 +250,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "yarn_mscale(model, model.rope_mscale_all_dim)",
         ),
     ],
-    f"{PAIRS} -k yes-whole-mtp": [
+    f"{PAIRS} -k yes-full-mtp": [
         ("MultiToken.add_loss", "no weight on the loss of further tokens", "self.weight * mtp_loss_BS", "mtp_loss_BS"),
     ],
     "tests/models/test_transformer.py": [
