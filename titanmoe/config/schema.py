@@ -231,7 +231,7 @@ class Quiz:
 
 @dataclass
 class Samples:
-    """Prompts that the model answers during training, after validations, to be read (docs/generate.md). They do not affect training."""
+    """Prompts completed during training, for inspection (docs/generate.md). They do not affect training."""
 
     prompts: list[str] = field(default_factory=list)
     """Texts to answer, such as ["What is the capital of Norway?"]."""
@@ -341,50 +341,50 @@ class DPO:
 
 @dataclass
 class RL:
-    """Reinforcement learning: the model answers prompts, answers are rewarded, and the model learns from its answers (docs/reinforcement.md)."""
+    """Reinforcement learning on rewards of the model's own completions (docs/reinforcement.md)."""
 
     reward: str = ""
-    """How an answer is rewarded; setting it makes the run one of reinforcement learning. exact: 1 if the answer is the record's "solution", else 0. regex: 1 if that regular expression is found in it. "module:function": a Python function of the answer and the record. "run PROGRAM ...": a program that reads and writes lines of JSON."""
+    """Reward of a completion; setting it makes the run one of reinforcement learning. exact: 1 if the completion is the record's "solution", else 0. regex: 1 if that regular expression is found in it. "module:function": a Python function of the completion and the record. "run PROGRAM ...": a program that reads and writes lines of JSON."""
     max_turns: Annotated[int, COUNT] = 1
-    """Turns of an answer. Above 1 the reward may be an environment, which answers a turn with a message and lets the model go on (docs/reinforcement.md)."""
+    """Largest number of turns of a completion. Above 1 the reward may be an environment, which replies to a turn with a message and lets the model go on (docs/reinforcement.md)."""
     prompts: list[str] = field(default_factory=list)
     """JSONL files of prompts. A record has "prompt", a text or a list of messages, or "messages"; the reward gets all of its fields."""
     prompts_per_step: Annotated[int, COUNT] = 8
-    """Prompts that are answered for each optimizer step."""
+    """Prompts per optimizer step."""
     answers: Annotated[int, COUNT] = 8
-    """Answers to each prompt, whose rewards are compared with each other. At least 2."""
+    """Completions of each prompt, whose rewards are compared with each other. At least 2."""
     updates: Annotated[int, COUNT] = 1
-    """Steps made from the answers of as many times prompts_per_step prompts before new ones are generated. 1: always on policy."""
+    """Optimizer steps per rollout; each rollout has updates * prompts_per_step prompts. 1: always on policy."""
     held_out: Annotated[int, NOT_NEGATIVE] = 0
     """Every n-th prompt is not trained on; their mean reward is the metric val_reward. 0: none."""
     eval_interval: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between evaluations on the held-out prompts, with the most probable tokens; also after the last step. 0: none."""
+    """Steps between evaluations on the held-out prompts by greedy decoding; also after the last step. 0: none."""
     reward_workers: Annotated[int, COUNT] = 2
-    """Processes that compute rewards, beside rank 0."""
+    """Processes that compute rewards, on the host of rank 0."""
     reward_timeout_s: Annotated[float, POSITIVE] = 10.0
-    """Seconds after which a reward's process is killed; the answer is then left out."""
+    """Time limit of a reward in seconds. Its process is then killed, and the completion left out."""
     reward_memory_gb: Annotated[float, NOT_NEGATIVE] = 4.0
     """Memory limit of a reward's process in gigabytes. 0: no limit."""
     divide_by_std: bool = True
     """Whether advantages are divided by the standard deviation of their prompt's rewards (GRPO). false: Dr. GRPO (arXiv 2503.20783)."""
     normalisation: Literal["token", "sample", "constant"] = "token"
-    """What the loss is a mean over. token: all tokens (DAPO). sample: answers, each the mean over its tokens (GRPO, GSPO). constant: answers, each the sum over its tokens / generation.max_tokens (Dr. GRPO)."""
+    """What the loss is a mean over. token: all tokens (DAPO). sample: completions, each the mean over its tokens (GRPO, GSPO). constant: completions, each the sum over its tokens / generation.max_tokens (Dr. GRPO)."""
     clip_low: Annotated[float, NOT_NEGATIVE] = 0.2
-    """With updates above 1: the ratio to the old policy has no gradient below 1 - clip_low."""
+    """Lower clip of the ratio to the old policy: no gradient below 1 - clip_low. Has an effect with updates above 1."""
     clip_high: Annotated[float, NOT_NEGATIVE] = 0.2
-    """With updates above 1: the ratio to the old policy has no gradient above 1 + clip_high. DAPO: 0.28."""
+    """Upper clip of the ratio to the old policy: no gradient above 1 + clip_high. Has an effect with updates above 1. DAPO: 0.28."""
     ratio: Literal["token", "sequence"] = "token"
-    """Whether the ratio to the old policy is each token's, or of each answer the geometric mean of its tokens' (GSPO)."""
+    """Level of the ratio to the old policy. token: one per token. sequence: one per completion, the geometric mean of its tokens' (GSPO)."""
     truncation: Annotated[float, NOT_NEGATIVE] = 2.0
-    """The loss of a token is weighted by its probability when training over that when generating, at most this; with ratio = "sequence" by the product over the answer. 0: no weights."""
+    """Importance weight p_trainer / p_generator of each token, truncated at this value; with ratio = "sequence" the product over the completion. 0: no weights."""
     kl: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the divergence (k3) from the weights under the adapters, which needs [lora]. 0: none."""
+    """Coefficient of the KL divergence (estimator k3) from the frozen base weights, which needs [lora]. 0: none."""
     cut: Literal["keep", "mask"] = "keep"
-    """What is learned from answers that end at generation.max_tokens or rl.max_turns. keep: as from others. mask: nothing, though their rewards count in the mean of their prompt."""
+    """How truncated completions (at generation.max_tokens or rl.max_turns) enter the loss. keep: normally. mask: no loss; their rewards still count in the mean."""
     cut_penalty: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Subtracted from the reward of such an answer."""
+    """Subtracted from the reward of a truncated completion."""
     replay: Literal["off", "old", "rollout"] = "rollout"
-    """Which experts training sends the answers' tokens to. rollout: those that the generator chose (R3, arXiv 2510.11370), so that both have the same probabilities. old: those that the trainer chose itself when it computed the old log-probabilities (R2), with updates above 1. off: those that the routers choose at each step."""
+    """Experts that training sends the completions' tokens to. rollout: those that the generator chose (R3, arXiv 2510.11370), so that both have the same probabilities. old: those that the trainer chose when it computed the old log-probabilities (R2), with updates above 1. off: those that the routers choose at each step."""
 
 
 @dataclass
@@ -401,18 +401,18 @@ class GenerationParallelism:
 
 @dataclass
 class Generation:
-    """Generating answers during reinforcement learning ([rl])."""
+    """Generation of completions during reinforcement learning ([rl])."""
 
     max_tokens: Annotated[int, Range(1, TOKENS)] = 256
-    """Largest number of tokens of an answer, with all of its turns and the messages between them. training.seq_len is prompt and answer together."""
+    """Largest number of tokens of a completion, with all of its turns and the messages between them. training.seq_len is prompt and completion together."""
     temperature: Annotated[float, POSITIVE] = 1.0
-    """Logits are divided by it, when training too."""
+    """Temperature of sampling; training divides its logits by it too."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end an answer, or a turn of it, which keeps them."""
+    """Stop strings of a completion or turn; the string stays in the text."""
     batch_size: Annotated[int, COUNT] = 32
-    """Answers that a data rank generates at a time. At least rl.answers."""
+    """Completions that a data rank generates at a time. At least rl.answers."""
     offload_training: bool = False
-    """Whether weights and optimizer state of training are in the host's memory while answers are generated, which takes time to copy them there and back. Numbers are the same. It saves memory on GPUs only."""
+    """Whether weights and optimizer state of training are moved to host memory while completions are generated, at the cost of two copies. Results do not change. It saves memory on GPUs only."""
     parallelism: GenerationParallelism = field(default_factory=GenerationParallelism)
 
 
@@ -427,7 +427,7 @@ class LoRA:
     alpha: Annotated[float, POSITIVE] = 32.0
     """Numerator of the scaling: each adapter's product is multiplied by alpha / its rank."""
     rslora: bool = False
-    """Whether that factor is alpha / sqrt(rank) instead, which keeps gradients from shrinking as the rank grows (rsLoRA, arXiv 2312.03732)."""
+    """Whether to scale by alpha / sqrt(rank), which keeps gradients from shrinking as the rank grows (rsLoRA, arXiv 2312.03732)."""
     targets: list[str] = field(default_factory=list)
     """Name patterns of the matrices that have adapters, such as ["*.attention.*", "*.experts.*"], among attention's projections, dense and shared feed-forward networks and routed experts. Empty: all of these."""
     dropout: Annotated[float, BELOW_ONE] = 0.0
@@ -543,7 +543,7 @@ class Parallelism:
     vocab: Literal["tensor", "pipeline"] = "tensor"
     """Ranks that the embedding and the head are sharded over. tensor: over tp, the embedding in the first pipeline stage and the head in the last. pipeline: both over pp and tp together (Vocabulary Parallelism, arXiv 2411.05288), so that no stage has more weights or work than the others; up to two more microbatches are then in flight. For many stages and a large vocabulary, where the last stage without any layer would still be the slowest (docs/parallelism.md). With schedules GPipe, 1F1B and Interleaved1F1B."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Whether FSDP frees gathered weights between forward and backward. always: least memory. never: saves an all-gather. auto: always without a pipeline, never with one (else each microbatch would gather again; all stages of the rank then stay gathered). Experts with edp = 1 need no gathering: unless this is "always", a copy of them in mixed_precision_param exists from the step's first forward to its last backward (2 bytes per parameter in bfloat16; no copy if training.dtype is the same)."""
+    """Whether FSDP frees gathered weights between forward and backward. always: least memory. never: saves an all-gather. auto: always without a pipeline, never with one (otherwise every microbatch would repeat the all-gather; all stages of the rank then stay gathered). Experts with edp = 1 need no gathering: unless this is "always", a copy of them in mixed_precision_param exists from the step's first forward to its last backward (2 bytes per parameter in bfloat16; no copy if training.dtype is the same)."""
     reduce_once: bool = False
     """Whether gradients are reduced over data ranks once per step, after the last microbatch, instead of once per microbatch. For runs without a pipeline and with several microbatches; a pipeline always does this. It needs memory for unsharded gradients in mixed_precision_reduce: 4 bytes for each parameter of attention, dense layers and vocabulary divided by tp, and for each parameter of the experts divided by ep * etp. Turn it on if that memory is available and the reductions take longer than the backward that they overlap with."""
     cp_kind: Literal["ring", "ulysses", "allgather"] = "ring"
