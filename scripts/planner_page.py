@@ -339,8 +339,8 @@ def accuracy(priced: list[Row], not_judged: list[Row]) -> str:
         f"pairs. Four of five ratios of two steps are within {error:.0%} of the published ones: smaller gains are ties."
     )
     if wrong:
-        differences = (", ".join(f"{x:.0%}" for x in side) for side in zip(*wrong, strict=True))
-        text += " Wrong pairs differ by {} as published, by {} the other way as planned.".format(*differences)
+        paper, plan = (" and ".join(f"{x:.0%}" for x in side) for side in zip(*wrong, strict=True))
+        text += f" The wrong pairs differ by {paper} in the paper, and by {plan} in the opposite order in the plan."
     lines = ["", *table_of(("source", "rows", "median error", "mean", "worst"), by_source(priced, not_judged))]
     lines += [*wrap(text, 120), "", "Four of five published step times are within this error of the planned one:", ""]
     return "\n".join([*lines, *table_of(("kind of mapping", "error"), body)]) + "\n"
