@@ -215,8 +215,8 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     equal(models.tensors(tmp_path / "out"), models.tensors(tmp_path / "in"))
 
 
-def test_transformers_stops_after_an_answer(qwen, tmp_path, bpe):
-    """What ends a text and what ends an answer are both named, beside what the folder named before."""
+def test_transformers_stops_after_an_assistant_message(qwen, tmp_path, bpe):
+    """What ends a text and what ends an assistant message are both named, beside what the folder named before."""
     from transformers import AutoConfig, GenerationConfig
 
     (qwen / "generation_config.json").write_text('{"eos_token_id": 5, "top_k": 7}')

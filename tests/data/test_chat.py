@@ -26,7 +26,7 @@ TALK = [
 ]
 
 
-def answers_of(chat, messages) -> tuple[str, list[str]]:
+def text_and_learned(chat, messages) -> tuple[str, list[str]]:
     """The whole text, and the runs of tokens that count."""
     tokens, weights = chat.encode(messages)
     assistant_mask = weights > 0
@@ -48,7 +48,7 @@ def answers_of(chat, messages) -> tuple[str, list[str]]:
 @pytest.mark.parametrize(("template", "after"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
 def test_the_assistants_part_counts(kind, template, after, bpe):
     tokenizer = open_tokenizer("bytes" if kind == "bytes" else str(bpe))
-    text, runs = answers_of(ChatEncoder(template, "t", tokenizer), TALK)
+    text, runs = text_and_learned(ChatEncoder(template, "t", tokenizer), TALK)
     assert runs == [TALK[2]["content"] + after, TALK[4]["content"] + after]
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?")
     assert "\ufdd0" not in text and text.count("<|im_end|>") == 5
@@ -67,19 +67,19 @@ def test_tokens_and_masks_are_those_of_transformers(bpe):
         assistant_mask = weights > 0
         assert tokens.tolist() == expected["input_ids"]
         if template == MARKED:  # theirs cannot otherwise know what the assistant said
-            assert assistant_mask.tolist() == [bool(answers_of) for answers_of in expected["assistant_masks"]]
+            assert assistant_mask.tolist() == [bool(mask) for mask in expected["assistant_masks"]]
 
 
 def test_a_token_on_both_sides_of_the_border_counts(bpe):
     """Byte-level BPE joins a space with the word after it."""
     template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    _, runs = answers_of(
+    _, runs = text_and_learned(
         ChatEncoder(template, "t", open_tokenizer(str(bpe))), [{"role": "assistant", "content": "the fox"}]
     )
     assert runs == [" the fox"]
 
 
-def test_a_template_that_shows_no_answers_is_refused(bpe):
+def test_a_template_that_shows_no_assistant_messages_is_refused(bpe):
     tokenizer = ByteTokenizer()
     each = "{% for m in messages %}%{% endfor %}"
     forgets = each.replace(
@@ -87,13 +87,11 @@ def test_a_template_that_shows_no_answers_is_refused(bpe):
     )
     with pytest.raises(ConfigError) as error:
         ChatEncoder(forgets, "templates/t", tokenizer).encode(TALK)
-    (answers_of,) = error.value.problems
-    assert (
-        "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered differ" in answers_of
-    )
-    assert "a copy of the template and name that with --chat-template or data.chat_template" in answers_of
+    (problem,) = error.value.problems
+    assert "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered differ" in problem
+    assert "a copy of the template and name that with --chat-template or data.chat_template" in problem
     other = (
-        each.replace("%}%{", "%}<{{ m.role }}>{{ m.content }}{") + "{% if add_generation_prompt %}[answer]{% endif %}"
+        each.replace("%}%{", "%}<{{ m.role }}>{{ m.content }}{") + "{% if add_generation_prompt %}[reply]{% endif %}"
     )
     with pytest.raises(ConfigError, match="message 3, the assistant's, is rendered differently up to where it begins"):
         ChatEncoder(other, "t", tokenizer).encode(TALK)
@@ -124,17 +122,17 @@ def test_the_refusal_says_where_the_marks_go():
         ChatEncoder(THINKS, "t", ByteTokenizer()).encode(REASONED)
     (why,) = error.value.problems
     head, tail = r"{{ '<|im_start|>assistant\n' }}{% generation %}", r"{{ '<|im_end|>\n' }}{% endgeneration %}"
-    assert f"{head}...{tail}, where ... is what writes the answer (from line 2 of the template on)" in why
+    assert f"{head}...{tail}, where ... is what writes the message (from line 2 of the template on)" in why
     marked = THINKS.replace('{{- "<|im_start|>assistant\\n" + (', "{{- '' }}" + head + "{{- (")
     marked = marked.replace('m.content + "<|im_end|>\\n" }}\n    {%- else', "m.content }}" + tail + "\n    {%- else")
-    text, runs = answers_of(ChatEncoder(marked, "t", ByteTokenizer()), REASONED)
+    text, runs = text_and_learned(ChatEncoder(marked, "t", ByteTokenizer()), REASONED)
     assert runs == ["Because.<|im_end|>\n", "<think>so</think>\nThus.<|im_end|>\n"]
     assert text == ChatEncoder(THINKS, "t", ByteTokenizer())._render(REASONED)
 
 
 def test_an_assistant_that_begins_has_no_header_counted():
     greeted = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]
-    assert answers_of(ChatEncoder(CHATML, "t", ByteTokenizer()), greeted)[1] == ["Hello<|im_end|>\n"]
+    assert text_and_learned(ChatEncoder(CHATML, "t", ByteTokenizer()), greeted)[1] == ["Hello<|im_end|>\n"]
     with pytest.raises(ChatError, match="the first message is the assistant's, and the chat template t cannot be ren"):
         ChatEncoder("{{ messages[0].role }}" + CHATML, "t", ByteTokenizer()).encode(greeted)
 
@@ -162,7 +160,7 @@ def test_null_and_parts_as_transformers_renders_them(bpe):
     transformers_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"))
     expected = transformers_tokenizer.apply_chat_template(CALLED, chat_template=ANY_CONTENT, tokenize=False)
     assert expected.startswith('<user>What is None?;<assistant>I addadd{"a": null, "b": [1]};<tool>4;')
-    text, runs = answers_of(ChatEncoder(ANY_CONTENT, "t", ByteTokenizer()), CALLED)
+    text, runs = text_and_learned(ChatEncoder(ANY_CONTENT, "t", ByteTokenizer()), CALLED)
     assert text == expected and runs == ['I addadd{"a": null, "b": [1]};', "four;"]
 
 
@@ -173,7 +171,9 @@ def test_null_and_parts_are_not_written_as_python_writes_them(write):
         chat.encode([{"role": "user", "content": "None"}, *CALLED[1:]])
     with pytest.raises(ChatError, match="writes message 1's content, a list, as Python writes it: make it text"):
         chat.encode([CALLED[0], CALLED[3]])
-    assert answers_of(chat, [{"role": "user", "content": "None"}, {"role": "assistant", "content": "x", "name": None}])
+    assert text_and_learned(
+        chat, [{"role": "user", "content": "None"}, {"role": "assistant", "content": "x", "name": None}]
+    )
 
 
 def test_contents_that_a_template_cannot_take_are_named():
@@ -239,11 +239,11 @@ def test_what_published_templates_use():
         "{{ m | tojson }}{% endfor %}{% if strftime_now is defined %}today{% endif %}"
     )
     messages = [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "<é>"}]
-    text, _ = answers_of(ChatEncoder(template, "t", ByteTokenizer()), messages)
+    text, _ = text_and_learned(ChatEncoder(template, "t", ByteTokenizer()), messages)
     assert text == '{"role": "assistant", "content": "<é>"}'
     tokenizer = ByteTokenizer()
     tokenizer.special_tokens = {"bos_token": "<s>"}
-    assert answers_of(ChatEncoder(template, "t", tokenizer), messages)[0] == f"<s>{text}"
+    assert text_and_learned(ChatEncoder(template, "t", tokenizer), messages)[0] == f"<s>{text}"
 
 
 def test_where_templates_come_from(bpe, tmp_path, monkeypatch):
@@ -276,14 +276,14 @@ def test_where_templates_come_from(bpe, tmp_path, monkeypatch):
     assert "need the package jinja2: pip install jinja2" in why("", str(tmp_path))
 
 
-def test_weights_need_a_mark_for_each_answer():
+def test_weights_need_a_mark_for_each_assistant_message():
     twice = MARKED.replace(
         "{{ message.content }}<|im_end|>", "{{ message.content }}{% endgeneration %}{% generation %}!"
     )
     weighted = [*TALK[:2], TALK[2] | {"weight": 0.5}, *TALK[3:]]
     chat = ChatEncoder(twice, "t", ByteTokenizer())
     assert chat.encode(TALK)[1].max() == 1
-    with pytest.raises(ChatError, match="marks 4 parts of 2 answers: mark each answer once"):
+    with pytest.raises(ChatError, match="marks 4 parts of 2 assistant messages: mark each of them once"):
         chat.encode(weighted)
     assert sorted({*ChatEncoder(MARKED, "t", ByteTokenizer()).encode(weighted)[1].tolist()}) == [0, 0.5, 1]
 

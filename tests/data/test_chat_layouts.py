@@ -97,9 +97,9 @@ def test_the_user_may_name_the_layout(template: str, tmp_path: Path) -> None:
     """A record that has messages and Alpaca's fields, with other words."""
     record = {"messages": MESSAGES, "instruction": "Who?", "output": "A cat"}
     file = write(tmp_path / "x.jsonl", [record])
-    for field, answer in (("text", "The fox."), ("instruction", "A cat."), ("messages", "The fox.")):
+    for field, learned in (("text", "The fox."), ("instruction", "A cat."), ("messages", "The fox.")):
         tokens, labels, _ = shards(file, template, tmp_path / field, field=field)
-        assert bytes(np.array(tokens)[labels].tolist()).decode() == answer
+        assert bytes(np.array(tokens)[labels].tolist()).decode() == learned
 
 
 def test_tools_and_calls_reach_the_template(template: str, tmp_path: Path) -> None:

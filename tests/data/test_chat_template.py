@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.data.test_chat import TALK, answers_of
+from tests.data.test_chat import TALK, text_and_learned
 from titanmoe.config import ConfigError
 from titanmoe.data import chat, chat_template
 from titanmoe.data.chat import ChatEncoder, ChatError
@@ -216,7 +216,7 @@ def test_one_process_renders_what_there_is_until_a_limit_ends_it(small):
     assert process_of(chat).pid != first.pid
 
 
-def test_an_answer_that_was_not_waited_for_answers_nothing_else(monkeypatch):
+def test_a_response_that_was_not_waited_for_answers_nothing_else(monkeypatch):
     chat = opened(COMPLETION)
     first = process_of(chat)
 
@@ -227,7 +227,7 @@ def test_an_answer_that_was_not_waited_for_answers_nothing_else(monkeypatch):
         patch.setattr(chat_template, "_receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             chat.encode(TALK)
-    assert answers_of(chat, TALK[:3])[0] == "Be brief.Why?Because, née."
+    assert text_and_learned(chat, TALK[:3])[0] == "Be brief.Why?Because, née."
     assert process_of(chat) is not first
 
 
@@ -249,9 +249,9 @@ def test_a_process_ends_with_its_chat():
 def test_a_fork_has_a_process_of_its_own():
     chat = opened(COMPLETION)
     if child := os.fork():
-        assert answers_of(chat, TALK[:3])[0] == "Be brief.Why?Because, née."
+        assert text_and_learned(chat, TALK[:3])[0] == "Be brief.Why?Because, née."
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert answers_of(chat, TALK)[0].endswith("the fox 日") and process_of(chat).poll() is None
+        assert text_and_learned(chat, TALK)[0].endswith("the fox 日") and process_of(chat).poll() is None
         return
     code = 1
     try:

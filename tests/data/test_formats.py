@@ -26,14 +26,14 @@ from titanmoe.data.record_reader import Record, decode_line
 
 
 class Talks(Format):
-    help = "talks: a question and its answer on each line."
+    help = "talks: a question and its reply on each line."
     extensions = (".talk",)
     conversations = by_line = True
 
     def read(self, reader):
         for where, line in reader.lines():
-            question, answer = decode_line(line, where).split(" = ")
-            yield Record(where, [dict(role="user", content=question), dict(role="assistant", content=answer)])
+            question, reply = decode_line(line, where).split(" = ")
+            yield Record(where, [dict(role="user", content=question), dict(role="assistant", content=reply)])
 
 
 FORMAT = Talks()

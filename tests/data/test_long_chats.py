@@ -1,5 +1,5 @@
-"""Chats longer than a sample: left out, cut after a whole answer or refused, counted, and never learned without their
-questions."""
+"""Chats longer than a sample: left out, cut after a whole assistant message or refused, counted, and never learned
+without their questions."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SEQ_LEN = 20
 
 
 def chats(*turns: Sequence[int]) -> MemoryDocuments:
-    """Return chats of questions and answers of these lengths, in turn, each after a first token; all but the answers
-    is no label. Tokens count up, from 100 times the chat's number.
+    """Return chats of questions and assistant messages of these lengths, in turn, each after a first token; only the
+    latter are labels. Tokens count up, from 100 times the chat's number.
     """
     tokens, counted, starts = [], [], [0]
     for number, lengths in enumerate(turns):
@@ -42,7 +42,7 @@ def chats(*turns: Sequence[int]) -> MemoryDocuments:
 
 
 SOME = chats((3, 4), (5, 6, 5, 4), (5, 6, 5, 5), (19, 3), (4, 2, 6, 5, 2, 9))
-"""Their positions: 7, 20, 21, 22 and 28, of which 11 and 17 come before the end of an answer in the two long ones."""
+"""Their positions: 7, 20, 21, 22 and 28; 11 and 17 come before the end of an assistant message in the two long ones."""
 
 
 def trained(packer: BestFitPacker) -> dict[int, tuple[int, int]]:
@@ -69,14 +69,14 @@ def test_long_chats_are_left_out() -> None:
     assert packer.name != BestFitPacker.name and not packer.refusal()  # counts of sequences are kept by this name
 
 
-def test_long_chats_are_cut_after_the_last_answer_that_fits() -> None:
+def test_long_chats_are_cut_after_the_last_assistant_message_that_fits() -> None:
     packer = ChatPacker(SOME, SEQ_LEN, 0, "cut")
     assert trained(packer) == {0: (7, 4), 1: (20, 10), 2: (11, 6), 4: (17, 7)}
-    assert ": 1 left out, 2 truncated after an answer (data.long_chats), " in packer.note
+    assert ": 1 left out, 2 truncated after an assistant message (data.long_chats), " in packer.note
     assert packer.num_lost_positions == 21 - 11 + 22 + 28 - 17
     edge = ChatPacker(
         chats((5, 15, 4, 4), (5, 16, 4, 4)), SEQ_LEN, 0, "cut"
-    )  # an answer ends with the sample, or after
+    )  # an assistant message ends with the sample, or after
     assert edge.keep_L.tolist() == [20, 0]
 
 
@@ -110,11 +110,11 @@ def test_what_leaves_nothing_is_refused() -> None:
     )
     too_long = chats((30, 4), (40, 2))
     assert "none fits training.seq_len = 20" in ChatPacker(too_long, SEQ_LEN, 0, "drop").refusal()
-    assert "not one has an answer that fits" in ChatPacker(too_long, SEQ_LEN, 0, "cut").refusal()
+    assert "not one has an assistant message that fits" in ChatPacker(too_long, SEQ_LEN, 0, "cut").refusal()
 
 
 def recipe(folder: Path, words: Sequence[int], **changes: Any) -> Config:
-    """Return a recipe of chats with answers of these lengths."""
+    """Return a recipe of chats with assistant messages of these lengths."""
     talks = [[{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "y" * n}] for n in words]
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     (folder / "chatml.jinja").write_text(CHATML)
@@ -145,7 +145,7 @@ def test_a_run_says_what_is_lost_and_goes_on_only_with_the_same_samples(tmp_path
     with pytest.raises(ConfigError, match=r"chats\.jsonl \(data\.paths\): of 2 chats none fits training\.seq_len"):
         Loader(recipe(tmp_path, [300, 300]), 0, 1)
     stream = Loader(recipe(tmp_path, [10, 300], data__packing="stream"), 0, 1)
-    assert "an answer may be without its question" in stream.header_rows()["cut chats"]
+    assert "an assistant message may be without its question" in stream.header_rows()["cut chats"]
 
 
 class Unlabelled(Loader):

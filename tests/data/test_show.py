@@ -71,7 +71,7 @@ def test_chats_are_shown_with_what_is_learned_and_what_the_template_writes(
         "lengths of all 3 chats, in positions:\n"
         f"           33 to        64          2  {'#' * 40}\n"
         f"           65 to       128          1  {'#' * 20}\n"
-        "2 fit seq_len = 48, and 1 (33.3%) do not: 1 left out, 0 truncated after an answer "
+        "2 fit seq_len = 48, and 1 (33.3%) do not: 1 left out, 0 truncated after an assistant message "
         '(data.long_chats = "cut")\n'
         "seq_len = 67, 67 and 67 would keep 95, 99 and 100 % of all\n"
         "42 of 159 tokens (26.4%) are learned\n"
@@ -210,8 +210,8 @@ def test_counts_of_chats_are_what_an_epoch_has(policy: str) -> None:
     cut = sum(size < length[n] for n, size in kept.items())
     line = next(line for line in describe_lengths(packer) if "fit seq_len" in line)
     assert line == (
-        f"2 fit seq_len = 20, and 3 (60.0%) do not: {len(SOME) - len(kept)} left out, {cut} truncated after an answer "
-        f'(data.long_chats = "{policy}")'
+        f"2 fit seq_len = 20, and 3 (60.0%) do not: {len(SOME) - len(kept)} left out, {cut} truncated after "
+        f'an assistant message (data.long_chats = "{policy}")'
     )
 
 

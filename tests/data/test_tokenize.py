@@ -288,15 +288,15 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe, here):
     assert (len(shards), manifest["skipped"]) == (2, 1)
     first, second = zip(shards.starts[:-1], shards.starts[1:], strict=True)
 
-    def answer_in(span) -> str:
+    def learned_in(span) -> str:
         tokens, label_mask = shards.read(*span), shards.label_mask(*span)
         assert (
             tokens[-1] == tokenizer.eos and not label_mask[-1]
-        )  # the template wrote no end mark: it is not part of an answer
+        )  # the template wrote no end mark: it is not part of the assistant message
         return tokenizer._plain.decode(tokens[label_mask].tolist(), skip_special_tokens=False)
 
-    assert answer_in(first) == "the fox<|im_end|>\n"
-    assert answer_in(second) == "the fox<|im_end|>\n"  # the prompt for an answer is not said without a question either
+    assert learned_in(first) == "the fox<|im_end|>\n"
+    assert learned_in(second) == "the fox<|im_end|>\n"  # the generation prompt is not said without a question either
     assert manifest["counted"] == shards.label_mask(0, shards.starts[-1]).sum()
 
     template = tmp_path / "t.jinja"
@@ -381,8 +381,8 @@ def test_ids_take_two_bytes_as_long_as_they_fit():
 
 def test_weights_of_messages_are_stored_and_read(tmp_path, bpe, here):
     def talk(*weights):
-        answers = [{"role": "assistant", "content": "the fox", **weight} for weight in weights]
-        return [message for answer in answers for message in ({"role": "user", "content": "why"}, answer)]
+        replies = [{"role": "assistant", "content": "the fox", **weight} for weight in weights]
+        return [message for reply in replies for message in ({"role": "user", "content": "why"}, reply)]
 
     file = tmp_path / "a.jsonl"
     file.write_bytes(lines([talk({"weight": 0.25}, {"weight": 0}, {})], field="messages"))

@@ -13,7 +13,7 @@ TERMS = {"moe.aux_loss": 0.02, "moe.aux_loss_sequence": 0.03, "moe.aux_loss_glob
 
 
 class Masked(parity.Samples):
-    """Only the labels of the second half of each sample count, as the answers of chats do."""
+    """Only the labels of the second half of each sample count, as the assistant messages of chats do."""
 
     def next_step(self) -> list[Any]:
         batches = super().next_step()

@@ -36,8 +36,8 @@ NAME_ONE = (
 """Advice of messages about a missing chat template."""
 USE_ANOTHER = "use another (chat_template)"
 """Advice of messages about a chat template that cannot be used."""
-ANSWER = "\ufdd2"
-"""Stands for an assistant's answer while a template renders what follows it: a character that is never used, too."""
+ASSISTANT_TEXT = "\ufdd2"
+"""Stands for the text of an assistant message while a template renders what follows: a character that is never used."""
 PROBE = "zebra"
 """Text of an assistant message that shows what a template writes after one."""
 MAX_TEMPLATE = 1 << 17
@@ -87,7 +87,7 @@ class ChatEncoder:
         """Tools of the conversation that is being encoded."""
 
     def encode(self, messages: Any, tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return (token ids, each token's weight as a label) of a conversation; weights are 0 outside answers.
+        """Return the token ids of a conversation and their weights as labels, which are 0 outside assistant messages.
 
         Args:
             messages: a record's list of {"role": ..., "content": ...}, unchecked; "weight" may be another key.
@@ -160,7 +160,7 @@ class ChatEncoder:
             return weights if len(weights) == spans else [1.0] * spans
         raise ChatError(
             f"messages have weights, but the chat template {self.origin} marks {spans} parts of {len(weights)} "
-            "answers: mark each answer once with {% generation %}"
+            "assistant messages: mark each of them once with {% generation %}"
         )
 
     def encode_prompt(self, messages: list[dict[str, str]]) -> np.ndarray:
@@ -173,26 +173,29 @@ class ChatEncoder:
         return self.tokenizer.encode_with_offsets(self._render_without_marks(messages, prompt=True)).tokens_T
 
     def encode_reply(self, messages: list[dict[str, str]], reply: dict[str, str]) -> np.ndarray:
-        """Return the token ids between an answer's text and the next one, if a message follows the answer.
+        """Return the token ids between an assistant message and the next one, if a reply follows it.
 
-        They begin with what the template writes after an answer, such as <|im_end|>, and end with the generation
+        They begin with what the template writes after the text, such as <|im_end|>, and end with the generation
         prompt.
 
         Args:
-            messages: the messages before the answer.
+            messages: the messages before the assistant message.
             reply: the message after it.
 
         Raises:
-            ChatError: the template refuses the messages, writes the answer not once, or leaves the reply out.
+            ChatError: the template refuses the messages, does not write the assistant message once, or leaves the reply
+                out.
             ConfigError: rendering exceeds a limit of time or memory.
         """
-        answered = [*messages, {"role": "assistant", "content": ANSWER}]
-        text = self._render_without_marks([*answered, reply], prompt=True)
-        if text == self._render_without_marks(answered, prompt=True):
+        through_assistant = [*messages, {"role": "assistant", "content": ASSISTANT_TEXT}]
+        text = self._render_without_marks([*through_assistant, reply], prompt=True)
+        if text == self._render_without_marks(through_assistant, prompt=True):
             raise ChatError(f"the chat template {self.origin} writes nothing for a message of role {reply['role']!r}")
-        _, *rest = text.split(ANSWER)
+        _, *rest = text.split(ASSISTANT_TEXT)
         if len(rest) != 1:
-            raise ChatError(f"the chat template {self.origin} does not write an answer once: nothing can follow it")
+            raise ChatError(
+                f"the chat template {self.origin} does not write an assistant message once: nothing can follow it"
+            )
         return self.tokenizer.encode_with_offsets(rest[0]).tokens_T
 
     def end_of_turn_token(self) -> int | None:
@@ -312,21 +315,21 @@ class ChatEncoder:
             ChatError: the template refuses the messages, or those before an assistant message.
             ConfigError: the template renders the turns before a message differently once the message follows.
         """
-        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        through_answers = [(messages[: n + 1], False) for n in answers]
-        before_answers = [(messages[:n], True) for n in answers if n]
-        full_text, *texts = self._render_all([(messages, False), *through_answers, *before_answers])
-        prompts = [*([] if answers[0] else [self._prompt_after([])]), *texts[len(answers) :]]
+        places = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        through_assistant = [(messages[: n + 1], False) for n in places]
+        before_assistant = [(messages[:n], True) for n in places if n]
+        full_text, *texts = self._render_all([(messages, False), *through_assistant, *before_assistant])
+        prompts = [*([] if places[0] else [self._prompt_after([])]), *texts[len(places) :]]
         spans = []
-        for n, prompt, answer_text in zip(answers, prompts, texts, strict=False):
+        for n, prompt, through_text in zip(places, prompts, texts, strict=False):
             for shorter, longer, what in (
                 (
                     prompt,
-                    answer_text,
+                    through_text,
                     f"message {n + 1}, the assistant's, is rendered differently up to where it begins",
                 ),
                 (
-                    answer_text,
+                    through_text,
                     full_text,
                     f"the first {n + 1} of {len(messages)} messages are rendered differently alone",
                 ),
@@ -340,7 +343,7 @@ class ChatEncoder:
                             f"{self._marking_advice(messages[:n], messages[n])}"
                         ]
                     )
-            spans.append((len(prompt), len(answer_text)))
+            spans.append((len(prompt), len(through_text)))
         return full_text, spans
 
     def _prompt_after(self, earlier: list[Any]) -> str:
@@ -359,17 +362,17 @@ class ChatEncoder:
                 "without a message before it: put one there, such as the system's"
             ) from None
 
-    def _marking_advice(self, earlier: list[Any], answer: dict[str, Any]) -> str:
+    def _marking_advice(self, earlier: list[Any], message: dict[str, Any]) -> str:
         """Return a sentence for an error: where to put {% generation %} in the template.
 
         It quotes what the template writes around an assistant message, as far as that can be seen.
 
         Args:
             earlier: the messages before the assistant's.
-            answer: the assistant's message.
+            message: the assistant's message.
         """
         rendered_before, prompt = self._render(earlier), self._prompt_after(earlier)
-        rendered, content = self._render([*earlier, answer]).removeprefix(rendered_before), answer.get("content")
+        rendered, content = self._render([*earlier, message]).removeprefix(rendered_before), message.get("content")
         head, tail = prompt.removeprefix(rendered_before), ""
         if isinstance(content, str) and content and content in rendered:
             before_content, _, tail = rendered.rpartition(content)
@@ -381,7 +384,7 @@ class ChatEncoder:
         return (
             "Mark what the assistant says in a copy of the template and name that with --chat-template or "
             f"data.chat_template: {{{{ {head!r} }}}}{{% generation %}}...{end}{{% endgeneration %}}, where ... is what "
-            f"writes the answer{where}"
+            f"writes the message{where}"
         )
 
 
@@ -489,10 +492,10 @@ def _check_messages(messages: Any, template: str) -> None:
         raise ChatError("the messages are nested too deeply: flatten them") from None
     if OPEN in text or CLOSE in text:
         raise ChatError("the messages contain U+FDD0 or U+FDD1, which are not characters: remove them")
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if answers and not any(message.get(WEIGHT, 1) for message in answers):
+    assistant_messages = [message for message in messages if message["role"] == "assistant"]
+    if assistant_messages and not any(message.get(WEIGHT, 1) for message in assistant_messages):
         raise ChatError("all of the assistant's messages have the weight 0, so there is nothing to learn from")
-    if not answers:
+    if not assistant_messages:
         roles = dict.fromkeys(message["role"] for message in messages)
         shown = ", ".join(map(repr, roles))
         raise ChatError(

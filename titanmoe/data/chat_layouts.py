@@ -141,7 +141,7 @@ def parse_tool_calls(number: int, message: Any) -> Any:
 
 def _from_alpaca(record: Record, name: str) -> list[dict[str, Any]]:
     question = "\n\n".join(filter(None, (_text(record, name), _text(record, "input"))))
-    return [*_system(record), _message("user", question), _message("assistant", _answer(record, "output"))]
+    return [*_system(record), _message("user", question), _message("assistant", _assistant_text(record, "output"))]
 
 
 def _from_prompt(record: Record, name: str) -> list[Any]:
@@ -161,7 +161,7 @@ def _from_prompt(record: Record, name: str) -> list[Any]:
     return [
         *_system(record),
         _message("user", _text(record, name)),
-        _message("assistant", _answer(record, "completion")),
+        _message("assistant", _assistant_text(record, "completion")),
     ]
 
 
@@ -187,7 +187,7 @@ def _text(record: Record, name: str) -> str:
     return text
 
 
-def _answer(record: Record, name: str) -> str:
+def _assistant_text(record: Record, name: str) -> str:
     if not (text := _text(record, name)).strip():
         raise ChatError(f"{name!r} is missing or empty, so there is nothing to learn from: add a text")
     return text

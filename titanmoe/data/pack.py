@@ -160,8 +160,8 @@ class StreamPacker:
         if not is_masked(self.documents):
             return ""
         return (
-            f"{self.documents.name}: truncated wherever a sample of {self.seq_len:,} tokens ends, so an answer may be "
-            'without its question; data.packing = "best_fit" keeps chats intact'
+            f"{self.documents.name}: truncated wherever a sample of {self.seq_len:,} tokens ends, so an assistant "
+            'message may be without its question; data.packing = "best_fit" keeps chats intact'
         )
 
     def needed_lengths(self, count: int) -> np.ndarray:

@@ -52,7 +52,9 @@ class ChatPacker(BestFitPacker):
         if not (long := len(self.long_L)):
             return ""
         out, lost = int((self.keep_L == 0).sum()), self.num_lost_positions / self.all_pairs
-        changes = [f"{out:,} left out"] * (out > 0) + [f"{long - out:,} truncated after an answer"] * (long > out)
+        changes = [f"{out:,} left out"] * (out > 0) + [f"{long - out:,} truncated after an assistant message"] * (
+            long > out
+        )
         return (
             f"{self.documents.name}: {long:,} of {len(self.documents):,} chats are longer than seq_len = "
             f"{self.seq_len:,}: {', '.join(changes)} (data.long_chats), {lost:.1%} of all tokens are lost; "
@@ -63,7 +65,8 @@ class ChatPacker(BestFitPacker):
         keep_L = self.keep_L[self.long_L < count]
         out = int((keep_L == 0).sum())
         return (
-            f'{out:,} left out, {len(keep_L) - out:,} truncated after an answer (data.long_chats = "{self.long_chats}")'
+            f"{out:,} left out, {len(keep_L) - out:,} truncated after an assistant message "
+            f'(data.long_chats = "{self.long_chats}")'
         )
 
     def refusal(self) -> str:
@@ -76,7 +79,7 @@ class ChatPacker(BestFitPacker):
                 '"cut"'
             )
         if total and not self.pairs:
-            which = "not one has an answer that fits" if self.long_chats == "cut" else "none fits"
+            which = "not one has an assistant message that fits" if self.long_chats == "cut" else "none fits"
             return (
                 f"of {total:,} chats {which} training.seq_len = {self.seq_len:,}, so there is nothing to learn: "
                 f"{describe_needed(self.length_L, total)}"

@@ -145,7 +145,7 @@ def _moe_layers_of(experts_SAK: np.ndarray, positions: int, model: Model) -> Ten
 
 
 def routes_from_vllm(text: str, positions: int, model: Model) -> Tensor:
-    """Return the routes (positions, L, K) of a sample in vLLM's answer (`routed_experts`); the last is NOT_RECORDED.
+    """Return the routes (positions, L, K) of a sample in vLLM's response (`routed_experts`), the last NOT_RECORDED.
 
     Args:
         text: base64 of a .npy file of shape (positions - 1, A or L, K); the last sampled token has no route.
@@ -160,7 +160,7 @@ def routes_from_vllm(text: str, positions: int, model: Model) -> Tensor:
 
 
 def routes_from_sglang(text: str, positions: int, model: Model) -> Tensor:
-    """Return the routes (positions, L, K) of a sample in SGLang's answer (`routed_experts`); the last is NOT_RECORDED.
+    """Return the routes (positions, L, K) of a sample in SGLang's response (`routed_experts`), the last NOT_RECORDED.
 
     Args:
         text: base64 of int32 numbers of shape (positions - 1, A, K).

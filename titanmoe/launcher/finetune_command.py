@@ -43,7 +43,8 @@ same command again, or titanmoe train NAME.toml, goes on.
               (docs/data.md)
   --full      train all weights (the default)
   --lora      train adapters of rank 16 beside attention and experts
-  --dpo       prefer the chosen completions of pairs to the rejected ones; without it, learn the answers of chats
+  --dpo       prefer the chosen completions of pairs to the rejected ones; without it, learn the assistant's
+              messages of chats
   --name NAME the recipe's and the run's name. Default: MODEL-DATA
 Options of fields go into the recipe. Other options are those of titanmoe train.
 """
@@ -300,7 +301,7 @@ def _sizes(config: Config, given: dict[str, Any], length: Length, context: int |
         "training.global_batch_size": (rounds * ranks, "samples of a step"),
     }
     if not dpo:
-        settings["data.long_chats"] = "cut", "after the last answer that fits"
+        settings["data.long_chats"] = "cut", "after the last assistant message that fits"
     if machine.gpus:
         settings["activation_checkpoint.mode"] = "full", "takes the least memory; moe and none are faster"
     else:
