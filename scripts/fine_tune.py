@@ -1,12 +1,12 @@
-"""Fine-tune a small model from an empty folder and compare its answers with those of transformers.
+"""Fine-tune a small model from an empty folder and compare its completions with those of transformers.
 
     mkdir new && cd new && python ../scripts/fine_tune.py [--table.field value ...]
 
 It takes a minute or two on 2 CPU cores: makes a small model with transformers, and chats (scripts/make_small_model.py);
 trains train_configs/sft_debug.toml with these options; asks the result questions with `titanmoe generate --chat`;
 exports it with `titanmoe convert --to-hf`; and asks transformers the same. Then it trains adapters (LoRA) on the
-export, which learn to end answers with "!". It fails unless both produce the same tokens. docs/fine-tuning.md explains
-each command.
+export, which learn to end completions with "!". It fails unless both produce the same tokens. docs/fine-tuning.md
+explains each command.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from make_small_model import CAPITALS, CHATS, QUESTIONS, ROOT
 
 ASKED, OTHER_CHATS = Path("questions.txt"), Path("other_chats.jsonl")
 MOST = 20
-"""Tokens of an answer."""
+"""Tokens of a completion."""
 
 
 def titanmoe(*words: str, shows: bool = True) -> str:
@@ -58,7 +58,7 @@ def ask_titanmoe(*model: str) -> list[dict[str, Any]]:
 
 
 def ask_transformers(folder: str) -> list[dict[str, Any]]:
-    """Let transformers answer each question; return a dict for each with prompt_tokens, tokens and text.
+    """Let transformers complete each question; return a dict for each with prompt_tokens, tokens and text.
 
     Args:
         folder: the exported model.
@@ -66,21 +66,21 @@ def ask_transformers(folder: str) -> list[dict[str, Any]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    ends, answers = model.generation_config.eos_token_id, []
+    ends, completions = model.generation_config.eos_token_id, []
     for question in ASKED.read_text(encoding="utf-8").splitlines():
         chat = [{"role": "user", "content": question}]
         asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         prompt = asked["input_ids"][0].tolist()
         made = model.generate(**asked, max_new_tokens=MOST, do_sample=False)[0, len(prompt) :].tolist()
         tokens = [token for token in made if token not in (ends if isinstance(ends, list) else [ends])]
-        answers.append({"prompt_tokens": prompt, "tokens": tokens, "text": tokenizer.decode(tokens)})
-    return answers
+        completions.append({"prompt_tokens": prompt, "tokens": tokens, "text": tokenizer.decode(tokens)})
+    return completions
 
 
 def compare(option: str, run: str, right_answer: str) -> None:
-    """Export a run to exported/ with any adapters merged; exit with an error if transformers answers otherwise.
+    """Export a run to exported/ with any adapters merged; exit with an error if the completions of transformers differ.
 
-    It prints the answers and how many are right; wrong ones are no error.
+    It prints the completions and how many are right; wrong ones are no error.
 
     Args:
         option: option of `titanmoe generate` that names the run: "--checkpoint" or "--adapter".
@@ -96,7 +96,8 @@ def compare(option: str, run: str, right_answer: str) -> None:
             raise SystemExit(f"{one['prompt']} titanmoe: {one['text']!r}, transformers: {reference['text']!r}")
         right += one["text"] == right_answer.format(capital)
         print(f"{one['prompt']} {one['text']}")
-    print(f"{run}: {len(ours)} answers, {right} of them right, the same in transformers with {exported}", flush=True)
+    same = f"the same in transformers with {exported}"
+    print(f"{run}: {len(ours)} completions, {right} of them right, {same}", flush=True)
 
 
 def main() -> int:

@@ -4,7 +4,7 @@
 
 models/small    a Qwen3-MoE of 0.3 M parameters with random weights, its tokenizer and a chat template
 chats.jsonl     what is the capital of which country, asked in several ways
-pairs.jsonl     the same questions, each with a short answer that is preferred and a longer one that is not
+pairs.jsonl     the same questions, each with a short completion that is preferred and a longer one that is not
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     mkdir new && cd new && python ../scripts/sums.py [--seeds 0 1 2 3 4] [--replay off rollout] [--table.field value]
 
 It takes two minutes per seed on 2 CPU cores, and as long for each further value of rl.replay. A first run of
-train_configs/rl_debug.toml trains a new model on the format alone (SFT), with answers that are random digits; a second
+train_configs/rl_debug.toml trains a new model on the format alone (SFT), with random digits as completions; a second
 one rewards right answers. Other options go to the second, such as --rl.updates 2 for --replay old; options of [job],
 [parallelism] and [training] go to both, such as --job.ranks 1 --parallelism.tp 1 --parallelism.experts.ep 1 on one GPU
-(and --generation.parallelism.ep 1). Chance is 0.1, and so is every constant answer: each digit is right equally often.
+(and --generation.parallelism.ep 1). Chance is 0.1, and so is a constant completion: each digit is right equally often.
 The script fails unless each run's mean reward is below 0.3 in its first 20 steps and above 0.8 in its last 20.
 """
 
@@ -38,7 +38,7 @@ def sums() -> dict[str, int]:
 
 
 def write_files() -> None:
-    """Write into the current folder PROMPTS, with their solutions, and FORMAT, the same prompts with random answers."""
+    """Write into the current folder PROMPTS, with their solutions, and FORMAT: the same with random completions."""
     solutions, draw = sums(), random.Random(0)
     records = [{"prompt": prompt, "solution": str(solution)} for prompt, solution in solutions.items()]
     texts = [{"text": f"{draw.choice([*solutions])}{draw.randrange(10)}"} for _ in range(EXAMPLES)]
@@ -74,7 +74,7 @@ def learn_sums(name: str, seed: int, begin: str, options: list[str]) -> tuple[li
 
     Args:
         name: the run's name.
-        seed: seed of the order of the prompts and of the answers.
+        seed: seed of the order of the prompts and of the completions.
         begin: folder of the run with the model to begin with.
         options: further options of `titanmoe train`.
 

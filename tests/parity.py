@@ -139,8 +139,8 @@ def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
 
 
 def pairs(numbers: list[int], document: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A sample's documents as pairs of answers, and what a reference might say of their labels. The last document of an
-    odd number has no labels."""
+    """A sample's documents as pairs of completions, and what a reference might say of their labels. The last document
+    of an odd number has no labels."""
     count, length = (document.max(1).values + 1) // 2, document.shape[1]
     labels[document >= 2 * count.unsqueeze(1)] = IGNORE
     reference = torch.stack([-(torch.arange(length) * (3 + n) % 7).double() for n in numbers])

@@ -881,14 +881,14 @@ def weighted_cross_entropy(scores: Scores, tokens: Tokens) -> Tensor:
 
 
 def dpo(beta: float) -> Objective:
-    """Each pair of answers by itself."""
+    """Each pair of completions by itself."""
 
     def mean(scores: Scores, tokens: Tokens) -> Tensor:
-        answer_GS, losses = tokens.extra_fields["completion"], []
+        completion_GS, losses = tokens.extra_fields["completion"], []
         gain_GS = (-scores.loss_GS - tokens.extra_fields["reference"]) * (tokens.labels_GS != IGNORE)
         for sample, pairs in enumerate(tokens.extra_fields["pairs"].tolist()):
             for pair in range(pairs):
-                chosen, rejected = (gain_GS[sample, answer_GS[sample] == 2 * pair + side].sum() for side in (0, 1))
+                chosen, rejected = (gain_GS[sample, completion_GS[sample] == 2 * pair + side].sum() for side in (0, 1))
                 losses.append(torch.log1p(torch.exp(-beta * (chosen - rejected))))
         return torch.stack(losses).sum() / len(losses)
 

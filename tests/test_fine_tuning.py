@@ -104,13 +104,13 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
     assert "has made 2 steps, and training.epochs = 1\n" in again and "--training.epochs 2\n" in again
 
 
-def test_the_script_ends_with_the_same_answers_in_transformers(tmp_path: Path) -> None:
+def test_the_script_ends_with_the_same_completions_in_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     command = [sys.executable, f"{ROOT}/scripts/fine_tune.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for name in ("sft_debug", "sft_lora"):
-        same = f"runs/{name}: 12 answers, 12 of them right, the same in transformers with exported/{name}\n"
+        same = f"runs/{name}: 12 completions, 12 of them right, the same in transformers with exported/{name}\n"
         assert same in done.stdout
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 2 and "is not empty" in again.stderr

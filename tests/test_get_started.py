@@ -98,10 +98,10 @@ def test_the_page_works_from_top_to_bottom(tmp_path: Path) -> None:
     assert re.search(r"^begins from +weights of runs/mine/", chat, re.MULTILINE) and "\ndone " in chat
     assert "experts     ep 2" in first and "val loss" in second
     assert (tmp_path / "runs/mine/report/report.html").exists()
-    text, answer = said["titanmoe generate"]
+    text, reply = said["titanmoe generate"]
     assert text.startswith("A checkpoint ")
     (asked,) = said["python ask.py"]
-    assert asked.strip() and answer.endswith(asked), "transformers and titanmoe say the same"
+    assert asked.strip() and reply.endswith(asked), "transformers and titanmoe say the same"
 
 
 def test_the_command_that_resumes_keeps_no_option_that_would_begin_anew() -> None:

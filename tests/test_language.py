@@ -13,11 +13,12 @@ PRIVATE = {
     **dict.fromkeys(("lap", "laps"), "overlap"),
     **dict.fromkeys(("lane", "lanes"), "communicator, stream"),
     **dict.fromkeys(("likeliest",), "top_k"),
+    **dict.fromkeys(("answer", "answers"), "completion, assistant message, result"),
     **dict.fromkeys(("ahead", "further", "said", "outlet", "board", "handed_on"), "the thing itself"),
 }
 """Words that stood for something else once, and what to call it."""
-KNOWN: dict[str, set[str]] = {"data/pack.py": {"bin", "bins"}}
-"""Where such a word is the field's: bins of bin packing."""
+KNOWN: dict[str, set[str]] = {"data/pack.py": {"bin", "bins"}, "data/quiz.py": {"answer"}}
+"""Where such a word is the field's: bins of bin packing, the key of a quiz line."""
 
 
 def names(tree: ast.Module) -> Iterator[tuple[str, int]]:

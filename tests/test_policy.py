@@ -42,19 +42,19 @@ def with_columns(batch: Batch, documents: bool = False) -> Batch:
 
 
 def by_hand(loss: PolicyLoss, log_p: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The objective as the papers write it: one answer and one token after the other."""
+    """The objective as the papers write it: one completion and one token after the other."""
     total = torch.zeros((), dtype=torch.float64)
     x = {"old": log_p.detach()} | batch.extra_fields
     for b in range(len(log_p)):
-        answers: dict[int, list[int]] = {}
+        completions: dict[int, list[int]] = {}
         for t in range(log_p.shape[1]):
             if batch.labels_BS[b, t] != IGNORE:
-                answers.setdefault(0 if batch.document_BS is None else int(batch.document_BS[b, t]), []).append(t)
-        for places in answers.values():
-            of_answer = torch.stack([log_p[b, t] - x["old"][b, t] for t in places]).mean().exp()
+                completions.setdefault(0 if batch.document_BS is None else int(batch.document_BS[b, t]), []).append(t)
+        for places in completions.values():
+            of_completion = torch.stack([log_p[b, t] - x["old"][b, t] for t in places]).mean().exp()
             drift = {t: float(x["old"][b, t] - x["generator"][b, t]) if loss.truncation else 0.0 for t in places}
             for t in places:
-                ratio = of_answer if loss.level == "sequence" else (log_p[b, t] - x["old"][b, t]).exp()
+                ratio = of_completion if loss.level == "sequence" else (log_p[b, t] - x["old"][b, t]).exp()
                 A = x["advantage"][b, t]
                 gain = torch.min(ratio * A, torch.clamp(ratio, 1 - loss.clip_low, 1 + loss.clip_high) * A)
                 if loss.truncation:

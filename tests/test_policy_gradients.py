@@ -1,7 +1,7 @@
 """Gradients of every policy objective against plain code in float64, under mappings that cover axes and features.
 
 The plain code is the reference model in one process, softmax over the ids that exist, and the papers' formulas written
-out answer by answer; it shares nothing with the code under test.
+out completion by completion; it shares nothing with the code under test.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def test_gradients_are_those_of_plain_code(fold: Fold, choice: dict[str, str], w
     neutral = {key: value for key, value in changed.items() if not key.startswith(parity.NEUTRAL)}
     ours = world.run(fold.world, steps, changed, documents, work)[0]
     for (name, *_), got, want in zip(work, ours, expected(neutral, documents, work), strict=True):
-        if OBJECTIVES[name].loss.level == "token":  # of six answers' ratios none may be clipped
+        if OBJECTIVES[name].loss.level == "token":  # of six completions' ratios none may be clipped
             assert (0 < got.clipped < 1) == ("old" in OBJECTIVES[name].extra), name
         assert relative_error(got.loss, want.loss) < TOLERANCE["float64"], name
         error, where = worst_error(got.grads, want.grads)

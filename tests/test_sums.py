@@ -19,14 +19,14 @@ from sums import for_both_runs
 RECIPE = f"{ROOT}/train_configs/rl_debug.toml"
 LETTERS = {
     "job.name": "letters", "job.ranks": 2, "parallelism.experts.ep": 2, "rl.reward": "regex", "rl.prompts_per_step": 8,
-    "rl.answers": 8, "rl.held_out": 0, "rl.eval_interval": 0, "generation.max_tokens": 1, "training.steps": 25,
+    "rl.completions": 8, "rl.held_out": 0, "rl.eval_interval": 0, "generation.max_tokens": 1, "training.steps": 25,
     "training.local_batch_size": 32, "training.global_batch_size": 32, "lr_schedule.decay": "none",
     "checkpoint.enable": "false", "checkpoint.load": "none", "checkpoint.model_only": "false",
 }  # fmt: skip
-"""Changes of rl_debug: the first byte of an answer is to be a small letter, as 26 of 320 ids are."""
+"""Changes of rl_debug: the first byte of a completion is to be a small letter, as 26 of 320 ids are."""
 
 
-def test_a_model_of_random_weights_learns_to_answer_with_letters(tmp_path: Path) -> None:
+def test_a_model_of_random_weights_learns_to_complete_with_letters(tmp_path: Path) -> None:
     records = [{"prompt": f"{digit}?", "solution": "^[a-z]"} for digit in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     user = Newcomer(tmp_path)

@@ -35,7 +35,7 @@ class Observer:
 
         Args:
             name: in the order of a step "data", "forward_backward" and "optimizer", which are the step itself, then
-                "validation", "checkpoint" and "other". A step of reinforcement learning that begins with new answers
+                "validation", "checkpoint" and "other". A step of reinforcement learning that begins with new completions
                 has "generate" and "reward" after "data".
             step: number of the step.
         """

@@ -1,7 +1,7 @@
 """Policy objectives of reinforcement learning, for `titanmoe.session.Session`: advantages, weights of tokens, losses.
 
-    advantages = group_advantages(rewards, groups)                                   # of N answers
-    weight = token_weights(answer_tokens, "token")
+    advantages = group_advantages(rewards, groups)                                   # of N completions
+    weight = token_weights(completion_tokens, "token")
     batch = run.batch(ids, labels, advantage=..., weight=weight, old=old_log_probs)
     counts = run.count(batch, loss, divisor=1)                                       # the weights are divided already
     run.forward_backward(batch, loss, counts=counts)                                 # loss = PolicyLoss()
@@ -82,7 +82,7 @@ def token_weights(has_loss_NL: Tensor, by: Normalisation = "token", longest: int
         by: "sample": the mean over samples of the mean over their tokens (GRPO, GSPO); "token": the mean over all
             tokens (DAPO, arXiv 2503.14476); "constant": the sum over tokens / `longest`, averaged over samples (Dr.
             GRPO).
-        longest: the most tokens that an answer may have; for "constant".
+        longest: the most tokens that a completion may have; for "constant".
 
     Raises:
         ConfigError: no position has a loss, or `longest` is missing with "constant".
@@ -95,7 +95,7 @@ def token_weights(has_loss_NL: Tensor, by: Normalisation = "token", longest: int
     if by == "token":
         return has_loss_NL / tokens_N1.sum()
     if by == "constant" and longest < 1:
-        raise ConfigError(['token_weights(..., "constant") divides by the most tokens of an answer: give longest='])
+        raise ConfigError(['token_weights(..., "constant") divides by the most tokens of a completion: give longest='])
     return has_loss_NL / (samples * (longest if by == "constant" else tokens_N1.clamp(min=1)))
 
 
@@ -105,7 +105,7 @@ class PolicyLoss:
 
     Columns of the batch, per position (N, L): "advantage"; "weight"; "old", without which the old policy is the model
     itself; "generator" if `truncation` is set; "sft_weight"; "kl_weight" with "reference". A sample may be several
-    documents, each an answer of its own.
+    documents, each a completion of its own.
 
     The defaults are those of PPO and GRPO. DAPO has clip_high=0.28; GSPO (arXiv 2507.18071) has level="sequence" with
     clip_low=3e-4 and clip_high=4e-4.
@@ -116,11 +116,11 @@ class PolicyLoss:
     clip_high: float = 0.2
     """Clipping above 1: the ratio to the old policy has no gradient above 1 + clip_high for a positive advantage."""
     level: Literal["token", "sequence"] = "token"
-    """The ratio of each token, or of each answer: the geometric mean of its tokens' ratios."""
+    """The ratio of each token, or of each completion: the geometric mean of its tokens' ratios."""
     truncation: float = 0.0
     """Importance weight old / generator, at most this (2 is usual), on the loss; 0: none. It has no gradient."""
     truncate: Literal["token", "sequence"] = "token"
-    """The importance weight of each token, or the product over each answer."""
+    """The importance weight of each token, or the product over each completion."""
     estimator: Literal["k1", "k3"] = "k3"
     """Divergence from the reference, with d = log reference - log p. k3 = exp(d) - d - 1: its gradient is that of
     KL(reference | model). k1 = -d: right as a value or in a reward, but its gradient as a loss has mean 0."""
@@ -162,14 +162,14 @@ class PolicyLoss:
         return loss
 
     def ratio(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
-        """Return at each label, (B, L), the probability under the model over the old policy's, by token or by answer.
+        """Return at each label, (B, L), the probability under the model over the old policy's, by token or completion.
 
         Args:
             log_p_BL: log-probability of each label under the model.
             batch: the microbatch, with the column "old".
         """
         apart_BL = (log_p_BL - batch.extra_fields["old"]).where(batch.labels_BS != IGNORE, 0)
-        return (apart_BL if self.level == "token" else _over_answers(apart_BL, batch, mean=True)).exp()
+        return (apart_BL if self.level == "token" else _over_completions(apart_BL, batch, mean=True)).exp()
 
     def importance(self, batch: Batch) -> Tensor:
         """Return at each label, (B, L), the old policy's probability over the generator's, at most `truncation`.
@@ -182,7 +182,7 @@ class PolicyLoss:
         column = batch.extra_fields
         apart_BL = (column["old"] - column["generator"]).where(batch.labels_BS != IGNORE, 0)
         if self.truncate == "sequence":
-            apart_BL = _over_answers(apart_BL, batch, mean=False)
+            apart_BL = _over_completions(apart_BL, batch, mean=False)
         return apart_BL.exp().clamp(max=self.truncation)
 
     def divergence(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
@@ -245,23 +245,23 @@ def _with_old(batch: Batch, log_p_BL: Tensor) -> Batch:
     return batch._replace(extra_fields={"old": log_p_BL} | batch.extra_fields)
 
 
-def _over_answers(x_BL: Tensor, batch: Batch, mean: bool) -> Tensor:
-    """Sum or average x over the labels of each answer; return (B, L), the result at every position of the answer.
+def _over_completions(x_BL: Tensor, batch: Batch, mean: bool) -> Tensor:
+    """Sum or average x over the labels of each completion; return (B, L), the result at all positions of it.
 
-    An answer is a document, or a sample if the batch has no documents.
+    A completion is a document, or a sample if the batch has no documents.
 
     Args:
         x_BL: values by position; those of positions without a label do not count.
         batch: the microbatch with the labels and documents.
-        mean: whether to divide by the answer's number of labels; 0 for an answer without labels.
+        mean: whether to divide by the completion's number of labels; 0 for a completion without labels.
     """
     has_label_BL = (batch.labels_BS != IGNORE).to(x_BL.dtype)
     if batch.document_BS is None:
-        answer_BL = torch.zeros_like(batch.labels_BS)
+        completion_BL = torch.zeros_like(batch.labels_BS)
     else:
         document_BS = batch.document_BS
-        answer_BL = (document_BS.diff(dim=1, prepend=document_BS[:, :1]) != 0).cumsum(1)
-    total_BL = torch.zeros_like(x_BL).scatter_add(1, answer_BL, x_BL * has_label_BL)
+        completion_BL = (document_BS.diff(dim=1, prepend=document_BS[:, :1]) != 0).cumsum(1)
+    total_BL = torch.zeros_like(x_BL).scatter_add(1, completion_BL, x_BL * has_label_BL)
     if mean:
-        total_BL = total_BL / torch.zeros_like(x_BL).scatter_add(1, answer_BL, has_label_BL).clamp(min=1)
-    return total_BL.gather(1, answer_BL)
+        total_BL = total_BL / torch.zeros_like(x_BL).scatter_add(1, completion_BL, has_label_BL).clamp(min=1)
+    return total_BL.gather(1, completion_BL)

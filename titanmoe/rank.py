@@ -1,7 +1,7 @@
 """Entry point of one rank: `python -m titanmoe.rank --config RECIPE.toml`.
 
 `titanmoe train` starts it and train.py calls it. It passes the tools that watch a run, and those that
-answer prompts during it, to `titanmoe.train.launch`.
+complete prompts during it, to `titanmoe.train.launch`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
     return plan_overlap_of_run(config, runtime)
 
 
-def answer_samples(config: Config, model: RankModel) -> Evaluation | None:
-    """Build the evaluation that answers the recipe's prompts; None if it has none. Collective over the world.
+def sample_completions(config: Config, model: RankModel) -> Evaluation | None:
+    """Build the evaluation that completes the recipe's prompts; None if it has none. Collective over the world.
 
     Args:
         config: the recipe.
@@ -60,9 +60,9 @@ def answer_samples(config: Config, model: RankModel) -> Evaluation | None:
     """
     if not has_samples(config):
         return None
-    from titanmoe.generate.answer_samples import SampleAnswers
+    from titanmoe.generate.sample_completions import SampleCompletions
 
-    return SampleAnswers(config, model)
+    return SampleCompletions(config, model)
 
 
 def make_loader(config: Config, data_rank: int, data_ranks: int) -> Loader:
@@ -98,7 +98,7 @@ def make_trainer(config: Config, training: Training) -> Trainer:
 
 def run() -> None:
     """Run this rank from the command line to the end, and exit the process with its exit code."""
-    replacements = {"checks": checks, "samples": answer_samples, "loader": make_loader}
+    replacements = {"checks": checks, "samples": sample_completions, "loader": make_loader}
     try:
         tools = {"watch": watch, "overlap": plan_overlap, "trainer": make_trainer}
         code = main(sys.argv[1:], COMPONENTS, **tools, **replacements)

@@ -52,7 +52,7 @@ BEGIN, END = "<!-- first light begins -->", "<!-- first light ends -->"
 ARCHIVE_BYTES, LOG_BYTES, KEPT_BYTES, TABLE_LINES, ROWS_OF_A_PART = 5_000_000, 400_000, 3_000_000, 78, 18
 DUMP_SECONDS = 5
 """The seconds between the SIGABRT of a late part, at which faulthandler prints all stacks, and its SIGKILL."""
-PUBLISHED = ("layers", "attention", "answers")
+PUBLISHED = ("layers", "attention", "completions")
 """Parts whose figures --publish writes; those of the others stay in table.md."""
 UNSUPPORTED = 77
 """The exit status of a part that this machine cannot run."""
@@ -128,7 +128,7 @@ GPU = [
     Part("compiled attention", f"{PARITY} --only {SLOW}", 150, read_rows, "side by side"),
     Part("sums", f"{REINFORCEMENT} --only sums", 150, read_rows, "side by side", figures=True),
     Part("symmetric memory", "scripts/gpu/symmetric.py --json {json}", 120, read_rows, figures=True),
-    Part("answers", f"{REINFORCEMENT} --only qwen3 offload", 200, read_rows, figures=True),
+    Part("completions", f"{REINFORCEMENT} --only qwen3 offload", 200, read_rows, figures=True),
     Part("a step", "scripts/bench/trace_step.py qwen3 --keep {folder}/qwen3.json.gz", 70, read_lines, figures=True),
     Part("attention", "scripts/gpu/attention_backends.py --json {json}", 100, read_rows, figures=True),
     Part(
@@ -172,7 +172,7 @@ PRETEND = [
         read_rows,
     ),
     Part("symmetric memory", "scripts/gpu/symmetric.py --device cpu --json {json}", 60, read_rows, figures=True),
-    Part("answers", f"{REINFORCEMENT} --device cpu --only qwen3", 60, read_rows, figures=True),
+    Part("completions", f"{REINFORCEMENT} --device cpu --only qwen3", 60, read_rows, figures=True),
     Part("a step", "scripts/bench/trace_step.py qwen3 --tiny", 60, read_lines, figures=True),
     Part(
         "layers",

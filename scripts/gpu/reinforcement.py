@@ -1,12 +1,12 @@
-"""Run reinforcement learning on one device: a small model learns sums, and real layers answer and learn.
+"""Run reinforcement learning on one device: a small model learns sums, and real layers generate and learn.
 
     python scripts/gpu/reinforcement.py [--device cuda|cpu] [--json FILE] [--only NAME ...]
 
     sums       scripts/sums.py: mean reward below 0.3 in the first 20 steps, above 0.8 in the last 20
-    qwen3      steps of six layers of Qwen3-30B-A3B with 16 experts: seconds of answers and of learning
+    qwen3      steps of six layers of Qwen3-30B-A3B with 16 experts: seconds of completions and of learning
     offload    the same with generation.offload_training: loss, norm, reward and mismatch equal to the bit
 
-Real layers answer 32 prompts 16 times in each step, with 128 tokens; for `offload` 8 prompts, with 16 tokens. On CPUs
+Real layers complete 32 prompts 16 times in each step, with 128 tokens; for `offload` 8 prompts, with 16 tokens. On CPUs
 the layers are tiny.
 """
 
@@ -43,7 +43,7 @@ LAYERS = {
     "rl.reward": "regex",
     "rl.prompts": "prompts.jsonl",
     "rl.prompts_per_step": 32,
-    "rl.answers": 16,
+    "rl.completions": 16,
     "generation.max_tokens": 128,
     "generation.batch_size": 256,
     "training.steps": 4,
@@ -61,7 +61,7 @@ TINY = {
     "model.vocab_size": 512,
     "model.num_layers": 2,
     "rl.prompts_per_step": 2,
-    "rl.answers": 4,
+    "rl.completions": 4,
     "generation.max_tokens": 8,
     "training.seq_len": 128,
 }
@@ -131,11 +131,11 @@ def steps(device: str, *options: str) -> list[dict[str, Any]]:
 def speed(device: str) -> dict[str, Any]:
     """Return the seconds of a step of real layers, means without the first step, and its memory."""
     lines, config = steps(device), config_of(device)
-    answers = config["rl.prompts_per_step"] * config["rl.answers"]
+    completions = config["rl.prompts_per_step"] * config["rl.completions"]
     mean = {key: sum(line[key] for line in lines[1:]) / (len(lines) - 1) for key in SUMMED}
     return {
-        "s of answers": mean["rl.generate_s"],
-        "tokens/s of answers": answers * mean["rl.length"] / mean["rl.generate_s"],
+        "s of completions": mean["rl.generate_s"],
+        "tokens/s of completions": completions * mean["rl.length"] / mean["rl.generate_s"],
         "s of learning": mean["time.forward_backward"] + mean["time.optimizer"],
         "tokens": mean["tokens"],
         "GiB at most": max(line["memory_gib"] for line in lines),
@@ -156,7 +156,7 @@ def offload(device: str) -> dict[str, Any]:
     for one, other in zip(here, there, strict=True):
         if differ := [f"{key} {one[key]!r} and {other[key]!r}" for key in COMPARED if one[key] != other[key]]:
             raise ValueError(f"step {one['step']} without and with offload_training: {', '.join(differ)}")
-    return {"GiB at most": there[-1]["memory_gib"], "s of answers": there[-1]["rl.generate_s"], "steps": len(there)}
+    return {"GiB at most": there[-1]["memory_gib"], "s of completions": there[-1]["rl.generate_s"], "steps": len(there)}
 
 
 def main() -> int:

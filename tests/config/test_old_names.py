@@ -111,6 +111,12 @@ def test_a_command_line_with_old_names_is_refused_with_the_new_ones(tmp_path: Pa
     assert "command line: unknown option --checkpoint.local: a run no longer keeps copies" in message
 
 
+def test_answers_of_reinforcement_learning_are_completions(tmp_path: Path) -> None:
+    assert recorded(tmp_path, {"rl": {"answers": 4}}) == {"rl.completions": 4}
+    assert "rl.answers: it is rl.completions now: write rl.completions = 4" in refusal(tmp_path, "[rl]\nanswers = 4\n")
+    assert "it is --rl.completions 4 now" in refusal(tmp_path, "", "--rl.answers", "4")
+
+
 def test_an_old_choice_is_read_in_a_record_and_refused_in_a_recipe(tmp_path: Path) -> None:
     old, new = "full_but_rows", "full_except_dispatch"
     assert recorded(tmp_path, {"activation_checkpoint": {"mode": old}}) == {"activation_checkpoint.mode": new}

@@ -1,4 +1,4 @@
-"""Pairs of answers, as TRL writes them: what they become, what is refused, and how they are packed."""
+"""Pairs of completions, as TRL writes them: what they become, what is refused, and how they are packed."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def said(role: str, content: str) -> dict[str, str]:
 
 
 ASKED = [said("user", "the fox?"), said("assistant", "which"), said("user", "the brown one")]
-ANSWERS = {"chosen": [said("assistant", "jumps")], "rejected": [said("assistant", "over")]}
+COMPLETIONS = {"chosen": [said("assistant", "jumps")], "rejected": [said("assistant", "over")]}
 TEXTS = [
     {"prompt": "the quick", "chosen": " brown fox", "rejected": " dog"},
     {"chosen": "the quick brown fox", "rejected": "the quick dog"},
 ]
 CHATS = [
-    {"prompt": ASKED, **ANSWERS},
-    {name: [*ASKED, *answer] for name, answer in ANSWERS.items()},
-    {"prompt": "the fox?"} | {name: [*ASKED, *answer] for name, answer in ANSWERS.items()},
+    {"prompt": ASKED, **COMPLETIONS},
+    {name: [*ASKED, *completion] for name, completion in COMPLETIONS.items()},
+    {"prompt": "the fox?"} | {name: [*ASKED, *completion] for name, completion in COMPLETIONS.items()},
 ]
 
 
@@ -76,8 +76,8 @@ def test_explicit_and_implicit_prompts_give_the_same_two_documents(
 
     counted = [text([t for t, counts in zip(*document, strict=True) if counts]) for document in made[0]]
     texts = isinstance(records[0]["chosen"], str)
-    answers, end = ([" brown fox", " dog"], "<|endoftext|>") if texts else (["jumps", "over"], "<|im_end|>\n")
-    assert counted == [answer + end for answer in answers]
+    completions, end = ([" brown fox", " dog"], "<|endoftext|>") if texts else (["jumps", "over"], "<|im_end|>\n")
+    assert counted == [completion + end for completion in completions]
     assert all(text(tokens).endswith("<|endoftext|>") for tokens, _ in made[0])
     assert main(["data", "verify", str(out)]) == 0
 
@@ -116,28 +116,28 @@ class Pairs(MemoryDocuments):
 
 
 def pairs(*lengths: tuple[int, int, int], alike: int = 0) -> Pairs:
-    """For each the length of the prompt and of both answers, which are equal up to `alike` tokens."""
+    """For each the length of the prompt and of both completions, which are equal up to `alike` tokens."""
     tokens, counts, starts = [], [], [0]
-    for n, (prompt, *answers) in enumerate(lengths):
-        for side, answer in enumerate(answers):
-            tokens += [n] * prompt + [100 + 10 * side * (place >= alike) for place in range(answer)]
-            counts += [False] * prompt + [True] * answer
+    for n, (prompt, *completions) in enumerate(lengths):
+        for side, completion in enumerate(completions):
+            tokens += [n] * prompt + [100 + 10 * side * (place >= alike) for place in range(completion)]
+            counts += [False] * prompt + [True] * completion
             starts.append(len(tokens))
     return Pairs("pairs", np.array(tokens), np.array(starts), np.array(counts))
 
 
-def test_both_answers_of_a_pair_are_in_one_sequence() -> None:
+def test_both_completions_of_a_pair_are_in_one_sequence() -> None:
     documents = pairs(*[(2 + n % 3, 1 + n % 5, 1 + n % 4) for n in range(100)])
     packer = PreferencePacker(documents, 32, seed=0)
     sequences = list(packer.first_epoch())
     out, seen = empty_arrays(len(sequences), 32, True, extra_field_specs(documents)), []
     for n, segments in enumerate(sequences):
         packer.fill(segments, out, n)
-        answer, labelled = out.extra_fields[COMPLETION][n], out.labels_NS[n] != IGNORE
-        assert answer[labelled].max() + 1 == 2 * out.extra_fields[PAIRS][n]
+        completion, labelled = out.extra_fields[COMPLETION][n], out.labels_NS[n] != IGNORE
+        assert completion[labelled].max() + 1 == 2 * out.extra_fields[PAIRS][n]
         for number in range(2 * out.extra_fields[PAIRS][n]):
-            (prompt,) = {*out.tokens_NS[n][(answer == number) & out.valid_NS[n]].tolist()} - {100, 110}
-            assert {*out.labels_NS[n][(answer == number) & labelled].tolist()} == {100 + 10 * (number % 2)}
+            (prompt,) = {*out.tokens_NS[n][(completion == number) & out.valid_NS[n]].tolist()} - {100, 110}
+            assert {*out.labels_NS[n][(completion == number) & labelled].tolist()} == {100 + 10 * (number % 2)}
             seen.append((prompt, number % 2))
     assert sorted(seen) == [(n, side) for n in range(100) for side in (0, 1)] and packer.note == ""
     assert packer.count(2)[0] == len(sequences) < 45

@@ -1,4 +1,4 @@
-"""data.share_prefixes: pairs of answers with their prompt there once, from the documents of both."""
+"""data.share_prefixes: pairs of completions with their prompt there once, from the documents of both."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from titanmoe.tokens import IGNORE
 
 
 def documents(sizes: list[tuple[int, int, int]]) -> MemoryDocuments:
-    """Of prompts and both answers. All begin with a 1; the last token of each answer is its end, 2."""
+    """Of prompts and both completions. All begin with a 1; the last token of each completion is its end, 2."""
     draw, tokens, counted, starts = np.random.default_rng(0), [], [], [0]
-    for prompt, *answers in sizes:
+    for prompt, *completions in sizes:
         stem = [1, *draw.integers(3, 30, prompt - 1).tolist()]
-        for n, answer in enumerate(answers):
-            tokens += [*stem, 40 + n, *draw.integers(3, 30, answer - 2).tolist(), 2]
-            counted += [False] * prompt + [True] * answer
+        for n, completion in enumerate(completions):
+            tokens += [*stem, 40 + n, *draw.integers(3, 30, completion - 2).tolist(), 2]
+            counted += [False] * prompt + [True] * completion
             starts.append(len(tokens))
     out = MemoryDocuments("pairs", np.array(tokens), np.array(starts), np.array(counted))
     out.completions_per_prompt = 2
@@ -47,25 +47,25 @@ def packed(corpus: MemoryDocuments, seq_len: int, share: bool) -> tuple[Preferen
 SIZES = [(9, 3, 4), (5, 6, 2), (1, 4, 3), (12, 2, 2), (7, 5, 5)]
 
 
-def answers_of(out: BatchArrays, share: bool) -> list[tuple[list[int], ...]]:
-    """Tokens, labels and positions of what the last position of each answer sees, in the order of the answers."""
+def completions_of(out: BatchArrays, share: bool) -> list[tuple[list[int], ...]]:
+    """Tokens, labels and positions of what the last position of each completion sees, in their order."""
     found = []
     for n in range(len(out.tokens_NS)):
-        answer, length = out.extra_fields[COMPLETION][n], out.tokens_NS.shape[1]
+        completion, length = out.extra_fields[COMPLETION][n], out.tokens_NS.shape[1]
         until = torch.from_numpy(out.until_NS[n : n + 1]) if share else None
         seen = dense_mask(spans(until), length)[0].numpy() if share else None
         for one in range(2 * out.extra_fields[PAIRS][n]):
-            own = np.flatnonzero((answer == one) & out.valid_NS[n])
+            own = np.flatnonzero((completion == one) & out.valid_NS[n])
             if share:
                 own = np.flatnonzero(seen[own[-1]])
             found.append(tuple(x[n, own].tolist() for x in (out.tokens_NS, out.labels_NS, out.position_NS)))
     return sorted(found)
 
 
-def test_each_answer_sees_what_it_did_with_a_prompt_of_its_own() -> None:
+def test_each_completion_sees_what_it_did_with_a_prompt_of_its_own() -> None:
     corpus = documents(SIZES)
     (_, apart), (packer, shared) = (packed(corpus, 32, share) for share in (False, True))
-    assert answers_of(shared, True) == answers_of(apart, False)
+    assert completions_of(shared, True) == completions_of(apart, False)
     saved = sum(prompt - 1 for prompt, *_ in SIZES)
     assert packer.pairs == apart.valid_NS.sum() - saved == shared.valid_NS.sum()
     padding = np.where(shared.valid_NS, 0, shared.until_NS - np.arange(1, 33))
@@ -74,15 +74,15 @@ def test_each_answer_sees_what_it_did_with_a_prompt_of_its_own() -> None:
 
 
 def test_a_pair_is_cut_where_what_it_shares_does_not_fit() -> None:
-    """Of 8 + 2 * 7 positions, and of 8 + 2 * 5 that are shared: the longer answer gives way."""
+    """Of 8 + 2 * 7 positions, and of 8 + 2 * 5 that are shared: the longer completion gives way."""
     packer, out = packed(documents([(9, 3, 12)]), 16, share=True)
     assert packer.note == (
         "pairs: of 1, 1 with a truncated completion (seq_len 16); "
         "seq_len = 23, 23 and 23 would keep 95, 99 and 100 % of all"
     )
     assert out.valid_NS.all() and packer.pairs == 16
-    answer = out.extra_fields[COMPLETION][0]
-    assert [int((out.labels_NS[0][answer == n] != IGNORE).sum()) for n in (0, 1)] == [3, 5]
+    completion = out.extra_fields[COMPLETION][0]
+    assert [int((out.labels_NS[0][completion == n] != IGNORE).sum()) for n in (0, 1)] == [3, 5]
     packer, _ = packed(documents([(9, 3, 3), (20, 3, 3)]), 16, share=True)
     assert packer.num_left_out == 1
 

@@ -124,7 +124,7 @@ def tokens(
     return [(generated.number, generated.content, generated.end) for batch in batches for generated in batch]
 
 
-def answer(generator: Any, ids: list[int], most: int, number: int = 0, **sampling: Any) -> Any:
+def complete(generator: Any, ids: list[int], most: int, number: int = 0, **sampling: Any) -> Any:
     """On a rank: the text that is generated for one prompt."""
     from titanmoe.generate.loop import Prompt, Stop
     from titanmoe.generate.sampling import Sampling
@@ -144,5 +144,5 @@ def turns(
         counts: list[int] = []
         text_generator.forward = lambda ids, counts=counts: counts.append(len(ids)) or forward(ids)
         ids = text_generator.cached_ids[:same] + more
-        out.append((ids + answer(text_generator, ids, most, number, temperature=0.0).tokens, counts))
+        out.append((ids + complete(text_generator, ids, most, number, temperature=0.0).tokens, counts))
     return out

@@ -61,10 +61,10 @@ def checkpoints(tmp_path_factory):
 def test_cached_logits_are_those_of_the_whole_sequence(checkpoints, name: str, fold: str) -> None:
     path, want = checkpoints(name)
     degrees = FOLDS.get(fold, {})
-    answers = world.run(4 if degrees else 1, saved.forced, path, degrees, rows(want[0].shape[1]), PROMPTS)
+    results = world.run(4 if degrees else 1, saved.forced, path, degrees, rows(want[0].shape[1]), PROMPTS)
     checked = set()
-    for answer in answers:
-        for row, logits in answer.items():
+    for result in results:
+        for row, logits in result.items():
             first = PROMPTS[row] - 1
             whole = want[row][[*range(first, first + FURTHER - 1), first + FURTHER]]
             assert logits.shape == whole.shape == (FURTHER, want[row].shape[1])

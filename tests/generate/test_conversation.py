@@ -1,4 +1,4 @@
-"""titanmoe generate --chat: a conversation line by line, with the ids of transformers; where answers end."""
+"""titanmoe generate --chat: a conversation line by line, with the ids of transformers; where completions end."""
 
 from __future__ import annotations
 
@@ -45,25 +45,27 @@ def test_a_conversation_has_the_ids_of_transformers_folded_or_not(run: Path, bpe
     words = "--checkpoint", run, "--tokenizer", bpe, "--chat", "--system", "Be brief.", *EXACT
     ((code, out, err),) = world.run(1, converse, SAYS, *words, "--json")
     assert code == 0, err
-    answers = [json.loads(line) for line in out.splitlines()]
+    completions = [json.loads(line) for line in out.splitlines()]
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"), eos_token="<|endoftext|>")
     messages = [{"role": "system", "content": "Be brief."}]
-    for number, (text, answer) in enumerate(zip(("the fox?", "quick <|im_end|> dog"), answers, strict=True)):
+    for number, (text, completion) in enumerate(zip(("the fox?", "quick <|im_end|> dog"), completions, strict=True)):
         messages.append({"role": "user", "content": text})
         ids = theirs.apply_chat_template(
             messages, chat_template=CHATML, add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]
-        assert (answer["number"], answer["prompt"], answer["prompt_tokens"]) == (number, text, ids)
-        assert answer["tokens"] and answer["text"] == theirs.decode(answer["tokens"], skip_special_tokens=True)
-        messages.append({"role": "assistant", "content": answer["text"]})
-    assert f"{sum(len(answer['tokens']) for answer in answers)} tokens after 2 questions in" in err
+        assert (completion["number"], completion["prompt"], completion["prompt_tokens"]) == (number, text, ids)
+        assert completion["tokens"] and completion["text"] == theirs.decode(
+            completion["tokens"], skip_special_tokens=True
+        )
+        messages.append({"role": "assistant", "content": completion["text"]})
+    assert f"{sum(len(completion['tokens']) for completion in completions)} tokens after 2 questions in" in err
 
     first, *others = world.run(4, converse, SAYS, *words, "--json", *FOLDED)
     assert first[:2] == (0, out) and others == [(0, "", "")] * 3
     ((_, streamed, _),) = world.run(1, converse, SAYS, *words)
-    assert streamed == "".join(f"{answer['text']}\n" for answer in answers)
+    assert streamed == "".join(f"{completion['text']}\n" for completion in completions)
     (alone,) = lines(*words, "--prompt", "the fox?")
-    assert alone == answers[0]
+    assert alone == completions[0]
 
 
 def counted(most_pairs: int, *words: object) -> tuple[tuple[int, str, str], list[int]]:
@@ -102,14 +104,14 @@ def scripted(ids: list[int], *words: object) -> tuple[int, str, str]:
         return command(*words)
 
 
-def test_an_answer_ends_at_the_mark_of_the_template_or_of_documents(run: Path, bpe: Path) -> None:
+def test_a_completion_ends_at_the_mark_of_the_template_or_of_documents(run: Path, bpe: Path) -> None:
     words = "--checkpoint", run, "--tokenizer", bpe, "--prompt", "fox", "--max-tokens", "4", "--json"
 
     def made(ids: list[int], *more: str) -> tuple[list[int], str]:
         ((code, out, err),) = world.run(1, scripted, ids, *words, *more)
         assert code == 0, err
-        answer = json.loads(out)
-        return answer["tokens"], answer["end"]
+        completion = json.loads(out)
+        return completion["tokens"], completion["end"]
 
     assert made([65, 66, 2, 67], "--chat") == ([65, 66], "eos")  # <|im_end|>
     assert made([65, 0, 66, 67], "--chat") == ([65], "eos")  # <|endoftext|>

@@ -67,15 +67,15 @@ def run(tmp_path_factory) -> Path:
 def test_greedy_text_of_a_run_is_what_the_plain_model_finds_most_probable(run: Path) -> None:
     prompts = ["a", "héllo\n", ""]
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
-    answers = lines("--checkpoint", run, *words, *GREEDY, "--dtype", "float64")
-    assert [(line["number"], line["prompt"]) for line in answers] == list(enumerate(prompts))
+    completions = lines("--checkpoint", run, *words, *GREEDY, "--dtype", "float64")
+    assert [(line["number"], line["prompt"]) for line in completions] == list(enumerate(prompts))
 
     path = run / "checkpoints/step-00000001"
     weights = {name: open_checkpoint(path).read(name) for name in open_checkpoint(path).tensors}
     weights = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
     bias = {name: tensor for name, tensor in weights.items() if name.endswith("expert_bias")}
     config = parity.read(TEXT, 1)
-    for line, prompt in zip(answers, prompts, strict=True):
+    for line, prompt in zip(completions, prompts, strict=True):
         row = [256, *prompt.encode()]
         assert line["prompt_tokens"] == row
         want: list[int] = []
@@ -88,9 +88,9 @@ def test_greedy_text_of_a_run_is_what_the_plain_model_finds_most_probable(run: P
         assert line["end"] == ("length" if len(want) == 8 else "eos")
         assert line["text"] == bytes(token for token in want if token < 256).decode("utf-8", "replace")
 
-    assert lines("--checkpoint", run, *words, *GREEDY, "--dtype", "float64", *FOLDED, ranks=4) == answers
+    assert lines("--checkpoint", run, *words, *GREEDY, "--dtype", "float64", *FOLDED, ranks=4) == completions
     (alone,) = lines("--checkpoint", path, "--prompt", prompts[1], *GREEDY, "--dtype", "float64")
-    assert alone == answers[1] | {"number": 0}
+    assert alone == completions[1] | {"number": 0}
 
 
 def test_draws_depend_on_the_seed(run: Path, tmp_path: Path) -> None:
@@ -106,17 +106,17 @@ def test_draws_depend_on_the_seed(run: Path, tmp_path: Path) -> None:
     assert sampled == most_probable
 
 
-def test_answers_and_stop_words(run: Path) -> None:
+def test_completions_and_stop_words(run: Path) -> None:
     words = "--checkpoint", run, "--prompt", "x", "--temperature", 2, "--max-tokens", 9, "--batch-size", 2
-    first, *others = lines(*words, "--answers", 3)
-    assert [first["answer"], *(line["answer"] for line in others)] == [0, 1, 2]
+    first, *others = lines(*words, "--completions", 3)
+    assert [first["completion_number"], *(line["completion_number"] for line in others)] == [0, 1, 2]
     assert len({line["text"] for line in others} | {first["text"]}) == 3
     (alone,) = lines(*words)
-    assert alone == {name: value for name, value in first.items() if name != "answer"}
+    assert alone == {name: value for name, value in first.items() if name != "completion_number"}
     word = alone["text"][1]
     (stopped,) = lines(*words, "--stop", word, "--stop", "not in the text")
     assert stopped["end"] == "stop" and stopped["text"] == alone["text"][: alone["text"].index(word) + 1]
-    assert ask(*words, "--answers", 2)[1].count("--- 1, ") == 2
+    assert ask(*words, "--completions", 2)[1].count("--- 1, ") == 2
 
 
 def test_plain_and_streamed_output(run: Path) -> None:
@@ -150,8 +150,12 @@ def test_mistakes_are_reported_at_once(run: Path, tmp_path: Path) -> None:
     assert (code, out) == (2, "") and err.startswith("error: 4 problems")
     for part in ("--max-tokens = 0", "--top-p = 2.0", "--top-k, --top-p would have no effect", "there are 2: give one"):
         assert part in err
-    err = ask(*words[:4], "--temperature", 0, "--answers", 2, "--stop", "", "--stream")[2]
-    for part in ("--answers 2 with --temperature 0", "--answers 2 is for prompts without --stream", '--stop ""'):
+    err = ask(*words[:4], "--temperature", 0, "--completions", 2, "--stop", "", "--stream")[2]
+    for part in (
+        "--completions 2 with --temperature 0",
+        "--completions 2 is for prompts without --stream",
+        '--stop ""',
+    ):
         assert part in err
     code, _, err = ask(*words, "--parallelism.cp", 2, "--parallelism.pp", 2, "--tp", 3, "--ep", 16)
     assert code == 2
@@ -187,8 +191,8 @@ def test_a_hugging_face_folder_continues_as_in_transformers(published: tuple[Pat
     folder, model = published
     prompts = [[5, 9, 33], [1, 2, 3, 4, 5, 6, 7, 8, 9], [60]]
     words = [word for prompt in prompts for word in ("--prompt", " ".join(f"w{i}" for i in prompt))]
-    answers = lines("--checkpoint", folder, *words, *GREEDY, "--dtype", "float32")
-    for line, prompt in zip(answers, prompts, strict=True):
+    completions = lines("--checkpoint", folder, *words, *GREEDY, "--dtype", "float32")
+    for line, prompt in zip(completions, prompts, strict=True):
         ids = torch.tensor([prompt])
         whole = model.generate(
             ids,

@@ -25,7 +25,7 @@ def scored(path: Path, degrees: dict[str, int], size: int, length: int = LENGTH)
     generator = saved.generator(path, degrees)
 
     def generated() -> list[int]:
-        return saved.answer(generator, [1, 2, 3], 4, temperature=0.0).tokens
+        return saved.complete(generator, [1, 2, 3], 4, temperature=0.0).tokens
 
     text, scorer = generated(), Scorer(generator, length)
     scores = scorer.score(SEQUENCES, size)

@@ -40,9 +40,9 @@ def checkpoint(tmp_path_factory) -> tuple[Path, Any]:
 
 
 def ask(ranks: int, path: Path, degrees: dict[str, int], size: int, eos: int | None, **sampling: Any) -> list:
-    answers = world.run(ranks, saved.tokens, path, degrees, prompts(48), size, MOST, eos, sampling)
-    assert all(answer == answers[0] for answer in answers)
-    return answers[0]
+    results = world.run(ranks, saved.tokens, path, degrees, prompts(48), size, MOST, eos, sampling)
+    assert all(result == results[0] for result in results)
+    return results[0]
 
 
 def test_greedy_tokens_are_the_plain_models(checkpoint) -> None:
@@ -87,35 +87,37 @@ def test_prompts_that_enter_and_rows_that_go_on_keep_what_is_theirs(tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_next"])
-def test_answers_of_a_prompt_are_draws_from_the_plain_model(tmp_path: Path, name: str) -> None:
-    """Prompts that fill a page, a part of one and more than two; their answers share what is cached of them."""
+def test_completions_of_a_prompt_are_draws_from_the_plain_model(tmp_path: Path, name: str) -> None:
+    """Prompts that fill a page, a part of one and more than two; their completions share what is cached of them."""
     model = saved.write(tmp_path / "saved", MODELS[name])
     sampling = {"temperature": 0.7, "top_p": 0.9, "seed": 3, "step": 2}
     long_prompts = [[(3 * i + 1) % 48 for i in range(length)] for length in (16, 5, 37)]
-    texts, counts, is_empty = world.run(1, answers, tmp_path / "saved", long_prompts, 4, sampling)[0]
-    assert [(number, answer) for number, answer, *_ in texts] == [(i, j) for i in range(3) for j in range(4)]
+    texts, counts, is_empty = world.run(1, completions, tmp_path / "saved", long_prompts, 4, sampling)[0]
+    assert [(number, completion) for number, completion, *_ in texts] == [(i, j) for i in range(3) for j in range(4)]
     assert counts[0] == 16 + 5 and counts[1] <= 8 and 37 in counts and is_empty
-    for number, answer, tokens, log_probs, routes, end in texts:
+    for number, completion, tokens, log_probs, routes, end in texts:
         assert len(tokens) == len(log_probs) and len(routes) == len(long_prompts[number]) + len(tokens) - 1
         assert (end == "eos") == (tokens[-1] == 7) and 7 not in tokens[:-1], "the end mark is part of the text"
         first = len(long_prompts[number])
         logits_SV = saved.plain_logits(*model, long_prompts[number] + tokens)[first - 1 : -1]
         places = list(range(first, first + len(tokens)))
-        drawn, _ = choose_tokens(logits_SV, Sampling(**sampling), [(number, answer)] * len(tokens), places)
+        drawn, _ = choose_tokens(logits_SV, Sampling(**sampling), [(number, completion)] * len(tokens), places)
         assert drawn == tokens
         want = (logits_SV / 0.7).log_softmax(-1)[range(len(tokens)), tokens]
         torch.testing.assert_close(torch.tensor(log_probs, dtype=torch.float64), want, rtol=0, atol=1e-12)
     assert len({tuple(text[2]) for text in texts}) > 6
 
 
-def answers(path: Path, prompts: list[list[int]], count: int, sampling: dict[str, Any]) -> tuple[list, list[int], bool]:
+def completions(
+    path: Path, prompts: list[list[int]], count: int, sampling: dict[str, Any]
+) -> tuple[list, list[int], bool]:
     """Texts of a generator with room for those of two prompts, tokens of each forward, and whether no page is used."""
     generator, counts = saved.generator(path, {}, eos=7, records=True), []
     forward = generator.forward
     generator.forward = lambda ids: counts.append(len(ids)) or forward(ids)
     todo = [Prompt(number, ids, count) for number, ids in enumerate(prompts)]
     texts = [text for batch in generator.batches(todo, 2 * count, Stop(9), Sampling(**sampling)) for text in batch]
-    out = [(t.number, t.answer, t.tokens, t.log_probs, torch.cat(t.routes), t.end) for t in texts]
+    out = [(t.number, t.completion_number, t.tokens, t.log_probs, torch.cat(t.routes), t.end) for t in texts]
     return out, counts, sorted(generator.rows.free) == list(range(len(generator.rows.num_users)))
 
 
@@ -127,7 +129,7 @@ def test_a_generator_that_records_reads_an_equal_prompt_again(tmp_path: Path) ->
 
 def recorded_twice(path: Path) -> list[int]:
     generator = saved.generator(path, {}, records=True)
-    texts = [saved.answer(generator, [1, 2, 3, 4], MOST) for _ in range(2)]
+    texts = [saved.complete(generator, [1, 2, 3, 4], MOST) for _ in range(2)]
     return [len(torch.cat(text.routes)) for text in texts]
 
 
@@ -137,9 +139,9 @@ def test_a_stop_word_ends_a_text() -> None:
     assert {tokens: stop.end([int(x) for x in tokens.split()], {6}) for tokens in ends} == ends
 
 
-def test_more_answers_than_room_are_refused(checkpoint) -> None:
+def test_more_completions_than_room_are_refused(checkpoint) -> None:
     path, _ = checkpoint
-    with pytest.raises(Exception, match="a prompt has 4 answers, and 3 texts are generated at a time: let it be 4"):
+    with pytest.raises(Exception, match="a prompt has 4 completions, and 3 texts are generated at a time: let it be 4"):
         world.run(1, refused, path)
 
 
@@ -155,10 +157,10 @@ def test_a_prompt_that_has_its_first_tokens_already_goes_on_with_the_same(checkp
 
 
 def in_two(path: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the tokens of three answers, and of turns that go on after two tokens of each, in another order."""
+    """Return the tokens of three completions, and of turns that go on after two tokens of each, in another order."""
     generator, stop, sampling = saved.generator(path, {}), Stop(MOST), Sampling(1.0, seed=5)
     (whole,) = generator.batches([Prompt(0, [1, 2, 3], 3)], 3, stop, sampling)
-    turns = [Prompt(0, [1, 2, 3, *text.tokens[:2]], 1, text.answer, 2) for text in whole[::-1]]
+    turns = [Prompt(0, [1, 2, 3, *text.tokens[:2]], 1, text.completion_number, 2) for text in whole[::-1]]
     rest = [text for batch in generator.batches(turns, 2, stop, sampling) for text in batch]
     return [text.tokens for text in whole], [text.tokens for text in rest[::-1]]
 
@@ -220,7 +222,7 @@ def test_tokens_beyond_the_tokenizers_are_never_chosen(checkpoint) -> None:
 def narrow(path: Path) -> set[int]:
     generator = saved.generator(path, {})
     generator.vocab_size = 5
-    return set(saved.answer(generator, [1], 40).tokens)
+    return set(saved.complete(generator, [1], 40).tokens)
 
 
 def test_the_table_of_pages_follows_the_rows() -> None:

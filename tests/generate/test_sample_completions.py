@@ -1,4 +1,4 @@
-"""Prompts that are answered during a run: as the plain model answers them, and the run is one without them."""
+"""Prompts that are completed during a run: as the plain model completes them, and the run is one without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.live_bytes import LiveBytes
 from titanmoe.config import ConfigError
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.generate import prompts
-from titanmoe.generate.answer_samples import SampleAnswers
+from titanmoe.generate.sample_completions import SampleCompletions
 from titanmoe.report.page import page
 from titanmoe.report.read_run import read_runs
 from titanmoe.train.refusals import check_inputs_and_resolve
@@ -55,9 +55,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: str, changes: dict[str, Any], answers: bool) -> dict[str, torch.Tensor]:
+def train(folder: str, changes: dict[str, Any], completions: bool) -> dict[str, torch.Tensor]:
     """Train from wherever the folder's run is; return weights and selection biases, whole."""
-    seams = {"samples": SampleAnswers} if answers else {}
+    seams = {"samples": SampleCompletions} if completions else {}
     trainer = parity.make_trainer(runs.RUN | TEXTS | {"job.dump_folder": folder} | changes, **seams)
     trainer.train()
     training = trainer.training
@@ -68,13 +68,13 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
 
 
-def answers_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
+def completions_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return {line["step"]: line["samples"] for line in lines(folder, "events.jsonl") if line["kind"] == "samples"}
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
-def test_a_run_with_answers_is_one_without_to_the_bit(mapping: str, texts: Path, tmp_path: Path) -> None:
-    """Check a resumed run too, and that answers are the most probable tokens of the plain model."""
+def test_a_run_with_completions_is_one_without_to_the_bit(mapping: str, texts: Path, tmp_path: Path) -> None:
+    """Check a resumed run too, and that completions are the most probable tokens of the plain model."""
     changes = MAPPINGS[mapping] | {"data.paths": [str(texts)]}
     plain = world.run(4, train, str(tmp_path / "plain"), changes, False)[0]
     beside = world.run(4, train, str(tmp_path / "beside"), changes, True)[0]
@@ -86,8 +86,8 @@ def test_a_run_with_answers_is_one_without_to_the_bit(mapping: str, texts: Path,
         wanted = [line.get(name) for line in lines(tmp_path / "plain", "metrics.jsonl")]
         for run in ("beside", "resumed"):
             assert [line.get(name) for line in lines(tmp_path / run, "metrics.jsonl")] == wanted
-    found = answers_of(tmp_path / "beside")
-    assert list(found) == [2, 4] and found == answers_of(tmp_path / "resumed")
+    found = completions_of(tmp_path / "beside")
+    assert list(found) == [2, 4] and found == completions_of(tmp_path / "resumed")
 
     config, tokenizer = parity.read(runs.RUN | TEXTS | changes, 4), ByteTokenizer()
     bias = {name: plain.pop(name) for name in list(plain) if name.endswith("expert_bias")}
@@ -98,19 +98,19 @@ def test_a_run_with_answers_is_one_without_to_the_bit(mapping: str, texts: Path,
             row = [*row, int(saved.plain_logits(config, weights, bias, row)[-1, : tokenizer.vocab_size].argmax())]
         made = row[len(prompt_ids) :]
         made = made[: made.index(tokenizer.eos)] if tokenizer.eos in made else made
-        wanted = {"prompt": prompt, "answer": tokenizer.decode(made), "tokens": len(made)}
+        wanted = {"prompt": prompt, "completion": tokenizer.decode(made), "tokens": len(made)}
         assert line == wanted | {"end": "length" if len(made) == MOST else "eos"}
 
 
-def bytes_of_answers(folder: str, changes: dict[str, Any]) -> tuple[int, int, int]:
-    """Bytes that an answer leaves in memory, most that it takes at a time, and those of the copied weights."""
-    trainer = parity.make_trainer(runs.RUN | TEXTS | {"job.dump_folder": folder} | changes, samples=SampleAnswers)
-    answers = trainer.training.samples
-    answers.state.step = 2
+def bytes_of_completions(folder: str, changes: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes that a completion leaves in memory, most that it takes at a time, and those of the copied weights."""
+    trainer = parity.make_trainer(runs.RUN | TEXTS | {"job.dump_folder": folder} | changes, samples=SampleCompletions)
+    completions = trainer.training.samples
+    completions.state.step = 2
     gc.disable()  # as in a run
     try:
         with LiveBytes(shard.tensor for _, shard in trainer.training.shards.values()) as live:
-            assert answers.after_step().keys() == {"samples", "samples_s"}
+            assert completions.after_step().keys() == {"samples", "samples_s"}
             left = live.now
     finally:
         gc.enable()
@@ -120,33 +120,33 @@ def bytes_of_answers(folder: str, changes: dict[str, Any]) -> tuple[int, int, in
     return left, live.peak, copied * 8
 
 
-def test_the_copy_is_gone_after_an_answer(texts: Path, tmp_path: Path) -> None:
+def test_the_copy_is_gone_after_a_completion(texts: Path, tmp_path: Path) -> None:
     changes = saved.MODELS["deepseek_v3"] | {"data.paths": [str(texts)], "model.vocab_size": 320, "model.dim": 64}
-    ((left, peak, copied),) = world.run(1, bytes_of_answers, str(tmp_path), changes)
+    ((left, peak, copied),) = world.run(1, bytes_of_completions, str(tmp_path), changes)
     assert left < 0.01 * copied and copied < peak < 1.5 * copied
 
 
-def test_answers_are_shown(texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Look for answers in the header, the console, the report and TensorBoard, after every second validation."""
+def test_completions_are_shown(texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Look for completions in the header, the console, the report and TensorBoard, after every second validation."""
     changes = {"data.paths": [str(texts)], "validation.samples.every": 2, "metrics.tensorboard": True}
     changes |= {"training.steps": 9, "validation.interval": 2, "metrics.console": "lines"}
     world.run(1, train, str(tmp_path), changes, True)
-    assert list(answers_of(tmp_path)) == [4, 8, 9]
+    assert list(completions_of(tmp_path)) == [4, 8, 9]
     metrics = lines(tmp_path, "metrics.jsonl")
     assert [line["step"] for line in metrics if "samples_s" in line] == [4, 8, 9]
     (event,) = [line for line in lines(tmp_path, "events.jsonl") if line["kind"] == "samples" and line["step"] == 9]
-    assert event["text"].startswith("3 prompts answered\n  a\n    > ")
+    assert event["text"].startswith("3 prompts completed\n  a\n    > ")
     html = page(read_runs([tmp_path / "run"]), {})
-    assert "<h2>Answers to the prompts</h2>" in html and "black quartz judge\n    &gt; " in html
+    assert "<h2>Completions of the prompts</h2>" in html and "black quartz judge\n    &gt; " in html
     (file,) = (tmp_path / "run/tensorboard").iterdir()
-    assert b"    3 prompts answered\n" in file.read_bytes()
+    assert b"    3 prompts completed\n" in file.read_bytes()
 
 
-def test_the_command_answers_prompts(texts: Path, tmp_path: Path) -> None:
+def test_the_command_completes_prompts(texts: Path, tmp_path: Path) -> None:
     """And refuses one that is too long before it starts ranks."""
     changes = TEXTS | {"data.paths": [str(texts)], "training.steps": 2}
     done = started(tmp_path, forks=True, **changes).wait()
-    assert done.returncode == 0 and "\nstep 2  SAMPLES: 3 prompts answered\n  a\n    > " in done.stdout, done.stderr
+    assert done.returncode == 0 and "\nstep 2  SAMPLES: 3 prompts completed\n  a\n    > " in done.stdout, done.stderr
     done = started(tmp_path, forks=True, **changes | {"validation.samples": {"prompts": ["a" * 32]}}).wait()
     assert done.returncode == 2 and "more than training.seq_len = 32: shorten it" in done.stderr
     assert "2 ranks" not in done.stdout
@@ -207,7 +207,7 @@ def test_contradictions_are_refused(changes: dict[str, Any], message: str, texts
         ({"model.family": "tests.generate.test_cache_bytes:FORGETFUL"}, "it cannot generate; leave the prompts out"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_before_ranks_start(
+def test_what_cannot_be_completed_is_refused_before_ranks_start(
     changes: dict[str, Any], message: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -32,10 +32,10 @@ WIDE = MODELS["gpt_oss"] | {"model.sliding_window": 64}
 )
 def test_turns_go_on_from_what_is_cached(tmp_path, model: str, ranks: int, read: list[int]) -> None:
     plain = saved.write(tmp_path / "saved", MODELS.get(model, WIDE))
-    answers = world.run(ranks, saved.turns, tmp_path / "saved", {"tp": ranks}, TURNS, MOST)
-    assert all(answer == answers[0] for answer in answers)
-    assert [counts[0] for _, counts in answers[0]] == read
-    for row, counts in answers[0]:
+    results = world.run(ranks, saved.turns, tmp_path / "saved", {"tp": ranks}, TURNS, MOST)
+    assert all(result == results[0] for result in results)
+    assert [counts[0] for _, counts in results[0]] == read
+    for row, counts in results[0]:
         assert counts[1:] == [1] * (MOST - 1)
         most_probable = saved.plain_logits(*plain, row)[-MOST - 1 : -1].argmax(-1)
         assert row[-MOST:] == most_probable.tolist()

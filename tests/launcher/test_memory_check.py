@@ -140,14 +140,14 @@ def test_moments_in_the_hosts_memory_are_not_on_the_gpu_and_machines_hold_their_
     )
 
 
-ANSWERS = (
+COMPLETIONS = (
     *("--rl.reward", "exact", "--rl.prompts", "x.jsonl", "--validation.interval", "0", "--training.seq_len", "2048"),
     *("--generation.max_tokens", "1024", "--generation.parallelism.ep", "8", "--rl.prompts_per_step", "1024"),
 )
 
 
-def test_answers_are_counted_as_the_planner_counts_them(on):
-    config = read_draft(["--config", "mixtral_8x7b", *ANSWERS, "--generation.batch_size", "64"], COMPONENTS).config
+def test_completions_are_counted_as_the_planner_counts_them(on):
+    config = read_draft(["--config", "mixtral_8x7b", *COMPLETIONS, "--generation.batch_size", "64"], COMPONENTS).config
     trains = dataclasses.replace(config, rl=dataclasses.replace(config.rl, reward=""))
     needs = []
     for samples, batch, offloads in ((4, 64, False), (1, 1024, False), (1, 1024, True)):
@@ -172,10 +172,10 @@ def test_answers_are_counted_as_the_planner_counts_them(on):
         setattr(table, name, {"ep": 8, "max_tokens": 1024, "batch_size": 1024}[name])
 
 
-def test_fewer_answers_at_a_time_are_offered(on):
+def test_fewer_completions_at_a_time_are_offered(on):
     on(GPUS)
-    (problem,) = refused("mixtral_8x7b", *ANSWERS, "--generation.batch_size", "1024").problems
-    assert re.match(r"a rank needs at least \d+(\.\d)? GB of memory to generate answers, and a GPU of", problem)
+    (problem,) = refused("mixtral_8x7b", *COMPLETIONS, "--generation.batch_size", "1024").problems
+    assert re.match(r"a rank needs at least \d+(\.\d)? GB of memory to generate completions, and a GPU of", problem)
     assert ": --generation.batch_size 64 fits; " in problem
 
 

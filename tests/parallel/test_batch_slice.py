@@ -44,7 +44,7 @@ def test_no_prediction_crosses_the_start_of_a_document() -> None:
 
 
 def test_no_prediction_goes_beyond_a_branch() -> None:
-    """Two answers of two tokens to a prompt of two: its first position would predict the first token of both."""
+    """Two completions of two tokens of a prompt of two: its first position would predict the first token of both."""
     whole = batch([12, 13, 14, 15, 16, 17])._replace(until_BS=torch.tensor([[6, 6, 4, 4, 6, 6]]))
     _, later_BL = shifts(whole)
     assert later_BL.tolist() == [[13, IGNORE, 15, IGNORE, 17, IGNORE]]

@@ -76,7 +76,7 @@ def test_what_torch_cannot_do_here_is_refused(changes: dict, message: str) -> No
         parity.read(RING | changes, 2)
 
 
-def test_answers_to_learn_from_are_documents() -> None:
+def test_completions_to_learn_from_are_documents() -> None:
     config = with_values(parity.read({"parallelism.cp": 2}, 2), RING | {"rl.reward": "exact"})
     (problem,) = attention_violations(config, cp=2)
     assert "neither documents nor windows" in problem

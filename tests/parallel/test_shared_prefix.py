@@ -1,5 +1,5 @@
-"""A prompt that two answers share is computed once, and nothing is another number than with two copies of it: loss and
-every gradient, under every kind of context parallelism, with windows, sinks and latent attention.
+"""A prompt that two completions share is computed once, and nothing is another number than with two copies of it: loss
+and every gradient, under every kind of context parallelism, with windows, sinks and latent attention.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ BASE = {"training.seq_len": LENGTH, "training.global_batch_size": 4}
 
 
 def sizes(number: int) -> tuple[int, list[int]]:
-    """Of a sample's prompt, and of its answers."""
+    """Of a sample's prompt, and of its completions."""
     return 5 + number, [3 + number % 3, 6 - number]
 
 
 def pair(config: Config, number: int) -> tuple[list[int], list[list[int]]]:
-    prompt, answers = sizes(number)
+    prompt, completions = sizes(number)
     tokens = iter(parity.sample(config, number, clean=True).tokens_BS.tolist())
-    return [next(tokens) for _ in range(prompt)], [[next(tokens) for _ in range(n)] for n in answers]
+    return [next(tokens) for _ in range(prompt)], [[next(tokens) for _ in range(n)] for n in completions]
 
 
 def shared(config: Config, number: int) -> Batch:
     """Then a document of three tokens, then padding."""
-    (prompt, answers), length = pair(config, number), config.training.seq_len
+    (prompt, completions), length = pair(config, number), config.training.seq_len
     shared = len(prompt) - 1
     tree = [
-        [*prompt[:-1], *(token for answer in answers for token in (prompt[-1], *answer[:-1]))],
-        [*[IGNORE] * shared, *(token for answer in answers for token in answer)],
-        *branches(np.array([[shared, *map(len, answers)]])),
+        [*prompt[:-1], *(token for completion in completions for token in (prompt[-1], *completion[:-1]))],
+        [*[IGNORE] * shared, *(token for completion in completions for token in completion)],
+        *branches(np.array([[shared, *map(len, completions)]])),
     ]
     count = len(tree[0])
     tokens, labels = np.zeros(length, np.int64), np.full(length, IGNORE)
@@ -57,21 +57,23 @@ def shared(config: Config, number: int) -> Batch:
     tokens[:count], labels[:count], until[:count], depth[:count] = tree
     tokens[count : count + 3], labels[count : count + 2] = [7, 8, 9], [8, 9]
     until[count : count + 3], depth[count : count + 3] = count + 3, range(3)
-    answer = np.repeat([0, 0, 1, 2], [shared, *map(len, answers), length - count])
+    completion = np.repeat([0, 0, 1, 2], [shared, *map(len, completions), length - count])
     fields = tokens, labels, np.arange(length) < count + 3, None, depth, until
-    return Batch(*(x if x is None else torch.from_numpy(x).unsqueeze(0) for x in fields), extra_fields=numbered(answer))
+    return Batch(
+        *(x if x is None else torch.from_numpy(x).unsqueeze(0) for x in fields), extra_fields=numbered(completion)
+    )
 
 
-def numbered(answer: np.ndarray) -> dict[str, torch.Tensor]:
-    """What DPO reads; the document that follows counts as an answer without another."""
-    places = torch.from_numpy(answer).unsqueeze(0)
+def numbered(completion: np.ndarray) -> dict[str, torch.Tensor]:
+    """What DPO reads; the document that follows counts as a completion without another."""
+    places = torch.from_numpy(completion).unsqueeze(0)
     return {COMPLETION: places, PAIRS: torch.tensor([1]), REFERENCE: -places.double()}
 
 
 def unshared(config: Config, number: int) -> Batch:
-    """Each answer in a document of its own, after a copy of the prompt."""
-    prompt, answers = pair(config, number)
-    texts = [(prompt + answer[:-1], [IGNORE] * (len(prompt) - 1) + answer) for answer in answers]
+    """Each completion in a document of its own, after a copy of the prompt."""
+    prompt, completions = pair(config, number)
+    texts = [(prompt + completion[:-1], [IGNORE] * (len(prompt) - 1) + completion) for completion in completions]
     texts.append(([7, 8, 9], [8, 9, IGNORE]))
     length = config.training.seq_len
     tokens, labels = np.zeros(length, np.int64), np.full(length, IGNORE)
@@ -81,8 +83,8 @@ def unshared(config: Config, number: int) -> Batch:
         tokens[at], labels[at], document[at], depth[at] = ids, its, n, range(len(ids))
         first = at.stop
     fields = tokens, labels, np.arange(length) < first, document, depth
-    answer = np.where(document < 0, 2, document)
-    return Batch(*(torch.from_numpy(x).unsqueeze(0) for x in fields), extra_fields=numbered(answer))
+    completion = np.where(document < 0, 2, document)
+    return Batch(*(torch.from_numpy(x).unsqueeze(0) for x in fields), extra_fields=numbered(completion))
 
 
 class Pairs(parity.Samples):

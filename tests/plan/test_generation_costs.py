@@ -1,4 +1,4 @@
-"""Planned bytes of the model that answers prompts of [rl] are those of its tensors, and it fits."""
+"""Planned bytes of the model that completes prompts of [rl] are those of its tensors, and it fits."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from titanmoe.plan.search import search
 from titanmoe.rehearse.rehearsal import fake_world, recipe_to_rehearse
 from titanmoe.rehearse.rehearsed_relayout import Destination, rehearse_relayout
 
-ANSWERS = "--rl.reward exact --rl.prompts x.jsonl --validation.interval 0"
+COMPLETIONS = "--rl.reward exact --rl.prompts x.jsonl --validation.interval 0"
 LARGE = (
-    f"{ANSWERS} --training.seq_len 2048 --generation.max_tokens 1024 --generation.batch_size 64 "
+    f"{COMPLETIONS} --training.seq_len 2048 --generation.max_tokens 1024 --generation.batch_size 64 "
     "--rl.prompts_per_step 64"
 )
 
@@ -84,13 +84,17 @@ def tensors(config: Config) -> tuple[int, int]:
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in cached}
         most = max(most, sum(storages.values()))
 
-    ids, count, answers = [1] * (config.training.seq_len - generation.max_tokens), rl.prompts_per_step, rl.answers
+    ids, count, completions = (
+        [1] * (config.training.seq_len - generation.max_tokens),
+        rl.prompts_per_step,
+        rl.completions,
+    )
     earlier = 0
     if rl.eval_interval:
-        count, answers = generation.batch_size * meshes.data.size, 1
+        count, completions = generation.batch_size * meshes.data.size, 1
     elif rl.max_turns > 1:  # the last turn of each, of one token
-        count, answers, earlier = count * answers, 1, generation.max_tokens - 1
-    prompts = [Prompt(number, ids + [1] * earlier, answers, num_earlier=earlier) for number in range(count)]
+        count, completions, earlier = count * completions, 1, generation.max_tokens - 1
+    prompts = [Prompt(number, ids + [1] * earlier, completions, num_earlier=earlier) for number in range(count)]
     for _ in generator.batches(prompts, generation.batch_size, Stop(generation.max_tokens), Sampling(0.0), measure):
         pass
     return sum(weight.nbytes for weight in model.parameters()), most
@@ -130,7 +134,7 @@ def test_memory_is_that_of_the_fullest_moment() -> None:
     assert beside.peak == training.peak + round(generator.communicators)
     generator = replace(generator, cache=10**12)  # more than anything
     held, own = generator.beside(training), 10**12 + generator.weights + generator.activations
-    assert held.peak_during == "generating answers"
+    assert held.peak_during == "generating completions"
     assert held.peak == training.weights + training.moments + own + round(generator.communicators)
     config = replace(config, generation=replace(config.generation, offload_training=True))
     freed = replace(planned(config, 16, ep=8), cache=10**12).beside(training)
@@ -153,10 +157,10 @@ def test_the_fastest_generator_that_fits_is_beside_training() -> None:
 
 
 def test_a_token_of_one_text_takes_as_long_as_its_active_weights_and_its_cache() -> None:
-    config = read("qwen3_30b_a3b", LARGE, "--rl.answers 2 --rl.prompts_per_step 1")
+    config = read("qwen3_30b_a3b", LARGE, "--rl.completions 2 --rl.prompts_per_step 1")
     plan, device = planned(config, 1, TextLengths(1000, 100)), read_device("h100")
     count, model = parameters(config.model), config.model
-    first = replace(config, rl=replace(config.rl, answers=1))
+    first = replace(config, rl=replace(config.rl, completions=1))
     one = planned(first, 1, TextLengths(1000, 100))
     read_bytes = 2 * (count.active - model.vocab_size * model.dim) + READS * 1050 * 98304
     assert one.token == pytest.approx(read_bytes / (device.bandwidth * Factors().memory), rel=0.01)
@@ -188,7 +192,7 @@ def test_the_proposed_mapping_is_printed_and_written(tmp_path: Path, capsys: pyt
     degrees = "".join(f"    {name} = {n}\n" for name, n in mapping.items())
     assert f"    [generation.parallelism]\n{degrees}\n    [parallelism]\n" in out
     assert sum(best["generation"]["time"].values()) == pytest.approx(best["generation"]["seconds"])
-    assert f"take {best['generation']['seconds']:.3g} s if prompts have 4 tokens and answers 4. This is a " in out
+    assert f"take {best['generation']['seconds']:.3g} s if prompts have 4 tokens and completions 4. This is a " in out
 
 
 def test_an_explanation_is_of_the_recipes_own_mappings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -197,7 +201,7 @@ def test_an_explanation_is_of_the_recipes_own_mappings(tmp_path: Path, capsys: p
     plan = json.loads(data.read_text())["plan"]
     assert plan["generation"]["mapping"] == {"tp": 1, "ep": 2, "etp": 1}
     assert sum(plan["memory"][0]["components"].values()) == plan["memory"][0]["peak"]
-    assert "The answers of a step, 16 to each of 28 prompts, take" in capsys.readouterr().out
+    assert "The completions of a step, 16 of each of 28 prompts, take" in capsys.readouterr().out
     assert main(["plan", "rl_debug", "--explain", "--generation.parallelism.ep", "3"]) == 2
     assert "generation: " in capsys.readouterr().err
 
@@ -205,8 +209,8 @@ def test_an_explanation_is_of_the_recipes_own_mappings(tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("debug --ranks 4 --training.global_batch_size 8 --answer-tokens 9", "is for recipes with [rl]"),
-        ("rl_debug --answer-tokens 5", "--answer-tokens = 5 is not from 1 to 4, which"),
+        ("debug --ranks 4 --training.global_batch_size 8 --completion-tokens 9", "is for recipes with [rl]"),
+        ("rl_debug --completion-tokens 5", "--completion-tokens = 5 is not from 1 to 4, which"),
         ("rl_debug --prompt-tokens 0", "--prompt-tokens = 0 is not from 1 to 32, which"),
         ("rl_debug --tokens 1e9", "[rl] has steps: leave it out"),
         ("rl_debug --reference", "a run of [rl] has no model beside it"),

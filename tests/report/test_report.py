@@ -360,21 +360,22 @@ def test_answers_are_drawn_with_how_early_they_rank_questions_as_in_the_end(tmp_
         assert part in html
 
 
-def test_rewards_and_sampled_answers_are_drawn(tmp_path, capsys):
+def test_rewards_and_sampled_completions_are_drawn(tmp_path, capsys):
     policy = {"policy.entropy": 1.0, "policy.clipped": 0.1, "policy.kl": 0.01, "policy.mismatch": 1e-3}
     run = make_run(tmp_path / "run", **policy, **{"rl.reward": 0.625, "rl.length": 12.0, "val_reward": 0.5})
     lines = [
-        {"step": step, "prompt": 3, "text": f"prompt {step}", "answer": f"<{step}>", "reward": step % 2 or None}
+        {"step": step, "prompt": 3, "text": f"prompt {step}", "completion": f"<{step}>", "reward": step % 2 or None}
         for step in range(1, 9)
     ]
+    lines[0]["answer"] = lines[0].pop("completion")  # as earlier versions
     (run / "rollouts.jsonl").write_text("\n".join(json.dumps(x) for x in [*lines, {"step": 9, "text": 3}]) + "\n")
     assert main(["report", str(run)]) == 0
     assert "rollouts.jsonl: 1 line is not what titanmoe writes there" in capsys.readouterr().err
     html = (run / "report" / "report.html").read_text()
-    for title in ("Reward", "Reward of held-out prompts", "Length of answers", "Entropy of the policy", "Clipped"):
+    for title in ("Reward", "Reward of held-out prompts", "Length of completions", "Entropy of the policy", "Clipped"):
         assert f">{title}</text>" in html
     assert ">KL to the weights under adapters</text>" in html and ">Mismatch</text>" in html
-    assert "<dt>reward</dt><dd>0.6250</dd>" in html
+    assert "<dt>reward</dt><dd>0.6250</dd>" in html and "<h2>Completions and their rewards</h2>" in html
     row = r"<tr><td>(\d)</td><td><pre>prompt \1</pre></td><td><pre>&lt;\1&gt;</pre></td><td>(.)</td></tr>"
     steps = re.findall(row, html)
     assert steps == [("1", "1"), ("6", "-"), ("7", "1"), ("8", "-")]

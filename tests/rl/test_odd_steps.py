@@ -28,7 +28,7 @@ RUN: dict[str, Any] = {
     "training.steps": 2,
     "moe.aux_loss": 0.0,
     "rl.prompts_per_step": 2,
-    "rl.answers": 2,
+    "rl.completions": 2,
     "rl.reward_workers": 1,
     "generation.max_tokens": 4,
     "generation.batch_size": 2,
@@ -90,15 +90,18 @@ def calls(changes: dict[str, Any], folder: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_answers_are_rewarded_while_others_are_generated(folder: Path, ranks: int) -> None:
+def test_completions_are_rewarded_while_others_are_generated(folder: Path, ranks: int) -> None:
     changes = {"rl.reward": "tests.support.odd_rewards:remainder", "training.steps": 1, "generation.batch_size": 8}
-    changes |= {"generation.max_tokens": 9, "rl.answers": 8, "generation.stop": list("abcdefghijklmnopqrstuvwxyz")}
+    changes |= {"generation.max_tokens": 9, "rl.completions": 8, "generation.stop": list("abcdefghijklmnopqrstuvwxyz")}
     names, printed = world.run(ranks, calls, changes, str(folder))[0]
     assert names.count("submit") == 16 and "_advance" in names[names.index("submit") :]
     *generated, rewarded = [line for line in printed.splitlines() if line.startswith(("generate ", "reward "))]
     tokens = round(16 * lines(folder, "metrics.jsonl")[0]["rl.length"])
-    assert re.fullmatch(rf"generate   \d of 16 answers, {8 * ranks} tokens", generated[0])
-    assert [generated[-1], rewarded] == [f"generate   16 of 16 answers, {tokens} tokens", "reward     16 of 16 answers"]
+    assert re.fullmatch(rf"generate   \d of 16 completions, {8 * ranks} tokens", generated[0])
+    assert [generated[-1], rewarded] == [
+        f"generate   16 of 16 completions, {tokens} tokens",
+        "reward     16 of 16 completions",
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -107,8 +110,10 @@ def test_a_step_without_rewards_changes_nothing_and_is_said(folder: Path, ranks:
     assert stays and step == 2
     events = [(line["step"], line["kind"], line["text"]) for line in lines(folder, "events.jsonl")]
     for number in (1, 2):
-        assert (number, "reward", "4 of 4 answers got no reward and are left out: ValueError: no") in events
-        assert any(event[:2] == (number, "skip") and event[2].startswith("no update: no answer") for event in events)
+        assert (number, "reward", "4 of 4 completions got no reward and are left out: ValueError: no") in events
+        assert any(
+            event[:2] == (number, "skip") and event[2].startswith("no update: no completion") for event in events
+        )
     assert [line["reward"] for line in lines(folder, ROLLOUTS)] == [None] * 4
 
 
@@ -126,14 +131,14 @@ def test_seven_prompts_and_rounds_of_three_steps(folder: Path) -> None:
     changes = {"rl.reward": "tests.support.odd_rewards:remainder", "rl.updates": 3, "training.steps": 4}
     stays, step, consumed = run(folder, changes | {"rl.held_out": 7, "rl.eval_interval": 3})
     assert not stays and step == 4
-    assert consumed == 8  # no answers to prompts that no step would learn from
+    assert consumed == 8  # no completions of prompts that no step would learn from
     metrics = lines(folder, "metrics.jsonl")
     assert [line["step"] for line in metrics if line["rl.generate_s"]] == [1, 4]
     assert [line["step"] for line in metrics if "val_reward" in line] == [3, 4]
     assert [line["policy.clipped"] for line in metrics[:1]] == [0]
 
 
-def test_answers_without_an_end_are_masked_and_said(folder: Path) -> None:
+def test_completions_without_an_end_are_masked_and_said(folder: Path) -> None:
     changes = {"rl.reward": "tests.support.odd_rewards:remainder", "generation.temperature": 1e-4, "rl.cut": "mask"}
     stays, _, _ = run(folder, changes)
     assert stays and all(line["is_cut"] for line in lines(folder, ROLLOUTS))
@@ -145,14 +150,14 @@ def test_answers_without_an_end_are_masked_and_said(folder: Path) -> None:
 def test_an_environment_without_an_end_is_cut(reward: str, value: float | None, turns: int, folder: Path) -> None:
     changes = {"rl.reward": f"tests.support.odd_rewards:{reward}", "rl.max_turns": turns, "generation.max_tokens": 16}
     run(folder, changes | {"generation.stop": list("abcdefghijklmnopqrstuvwxyz"), "training.steps": 1})
-    answers = lines(folder, ROLLOUTS)
-    assert len(answers) == 2 and all(line["is_cut"] and line["reward"] == value for line in answers)
+    completions = lines(folder, ROLLOUTS)
+    assert len(completions) == 2 and all(line["is_cut"] and line["reward"] == value for line in completions)
     texts = [event["text"] for event in lines(folder, "events.jsonl") if event["kind"] == "reward"]
     assert all("the environment's message has no place in rl.max_turns turns" in text for text in texts)
     assert bool(texts) == (value is None)
     if turns > 1:
-        assert max(len(line["turns"]) for line in answers) > 1
-        assert all(set(line["turns"][1::2]) <= {"on"} for line in answers)
+        assert max(len(line["turns"]) for line in completions) > 1
+        assert all(set(line["turns"][1::2]) <= {"on"} for line in completions)
 
 
 def test_a_tiny_temperature_samples_the_most_probable(folder: Path) -> None:

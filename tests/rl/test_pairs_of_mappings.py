@@ -21,7 +21,7 @@ from titanmoe.generate.sampling import Sampling
 from titanmoe.rl.rollouts import Rollout, advantages_and_weights, columns
 from titanmoe.tokens import IGNORE
 
-LENGTH, ANSWERS, TEMPERATURE = 16, 2, 0.8
+LENGTH, COMPLETIONS, TEMPERATURE = 16, 2, 0.8
 PROMPTS = [[1 + (7 * i + 3 * j) % 40 for j in range(1 + i % 5)] for i in range(9)]
 LAYERS = {"model.num_layers": 4}
 FREE = ("recompute", "schedule", "cp", "batch", "dispatcher", "loss")
@@ -60,20 +60,22 @@ def trainers() -> list[tuple[int, dict[str, Any]]]:
     return out
 
 
-def answers(parallelism: GenerationParallelism) -> list[Generated]:
-    """On a rank: generate answers to PROMPTS with a run's first weights."""
+def completions(parallelism: GenerationParallelism) -> list[Generated]:
+    """On a rank: generate completions of PROMPTS with a run's first weights."""
     session = open_session(LAYERS | {"training.global_batch_size": 8})
     session.config.generation.parallelism = parallelism
     generating = generation_config(session.config, session.training.runtime.world, "cpu")
     live = LiveGenerator(generating, session.training, vocab_size=48, ends={0}, timeout_s=60, records=True)
-    prompts = [Prompt(number, ids, ANSWERS) for number, ids in enumerate(PROMPTS)]
+    prompts = [Prompt(number, ids, COMPLETIONS) for number, ids in enumerate(PROMPTS)]
     with live.loaded() as generator:
-        (texts,) = generator.batches(prompts, len(prompts) * ANSWERS, Stop(LENGTH - 5), Sampling(TEMPERATURE, seed=1))
+        (texts,) = generator.batches(
+            prompts, len(prompts) * COMPLETIONS, Stop(LENGTH - 5), Sampling(TEMPERATURE, seed=1)
+        )
     return texts
 
 
 def log_probs(changed: dict[str, Any], sample_columns: dict[str, Any]) -> list[torch.Tensor]:
-    """On a rank: compute the log-probabilities of the answers with the generator's experts, and with one's own."""
+    """On a rank: compute the log-probabilities of the completions with the generator's experts, and with one's own."""
     session = open_session(changed | LAYERS)
     out = []
     for given in (sample_columns, {name: x for name, x in sample_columns.items() if name != "routes"}):
@@ -83,7 +85,7 @@ def log_probs(changed: dict[str, Any], sample_columns: dict[str, Any]) -> list[t
 
 
 def test_generators_and_trainers_agree_under_every_pair_of_mappings() -> None:
-    """Answers of counted draws are equal, so each of the mappings computes alone what all are compared by.
+    """Completions of counted draws are equal, so each of the mappings computes alone what all are compared by.
 
     65 mappings of a generator, all that there are, and 77 of a trainer, each with the generator's experts and with its
     own: 142 runs for 5,005 pairs.
@@ -91,16 +93,18 @@ def test_generators_and_trainers_agree_under_every_pair_of_mappings() -> None:
     rollouts: list[Rollout] = []
     found: list[torch.Tensor] = []
     for ranks, parallelism in generators():
-        texts = world.run(ranks, answers, parallelism)[0]
+        texts = world.run(ranks, completions, parallelism)[0]
         own = []
         for text in texts:
-            own.append(Rollout(text.number, PROMPTS[text.number], text.answer, reward=float(text.number % 3)))
+            own.append(
+                Rollout(text.number, PROMPTS[text.number], text.completion_number, reward=float(text.number % 3))
+            )
             own[-1].add_turn(text, "")
         rollouts = rollouts or own
         for one, first in zip(own, rollouts, strict=True):
             assert one.tokens == first.tokens and torch.equal(one.routes, first.routes), (ranks, parallelism)
         found.append(labelled(own))
-    assert {len(one.tokens) for one in rollouts} > {LENGTH - 5}, "answers that end and answers that are cut"
+    assert {len(one.tokens) for one in rollouts} > {LENGTH - 5}, "completions that end and completions that are cut"
     for ranks, changed in trainers():
         found += world.run(ranks, log_probs, changed, sample_columns(rollouts))[0]
     values = torch.stack(found)

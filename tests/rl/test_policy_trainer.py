@@ -1,4 +1,4 @@
-"""The loop of reinforcement learning: equal answers, rewards and steps under every pair of mappings and on resume."""
+"""The loop of reinforcement learning: equal completions, rewards and steps under any pair of mappings and on resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from titanmoe.rl import policy_trainer
 from titanmoe.rl.policy_trainer import PolicyTrainer, PromptLoader
 from titanmoe.session import Session
 from titanmoe.tokens import NOT_RECORDED
-from titanmoe.train.run_folder import ROLLOUTS
+from titanmoe.train.run_folder import ROLLOUTS, ROUNDS
 
 RUN: dict[str, Any] = {
     "model.vocab_size": 320,
@@ -36,7 +36,7 @@ RUN: dict[str, Any] = {
     "lr_schedule.min_ratio": 1.0,
     "rl.reward": "regex",
     "rl.prompts_per_step": 3,
-    "rl.answers": 3,
+    "rl.completions": 3,
     "rl.held_out": 4,
     "rl.eval_interval": 2,
     "generation.max_tokens": 5,
@@ -131,7 +131,7 @@ def test_every_pair_of_mappings_makes_the_same_run(mapping: str, alone, prompts:
     compare(folder, tmp_path, weights, others)
 
 
-def test_a_resumed_run_answers_the_same_prompts_alike(alone, prompts: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_completes_the_same_prompts_alike(alone, prompts: Path, tmp_path: Path) -> None:
     """Resume under other mappings, for training and for generating."""
     folder, weights = alone
     first, second, _ = MAPPINGS.values()
@@ -189,7 +189,7 @@ def test_the_experts_are_the_routers_own_those_of_the_old_policy_or_those_of_the
     assert off.given == [None] * 4
     for step in range(4):
         is_recorded = rollout.given[step] != NOT_RECORDED
-        assert (~is_recorded).any(), "the generator has no route of the last token of an answer"
+        assert (~is_recorded).any(), "the generator has no route of the last token of a completion"
         assert torch.equal(old.given[step][is_recorded], rollout.given[step][is_recorded])
         assert (old.given[step] >= 0).all(), "the old policy has one"
         assert torch.equal(old.given[step], old.fresh[step]) == (step in (0, 2)), "a second step's routers have changed"
@@ -235,16 +235,16 @@ def alone_with_turns(prompts: Path, tmp_path_factory) -> tuple[Path, dict[str, t
     folder = tmp_path_factory.mktemp("turns")
     changes = TURNS | {"rl.prompts": [str(prompts)], "rl.reward_workers": 1}
     weights = world.run(1, train, str(folder), changes)[0]
-    answers = lines(folder, ROLLOUTS)
-    assert {len(line["turns"]) for line in answers} == {1, 3, 5}
-    assert all(re.fullmatch(r"\d\?", message) for line in answers for message in line["turns"][1::2])
-    assert any(line["is_cut"] and line["reward"] == -1 for line in answers if len(line["turns"]) == 5)
+    completions = lines(folder, ROLLOUTS)
+    assert {len(line["turns"]) for line in completions} == {1, 3, 5}
+    assert all(re.fullmatch(r"\d\?", message) for line in completions for message in line["turns"][1::2])
+    assert any(line["is_cut"] and line["reward"] == -1 for line in completions if len(line["turns"]) == 5)
     assert all(1 < line["rl.turns"] < 3 and line["grad_norm"] > 0 for line in lines(folder, "metrics.jsonl"))
     return folder, weights
 
 
 @pytest.mark.parametrize(("mapping", "replay"), [*zip(MAPPINGS, ("rollout", "off"), strict=False)])
-def test_answers_of_several_turns_are_the_same_under_every_pair_of_mappings(
+def test_completions_of_several_turns_are_the_same_under_every_pair_of_mappings(
     mapping: str, replay: str, alone_with_turns, prompts: Path, tmp_path: Path
 ) -> None:
     folder, weights = alone_with_turns
@@ -336,15 +336,18 @@ def resume(folder: Path, calm: Calm) -> str:
     return printed
 
 
-AGAIN = "regenerated 18 answers of later steps, which no checkpoint has"
+AGAIN = "regenerated 18 completions of later steps, which no checkpoint has"
 
 
 @pytest.mark.parametrize("where", ["generation", "reward", "second update"])
 def test_a_killed_run_resumes_to_the_bit(where: str, calm: Calm, tmp_path: Path) -> None:
-    """Kill it while it generates, is rewarded, or makes the second step from the same answers."""
+    """Kill it while it generates, is rewarded, or makes the second step from the same completions."""
     with pytest.raises(world.RankError):
         world.run(2, killed, str(tmp_path), calm.changes, where)
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")][-1] == (3 if where == "second update" else 2)
+    if where == "generation":
+        rounds = tmp_path / ROUNDS
+        rounds.write_text(rounds.read_text().replace('"completions"', '"answers"'))  # as earlier versions
     printed = resume(tmp_path, calm)
     assert re.search(
         r"reward 0\.\d+ .* length \d+\.\d .* generate \d+\.\d s  rewards \d+\.\d s  learn \d+\.\d s", printed
@@ -353,10 +356,10 @@ def test_a_killed_run_resumes_to_the_bit(where: str, calm: Calm, tmp_path: Path)
 
 
 def stopped(folder: str, changes: dict[str, Any], where: str) -> tuple[int, int, str]:
-    """On a rank: train until one rank gets a SIGTERM; return the signal, the forwards of answers that have no step, and
-    what was printed.
+    """On a rank: train until one rank gets a SIGTERM; return the signal, the forwards of completions that have no
+    step, and what was printed.
 
-    Rank 1 gets it with its third such forward, or rank 0 with the last answer, and then no reward comes.
+    Rank 1 gets it with its third such forward, or rank 0 with the last completion, and then no reward comes.
     """
     trainer, taken, forwards = make_trainer(folder, changes), 6 if where == "first round" else 12, []
     advance, futures = trainer.live.generator._advance, []
@@ -386,7 +389,7 @@ def stopped(folder: str, changes: dict[str, Any], where: str) -> tuple[int, int,
 
 
 @pytest.mark.parametrize("where", ["first round", "generation", "reward"])
-def test_a_signal_stops_answers_and_the_run_resumes_to_the_bit(where: str, calm: Calm, tmp_path: Path) -> None:
+def test_a_signal_stops_completions_and_the_run_resumes_to_the_bit(where: str, calm: Calm, tmp_path: Path) -> None:
     results = world.run(2, stopped, str(tmp_path), calm.changes, where)
     for number, forwards, _ in results:
         assert number == signal.SIGTERM and (where == "reward" or forwards == 4)
@@ -400,14 +403,14 @@ def test_a_signal_stops_answers_and_the_run_resumes_to_the_bit(where: str, calm:
 class Measured(PolicyTrainer):
     """Notes the bytes of this process's tensors while it generates, without host memory that stands for a GPU's."""
 
-    def _answer(self, generator: Generator, *args: Any, **kwargs: Any) -> Any:
+    def _complete(self, generator: Generator, *args: Any, **kwargs: Any) -> Any:
         host = sum(len(copy.host) for copy in self.live.host_copies or ())
         self.alive.append(bytes_alive() - host)
-        return super()._answer(generator, *args, **kwargs)
+        return super()._complete(generator, *args, **kwargs)
 
 
 def measured(folder: str, changes: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int, int]:
-    """On a rank: train; return the weights, bytes alive when answers began, and those that can be freed."""
+    """On a rank: train; return the weights, bytes alive when completions began, and those that can be freed."""
     gc.collect()  # what other tests have left on this rank
     before = bytes_alive()
     trainer = make_trainer(folder, changes)

@@ -80,13 +80,15 @@ def test_a_message_follows_a_turn_as_the_chat_template_writes_it(folder: Path) -
     prompts = read_prompts(config(options))
     (prompt,), chat = prompts.trained, prompts.chat
     end = chat.end_of_turn_token()
-    answer = prompts.tokenizer.encode_all(["5"])[0].tolist()
+    completion = prompts.tokenizer.encode_all(["5"])[0].tolist()
     for role in ("user", "tool"):
         ids = prompts.encode_message(prompt, end, "<|im_end|>no", role)
         whole = chat.encode_prompt([asked, said, {"role": role, "content": "<|im_end|>no"}]).tolist()
-        assert [*prompt.ids, *answer, end, *ids] == whole
-        assert prompts.encode_message(prompt, answer[-1], "<|im_end|>no", role) == [end, *ids], "ended by a stop word"
-    with pytest.raises(ValueError, match="does not write an answer once"):
+        assert [*prompt.ids, *completion, end, *ids] == whole
+        assert prompts.encode_message(prompt, completion[-1], "<|im_end|>no", role) == [end, *ids], (
+            "ended by a stop word"
+        )
+    with pytest.raises(ValueError, match="does not write an assistant message once"):
         prompts.encode_message(prompt, end, "\ufdd2", "user")
     loop = "for message in messages"
     (folder / "some.jinja").write_text(Path(CHATML).read_text().replace(loop, f"{loop} if message.role != 'judge'"))
@@ -157,7 +159,7 @@ def test_each_epoch_has_every_prompt_once_in_an_order_of_its_own(folder: Path) -
         (SUMS, {"model.vocab_size": 64}, "model.vocab_size = 64 is below the 259 of data.tokenizer"),
     ],
 )
-def test_prompts_that_cannot_be_answered_are_refused(
+def test_prompts_that_cannot_be_completed_are_refused(
     records: list[Any], changes: dict[str, Any], message: str, folder: Path
 ) -> None:
     write(folder, records)
@@ -195,9 +197,9 @@ def test_five_problems_stand_for_all(folder: Path) -> None:
     [
         ({"rl.reward": ""}, "rl.prompts is set, but rl.reward is not"),
         ({"rl.prompts": []}, "rl.reward is set, but rl.prompts is empty"),
-        ({"rl.answers": 1}, "rl.answers = 1 has no other answer to compare with"),
-        ({"rl.max_turns": 2}, "rl.reward = 'exact' ends each answer at its first turn"),
-        ({"generation.batch_size": 7}, "rl.answers = 8 do not fit into generation.batch_size = 7"),
+        ({"rl.completions": 1}, "rl.completions = 1 has no other completion to compare with"),
+        ({"rl.max_turns": 2}, "rl.reward = 'exact' ends each completion at its first turn"),
+        ({"generation.batch_size": 7}, "rl.completions = 8 do not fit into generation.batch_size = 7"),
         ({"generation.max_tokens": 32}, "generation.max_tokens = 32 leaves no room for prompts"),
         ({"rl.held_out": 2}, "rl.eval_interval = 0 and rl.held_out = 2: set both, or both to 0"),
         ({"rl.eval_interval": 2}, "rl.eval_interval = 2 and rl.held_out = 0: set both, or both to 0"),
@@ -239,7 +241,7 @@ def test_contradictions_are_refused(changes: dict[str, Any], message: str, folde
 
 
 def test_nothing_is_refused_of_a_run_of_another_kind() -> None:
-    check_prompts(parity.read({"rl.answers": 1}, 1))
+    check_prompts(parity.read({"rl.completions": 1}, 1))
 
 
 def test_all_that_is_wrong_is_said_at_once(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rewards of answers: what functions and programs return, and that a worker that fails costs one answer alone."""
+"""Rewards of completions: what functions and programs return, and that a failing worker costs one completion alone."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ import os, sys, time
 print("imported")
 CHOICE = 3
 
-def length(answer, record):
+def length(completion, record):
     print("printed", flush=True)
     os.write(1, b"written\\n")
-    return len(answer) * record.get("factor", 1)
+    return len(completion) * record.get("factor", 1)
 
-def process(answer, record):
+def process(completion, record):
     return os.getpid()
 
-def awkward(answer, record):
-    if answer == "raises":
+def awkward(completion, record):
+    if completion == "raises":
         raise ValueError("no such thing\\n" + "x" * 10**6)
-    if answer == "hangs":
+    if completion == "hangs":
         time.sleep(60)
-    if answer == "exits":
+    if completion == "exits":
         os._exit(3)
-    if answer == "is killed":
+    if completion == "is killed":
         os.kill(os.getpid(), 9)
-    if answer == "grows":
+    if completion == "grows":
         return len(bytearray(10**9))
-    if answer == "starts a process":
+    if completion == "starts a process":
         import subprocess
         subprocess.Popen(["sleep", "60"])
         time.sleep(60)
     return {"NaN": float("nan"), "inf": float("inf"), "text": "good", "digit": "5", "none": None, "list": [1.0],
-            "true": True, "huge": 10**400}.get(answer, 1.0)
+            "true": True, "huge": 10**400}.get(completion, 1.0)
 """
 
 
@@ -79,8 +79,8 @@ def opened(reward: str, **options: Any) -> Iterator[Rewards]:
         rewards.close()
 
 
-def compute(rewards: Rewards, answers: list[str], record: dict[str, Any] | None = None) -> list[Reward]:
-    futures = [rewards.submit("?", [answer], record or {}) for answer in answers]
+def compute(rewards: Rewards, completions: list[str], record: dict[str, Any] | None = None) -> list[Reward]:
+    futures = [rewards.submit("?", [completion], record or {}) for completion in completions]
     return [future.result(30) for future in futures]
 
 
@@ -121,13 +121,15 @@ def test_built_in_rewards(reward: str, solution: Any, expected: list[float | Non
 
 
 @pytest.mark.parametrize("workers", [1, 8])
-def test_a_function_gets_answer_and_record_and_any_number_of_workers_gives_the_same(workers: int, functions: Path):
-    answers = ["", "x", "日本語\u2028\n\0", "\ud800", "a" * 10**6, *map(str, range(20))]
+def test_a_function_gets_completion_and_record_and_any_number_of_workers_gives_the_same(workers: int, functions: Path):
+    completions = ["", "x", "日本語\u2028\n\0", "\ud800", "a" * 10**6, *map(str, range(20))]
     with opened("given:length", reward_workers=workers) as rewards:
-        assert values(compute(rewards, answers, {"factor": 2})) == [2 * len(answer) for answer in answers]
+        assert values(compute(rewards, completions, {"factor": 2})) == [
+            2 * len(completion) for completion in completions
+        ]
 
 
-def test_what_is_no_reward_is_said_and_costs_its_answer_alone(functions: Path):
+def test_what_is_no_reward_is_said_and_costs_its_completion_alone(functions: Path):
     says = {
         "raises": "ValueError: no such thing xxx",
         "NaN": "the reward is nan",
@@ -141,15 +143,15 @@ def test_what_is_no_reward_is_said_and_costs_its_answer_alone(functions: Path):
         "is killed": "the reward's process ended with exit code -9",
         "grows": "the reward's process ended with exit code 1",
     }
-    answers = [answer for bad in says for answer in (bad, "good")] + ["true"]
+    completions = [completion for bad in says for completion in (bad, "good")] + ["true"]
     with opened("given:awkward", reward_workers=1, reward_memory_gb=0.5) as rewards:
-        found = compute(rewards, answers)
+        found = compute(rewards, completions)
     assert values(found) == [None, 1.0] * len(says) + [1.0]
-    for answer, reward in zip(answers, found, strict=True):
-        assert reward.problem.startswith(says.get(answer, "")) and len(reward.problem) <= 300, answer
+    for completion, reward in zip(completions, found, strict=True):
+        assert reward.problem.startswith(says.get(completion, "")) and len(reward.problem) <= 300, completion
 
 
-def test_what_hangs_costs_its_answer_alone(functions: Path):
+def test_what_hangs_costs_its_completion_alone(functions: Path):
     with opened("given:awkward", reward_workers=1, reward_timeout_s=0.5) as rewards:
         found = compute(rewards, ["starts a process", "good"])
         assert values(found) == [None, 1.0]
@@ -168,9 +170,9 @@ def test_a_failed_process_is_replaced_and_one_that_only_raises_is_not(functions:
     assert not alive(int(fourth))
 
 
-def test_a_worker_that_is_killed_while_it_computes_costs_its_answer(functions: Path):
+def test_a_worker_that_is_killed_while_it_computes_costs_its_completion(functions: Path):
     with opened("given:awkward", reward_workers=1, reward_timeout_s=30) as rewards:
-        futures = [rewards.submit("?", [answer], {}) for answer in ("", "hangs", "")]
+        futures = [rewards.submit("?", [completion], {}) for completion in ("", "hangs", "")]
         assert futures[0].result(30) == Reward(1.0)
         os.kill(rewards.workers[0].process.pid, signal.SIGKILL)
         assert futures[1].result(30).problem == "the reward's process ended with exit code -9"
@@ -179,7 +181,9 @@ def test_a_worker_that_is_killed_while_it_computes_costs_its_answer(functions: P
 
 def test_closing_ends_what_computes_and_what_waits(functions: Path):
     rewards = Rewards(RL(reward="given:awkward", reward_workers=2, reward_timeout_s=300))
-    futures = [rewards.submit("?", [answer], {}) for answer in ("starts a process", "", "hangs", "", "hangs", "")]
+    futures = [
+        rewards.submit("?", [completion], {}) for completion in ("starts a process", "", "hangs", "", "hangs", "")
+    ]
     assert wait_until(lambda: all(worker.process for worker in rewards.workers) and futures[1].done())
     groups = [worker.process.pid for worker in rewards.workers]
     begin = time.monotonic()
@@ -223,7 +227,7 @@ time.sleep(60)
 
 def test_a_program_reads_and_writes_lines(functions: Path):
     code = """x = json.loads(line)
-print(json.dumps({"reward": len(x["prompt"] + x["answer"]) + x["record"]["more"], "why": "ü", "error": None}))"""
+print(json.dumps({"reward": len(x["prompt"] + x["completion"]) + x["record"]["more"], "why": "ü", "error": None}))"""
     with opened(program(functions, code), reward_workers=2) as rewards:
         assert values(compute(rewards, ["", "é\n", "x" * 10**6], {"more": 1})) == [2, 4, 10**6 + 2]
 
@@ -249,7 +253,7 @@ print(json.dumps({"reward": len(x["prompt"] + x["answer"]) + x["record"]["more"]
         ('print(\'{"message": "on"}\')', 10, "the environment's message has no place in rl.max_turns turns"),
         ("print('NaN')", 10, "the reward is nan"),
         ("print('1' + '0' * 400)", 10, "the reward is inf"),
-        ("print('1\\n2')", 10, "the program wrote more than one line for an answer"),
+        ("print('1\\n2')", 10, "the program wrote more than one line for a completion"),
         ("os.write(1, b'x' * 2**21)", 10, "the program wrote a line of more than 1,048,576 bytes"),
         ("pass", 0.3, "the reward took more than rl.reward_timeout_s = 0.3 seconds"),
         ("os.close(1); time.sleep(9)", 0.3, "the reward's process closed its output"),
@@ -275,12 +279,12 @@ def test_a_function_of_the_page(functions: Path):
         assert values(compute(rewards, ["It is Lima", "I forgot", "?"], {"capital": "Lima"})) == [1, -0.1, 0]
 
 
-def test_answers_in_latex_are_compared_as_the_page_does_it(functions: Path):
+def test_completions_in_latex_are_compared_as_the_page_does_it(functions: Path):
     pytest.importorskip("math_verify")
     write_from_page("equal.py", functions)
     with opened("equal:score", reward_workers=1) as rewards:
-        answers = ["so $x$ is $\\frac{1}{2}$", "0.5", "\\boxed{2}", "no idea"]
-        assert values(compute(rewards, answers, {"solution": "1/2"})) == [1, 1, 0, 0]
+        completions = ["so $x$ is $\\frac{1}{2}$", "0.5", "\\boxed{2}", "no idea"]
+        assert values(compute(rewards, completions, {"solution": "1/2"})) == [1, 1, 0, 0]
 
 
 def test_an_environment_of_the_page(functions: Path):
@@ -288,7 +292,7 @@ def test_an_environment_of_the_page(functions: Path):
     write_from_page("guess.py", functions)
     as_program = """x = json.loads(line)
 from guess import play
-print(json.dumps(play(x["answer"], x["record"])))"""
+print(json.dumps(play(x["completion"], x["record"])))"""
     for reward in ("guess:play", program(functions, as_program)):
         with opened(reward, reward_workers=1, max_turns=5) as rewards:
             turns, hints = [], ["not a digit", "more", "less"]
@@ -301,7 +305,7 @@ print(json.dumps(play(x["answer"], x["record"])))"""
             assert found == Reward(pytest.approx(1 / 7))
 
 
-def test_a_second_line_is_never_the_next_answer_s_reward(functions: Path):
+def test_a_second_line_is_never_the_next_completion_s_reward(functions: Path):
     code = """print(1 if "first" in line else 2)
 time.sleep(0.2)
 print(7)"""
@@ -309,7 +313,7 @@ print(7)"""
         assert values(compute(rewards, ["first"])) == [1]
         time.sleep(0.6)
         (reward,) = compute(rewards, ["second"])
-        assert reward.problem == "the program wrote more than one line for an answer"
+        assert reward.problem == "the program wrote more than one line for a completion"
         assert values(compute(rewards, ["third"])) == [2]
 
 
@@ -320,7 +324,7 @@ def test_a_program_that_does_not_read_costs_its_time_alone(functions: Path):
     assert reward.problem == "the reward took more than rl.reward_timeout_s = 0.3 seconds"
 
 
-def test_a_process_that_cannot_be_started_costs_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_started_costs_its_completion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with opened("exact", reward_workers=1) as rewards:
         assert "No such file" in compute(rewards, ["5"])[0].problem

@@ -1,4 +1,4 @@
-"""Answers as a batch: advantages and weights by hand, and columns in which labels, values and routes are aligned."""
+"""Completions as a batch: advantages and weights by hand, and columns whose labels, values and routes are aligned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYERS, K = 2, 3
 
 
 def rollout(prompt: int, reward: float, length: int = 3, is_cut: bool = False, prompt_length: int = 2) -> Rollout:
-    """An answer whose ids, log-probabilities and routes are all different."""
+    """A completion whose ids, log-probabilities and routes are all different."""
     start = 100 * prompt + 10
     tokens = [start + 1 + i for i in range(length)]
     places = prompt_length + length - 1
@@ -36,7 +36,7 @@ def rollout(prompt: int, reward: float, length: int = 3, is_cut: bool = False, p
 
 
 def by_hand(rollouts: list[Rollout], options: RL, longest: int) -> tuple[list[float], list[float]]:
-    """The formulas, one answer after the other."""
+    """The formulas, one completion after the other."""
     advantages, weights = [], []
     learned = [one for one in rollouts if one.reward == one.reward and not (one.is_cut and options.cut == "mask")]
     for one in rollouts:
@@ -97,7 +97,7 @@ def test_some_numbers_of_a_group_of_two() -> None:
 @pytest.mark.parametrize(
     "rollouts", [[rollout(0, math.nan), rollout(0, math.nan)], [rollout(0, 1.0, 4, is_cut=True)] * 2]
 )
-def test_nothing_is_learned_from_without_an_answer_that_counts(rollouts: list[Rollout], normalisation: str) -> None:
+def test_nothing_is_learned_from_without_a_completion_that_counts(rollouts: list[Rollout], normalisation: str) -> None:
     rl = RL(normalisation=normalisation, cut="mask")
     assert advantages_and_weights(rollouts, rl, 4) == ([0.0, 0.0], [0.0, 0.0])
 
@@ -112,13 +112,13 @@ def test_every_document_is_packed_once_and_fits(lengths: list[int]) -> None:
 
 
 def with_message(one: Rollout, places: range) -> Rollout:
-    """Return the answer with an environment's message in these places."""
+    """Return the completion with an environment's message in these places."""
     for place in places:
         one.log_probs[place] = 0.0
     return replace(one, messages=[places])
 
 
-def test_turns_are_added_to_an_answer() -> None:
+def test_turns_are_added_to_a_completion() -> None:
     one = Rollout(0, [1, 2])
     experts = [torch.full((places, LAYERS, K), float(number)) for number, places in enumerate((3, 7))]
     one.add_turn(Generated(0, tokens=[5, 6], end="stop", log_probs=[-0.1, -0.2], routes=[experts[0]]), "ab")

@@ -25,10 +25,10 @@ def tree_mask(window: int = 0) -> Mask:
 
     A prompt of 6 positions has two completions of 5 and 7; the second has two continuations of 3.
     """
-    prompt, answer = list(range(6)), list(range(6, 11))
+    prompt, completion = list(range(6)), list(range(6, 11))
     second, end = list(range(6, 13)), list(range(13, 16))
     until = [24] * 6 + [11] * 5 + [24] * 7 + [21] * 3 + [24] * 3 + [26] * 2
-    depth = prompt + answer + second + end * 2 + [0, 1]
+    depth = prompt + completion + second + end * 2 + [0, 1]
     return spans(*(torch.tensor([x]) for x in (until, depth)))._replace(window=window)
 
 

@@ -1,4 +1,4 @@
-"""Reward functions that fail, always or every second time, and one that an untrained model's answers differ in."""
+"""Reward functions that fail, always or every second time, and one that an untrained model's completions differ in."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 CALLS = itertools.count()
 
 
-def nothing(answer: str, record: dict[str, Any]) -> float:
+def nothing(completion: str, record: dict[str, Any]) -> float:
     raise ValueError("no")
 
 
-def every_second(answer: str, record: dict[str, Any]) -> float:
+def every_second(completion: str, record: dict[str, Any]) -> float:
     return float("inf") if next(CALLS) % 2 else 1.0
 
 
 def asks(turns: list[str], record: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with the reward -1, or for an answer in three only a reward from 0 to 4, by its bytes.
+    """Return a message with the reward -1, or for a completion in three only a reward from 0 to 4, by its bytes.
 
     Args:
-        turns: texts of the answer's turns and of the messages between them.
+        turns: texts of the completion's turns and of the messages between them.
         record: the prompt's line of the file; not used.
     """
     total = sum("".join(turns).encode())
@@ -35,5 +35,5 @@ def never_rewards(turns: list[str], record: dict[str, Any]) -> dict[str, Any]:
     return {"message": "on"}
 
 
-def remainder(answer: str, record: dict[str, Any]) -> float:
-    return float(sum(answer.encode()) % 3)
+def remainder(completion: str, record: dict[str, Any]) -> float:
+    return float(sum(completion.encode()) % 3)

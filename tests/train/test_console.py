@@ -149,14 +149,14 @@ def test_lines_where_nobody_could_see_a_panel(config, capsys):
 def test_a_step_of_reinforcement_learning_says_in_which_phase_its_seconds_went(config, capsys):
     lines = LineConsole(shown(config))
     learns = RECORD | {"rl.reward": 0.53125, "rl.length": 12.25, "val_reward": 0.5}
-    answers = learns | {"time.generate": 12.34, "time.reward": 0.06}
-    for record in (answers, learns):
+    completions = learns | {"time.generate": 12.34, "time.reward": 0.06}
+    for record in (completions, learns):
         lines.log(REPORT._replace(record=record))
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("step 20/60  reward 0.5312  grad norm 0.400")
     assert first.endswith("length 12.2  val reward 0.5000  generate 12.3 s  rewards 0.1 s  learn 0.6 s  ETA 0:00:25")
     assert second.endswith("length 12.2  val reward 0.5000  learn 0.6 s  ETA 0:00:25")
-    assert "generate 95%" in format_phases(answers), "the panel has fractions"
+    assert "generate 95%" in format_phases(completions), "the panel has fractions"
 
 
 def test_small_things():

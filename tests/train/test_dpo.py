@@ -45,13 +45,13 @@ def test_no_mapping_changes_a_number(mapping: dict[str, Any]) -> None:
 
 
 def pieces(pairs: int, seed: int = 0) -> tuple[torch.Tensor, Any]:
-    """The cross-entropy of labels of one sample, and its batch: `pairs` pairs of answers, with gaps between them."""
+    """The cross-entropy of labels of one sample, and its batch: `pairs` pairs of completions with gaps between them."""
     draw = torch.Generator().manual_seed(seed)
     length = 10 * pairs + 3
-    answer = torch.arange(length).clamp(max=10 * pairs - 1) // 5
+    completion = torch.arange(length).clamp(max=10 * pairs - 1) // 5
     labels = torch.where((torch.arange(length) % 5 < 2) | (torch.arange(length) >= 10 * pairs), IGNORE, 7)
     loss, said = (5 * torch.rand(2, 1, length, dtype=torch.float64, generator=draw)).where(labels != IGNORE, 0)
-    extra_fields = {COMPLETION: answer.unsqueeze(0), PAIRS: torch.tensor([pairs]), REFERENCE: -said}
+    extra_fields = {COMPLETION: completion.unsqueeze(0), PAIRS: torch.tensor([pairs]), REFERENCE: -said}
     batch_slice = SimpleNamespace(labels_BS=labels.unsqueeze(0), extra_fields=extra_fields)
     return loss.requires_grad_(), batch_slice
 
@@ -61,7 +61,7 @@ def objective(kind: Any, *more: Any) -> Any:
 
 
 def test_the_gradient_is_that_of_weighted_cross_entropy() -> None:
-    """With the weights -beta sigmoid(-D) of the rejected answer's labels, and beta sigmoid(-D) of the chosen one's."""
+    """With the weights -beta sigmoid(-D) of the rejected completion's labels, beta sigmoid(-D) of the chosen one's."""
     loss, batch_slice = pieces(3)
     dpo = objective(DPO, BETA)
     (grad,) = torch.autograd.grad(dpo.sum(HeadScores(loss), batch_slice), loss)
@@ -87,10 +87,10 @@ def test_its_metrics_are_of_each_pair() -> None:
         dpo.sum(HeadScores(loss), batch_slice)
     accuracy, chosen, rejected, kl = (dpo.take_metrics(torch.zeros(())) / 2).tolist()
     gain = (-loss.detach() - batch_slice.extra_fields[REFERENCE]).where(batch_slice.labels_BS != IGNORE, 0)
-    answers = [float(gain[batch_slice.extra_fields[COMPLETION] == n].sum()) for n in range(4)]
-    assert chosen == pytest.approx(BETA * (answers[0] + answers[2]) / 2, rel=1e-6)
-    assert rejected == pytest.approx(BETA * (answers[1] + answers[3]) / 2, rel=1e-6)
-    assert accuracy == sum(answers[n] > answers[n + 1] for n in (0, 2)) / 2
+    completions = [float(gain[batch_slice.extra_fields[COMPLETION] == n].sum()) for n in range(4)]
+    assert chosen == pytest.approx(BETA * (completions[0] + completions[2]) / 2, rel=1e-6)
+    assert rejected == pytest.approx(BETA * (completions[1] + completions[3]) / 2, rel=1e-6)
+    assert accuracy == sum(completions[n] > completions[n + 1] for n in (0, 2)) / 2
     assert kl == pytest.approx(float(gain.square().sum()) / 2 / 4, rel=1e-6)
     assert dpo.take_metrics(torch.zeros(())).tolist() == [0, 0, 0, 0]
 

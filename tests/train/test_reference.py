@@ -23,7 +23,7 @@ FOLDED = {"parallelism.cp": 2, "parallelism.tp": 2, "parallelism.experts.ep": 4}
 
 
 LENGTHS = (10, 20), (16, 10), (6, 8), (9, 5), (4, 10), (5, 5), (3, 7)
-"""Of the chosen and the rejected answer: 80 positions take other pairs than 64, and both have all in 3 sequences."""
+"""Of the chosen and the rejected completion: 80 positions take other pairs than 64, both have all in 3 sequences."""
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_mapping_that_counts_them_has_ln_2_to_the_bit_too(run: dict[str, Any],
     shutil.rmtree(Path(run["job.dump_folder"]))
     world.run(1, first_steps, run)
     np.testing.assert_allclose(folded, scores(run["job.dump_folder"]), rtol=0, atol=1e-12)
-    assert (folded < 0).any() and np.isnan(folded).sum() == 14  # the first token of each answer's document
+    assert (folded < 0).any() and np.isnan(folded).sum() == 14  # the first token of each completion's document
 
 
 @pytest.mark.parametrize(

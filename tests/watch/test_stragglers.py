@@ -160,7 +160,7 @@ OWN = {"of the world": 0, "of ep": 1}
 def step(times: StepTimes, clock: Any, number: int, update: bool = True, generates: bool = False) -> None:
     """1 s between steps, then 2 s of data with 0.5 of waiting in it, 3 s of computing, 4 s of waiting in ep.
 
-    With `generates` there are answers and rewards before computing.
+    With `generates` there are completions and rewards before computing.
     """
 
     def wait(group: str, seconds: float) -> None:
@@ -202,7 +202,7 @@ def test_what_is_between_steps_does_not_count() -> None:
     assert times.take() == ([], [])
 
 
-def test_answers_and_rewards_do_not_count() -> None:
+def test_completions_and_rewards_do_not_count() -> None:
     times = StepTimes(["world", "ep", "world"], OWN, clock := Counter())
     for number in (1, 2, 3):
         step(times, clock, number, generates=number == 2)
@@ -307,7 +307,7 @@ def test_waiting_for_replicas_is_no_computing(replicas: int, param: str) -> None
         assert waited > 0.8 * LATE_S, times
 
 
-def test_on_a_gpu_the_answer_has_arrived_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_result_has_arrived_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     for name in ("send", "recv"):
         monkeypatch.setattr(torch.distributed, name, lambda x, name=name, **group: order.append(name))

@@ -58,7 +58,7 @@ def rotary_width(model: Model) -> int:
 def separates_documents(config: Config) -> bool:
     """Return whether samples of training have documents that do not attend to each other.
 
-    They do by data.packing, but for "stream", and always in reinforcement learning, where answers are documents.
+    They do by data.packing, but for "stream", and always in reinforcement learning, where completions are documents.
     """
     return config.data.packing != "stream" or bool(config.rl.reward)
 

@@ -36,6 +36,7 @@ OLD_NAMES: dict[str, NewName | Removed] = {
     "checkpoint.local": Removed(_NO_COPIES),
     "checkpoint.local_folder": Removed(_NO_COPIES),
     "model.expert_biases": NewName("model.expert_linear_bias"),
+    "rl.answers": NewName("rl.completions"),
     "moe.overlap_halves": NewName("moe.overlap", {True: "halves"}.get),
     "pipeline.overlap_pairs": NewName("moe.overlap", {True: "pairs"}.get),
     "validation.answers.paths": NewName("validation.quiz.paths"),

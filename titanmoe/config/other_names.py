@@ -134,7 +134,7 @@ FINE_TUNING = {
     **dict.fromkeys(("lora.lora_dropout", "lora-dropout"), "lora.dropout"),
     **dict.fromkeys(("lora.use_rslora", "use-rslora"), "lora.rslora"),
     "reward-funcs": "rl.reward",
-    "num-generations": "rl.answers",
+    "num-generations": "rl.completions",
     "max-completion-length": "generation.max_tokens",
     **dict.fromkeys(("lora.target_modules", "lora-target-modules", "target-modules"), "lora.targets"),
 }
@@ -235,8 +235,8 @@ _ADVICE = {
     "metrics.enable_wandb": "--metrics.wandb PROJECT",
     **dict.fromkeys(
         ("top-p", "generation.top_p", "generation.top_k", "generation.min_p", "rl.top_p", "rl.top_k"),
-        "answers are drawn from all ids, because the loss takes the probabilities among all of them: leave it out, or "
-        "lower generation.temperature",
+        "completions are drawn from all ids, because the loss takes the probabilities among all of them: leave it out, "
+        "or lower generation.temperature",
     ),
     "lora.use_dora": "DoRA is not implemented, only plain LoRA: leave it out",
     "lora.dora": "DoRA is not implemented, only plain LoRA: leave it out",

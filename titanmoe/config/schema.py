@@ -186,7 +186,7 @@ class Data:
     chat_template: str = ""
     """Jinja file with the template for chats and preference pairs. Empty: the template in the tokenizer's folder. Checkpoints and exports include the template that was used."""
     label_weights: bool = False
-    """Whether to read a loss weight for each label, for training.objective = "weighted_cross_entropy": in a chat, the `weight` of each message (default 1). If false, a message's weight must be 0 (no loss on that answer) or 1."""
+    """Whether to read a loss weight for each label, for training.objective = "weighted_cross_entropy": in a chat, the `weight` of each message (default 1). If false, a message's weight must be 0 (no loss on that assistant message) or 1."""
     bad_lines: Literal["error", "skip"] = "error"
     """What to do with a line that is not UTF-8, not JSON or lacks the field. error: stop and name the line. skip: omit it and report how many were omitted."""
     max_document_mb: Annotated[int, Range(1, 2**20)] = 128
@@ -196,7 +196,7 @@ class Data:
     packing: Literal["stream", "documents", "best_fit"] = "stream"
     """How documents are packed into sequences of seq_len tokens. stream: documents are concatenated and split anywhere, and tokens attend to earlier documents: fastest, usual in pre-training. documents: split the same way, but attention, positions and labels stay within each document. best_fit: like documents, but only documents longer than seq_len are split and the others are packed as units, at the price of some padding: for fine-tuning, and the default for chats and preference pairs (format = "chat" or "preference", and token shards made from them)."""
     long_chats: Literal["drop", "cut", "refuse"] = "drop"
-    """What happens to chats longer than training.seq_len under packing = "best_fit". drop: they are omitted. cut: each is truncated after the last answer that fits, so that it keeps its system prompt and first turns, and is omitted if the first answer does not fit. refuse: the run does not start. The header and the report give their number and the tokens lost."""
+    """What happens to chats longer than training.seq_len under packing = "best_fit". drop: they are omitted. cut: each is truncated after the last assistant message that fits, so that it keeps its system prompt and first turns, and is omitted if the first one does not fit. refuse: the run does not start. The header and the report give their number and the tokens lost."""
     share_prefixes: bool = False
     """Whether the prompt of a preference pair is computed once for both completions, for format = "preference" (docs/fine-tuning.md). Loss and gradients are unchanged. A prompt that is 3/4 of each sequence saves 3/8 of the tokens, and correspondingly longer pairs fit into seq_len. Everything that counts tokens counts the prompt once as well: balance losses, expert capacities and selection biases (docs/moe.md)."""
     balance_work: bool = False
@@ -234,15 +234,15 @@ class Samples:
     """Prompts completed during training, for inspection (docs/generate.md). They do not affect training."""
 
     prompts: list[str] = field(default_factory=list)
-    """Texts to answer, such as ["What is the capital of Norway?"]."""
+    """Texts to complete, such as ["What is the capital of Norway?"]."""
     path: str = ""
     """JSONL file with more prompts. A line is a string, {"prompt": "..."}, or a chat: {"messages": [...]}, or a list of messages as "prompt", up to the last message that is not the assistant's. Empty: none."""
     format: Literal["auto", "text", "chat"] = "auto"
     """How a prompt that is a string is read. text: the model continues it. chat: it is what a user says, and the chat template writes it. auto: chat if the training data are chats or preference pairs, else text."""
     every: Annotated[int, COUNT] = 1
-    """Prompts are answered after every n-th validation, and after the last step."""
+    """Prompts are completed after every n-th validation, and after the last step."""
     max_tokens: Annotated[int, Range(1, TOKENS)] = 64
-    """Largest number of tokens of an answer. The end token ends it earlier."""
+    """Largest number of tokens of a completion. The end token ends it earlier."""
     temperature: Annotated[float, NOT_NEGATIVE] = 0.0
     """Temperature that logits are divided by, as in `titanmoe generate`. 0: always the most probable token."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0
@@ -351,7 +351,7 @@ class RL:
     """JSONL files of prompts. A record has "prompt", a text or a list of messages, or "messages"; the reward gets all of its fields."""
     prompts_per_step: Annotated[int, COUNT] = 8
     """Prompts per optimizer step."""
-    answers: Annotated[int, COUNT] = 8
+    completions: Annotated[int, COUNT] = 8
     """Completions of each prompt, whose rewards are compared with each other. At least 2."""
     updates: Annotated[int, COUNT] = 1
     """Optimizer steps per rollout; each rollout has updates * prompts_per_step prompts. 1: always on policy."""
@@ -410,7 +410,7 @@ class Generation:
     stop: list[str] = field(default_factory=list)
     """Stop strings of a completion or turn; the string stays in the text."""
     batch_size: Annotated[int, COUNT] = 32
-    """Completions that a data rank generates at a time. At least rl.answers."""
+    """Completions that a data rank generates at a time. At least rl.completions."""
     offload_training: bool = False
     """Whether weights and optimizer state of training are moved to host memory while completions are generated, at the cost of two copies. Results do not change. It saves memory on GPUs only."""
     parallelism: GenerationParallelism = field(default_factory=GenerationParallelism)

@@ -101,8 +101,8 @@ class PreferencePacker(BestFitPacker):
         length_2[shorter] = min(length_2[shorter], room // 2)
         length_2[1 - shorter] = room - length_2[shorter]
         ends = [(start, start + length + 1) for start, length in zip(*self._starts_and_lengths(prompt), strict=True)]
-        answered = all(self.documents.label_mask(*both)[1:].any() for both in ends)
-        if not answered or np.array_equal(*(self.documents.read(*both) for both in ends)):
+        have_labels = all(self.documents.label_mask(*both)[1:].any() for both in ends)
+        if not have_labels or np.array_equal(*(self.documents.read(*both) for both in ends)):
             length_2[:] = self.shared_P[prompt] = 0
 
     def _pack(self) -> PackedBuffer:

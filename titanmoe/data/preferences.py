@@ -61,11 +61,11 @@ def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
         ChatError: the record is not a usable pair.
     """
     prompt, chosen, rejected = (record.get(name) for name in FIELDS)
-    for name, answer in ((CHOSEN, chosen), (REJECTED, rejected)):
-        if not answer:
+    for name, completion in ((CHOSEN, chosen), (REJECTED, rejected)):
+        if not completion:
             raise ChatError(f"has no {name} completion ({name!r} is missing or empty): a pair needs both")
-        if not isinstance(answer, str | list):
-            raise ChatError(f"{name!r} is {json_type_name(answer)}: write a text or a list of messages")
+        if not isinstance(completion, str | list):
+            raise ChatError(f"{name!r} is {json_type_name(completion)}: write a text or a list of messages")
     if type(chosen) is not type(rejected):
         raise ChatError("one completion is a text and the other a list of messages: write both as one or the other")
     if chosen == rejected:
@@ -82,18 +82,18 @@ def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     shared = next((n for n, same in enumerate(alike) if not same), min(len(chosen), len(rejected)))
     if isinstance(chosen, str) and chosen[:shared].endswith(" "):  # as TRL: the space belongs to the completions
         shared -= 1
-    for name, answer in ((CHOSEN, chosen), (REJECTED, rejected)):
-        if len(answer) == shared:
+    for name, completion in ((CHOSEN, chosen), (REJECTED, rejected)):
+        if len(completion) == shared:
             raise ChatError(f"the {name} completion is a prefix of the other one: add a prompt")
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> Document:
-    """Return tokens, with EOS, and label weights of a prompt and its completion `answer`, tokenized as one text.
+def _encode_text(prompt: str, completion: str, tokenizer: Tokenizer) -> Document:
+    """Return tokens, with EOS, and label weights of a prompt and its completion, tokenized as one text.
 
     Labels of the completion and of EOS have weight 1, others 0. A token that spans the border counts as a label.
     """
-    tokens_T, _, end_T = tokenizer.encode_with_offsets(prompt + answer)
+    tokens_T, _, end_T = tokenizer.encode_with_offsets(prompt + completion)
     end = len(prompt)
     tokens_T = np.append(tokens_T, tokenizer.eos)
     return tokens_T, np.append(end_T > end, True).astype(np.float32)

@@ -28,7 +28,7 @@ class Conversation:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, text: str) -> list[int]:
-        """Add a message of the user; return the conversation's token ids up to where the assistant's answer begins.
+        """Add a message of the user; return the conversation's token ids up to where the assistant message begins.
 
         Raises:
             ConfigError: the chat template refuses the messages.
@@ -39,8 +39,8 @@ class Conversation:
         except ChatError as error:
             raise ConfigError([f"--chat: {error}"]) from None
 
-    def answer(self, text: str) -> None:
-        """Add the assistant's answer to the conversation."""
+    def add_assistant_message(self, text: str) -> None:
+        """Add a message of the assistant to the conversation."""
         self.messages.append({"role": "assistant", "content": text})
 
 
@@ -80,7 +80,7 @@ def turns(
 ) -> Iterator[tuple[str, Prompt]]:
     """Yield each line that the user types and the prompt made from it, on every rank. Collective over the world.
 
-    The caller adds each answer to `conversation` before the next turn. Ends with the input.
+    The caller adds each assistant message to `conversation` before the next turn. Ends with the input.
 
     Args:
         conversation: the messages so far; used on rank 0.

@@ -82,7 +82,7 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
     generate.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end a text after TEXT; may be given several times"
     )
-    generate.add_argument("--answers", type=int, default=1, metavar="N", help="texts for each prompt (default 1)")
+    generate.add_argument("--completions", type=int, default=1, metavar="N", help="texts for each prompt (default 1)")
     generate.add_argument(
         "--batch-size", type=int, default=16, metavar="N", help="texts at a time on a data rank (default 16)"
     )
@@ -138,7 +138,7 @@ def _run(args: argparse.Namespace) -> int:
     chat = open_chat_encoder(chat_template_of(trained, tokenizer), tokenizer) if args.chat else None
     ids = _encode(args, texts, tokenizer, chat)
     if chat and not args.json:
-        texts = [f"{text}\n" for text in texts]  # the answer gets a line of its own
+        texts = [f"{text}\n" for text in texts]  # the completion gets a line of its own
     runtime = start(config)
     try:
         speaker = _Speaker(args, tokenizer, chat, trained, config, runtime)
@@ -170,7 +170,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         problems.append("--system is a message of a chat: give --chat too, or leave it out")
     if args.special_tokens and args.chat:
         problems.append("--special-tokens has no effect with --chat, where they are always taken as such: leave it out")
-    for name in ("max_tokens", "answers", "batch_size", "top_k"):
+    for name in ("max_tokens", "completions", "batch_size", "top_k"):
         value = getattr(args, name)
         if value is not None and value < 1:
             problems.append(f"--{name.replace('_', '-')} = {value} is below 1: use 1 or more, or leave it out")
@@ -186,10 +186,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.temperature == 0 and unused:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         problems.append(f"--temperature 0 samples nothing, and {options} would have no effect: leave one of them out")
-    if args.answers > 1 and args.temperature == 0:
-        problems.append(f"--answers {args.answers} with --temperature 0 would be equal: leave one of them out")
-    if args.answers > 1 and (args.stream or not texts):
-        problems.append(f"--answers {args.answers} is for prompts without --stream: leave it out")
+    if args.completions > 1 and args.temperature == 0:
+        problems.append(f"--completions {args.completions} with --temperature 0 would be equal: leave one of them out")
+    if args.completions > 1 and (args.stream or not texts):
+        problems.append(f"--completions {args.completions} is for prompts without --stream: leave it out")
     if "" in args.stop:
         problems.append('--stop "" would end every text at once: leave it out')
     if args.stream and len(texts) > 1:
@@ -236,7 +236,7 @@ def _encode(
         ids = [tokenizer.encode_with_offsets(text).tokens_T.tolist() for text in texts]
     else:
         ids = [row.tolist() for row in tokenizer.encode_all(list(texts))]
-    prompts = [Prompt(i, with_begin(row, tokenizer), args.answers) for i, row in enumerate(ids)]
+    prompts = [Prompt(i, with_begin(row, tokenizer), args.completions) for i, row in enumerate(ids)]
     if empty := [prompt.number + 1 for prompt in prompts if not prompt.ids]:
         raise ConfigError([f"prompt {empty[0]} is empty, and the tokenizer has no begin mark: give it some text"])
     return prompts
@@ -276,7 +276,7 @@ class _Speaker:
                 stream.finish(generated)
             elif self.first:
                 text, ids = texts[generated.number], prompts[generated.number].ids
-                print(self._line(text, len(texts) * self.args.answers > 1, ids, generated), flush=True)
+                print(self._line(text, len(texts) * self.args.completions > 1, ids, generated), flush=True)
         self._summarise(count, f"{len(texts)} prompt{'s' * (len(texts) > 1)}", time.monotonic() - start)
 
     def converse(self, conversation: Conversation) -> None:
@@ -291,7 +291,7 @@ class _Speaker:
             seconds, count, number = seconds + time.monotonic() - start, count + len(generated.content), number + 1
             if not self.first:
                 continue
-            conversation.answer(continuation(self.tokenizer, prompt.ids, generated.content))
+            conversation.add_assistant_message(continuation(self.tokenizer, prompt.ids, generated.content))
             if stream:
                 stream.finish(generated)
             else:
@@ -299,7 +299,7 @@ class _Speaker:
         self._summarise(count, f"{number} question{'s' * (number != 1)}", seconds)
 
     def _generated(self, prompts: list[Prompt], stream: _Stream | None) -> Iterator[Generated]:
-        size, on_token = max(self.args.batch_size, self.args.answers), stream and stream.update
+        size, on_token = max(self.args.batch_size, self.args.completions), stream and stream.update
         for batch in self.generator.batches(prompts, size, self.stop, self.sampling, on_token):
             yield from batch
 
@@ -324,9 +324,11 @@ class _Speaker:
     def _line(self, prompt: str, with_title: bool, ids: list[int], generated: Generated) -> str:
         number, text = generated.number, continuation(self.tokenizer, ids, generated.content)
         if self.args.json:
-            answer = {"number": number} | ({"answer": generated.answer} if self.args.answers > 1 else {})
-            answer |= {"prompt": prompt, "text": text, "end": generated.end}
-            return json.dumps(answer | {"prompt_tokens": ids, "tokens": generated.content})
+            line = {"number": number}
+            if self.args.completions > 1:
+                line["completion_number"] = generated.completion_number
+            line |= {"prompt": prompt, "text": text, "end": generated.end}
+            return json.dumps(line | {"prompt_tokens": ids, "tokens": generated.content})
         title = f"--- {number + 1}, {len(generated.content)} tokens, ended by {generated.end}\n" if with_title else ""
         return f"{title}{prompt}{text}"
 

@@ -3,7 +3,7 @@
 The run's weights are copied by messages to a model that generates: without pipeline, context parallel and FSDP, in the
 compute dtype. The copy and its caches take memory only while it generates, and what training holds may be in host
 memory meanwhile ([generation] offload_training). Nothing of the run is written to: the copy has buffers and process
-groups of its own, and random numbers are functions of (seed, step, prompt, answer, position).
+groups of its own, and random numbers are functions of (seed, step, prompt, completion, position).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The decoding loop: forwards over new prompts and over the next tokens of all texts that go on, until all have ended.
 
-A prompt enters as soon as texts before it have ended, and its answers share what is cached of it. If a single prompt
-begins like the text before it, only what differs is computed: earlier turns of a conversation are cached. Every rank
-runs every forward, with or without tokens of its own, because any may have experts.
+A prompt enters as soon as texts before it have ended, and its completions share what is cached of it. If a single
+prompt begins like the text before it, only what differs is computed: earlier turns of a conversation are cached. Every
+rank runs every forward, with or without tokens of its own, because any may have experts.
 
 Shapes: T tokens of a forward, P new prompts, B rows of this rank (texts that go on), V vocabulary, N MoE layers, K
 top-k, n tokens of a text, R ranks.
@@ -43,9 +43,9 @@ class Prompt(NamedTuple):
     number: int
     """Index of the prompt, in the order given."""
     ids: list[int]
-    answers: int = 1
+    completions: int = 1
     """Number of texts to generate."""
-    first_answer: int = 0
+    first_completion: int = 0
     """Index of the first of these texts among those of the prompt."""
     num_earlier: int = 0
     """Number of the last ids that are earlier turns of the text, which count against `Stop.most`."""
@@ -57,7 +57,7 @@ class Generated:
 
     number: int
     """Index of the prompt."""
-    answer: int = 0
+    completion_number: int = 0
     """Index of the text among those of the prompt."""
     num_earlier: int = 0
     """Number of tokens of earlier turns, with which its prompt ends."""
@@ -134,9 +134,9 @@ class _Work:
     def next_prompts(self) -> list[Prompt]:
         """Remove from the queue and return the first prompts whose texts there is room for."""
         prompts, room = [], self.size - len(self.running)
-        while self.queue and self.queue[0].answers <= room:
+        while self.queue and self.queue[0].completions <= room:
             prompts.append(self.queue.popleft())
-            room -= prompts[-1].answers
+            room -= prompts[-1].completions
         return prompts
 
 
@@ -186,11 +186,11 @@ class Generator:
     ) -> Iterator[list[Generated]]:
         """Generate texts for each prompt; yield each once, ended, on every rank, many at a time.
 
-        Collective over the world. A prompt's texts are in the order of `Generated.answer`.
+        Collective over the world. A prompt's texts are in the order of `Generated.completion_number`.
 
         Args:
             prompts: all prompts, the same on every rank.
-            size: texts at a time on each data rank; at least as many as a prompt has answers.
+            size: texts at a time on each data rank; at least as many as a prompt has completions.
             stop: what ends a text.
             sampling: how tokens are chosen.
             on_token: called after each token of this rank's texts with the text that it was added to.
@@ -198,19 +198,22 @@ class Generator:
             in_order: whether texts are yielded in the prompts' order, instead of whenever an eighth of all have ended.
 
         Raises:
-            ConfigError: a prompt has more answers than `size`.
+            ConfigError: a prompt has more completions than `size`.
             Interrupted: on all ranks, one forward after `on_forward` has returned True on any; texts that have not
                 been yielded are lost, and stay cached until `clear`. Not raised if that forward was the last.
         """
-        if (answers := max((prompt.answers for prompt in prompts), default=1)) > size:
+        if (completions := max((prompt.completions for prompt in prompts), default=1)) > size:
             raise ConfigError(
-                [f"a prompt has {answers} answers, and {size} texts are generated at a time: let it be {answers}"]
+                [
+                    f"a prompt has {completions} completions, and {size} texts are generated at a time: "
+                    f"let it be {completions}"
+                ]
             )
         data, world = self.meshes.data, self.meshes.world
-        order = [(prompt.number, prompt.first_answer + i) for prompt in prompts for i in range(prompt.answers)]
+        order = [(prompt.number, prompt.first_completion + i) for prompt in prompts for i in range(prompt.completions)]
         work = _Work(deque(prompts[data.rank :: data.size]), size, stop, sampling, on_token)
         # What a generator records is of all tokens, and of weights that may have changed.
-        self.keeps_row = len(work.queue) == 1 and work.queue[0].answers == 1 and not self.records
+        self.keeps_row = len(work.queue) == 1 and work.queue[0].completions == 1 and not self.records
         least = size * world.size  # the ranks of a tp group count a text each
         if not in_order:
             least = min(least, -(-len(order) * self.meshes.tp.size // PARTS))
@@ -227,7 +230,7 @@ class Generator:
             stops = on_forward(num_ended // self.meshes.tp.size, num_tokens // self.meshes.tp.size)
             if num_rest and num_new < least:
                 continue
-            by_text |= {(text.number, text.answer): text for text in self._gather(ended)}
+            by_text |= {(text.number, text.completion_number): text for text in self._gather(ended)}
             ended = []
             if not in_order:
                 order.sort(key=lambda text: text not in by_text)
@@ -267,9 +270,9 @@ class Generator:
         running = work.running
         if prompts := work.next_prompts():
             texts = [
-                Generated(prompt.number, prompt.first_answer + i, prompt.num_earlier)
+                Generated(prompt.number, prompt.first_completion + i, prompt.num_earlier)
                 for prompt in prompts
-                for i in range(prompt.answers)
+                for i in range(prompt.completions)
             ]
             running += texts
             ids = self._begin(prompts)
@@ -314,7 +317,7 @@ class Generator:
         """
         positions = self.rows.num_cached[-len(texts) :]
         logits_BV[:, self.vocab_size :] = -torch.inf
-        numbers = [(text.number, text.answer) for text in texts]
+        numbers = [(text.number, text.completion_number) for text in texts]
         tokens, log_probs = choose_tokens(logits_BV, work.sampling, numbers, positions)
         for text, token in zip(texts, tokens, strict=True):
             text.tokens.append(token)
@@ -341,7 +344,7 @@ class Generator:
                 self.rows.begin_tokens(count)
                 return ids[same:]
             self._select_rows([])
-        self.rows.begin_prompts([len(prompt.ids) for prompt in prompts], [prompt.answers for prompt in prompts])
+        self.rows.begin_prompts([len(prompt.ids) for prompt in prompts], [prompt.completions for prompt in prompts])
         return [token for prompt in prompts for token in prompt.ids]
 
     def forward(self, ids: list[int]) -> tuple[Tensor, Tensor | None]:

@@ -132,7 +132,7 @@ def chat_template_of(trained: TrainedModel, tokenizer: Tokenizer) -> str:
 
 
 def samples_config(config: Config, world: int, device: str) -> Config:
-    """Return the config that answers prompts in the middle of a run, on the same ranks.
+    """Return the config that completes prompts in the middle of a run, on the same ranks.
 
     Attention has the run's tp. Experts are divided among as many ranks as divide them, for the least memory.
 
@@ -152,7 +152,7 @@ def samples_config(config: Config, world: int, device: str) -> Config:
 
 
 def generation_config(config: Config, world: int, device: str) -> Config:
-    """Return the config that generates answers for [rl] on the run's ranks, mapped as [generation.parallelism] says.
+    """Return the config that generates completions for [rl] on the run's ranks, mapped by [generation.parallelism].
 
     Args:
         config: the run's config.

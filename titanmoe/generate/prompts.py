@@ -1,7 +1,7 @@
 """Prompts as token ids, and generated token ids as text, for `titanmoe generate` and [validation.samples].
 
 `read_samples` reads the prompts of a recipe's [validation.samples]. `contradictions` and `check_samples` refuse what
-cannot be answered: the first when the recipe is read, the second before ranks start.
+cannot be completed: the first when the recipe is read, the second before ranks start.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ class SamplePrompt(NamedTuple):
 
 
 class SamplePrompts(NamedTuple):
-    """All prompts of [validation.samples], with what is needed to answer them."""
+    """All prompts of [validation.samples], with what is needed to complete them."""
 
     prompts: list[SamplePrompt]
     tokenizer: Tokenizer
     ends: set[int]
-    """Token ids that end an answer."""
+    """Token ids that end a completion."""
 
 
 def has_samples(config: Config) -> bool:
-    """Return whether a recipe has prompts to answer during the run."""
+    """Return whether a recipe has prompts to complete during the run."""
     return bool(config.validation.samples.prompts or config.validation.samples.path)
 
 
@@ -90,7 +90,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
     if not config.validation.interval:
         yield Violation(
             (f"{table}.prompts", f"{table}.path", "validation.interval"),
-            f"{table} has prompts, which are answered after validations, but validation.interval = 0 makes none: set "
+            f"{table} has prompts, which are completed after validations, but validation.interval = 0 makes none: set "
             "it, such as 100, with validation.held_out or validation.paths",
         )
     if config.data.source == "synthetic":
@@ -102,7 +102,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
 
 
 def check_samples(config: Config) -> None:
-    """Raise a ConfigError with every reason why the prompts of [validation.samples] cannot be answered.
+    """Raise a ConfigError with every reason why the prompts of [validation.samples] cannot be completed.
 
     Does nothing if there are none.
 
@@ -203,7 +203,7 @@ def read_json_lines(path: str, option: str, problems: list[str]) -> Iterator[tup
 
 
 def read_prompt(record: Any) -> str | Messages:
-    """Return the prompt in a record of a JSONL file: a text, or the messages before the assistant's last answer.
+    """Return the prompt in a record of a JSONL file: a text, or the messages before the last assistant message.
 
     Args:
         record: a text, {"prompt": a text or messages}, or a chat in one of titanmoe.data.chat_layouts.

@@ -1,4 +1,4 @@
-"""Answers to the prompts of [validation.samples] during a run, which titanmoe.rank passes to the training loop.
+"""Completions of the prompts of [validation.samples] during a run, which titanmoe.rank passes to the training loop.
 
 A generator under a mapping of its own gets the weights by messages (titanmoe.generate.live_generator).
 """
@@ -22,8 +22,8 @@ BATCH_SIZE = 16
 """Prompts at a time on each data rank."""
 
 
-class SampleAnswers(Evaluation):
-    """Evaluation that answers the prompts of [validation.samples] with the run's present weights."""
+class SampleCompletions(Evaluation):
+    """Evaluation that completes the prompts of [validation.samples] with the run's present weights."""
 
     def __init__(self, config: Config, model: RankModel):
         """Read the prompts and plan how weights move to the generating ranks' mapping. Collective over the world.
@@ -48,29 +48,34 @@ class SampleAnswers(Evaluation):
         )
         count, fold = len(self.prompts), self.live.fold
         self.note = (
-            f"{count} prompt{'s' * (count > 1)}, answered under tp {fold.tp}, ep {fold.ep}, etp {fold.etp}, dp "
+            f"{count} prompt{'s' * (count > 1)}, completed under tp {fold.tp}, ep {fold.ep}, etp {fold.etp}, dp "
             f"{fold.dp}; meanwhile a rank has {format_bytes(self.live.weight_bytes)} more of weights"
         )
 
     def after_step(self) -> dict[str, Any]:
-        """Answer the prompts if they are due after this step, else return {}. Collective over the world.
+        """Complete the prompts if they are due after this step, else return {}. Collective over the world.
 
         Returns:
-            "samples", a dict for each prompt with "prompt", "answer", "tokens" (their number) and "end" ("eos" or
+            "samples", a dict for each prompt with "prompt", "completion", "tokens" (their number) and "end" ("eos" or
                 "length"); and "samples_s", the seconds that it took.
         """
         if not self.is_due:
             return {}
         begin, lines = time.monotonic(), []
-        for prompt, generated in zip(self.samples.prompts, self.answer(), strict=True):
-            answer = continuation(self.samples.tokenizer, prompt.ids, generated.content)
+        for prompt, generated in zip(self.samples.prompts, self.complete(), strict=True):
+            completion = continuation(self.samples.tokenizer, prompt.ids, generated.content)
             lines.append(
-                {"prompt": prompt.text, "answer": answer, "tokens": len(generated.content), "end": generated.end}
+                {
+                    "prompt": prompt.text,
+                    "completion": completion,
+                    "tokens": len(generated.content),
+                    "end": generated.end,
+                }
             )
         return {"samples": lines, "samples_s": time.monotonic() - begin}
 
-    def answer(self) -> list[Generated]:
-        """Copy the weights and generate an answer for each prompt, in their order. Collective over the world."""
+    def complete(self) -> list[Generated]:
+        """Copy the weights and generate a completion for each prompt, in their order. Collective over the world."""
         with self.live.loaded() as generator:
             batches = generator.batches(self.prompts, BATCH_SIZE, self.stop, self.sampling)
             return [generated for batch in batches for generated in batch]

@@ -51,8 +51,8 @@ def truncate(share_BV: Tensor, sampling: Sampling) -> Tensor:
 
 
 @lru_cache(1 << 16)
-def _key(seed: int, step: int, prompt: int, answer: int) -> int:
-    return counter_rng.key("generate", seed, step, prompt, answer)
+def _key(seed: int, step: int, prompt: int, completion: int) -> int:
+    return counter_rng.key("generate", seed, step, prompt, completion)
 
 
 def choose_tokens(
@@ -60,12 +60,12 @@ def choose_tokens(
 ) -> tuple[list[int], list[float]]:
     """Return the next token id of each row, and its log-probability before top-k and top-p.
 
-    A draw is a function of (seed, step, prompt, answer, position), so it does not depend on the batch or the rank.
+    A draw is a function of (seed, step, prompt, completion, position), so it does not depend on the batch or the rank.
 
     Args:
         logits_BV: logits of each row, -inf where the tokenizer has no token.
         sampling: how to choose; log-probabilities are those of temperature 1 if its temperature is 0.
-        texts: for each row the number of its prompt among all prompts, and of its answer among those of the prompt.
+        texts: for each row the number of its prompt among all prompts, and of its completion among those of the prompt.
         positions: position of each row's next token.
     """
     share_BV = (logits_BV.double() / (sampling.temperature or 1.0)).softmax(-1)

@@ -358,17 +358,17 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     print_rank_0("\n".join(lines))
     problems = [] if len({place[1:] for place in places}) == 1 else ["the ranks' devices or versions of torch differ"]
 
-    answer: list[Any] = [None]
+    outcome: list[Any] = [None]
     if runtime.rank == 0:
         try:
-            answer[0] = run_steps_on_one_rank(runtime.world, runtime.device.type)
+            outcome[0] = run_steps_on_one_rank(runtime.world, runtime.device.type)
         except RuntimeError as error:
-            answer[0] = str(error)
-    dist.broadcast_object_list(answer, 0)
-    if isinstance(answer[0], str):
-        return {"rows": [], "wires": [], "problems": [answer[0]]}
+            outcome[0] = str(error)
+    dist.broadcast_object_list(outcome, 0)
+    if isinstance(outcome[0], str):
+        return {"rows": [], "wires": [], "problems": [outcome[0]]}
     print_rank_0(f"two steps in float32 against one rank (allowed: {TOLERANCE:.0e})")
-    rows = compare(runtime, only, node, answer[0])
+    rows = compare(runtime, only, node, outcome[0])
     problems += [f"{row.name} is off by {row.error:.1e}" for row in rows if not row.is_ok]
 
     widest = math.gcd(node, 8)

@@ -1,8 +1,8 @@
 """Check before ranks are started whether a run fits into memory, by the planner's closed form, and suggest a remedy.
 
-The form is a lower bound of what a step holds, with balanced routing; for [rl] also of what is held while answers are
-generated that are as long as they may be. On GPUs each rank has memory of its own; without them the ranks of a machine
-share it.
+The form is a lower bound of what a step holds, with balanced routing; for [rl] also of what is held while completions
+are generated that are as long as they may be. On GPUs each rank has memory of its own; without them the ranks of a
+machine share it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MemoryNeed:
     machine: int
     """Bytes on all ranks of the machine that needs most."""
     generating: bool = False
-    """Whether that is while the rank generates answers for [rl]."""
+    """Whether that is while the rank generates completions for [rl]."""
 
 
 def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed:
@@ -83,7 +83,7 @@ def memory_need(config: Config, world: int, per_machine: int, machine: Machine) 
 def _beside_generator(
     stages: list[memory.RankMemory], config: Config, world: int, machine: Machine
 ) -> list[memory.RankMemory]:
-    """Return each pipeline rank's memory in its fullest moment, of training or of generating answers for [rl].
+    """Return each pipeline rank's memory in its fullest moment, of training or of generating completions for [rl].
 
     If [generation.parallelism] is refused, they are the `stages`.
 
@@ -133,7 +133,7 @@ def describe_shortage(config: Config, world: int, per_machine: int, machine: Mac
     if need is None:
         return ""
     available, state = format_bytes(machine.memory), format_bytes(need.state)
-    when = " to generate answers" * need.generating
+    when = " to generate completions" * need.generating
     if machine.gpus:
         text = f"a rank needs at least {format_bytes(need.rank)} of memory{when}, and a GPU of this machine has "
     else:
@@ -195,7 +195,7 @@ def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list
     offloads = machine.gpus and "offload" in OPTIMIZERS.look_up(config.optimizer.name).reads
     yield [{}, {"optimizer.offload": True}] if offloads and not config.optimizer.offload else [{}]
     if config.rl.reward:
-        generation, least = config.generation, config.rl.answers
+        generation, least = config.generation, config.rl.completions
         size = generation.batch_size
         fewer = [size >> n for n in range(1, size.bit_length()) if size >> n >= least]
         yield [{}, *({"generation.batch_size": size} for size in fewer)]

@@ -1,8 +1,8 @@
-"""Memory and time of generating answers for [rl], and the mapping that generates them fastest.
+"""Memory and time of generating completions for [rl], and the mapping that generates them fastest.
 
 Before every `rl.updates` steps a run copies its weights to a model under a mapping of its own (titanmoe.rl), which
-reads prompts and then extends all answers by a token at a time. The next tokens of a rank's B answers take, together,
-or the host's time to launch all layers if that is longer,
+reads prompts and then extends all completions by a token at a time. The next tokens of a rank's B completions take,
+together, or the host's time to launch all layers if that is longer,
 
     weights    max(bytes / bandwidth, FLOPs / the best rate of a product): of experts those that a token chose
     cache      READS times the bytes of all cached positions / bandwidth
@@ -42,7 +42,7 @@ CHOICE = 17
 LAUNCHES = 0.2
 """Host time of a layer's forward over new tokens, over that of its forward and backward in training: 0.13 with the
 idle kernels of scripts/bench/host.py, and more where a driver launches them. No GPU's machine has shown it."""
-GENERATING = ("copying weights to the generator", "generating answers")
+GENERATING = ("copying weights to the generator", "generating completions")
 """Moments that may be the fullest while a rank generates."""
 RESTING = ("weights", "moments", "teacher", "reference", "symmetric buffers")
 """Components of memory that training holds between steps."""
@@ -52,23 +52,23 @@ class TextLengths(NamedTuple):
     """Mean tokens of a text."""
 
     prompt: int
-    answer: int
+    completion: int
 
     @classmethod
-    def of(cls, config: Config, prompt: int | None = None, answer: int | None = None) -> TextLengths:
+    def of(cls, config: Config, prompt: int | None = None, completion: int | None = None) -> TextLengths:
         """Return the given lengths, and in place of None the most that the recipe allows.
 
         Args:
             config: recipe with [rl].
             prompt: mean tokens of a prompt; None for seq_len - max_tokens.
-            answer: mean tokens of an answer; None for max_tokens.
+            completion: mean tokens of a completion; None for max_tokens.
         """
         most = config.generation.max_tokens
-        return cls(prompt or config.training.seq_len - most, answer or most)
+        return cls(prompt or config.training.seq_len - most, completion or most)
 
     def samples(self, config: Config) -> int:
-        """Return the samples of a step, into which all of its answers are packed with their prompts, rounded up."""
-        texts = config.rl.prompts_per_step * config.rl.answers
+        """Return the samples of a step, into which all of its completions are packed with their prompts, rounded up."""
+        texts = config.rl.prompts_per_step * config.rl.completions
         return ceil(texts / max(1, config.training.seq_len // sum(self)))
 
 
@@ -95,7 +95,7 @@ class GeneratorPlan:
     reading: float
     """Seconds of a round's forwards of prompts."""
     token: float
-    """The device's seconds of a forward of one more token of all answers."""
+    """The device's seconds of a forward of one more token of all completions."""
     launches: float
     """The host's seconds of a forward."""
     tokens: int
@@ -103,7 +103,7 @@ class GeneratorPlan:
     updates: int
     """Steps of a round."""
     rows: int
-    """Answers that a data rank generates at a time."""
+    """Completions that a data rank generates at a time."""
     lengths: TextLengths
 
     @property
@@ -152,7 +152,7 @@ class GeneratorPlan:
         buffers = {"communicators of the generator": round(self.communicators)}
         own = buffers | {"weights of the generator": self.weights}
         copying = own | {"weights": memory.weights, "messages": self.messages}
-        generating = own | {"cache of answers": self.cache, "activations": self.activations}
+        generating = own | {"cache of completions": self.cache, "activations": self.activations}
         moments = {
             memory.peak_during: memory.components | buffers,
             GENERATING[0]: resting | copying,
@@ -253,18 +253,18 @@ class GeneratorCosts:
         own, rl, generation = self._config(parallelism), self.config.rl, self.config.generation
         fold, weights = derive(self.world, own.parallelism), generator_weights(own, derive(self.world, own.parallelism))
         prompts = ceil(rl.prompts_per_step * rl.updates / fold.dp)
-        at_once = min(prompts, generation.batch_size // rl.answers)
-        rounds, rows = ceil(prompts / at_once), at_once * rl.answers
+        at_once = min(prompts, generation.batch_size // rl.completions)
+        rounds, rows = ceil(prompts / at_once), at_once * rl.completions
         stack = self.blocks.stack
         launches = self.model.num_layers * LAUNCHES * (stack.host_tp if fold.tp > 1 else stack.host)
         token, text = cache_bytes(self.model, fold.tp, self.w)
         most, most_prompts = rows, at_once
         # An evaluation has a text of each prompt, and may have as many prompts as there are texts at a time. So has a
-        # turn after the first: each answer is a prompt of its own, which is read again.
+        # turn after the first: each completion is a prompt of its own, which is read again.
         if rl.eval_interval:
             most = most_prompts = generation.batch_size
         elif rl.max_turns > 1:
-            most = most_prompts = min(generation.batch_size, prompts * rl.answers)
+            most = most_prompts = min(generation.batch_size, prompts * rl.completions)
         return GeneratorPlan(
             parallelism=parallelism,
             fold=fold,
@@ -280,7 +280,7 @@ class GeneratorCosts:
             reading=rounds * max(self._read(fold, at_once), launches),
             token=self._token(own, fold, rows, token, text),
             launches=launches,
-            tokens=rounds * self.lengths.answer,
+            tokens=rounds * self.lengths.completion,
             updates=rl.updates,
             rows=rows,
             lengths=self.lengths,
@@ -338,12 +338,12 @@ class GeneratorCosts:
         return sum(attention[0].seconds + ffn[0].seconds for attention, ffn in costs)
 
     def _token(self, own: Config, fold: Fold, rows: int, token: int, text: int) -> float:
-        """Return the device's seconds of a forward of one more token of each answer of a data rank.
+        """Return the device's seconds of a forward of one more token of each completion of a data rank.
 
         Args:
             own: the config to generate with.
             fold: its degrees.
-            rows: answers of the data rank.
+            rows: completions of the data rank.
             token: bytes that a rank caches of a token.
             text: bytes that a rank caches of each text in addition, whatever its length.
         """
@@ -359,7 +359,7 @@ class GeneratorCosts:
 
         dense = sum(sizes.block(i).whole for i in range(layers)) + sizes.head.whole
         seconds = products(dense, dense * rows)
-        cached = token * (self.lengths.prompt + self.lengths.answer / 2)
+        cached = token * (self.lengths.prompt + self.lengths.completion / 2)
         seconds += rows * (READS * cached + 2 * text) / self.bandwidth
         networks = layers - moe + moe * (model.shared_hidden > 0)  # that tp divides, as it does attention
         hidden = rows * model.dim * self.w

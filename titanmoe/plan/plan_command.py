@@ -64,10 +64,13 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     )
     plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of that many tokens, such as 1e12")
     plan.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="[rl]: mean tokens of a prompt (default: what answers leave)"
+        "--prompt-tokens", type=int, metavar="N", help="[rl]: mean tokens of a prompt (default: what completions leave)"
     )
     plan.add_argument(
-        "--answer-tokens", type=int, metavar="N", help="[rl]: mean tokens of an answer (default generation.max_tokens)"
+        "--completion-tokens",
+        type=int,
+        metavar="N",
+        help="[rl]: mean tokens of a completion (default generation.max_tokens)",
     )
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
     plan.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to this file")
@@ -200,8 +203,8 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
         replace(training, seq_len=training.seq_len // 2),
         generation,
     )
-    if config.rl.reward:  # prompts and answers are as long as they are
-        size = max(config.rl.answers, generation.batch_size // 2)
+    if config.rl.reward:  # prompts and completions are as long as they are
+        size = max(config.rl.completions, generation.batch_size // 2)
         smaller = f"--generation.batch_size {size}", training, replace(generation, batch_size=size)
     changes = {
         f"--ranks {2 * args.ranks}": (config, 2 * args.ranks),
@@ -347,14 +350,14 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
 
 
 def _text_lengths(config: Config, args: argparse.Namespace) -> TextLengths | None:
-    """Return the mean tokens of prompts and answers that the options, or else the recipe, give; None without [rl].
+    """Return the mean tokens of prompts and completions that the options, or else the recipe, give; None without [rl].
 
     Raises:
         ConfigError: options contradict the recipe or each other.
     """
     from titanmoe.plan.generation_costs import TextLengths
 
-    lengths = {"--prompt-tokens": args.prompt_tokens, "--answer-tokens": args.answer_tokens}
+    lengths = {"--prompt-tokens": args.prompt_tokens, "--completion-tokens": args.completion_tokens}
     given = {name: value for name, value in lengths.items() if value is not None}
     if not config.rl.reward:
         if given:
@@ -373,7 +376,7 @@ def _text_lengths(config: Config, args: argparse.Namespace) -> TextLengths | Non
         problems.append("--tokens counts tokens that are trained on, and [rl] has steps: leave it out")
     if problems:
         raise ConfigError(problems)
-    return TextLengths.of(config, args.prompt_tokens, args.answer_tokens)
+    return TextLengths.of(config, args.prompt_tokens, args.completion_tokens)
 
 
 def _with_samples(config: Config, args: argparse.Namespace) -> Config:

@@ -51,8 +51,8 @@ HELPS = {
 """Advice by what takes the most time of a step after matrix work."""
 
 
-GENERATOR_HEAD = "answers", "generator"
-"""Further columns of a recipe with [rl]: seconds of a step's answers, and the mapping that generates them."""
+GENERATOR_HEAD = "completions", "generator"
+"""Further columns of a recipe with [rl]: seconds of a step's completions, and the mapping that generates them."""
 
 
 def degrees_text(fold: Fold) -> str:
@@ -153,7 +153,7 @@ def table(result: Search, device: Device, world: int) -> list[str]:
         world: number of ranks.
     """
     best, unfolded = result.best[0], result.best_unfolded
-    together = ", by step and answers together" if best.generator else ""
+    together = ", by step and completions together" if best.generator else ""
     lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit{together}:", ""]
     listed = list(result.best)
     alike = [
@@ -198,15 +198,15 @@ def table(result: Search, device: Device, world: int) -> list[str]:
 
 
 def generation_lines(mapping: PricedMapping) -> list[str]:
-    """Return the lines on the answers of a step, for a mapping with a generator: time by component, text lengths."""
+    """Return the lines on a step's completions, for a mapping with a generator: time by component, text lengths."""
     generator, rl = mapping.generator, mapping.config.rl
     turn = " in one turn" if rl.max_turns > 1 else ""
     lines = [
-        f"The answers of a step, {rl.answers} to each of {rl.prompts_per_step} prompts, take {generator.seconds:.3g} s "
-        f"if prompts have {generator.lengths.prompt:,} tokens and answers {generator.lengths.answer:,}{turn}. This is "
-        "a roofline; on one H200 they took twice as long.",
-        f"A token of {generator.rows} answers on each data rank takes the device {generator.token * 1000:.3g} ms and "
-        f"the host {generator.launches * 1000:.3g} ms:",
+        f"The completions of a step, {rl.completions} of each of {rl.prompts_per_step} prompts, take "
+        f"{generator.seconds:.3g} s if prompts have {generator.lengths.prompt:,} tokens and completions "
+        f"{generator.lengths.completion:,}{turn}. This is a roofline; on one H200 they took twice as long.",
+        f"A token of {generator.rows} completions on each data rank takes the device {generator.token * 1000:.3g} ms "
+        f"and the host {generator.launches * 1000:.3g} ms:",
         "",
     ]
     parts = sorted(generator.components.items(), key=lambda item: -item[1])

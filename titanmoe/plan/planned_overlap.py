@@ -32,7 +32,7 @@ def with_overlap(config: Config, overlap: str) -> Config:
 def planned_overlap(config: Config, world: int, device: Device) -> tuple[Config, str]:
     """Return the config with the fastest moe.overlap ("none", "halves" or "pairs") for "auto", and the reason as text.
 
-    If the recipe does not say "auto", return the config unchanged and "". All ranks get the same answer without
+    If the recipe does not say "auto", return the config unchanged and "". All ranks get the same result without
     communication, because it depends on the arguments alone.
 
     Args:

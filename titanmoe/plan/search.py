@@ -58,11 +58,11 @@ class PricedMapping:
     memory: list[RankMemory]
     """Memory of each pipeline rank; empty until it is computed."""
     generator: GeneratorPlan | None = None
-    """Generator of answers for [rl], under `config.generation.parallelism`; None without [rl]."""
+    """Generator of completions for [rl], under `config.generation.parallelism`; None without [rl]."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, with its answers."""
+        """Seconds of a step, with its completions."""
         return self.price.step + (self.generator.seconds if self.generator else 0.0)
 
     def beside(self, generator: GeneratorPlan | None) -> PricedMapping:

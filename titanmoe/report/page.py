@@ -36,10 +36,10 @@ PAGE = "report.html"
 WIDE = (854.0, 488.0)
 """Size of the wide chart, beside which two cards are stacked."""
 SHOWN_EVENTS = 200
-SHOWN_ANSWERS = 10
-"""Number of last steps of a run whose answers are shown, after those of the first."""
+SHOWN_SAMPLES = 10
+"""Number of last steps of a run whose completions are shown, after those of the first."""
 SHOWN_ROLLOUTS = 3
-"""Likewise of answers with rewards, which are more in a step."""
+"""Likewise of completions with rewards, which are more in a step."""
 FOLD_COLOURS = {"#008000": "c1", "#808000": "c2", "#800000": "event"}
 """Roles in place of a terminal's green, yellow and red, which are invisible on a dark page."""
 
@@ -61,9 +61,11 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
         "accuracy": curves_chart("Preferences", "fraction of pairs won", curves("preference.accuracy"), percent),
         "chosen": curves_chart("Reward of chosen completions", "nats times beta", curves("preference.chosen")),
         "rejected": curves_chart("Reward of rejected completions", "nats times beta", curves("preference.rejected")),
-        "reward": curves_chart("Reward", "mean of a step's answers", curves("rl.reward"), smoothed=True, marks=marks),
-        "val_reward": curves_chart("Reward of held-out prompts", "most probable answers", curves("val_reward")),
-        "length": curves_chart("Length of answers", "tokens, mean", curves("rl.length")),
+        "reward": curves_chart(
+            "Reward", "mean of a step's completions", curves("rl.reward"), smoothed=True, marks=marks
+        ),
+        "val_reward": curves_chart("Reward of held-out prompts", "most probable completions", curves("val_reward")),
+        "length": curves_chart("Length of completions", "tokens, mean", curves("rl.length")),
         "policy_entropy": curves_chart("Entropy of the policy", "nats per token", curves("policy.entropy")),
         "clipped": curves_chart("Clipped", "fraction of tokens", curves("policy.clipped"), percent),
         "policy_kl": curves_chart("KL to the weights under adapters", "nats per token", curves("policy.kl")),
@@ -131,7 +133,7 @@ def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
         *_header(runs, title),
         *_charts(charts),
         *_quizzes(runs),
-        *_answers(runs),
+        *_samples(runs),
         *_rollouts(runs),
         *_loads(runs),
         *_ranks(runs),
@@ -233,32 +235,32 @@ def _quizzes(runs: list[Run]) -> Iterator[str]:
         yield "</div>"
 
 
-def _answers(runs: list[Run]) -> Iterator[str]:
-    """Yield HTML with the answers to the prompts of [validation.samples], step by step."""
+def _samples(runs: list[Run]) -> Iterator[str]:
+    """Yield HTML with the completions of the prompts of [validation.samples], step by step."""
     for run in runs:
-        answers = [event for event in run.events if event["kind"] == "samples"]
-        if not answers:
+        samples = [event for event in run.events if event["kind"] == "samples"]
+        if not samples:
             continue
-        yield f"<h2>Answers to the prompts{f': {escape(run.name)}' if len(runs) > 1 else ''}</h2>"
+        yield f"<h2>Completions of the prompts{f': {escape(run.name)}' if len(runs) > 1 else ''}</h2>"
         yield '<div class="scroll"><table><tr><th>step</th><th></th></tr>'
-        for event in answers[:1] + answers[1:][-SHOWN_ANSWERS:]:
+        for event in samples[:1] + samples[1:][-SHOWN_SAMPLES:]:
             text = event["text"].partition("\n")[2]
             yield f"<tr><td>{event['step']:,}</td><td><pre>{escape(text)}</pre></td></tr>"
         yield "</table></div>"
 
 
 def _rollouts(runs: list[Run]) -> Iterator[str]:
-    """Yield HTML with sampled answers of reinforcement learning and their rewards, step by step."""
+    """Yield HTML with sampled completions of reinforcement learning and their rewards, step by step."""
     for run in runs:
         if not run.rollouts:
             continue
         steps = list(dict.fromkeys(line["step"] for line in run.rollouts))
         shown = {*steps[:1], *steps[1:][-SHOWN_ROLLOUTS:]}
-        yield f"<h2>Answers and their rewards{f': {escape(run.name)}' if len(runs) > 1 else ''}</h2>"
-        yield '<div class="scroll"><table><tr><th>step</th><th>prompt</th><th>answer</th><th>reward</th></tr>'
+        yield f"<h2>Completions and their rewards{f': {escape(run.name)}' if len(runs) > 1 else ''}</h2>"
+        yield '<div class="scroll"><table><tr><th>step</th><th>prompt</th><th>completion</th><th>reward</th></tr>'
         for line in run.rollouts:
             if line["step"] in shown:
-                texts = "".join(f"<td><pre>{escape(line[name])}</pre></td>" for name in ("text", "answer"))
+                texts = "".join(f"<td><pre>{escape(line[name])}</pre></td>" for name in ("text", "completion"))
                 yield f"<tr><td>{line['step']:,}</td>{texts}<td>{_format_or_dash(line.get('reward'), number)}</td></tr>"
         yield "</table></div>"
 

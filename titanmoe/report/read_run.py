@@ -52,7 +52,7 @@ class Run:
     quiz: dict[str, dict[int, dict[str, np.ndarray]]] = field(default_factory=dict)
     """Each quantity of every quiz question, (Q,), by task and step."""
     rollouts: list[dict[str, Any]] = field(default_factory=list)
-    """The lines of rollouts.jsonl: answers of reinforcement learning."""
+    """The lines of rollouts.jsonl: completions of reinforcement learning."""
     config_text: str = ""
     config: Config | None = None
     """The run's config; None if this version cannot read it."""
@@ -305,7 +305,9 @@ def _accept_times(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _accept_rollout(line: dict[str, Any]) -> dict[str, Any] | None:
-    texts = all(isinstance(line.get(name), str) for name in ("text", "answer"))
+    if "answer" in line:  # a completion, in the folders of earlier versions
+        line = {"completion": line["answer"]} | line
+    texts = all(isinstance(line.get(name), str) for name in ("text", "completion"))
     return line if texts and (line.get("reward") is None or _number(line["reward"])) else None
 
 

@@ -1,1 +1,1 @@
-"""Reinforcement learning: a model answers prompts, and learns from rewards of its answers (docs/reinforcement.md)."""
+"""Reinforcement learning: a model completes prompts and learns from the rewards (docs/reinforcement.md)."""

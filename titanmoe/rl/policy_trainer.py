@@ -1,9 +1,9 @@
 """The training loop of reinforcement learning: titanmoe.rank gives it to `titanmoe.train.launch` in place of Trainer.
 
 For every `rl.updates` steps the run's weights are copied by messages to a model that generates under a mapping of its
-own; it answers prompts, workers of rank 0 reward the answers as they are finished, and each step then learns from those
-of its own prompts. No checkpoint is made while answers are left to learn from, and draws are functions of (seed, step,
-prompt, answer, position): so a run that resumes generates the answers that it would have generated.
+own; it completes prompts, workers of rank 0 reward the completions as they are finished, and each step then learns
+from those of its own prompts. No checkpoint is made while completions are left to learn from, and draws are functions
+of (seed, step, prompt, completion, position): so a resumed run generates the completions that it would have generated.
 
 Shapes: N samples, S positions, L MoE layers, K top-k.
 """
@@ -50,7 +50,7 @@ from titanmoe.train.world_batch import NoLoader
 MESSAGE_S = 10
 """Most seconds between messages while ranks wait for rewards."""
 SHOWN = 4
-"""Answers to held-out prompts that the console and the report show after an evaluation."""
+"""Completions of held-out prompts that the console and the report show after an evaluation."""
 
 
 class PromptLoader(NoLoader):
@@ -60,7 +60,7 @@ class PromptLoader(NoLoader):
         super().__init__(config, data_rank, data_ranks)
         self.prompts: Prompts = read_prompts(config)
         self.seed, self.consumed = config.training.seed, 0
-        self.answers = config.rl.answers
+        self.completions = config.rl.completions
         if self.prompts.tokenizer.files():
             self.mix = SimpleNamespace(tokenizer=self.prompts.tokenizer, sources=())
         self.epoch_messages: list[str] = []
@@ -101,7 +101,7 @@ class PromptLoader(NoLoader):
         """Return lines about the prompts for the log's header, by title."""
         prompts = self.prompts
         held_out = f", {len(prompts.held_out):,} held out" if prompts.held_out else ""
-        return {"prompts": f"{len(prompts.trained):,}{held_out}; {self.answers} answers to each"}
+        return {"prompts": f"{len(prompts.trained):,}{held_out}; {self.completions} completions of each"}
 
     def close(self) -> None:
         """Do nothing: nothing is read ahead."""
@@ -125,7 +125,7 @@ class PromptLoader(NoLoader):
             raise ConfigError(
                 [
                     f"the {' and '.join(changed)} of the run have changed since, so it would be unknown which prompts "
-                    "were answered: give it what it had, or start a new run from its weights"
+                    "were completed: give it what it had, or start a new run from its weights"
                 ]
             )
         self.consumed = int(state["consumed"])
@@ -157,9 +157,9 @@ class PolicyTrainer(Trainer):
             clip_low=rl.clip_low, clip_high=rl.clip_high, level=rl.ratio, truncation=rl.truncation, truncate=rl.ratio
         )
         self.coming: list[tuple[Batch, dict[str, Any]]] = []
-        """Batches of the coming steps, made from answers that are generated already, and metrics of these answers."""
+        """Batches of the coming steps, made from completions that are generated already, and metrics of these."""
         self.shown_at = 0.0
-        """Time when the last line on the progress of answers was due, in seconds of `time.monotonic`."""
+        """Time when the last line on the progress of completions was due, in seconds of `time.monotonic`."""
 
     def train(self) -> int:
         try:
@@ -175,20 +175,22 @@ class PolicyTrainer(Trainer):
     def _prepare(self, training: Training) -> dict[str, str]:
         """Call the run's own `prepare` and return its header lines by label.
 
-        Rank 0 of a resumed run adds "regenerated": how many answers are generated a second time.
+        Rank 0 of a resumed run adds "regenerated": how many completions are generated a second time.
         """
         lines = {}
         rounds = read_records(training.folder.path, ROUNDS) if self.session.rank == 0 else []
-        if count := sum(one["answers"] for one in rounds if one["step"] > self.step):
-            lines["regenerated"] = f"{count:,} answers of later steps, which no checkpoint has"
+        # Rounds of earlier versions have "answers".
+        numbers = [one.get("completions", one.get("answers", 0)) for one in rounds if one["step"] > self.step]
+        if count := sum(numbers):
+            lines["regenerated"] = f"{count:,} completions of later steps, which no checkpoint has"
         return lines | self.prepare_run(training)
 
     def train_step(self) -> dict[str, Any]:
-        """Generate answers if none are left, and make one step. Collective over the world.
+        """Generate completions if none are left, and make one step. Collective over the world.
 
         Returns:
             The step's metrics by name; {} if there is nothing to learn from, and the weights stay as they are, or if a
-            rank wants to stop while answers are generated, and there is no step.
+            rank wants to stop while completions are generated, and there is no step.
         """
         session, step, temperature = self.session, self.step + 1, self.config.generation.temperature
         observe.active.phase("data", step)
@@ -210,12 +212,12 @@ class PolicyTrainer(Trainer):
         else:
             self.training.state.step += 1
             self.training.state.skips.skipped += 1
-            text = "no update: no answer of this step has a reward and may be learned from (rl.reward, rl.cut)"
+            text = "no update: no completion of this step has a reward and may be learned from (rl.reward, rl.cut)"
             observe.active.event(step, "skip", text)
         stop = torch.tensor(int(self.training.checkpoints.wants_to_stop()))
         if session.group:
             dist.all_reduce(stop, dist.ReduceOp.MAX, group=session.group)
-        self.stopping = bool(stop) and not self.coming  # a checkpoint has no answers that were not learned from
+        self.stopping = bool(stop) and not self.coming  # a checkpoint has no completions that were not learned from
         interval = self.config.rl.eval_interval
         if report and interval and (self.step % interval == 0 or self.step >= self.training.steps):
             observe.active.phase("validation", self.step)
@@ -223,7 +225,7 @@ class PolicyTrainer(Trainer):
         return report
 
     def _generate(self, step: int) -> list[tuple[Batch, dict[str, Any]]]:
-        """Generate answers for `rl.updates` steps, or those that are left; return (batch, metrics) of each step.
+        """Generate completions for `rl.updates` steps, or those that are left; return (batch, metrics) of each step.
 
         If a rank wants to stop meanwhile, return []: the prompts are not taken then. Collective over the world.
         """
@@ -232,12 +234,12 @@ class PolicyTrainer(Trainer):
         parts = [self.loader.take(rl.prompts_per_step) for _ in range(updates)]
         prompts = [prompt for part in parts for prompt in part]
         observe.active.phase("generate", step)
-        self._append(ROUNDS, [{"step": step, "answers": len(prompts) * rl.answers}])
+        self._append(ROUNDS, [{"step": step, "completions": len(prompts) * rl.completions}])
         signals = self.training.checkpoints.signals
         signals.outcome = "saving the steps before this one"
         try:
             with self.live.loaded() as generator:
-                rollouts = self._answer(generator, prompts, step, rl.answers, greedy=False)
+                rollouts = self._complete(generator, prompts, step, rl.completions, greedy=False)
         except Interrupted:
             self.loader.consumed, self.loader.epoch_messages = consumed, []
             return []
@@ -245,7 +247,7 @@ class PolicyTrainer(Trainer):
             signals.outcome = AFTER_STEP
         observe.active.phase("forward_backward", step)
         seconds = time.monotonic() - begin
-        coming, size = [], rl.prompts_per_step * rl.answers
+        coming, size = [], rl.prompts_per_step * rl.completions
         for first in range(0, len(rollouts), size):
             own = rollouts[first : first + size]
             metrics = summary(own) | {"rl.generate_s": seconds}
@@ -271,20 +273,21 @@ class PolicyTrainer(Trainer):
         return batch
 
     def _evaluate(self) -> dict[str, Any]:
-        """Return the mean reward of the most probable answers to the held-out prompts. Collective over the world.
+        """Return the mean reward of the most probable completions of the held-out prompts. Collective over the world.
 
         Returns:
-            "val_reward" (absent if no answer got a reward), "val_length" (mean tokens), "val_s" (seconds), and
-            "samples": the first SHOWN answers as dicts of "prompt", "answer", "tokens" and "end" ("eos" or "length").
+            "val_reward" (absent if no completion got a reward), "val_length" (mean tokens), "val_s" (seconds), and
+            "samples": the first SHOWN completions as dicts of "prompt", "completion", "tokens" and "end" ("eos" or
+                "length").
         """
         begin = time.monotonic()
         with self.live.loaded() as generator:
-            rollouts = self._answer(generator, self.prompts.held_out, self.step, 1, greedy=True)
+            rollouts = self._complete(generator, self.prompts.held_out, self.step, 1, greedy=True)
         found = summary(rollouts)
         samples = [
             {
                 "prompt": self.prompts.held_out[one.prompt].text,
-                "answer": one.text,
+                "completion": one.text,
                 "tokens": one.num_generated,
                 "end": "length" if one.is_cut else "eos",
             }
@@ -293,35 +296,35 @@ class PolicyTrainer(Trainer):
         report = {"samples": samples, "val_length": found["rl.length"], "val_s": time.monotonic() - begin}
         return report if found["rl.unrewarded"] == len(rollouts) else report | {"val_reward": found["rl.reward"]}
 
-    def _answer(
-        self, generator: Generator, records: Sequence[PromptRecord], step: int, answers: int, greedy: bool
+    def _complete(
+        self, generator: Generator, records: Sequence[PromptRecord], step: int, completions: int, greedy: bool
     ) -> list[Rollout]:
-        """Generate answers to prompts, and reward them; return them prompt by prompt. Collective over the world.
+        """Generate completions of prompts, and reward them; return them prompt by prompt. Collective over the world.
 
-        Rank 0 also appends answers to rollouts.jsonl: all of an evaluation, else those to the first prompt.
+        Rank 0 also appends completions to rollouts.jsonl: all of an evaluation, else those of the first prompt.
 
         Args:
             generator: what generates.
             records: the prompts.
             step: number of the step.
-            answers: number of answers to each.
+            completions: number of completions of each.
             greedy: whether to take the most probable tokens, as in an evaluation, which does not stop for a signal.
 
         Raises:
-            Interrupted: on all ranks, if one wants to stop before all answers are rewarded.
+            Interrupted: on all ranks, if one wants to stop before all completions are rewarded.
         """
         generation, seed = self.config.generation, self.config.training.seed
         sampling = Sampling(0.0 if greedy else generation.temperature, seed=seed, step=step)
         generate, reward_phase = ("validation", "validation") if greedy else ("generate", "reward")
-        rollouts = [Rollout(n, one.ids, answer) for n, one in enumerate(records) for answer in range(answers)]
-        prompts = [Prompt(number, one.ids, answers) for number, one in enumerate(records)]
+        rollouts = [Rollout(n, one.ids, i) for n, one in enumerate(records) for i in range(completions)]
+        prompts = [Prompt(number, one.ids, completions) for number, one in enumerate(records)]
         self.shown_at = time.monotonic()
-        while prompts:  # a turn of the answers that go on
+        while prompts:  # a turn of the completions that go on
             futures: dict[int, Future[Reward] | None] = {}
-            count = sum(prompt.answers for prompt in prompts)
+            count = sum(prompt.completions for prompt in prompts)
 
             def on_forward(ended: int, tokens: int, count: int = count) -> bool:
-                self._show_progress(f"generate   {ended:,} of {count:,} answers, {tokens:,} tokens")
+                self._show_progress(f"generate   {ended:,} of {count:,} completions, {tokens:,} tokens")
                 return not greedy and self.training.checkpoints.wants_to_stop()
 
             texts = generator.batches(
@@ -329,7 +332,7 @@ class PolicyTrainer(Trainer):
             )
             for batch in texts:
                 for generated in batch:
-                    number = generated.number * answers + generated.answer
+                    number = generated.number * completions + generated.completion_number
                     one, record = rollouts[number], records[generated.number]
                     one.add_turn(generated, continuation(self.prompts.tokenizer, one.ids, generated.content))
                     futures[number] = None
@@ -342,16 +345,16 @@ class PolicyTrainer(Trainer):
             for one, reward in zip((rollouts[number] for number in running), rewards, strict=True):
                 one.add_reward(reward)
                 if reward.ids is not None:
-                    prompts.append(Prompt(one.prompt, one.ids, 1, one.answer, len(one.tokens)))
+                    prompts.append(Prompt(one.prompt, one.ids, 1, one.completion_number, len(one.tokens)))
         if self.rewards:
-            self._write_answers(step, records, rollouts if greedy else rollouts[:answers])
+            self._write_completions(step, records, rollouts if greedy else rollouts[:completions])
         return rollouts
 
     def _share_rewards(self, futures: Sequence[Future[Reward] | None], step: int, phase: str) -> list[Reward]:
         """Return the rewards on every rank, once all are computed. Collective over the world.
 
-        Each message of rank 0 counts as progress, until no reward has come for longer than any may take. If answers get
-        no reward, an event says so.
+        Each message of rank 0 counts as progress, until no reward has come for longer than any may take. If completions
+        get no reward, an event says so.
 
         Args:
             futures: the rewards; None for each on other ranks than 0.
@@ -375,13 +378,13 @@ class PolicyTrainer(Trainer):
             now, before, (left, rewards, stops) = time.monotonic(), left, message
             if stops:
                 raise Interrupted
-            self._show_progress(f"reward     {len(futures) - left:,} of {len(futures):,} answers")
+            self._show_progress(f"reward     {len(futures) - left:,} of {len(futures):,} completions")
             if left != before:
                 late_at = now + START_S + self.config.rl.reward_timeout_s
             if now < late_at:
                 observe.active.phase(phase, step)
         if problems := [reward.problem for reward in rewards if reward.problem]:
-            text = f"{len(problems)} of {len(rewards)} answers got no reward and are left out: {problems[0]}"
+            text = f"{len(problems)} of {len(rewards)} completions got no reward and are left out: {problems[0]}"
             observe.active.event(step, "reward", text)
         return rewards
 
@@ -392,13 +395,13 @@ class PolicyTrainer(Trainer):
             print_rank_0(text)
 
     def _encode_message(self, record: PromptRecord, rollout: Rollout, reward: Reward) -> Reward:
-        """Return the reward with the ids of its message, if it has one and the answer may go on; else as it is.
+        """Return the reward with the ids of its message, if it has one and the completion may go on; else as it is.
 
         NaN with a problem if the chat template refuses the message. Called in a thread of `Rewards`.
 
         Args:
             record: the prompt.
-            rollout: its answer so far, with the turn that the reward is for; it is not changed.
+            rollout: its completion so far, with the turn that the reward is for; it is not changed.
             reward: what the reward function returned.
         """
         if reward.message is None or len(rollout.messages) + 1 == self.config.rl.max_turns:
@@ -410,18 +413,18 @@ class PolicyTrainer(Trainer):
         has_room = len(rollout.tokens) + len(ids) < self.config.generation.max_tokens
         return reward._replace(ids=ids, problem="") if has_room else reward
 
-    def _write_answers(self, step: int, records: Sequence[PromptRecord], rollouts: Sequence[Rollout]) -> None:
-        """Append answers, with their prompts and rewards, to rollouts.jsonl; a reward that is NaN becomes null.
+    def _write_completions(self, step: int, records: Sequence[PromptRecord], rollouts: Sequence[Rollout]) -> None:
+        """Append completions, with their prompts and rewards, to rollouts.jsonl; a reward that is NaN becomes null.
 
         Args:
-            step: step that the answers are of.
-            records: prompts that are answered together.
-            rollouts: answers to write; `prompt` of each is an index in `records`.
+            step: step that the completions are of.
+            records: prompts that are completed together.
+            rollouts: completions to write; `prompt` of each is an index in `records`.
         """
         lines = []
         for one in rollouts:
             record, reward = records[one.prompt], None if math.isnan(one.reward) else one.reward
-            line = {"step": step, "prompt": record.number, "text": record.text, "answer": one.text}
+            line = {"step": step, "prompt": record.number, "text": record.text, "completion": one.text}
             turns = {"turns": one.turns} if self.config.rl.max_turns > 1 else {}
             lines.append(line | turns | {"is_cut": one.is_cut, "reward": reward})
         self._append(ROLLOUTS, lines)

@@ -1,4 +1,4 @@
-"""The prompts of a run of reinforcement learning, and the loader that says which are answered next.
+"""The prompts of a run of reinforcement learning, and the loader that says which are completed next.
 
 `contradictions` and `check_prompts` refuse what cannot be run: the first when a recipe is read, the second before ranks
 start.
@@ -36,7 +36,7 @@ class PromptRecord(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """All prompts of a run, with what is needed to answer them."""
+    """All prompts of a run, with what is needed to complete them."""
 
     trained: list[PromptRecord]
     held_out: list[PromptRecord]
@@ -44,15 +44,15 @@ class Prompts(NamedTuple):
     chat: ChatEncoder | None
     """The chat template; None if no prompt is a chat."""
     ends: set[int]
-    """Token ids that end an answer."""
+    """Token ids that end a completion."""
     digest: str
     """Digest of the prompts' token ids."""
 
     def encode_message(self, prompt: PromptRecord, last: int, message: str, role: str) -> list[int]:
-        """Return the token ids that go between a turn of an answer and the next one; ValueError if there are none.
+        """Return the token ids that go between a turn of a completion and the next one; ValueError if there are none.
 
         Args:
-            prompt: the prompt that is answered.
+            prompt: the prompt that is completed.
             last: the turn's last token.
             message: what the environment says to it.
             role: role of the message in a chat.
@@ -80,15 +80,18 @@ def contradictions(config: Config) -> Iterator[Violation]:
     if rl.max_turns > 1 and rl.reward in ("exact", "regex"):
         yield Violation(
             ("rl.max_turns", "rl.reward"),
-            f"rl.max_turns = {rl.max_turns}, but rl.reward = {rl.reward!r} ends each answer at its first turn: use "
+            f"rl.max_turns = {rl.max_turns}, but rl.reward = {rl.reward!r} ends each completion at its first turn: use "
             "max_turns = 1, or a function or program that is an environment",
         )
-    if rl.answers < 2:
-        yield Violation(("rl.answers",), "rl.answers = 1 has no other answer to compare with: use 2 or more")
-    if rl.answers > generation.batch_size:
+    if rl.completions < 2:
         yield Violation(
-            ("rl.answers", "generation.batch_size"),
-            f"rl.answers = {rl.answers} do not fit into generation.batch_size = {generation.batch_size}: raise it",
+            ("rl.completions",), "rl.completions = 1 has no other completion to compare with: use 2 or more"
+        )
+    if rl.completions > generation.batch_size:
+        yield Violation(
+            ("rl.completions", "generation.batch_size"),
+            f"rl.completions = {rl.completions} do not fit into generation.batch_size = {generation.batch_size}: "
+            "raise it",
         )
     if bool(rl.eval_interval) != bool(rl.held_out):
         yield Violation(
@@ -122,8 +125,8 @@ def contradictions(config: Config) -> Iterator[Violation]:
         if checkpoint.enable and interval % rl.updates:
             yield Violation(
                 ("rl.updates", option),
-                f"{option} = {interval} is no multiple of rl.updates = {rl.updates}, and a checkpoint has no answers "
-                f"that were not learned from: use {max(1, interval // rl.updates) * rl.updates}",
+                f"{option} = {interval} is no multiple of rl.updates = {rl.updates}, and a checkpoint has no "
+                f"completions that were not learned from: use {max(1, interval // rl.updates) * rl.updates}",
             )
     for path, value, plain in (
         ("training.epochs", config.training.epochs, 0),
@@ -215,14 +218,14 @@ def read_prompts(config: Config) -> Prompts:
 
 
 def _check_solution(record: dict[str, Any], reward: str) -> None:
-    """Raise a ValueError if a record has no "solution" that a built-in reward can compare answers with.
+    """Raise a ValueError if a record has no "solution" that a built-in reward can compare completions with.
 
     Args:
         record: the line of the file.
         reward: the recipe's rl.reward; any but "exact" and "regex" needs no solution.
     """
     if reward in ("exact", "regex") and "solution" not in record:
-        raise ValueError(f'has no "solution", which rl.reward = "{reward}" compares answers with')
+        raise ValueError(f'has no "solution", which rl.reward = "{reward}" compares completions with')
     if reward == "regex":
         try:
             re.compile(str(record["solution"]))
@@ -233,7 +236,7 @@ def _check_solution(record: dict[str, Any], reward: str) -> None:
 def _encode(
     prompt: str | Messages, tokenizer: Tokenizer, chat: ChatEncoder | None, longest: int
 ) -> tuple[str, list[int]]:
-    """Return a prompt's text, of a chat its last message, and its token ids; ValueError if it cannot be answered.
+    """Return a prompt's text, of a chat its last message, and its token ids; ValueError if it cannot be completed.
 
     The ids begin with the tokenizer's begin token, if it has one, and of a chat are those of all messages.
 

@@ -4,10 +4,10 @@ It limits its own memory to BYTES (0: no limit), and is killed when the process 
 Python function for each line of JSON that it reads, and writes a line of JSON; "run" becomes the program WHAT, which
 does the same. It writes an empty line first, when it is ready:
 
-    {"prompt": "2 + 3 =", "answer": " 5", "record": {"prompt": "2 + 3 =", "solution": "5"}}     read
+    {"prompt": "2 + 3 =", "completion": " 5", "record": {"prompt": "2 + 3 =", "solution": "5"}}     read
     {"reward": 1.0}                                                                             written
 
-With rl.max_turns above 1 the answer is a list of turns, and {"message": "..."} lets the model go on.
+With rl.max_turns above 1 the completion is a list of turns, and {"message": "..."} lets the model go on.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ PR_SET_PDEATHSIG = 1
 """Linux's prctl option that sets the signal which a process gets when its parent dies."""
 
 Reward = Callable[[Any, dict[str, Any]], Any]
-"""Returns the reward of an answer to the prompt of a record, which is a line of the prompts' file; or a reply as a
-program writes it. The answer is a text, or with rl.max_turns above 1 the texts of its turns and of the messages between
-them."""
+"""Returns the reward of a completion of the prompt of a record, which is a line of the prompts' file; or a reply as a
+program writes it. The completion is a text, or with rl.max_turns above 1 the texts of its turns and of the messages
+between them."""
 
 
-def exact(answer: str, record: dict[str, Any]) -> float:
-    """Return 1 if the answer is the record's "solution", except for white space around it, else 0."""
-    return float(answer.strip() == str(record["solution"]).strip())
+def exact(completion: str, record: dict[str, Any]) -> float:
+    """Return 1 if the completion is the record's "solution", except for white space around it, else 0."""
+    return float(completion.strip() == str(record["solution"]).strip())
 
 
-def regex(answer: str, record: dict[str, Any]) -> float:
-    """Return 1 if the record's regular expression "solution" is found in the answer, else 0."""
-    return float(re.search(str(record["solution"]), answer) is not None)
+def regex(completion: str, record: dict[str, Any]) -> float:
+    """Return 1 if the record's regular expression "solution" is found in the completion, else 0."""
+    return float(re.search(str(record["solution"]), completion) is not None)
 
 
 BUILT_IN = {"exact": exact, "regex": regex}
@@ -81,8 +81,8 @@ def call_for_lines(name: str) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         try:
-            found = function(request["answer"], request["record"])
-            if isinstance(found, str):  # float would read a digit that is an answer
+            found = function(request["completion"], request["record"])
+            if isinstance(found, str):  # float would read a digit that is a completion
                 raise TypeError(f"a reward is a number, and this is the text {found!r}")
             reply = json.dumps(found if isinstance(found, dict) else {"reward": float(found)}, default=float)
         except MemoryError:

@@ -1,7 +1,7 @@
-"""Rewards of answers, computed by worker processes with limits of time and memory.
+"""Rewards of completions, computed by worker processes with limits of time and memory.
 
-A worker that hangs or dies costs the answer that it has, and is replaced. Which worker computes which reward changes
-nothing, so their number does not either.
+A worker that hangs or dies costs the completion that it has, and is replaced. Which worker computes which reward
+changes nothing, so their number does not either.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ UNFINISHED = (
 
 
 class Reward(NamedTuple):
-    """The reward of an answer, or the message of an environment to its turns so far."""
+    """The reward of a completion, or the message of an environment to its turns so far."""
 
     value: float
-    """The reward, if the answer is over; NaN if there is none."""
+    """The reward, if the completion is over; NaN if there is none."""
     problem: str = ""
     """Reason why there is no reward; "" if there is one."""
     message: str | None = None
-    """Reply of the environment, after which the model goes on; None if the answer is finished."""
+    """Reply of the environment, after which the model goes on; None if the completion is finished."""
     role: str = "user"
     """Role of the message in a chat."""
     ids: list[int] | None = None
-    """Token ids of the message; None if the answer is over, finished or not."""
+    """Token ids of the message; None if the completion is over, finished or not."""
 
 
 class _Failed(Exception):
@@ -83,18 +83,18 @@ class Rewards:
         record: dict[str, Any],
         encode: Callable[[Reward], Reward] = lambda one: one,
     ) -> Future[Reward]:
-        """Compute the reward of an answer in the background.
+        """Compute the reward of a completion in the background.
 
         The future has a `Reward`, also if the worker fails: then NaN with a problem.
 
         Args:
             prompt: the prompt's text.
-            turns: texts of the answer's turns and of the messages between them; one if rl.max_turns is 1.
+            turns: texts of the completion's turns and of the messages between them; one if rl.max_turns is 1.
             record: the prompt's line of its file.
             encode: called with the reward in a thread of this object; returns it with the ids of its message.
         """
-        answer = turns if self.options.max_turns > 1 else turns[0]
-        request = {"prompt": prompt, "answer": answer, "record": record}
+        completion = turns if self.options.max_turns > 1 else turns[0]
+        request = {"prompt": prompt, "completion": completion, "record": record}
         return self.executor.submit(lambda: encode(self._compute(request)))
 
     def _compute(self, request: dict[str, Any]) -> Reward:
@@ -159,7 +159,7 @@ def check_reward(options: RL) -> None:
 def parse_reply(line: bytes) -> Reward:
     """Return the reward or message in a worker's line of JSON, or NaN with the reason why it has none.
 
-    A message without a reward has NaN and a `problem`, too, for the case that the answer cannot go on. A reward of
+    A message without a reward has NaN and a `problem`, too, for the case that the completion cannot go on. A reward of
     LARGEST (1e30) or more, or NaN, counts as none.
 
     Args:
@@ -201,10 +201,10 @@ class _Worker:
         self.unread = b""
 
     def reward(self, request: dict[str, Any], seconds: float) -> Reward:
-        """Return the reward of an answer; NaN with a problem if the process fails, which is killed then.
+        """Return the reward of a completion; NaN with a problem if the process fails, which is killed then.
 
         Args:
-            request: "prompt", "answer" and "record", the line for the process.
+            request: "prompt", "completion" and "record", the line for the process.
             seconds: time limit, without that for starting a process.
         """
         try:
@@ -250,7 +250,7 @@ class _Worker:
                     unsent = b""
         line, _, self.unread = self.unread.partition(b"\n")
         if unsent or self.unread:
-            raise _Failed("the program wrote more than one line for an answer")
+            raise _Failed("the program wrote more than one line for a completion")
         return line
 
     def _read(self, deadline: float) -> None:

@@ -1,6 +1,7 @@
-"""Answers with their rewards, and the batch that a policy learns from them.
+"""Completions with their rewards, and the batch that a policy learns from them.
 
-Several answers are packed into a sample, each with its prompt a document of its own. Shapes: A answers, L positions.
+Several completions are packed into a sample, each with its prompt a document of its own.
+Shapes: N completions, L positions.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from titanmoe.tokens import IGNORE, NOT_RECORDED
 
 @dataclass
 class Rollout:
-    """An answer to a prompt, with its reward.
+    """A completion of a prompt, with its reward.
 
-    An answer may have several turns, with a message of an environment between each and the next.
+    A completion may have several turns, with a message of an environment between each and the next.
     """
 
     prompt: int
-    """Index of the prompt among those that are answered together; not its number in the files."""
+    """Index of the prompt among those that are completed together; not its number in the files."""
     prompt_ids: list[int]
-    answer: int = 0
-    """Number of the answer among those of the prompt."""
+    completion_number: int = 0
+    """Number of the completion among those of the prompt."""
     tokens: list[int] = field(default_factory=list)
-    """Token ids of the answer, with end marks and messages."""
+    """Token ids of the completion, with end marks and messages."""
     log_probs: list[float] = field(default_factory=list)
-    """The generator's log-probability of each token of the answer; 0 for those of messages."""
+    """The generator's log-probability of each token of the completion; 0 for those of messages."""
     messages: list[range] = field(default_factory=list)
     """Places of each message in `tokens`."""
     routes: Tensor | None = None
     """Experts of each token but the last, (tokens, MoE layers, K); None before the first turn."""
     is_cut: bool = False
-    """Whether the answer ends because it has as many tokens or turns as it may have."""
+    """Whether the completion ends because it has as many tokens or turns as it may have."""
     reward: float = math.nan
     """NaN if there is none."""
     turns: list[str] = field(default_factory=list)
@@ -50,12 +51,12 @@ class Rollout:
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of the prompt and the answer."""
+        """Token ids of the prompt and the completion."""
         return self.prompt_ids + self.tokens
 
     @property
     def labels(self) -> list[int]:
-        """The answer's tokens, with IGNORE in the place of those of messages."""
+        """The completion's tokens, with IGNORE in the place of those of messages."""
         labels = list(self.tokens)
         for places in self.messages:
             labels[places.start : places.stop] = [IGNORE] * len(places)
@@ -63,16 +64,16 @@ class Rollout:
 
     @property
     def num_generated(self) -> int:
-        """Number of the answer's tokens that the model chose."""
+        """Number of the completion's tokens that the model chose."""
         return len(self.tokens) - sum(map(len, self.messages))
 
     @property
     def text(self) -> str:
-        """The answer's text for people."""
+        """The completion's text for people."""
         return "\n".join(self.turns)
 
     def add_turn(self, generated: Generated, text: str) -> None:
-        """Append what the model generated to the answer; `is_cut` tells if that ended because of its length.
+        """Append what the model generated to the completion; `is_cut` tells if that ended because of its length.
 
         Args:
             generated: the turn's tokens.
@@ -87,9 +88,9 @@ class Rollout:
         self.is_cut = generated.end == "length"
 
     def add_reward(self, reward: Reward) -> None:
-        """Store the reward of an answer that is over; if it has `ids`, append its message instead: the answer goes on.
+        """Store the reward of a completion that is over; if it has `ids`, append its message instead, and it goes on.
 
-        A message without ids found no room: the answer is cut.
+        A message without ids found no room: the completion is cut.
         """
         if reward.ids is None:
             self.reward = reward.value
@@ -102,16 +103,16 @@ class Rollout:
 
 
 def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: int) -> tuple[list[float], list[float]]:
-    """Return the advantage of each answer, and the weight in the loss of each token of it that the model chose.
+    """Return the advantage of each completion, and the weight in the loss of each token of it that the model chose.
 
-    Both lists have a number per answer, in the order of the answers. Answers without a reward have advantage and weight
-    0 and take no part in the mean of their prompt. Answers that were cut take part: their reward is lowered by
-    rl.cut_penalty, and their weight is 0 if rl.cut is "mask".
+    Both lists have a number per completion, in the order of the completions. Completions without a reward have
+    advantage and weight 0 and take no part in the mean of their prompt. Completions that were cut take part: their
+    reward is lowered by rl.cut_penalty, and their weight is 0 if rl.cut is "mask".
 
     Args:
-        rollouts: all answers of a step.
+        rollouts: all completions of a step.
         options: the recipe's [rl].
-        longest: the most tokens that an answer may have.
+        longest: the most tokens that a completion may have.
     """
     rewarded = [one for one in rollouts if not math.isnan(one.reward)]
     values = group_advantages(
@@ -119,16 +120,16 @@ def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: in
         [one.prompt for one in rewarded],
         divide_by_std=options.divide_by_std,
     )
-    by_answer = dict(zip(map(id, rewarded), values.tolist(), strict=True))
+    by_completion = dict(zip(map(id, rewarded), values.tolist(), strict=True))
     learned = torch.tensor(
         [not math.isnan(one.reward) and not (one.is_cut and options.cut == "mask") for one in rollouts]
     )
-    length_A = torch.tensor([one.num_generated for one in rollouts])
-    has_loss_AL = (torch.arange(int(length_A.max())) < length_A.unsqueeze(1)) & learned.unsqueeze(1)
-    weight_AL = (
-        token_weights(has_loss_AL, options.normalisation, longest) if has_loss_AL.any() else has_loss_AL.double()
+    length_N = torch.tensor([one.num_generated for one in rollouts])
+    has_loss_NL = (torch.arange(int(length_N.max())) < length_N.unsqueeze(1)) & learned.unsqueeze(1)
+    weight_NL = (
+        token_weights(has_loss_NL, options.normalisation, longest) if has_loss_NL.any() else has_loss_NL.double()
     )
-    return [by_answer.get(id(one), 0.0) for one in rollouts], weight_AL[:, 0].tolist()
+    return [by_completion.get(id(one), 0.0) for one in rollouts], weight_NL[:, 0].tolist()
 
 
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
@@ -155,15 +156,15 @@ def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
 def columns(
     rollouts: Sequence[Rollout], advantages: Sequence[float], weights: Sequence[float], seq_len: int, replay: bool
 ) -> dict[str, Any]:
-    """Return the arguments of `Session.batch` by name, with several answers packed into each sample.
+    """Return the arguments of `Session.batch` by name, with several completions packed into each sample.
 
     They are "ids", "labels", "documents", "advantage", "weight", "generator" (log-probabilities), and with `replay`
     "routes": a list with one entry for each sample.
 
     Args:
-        rollouts: the answers.
-        advantages: the advantage of each answer.
-        weights: of each answer, the weight of each token that the model chose: one number.
+        rollouts: the completions.
+        advantages: the advantage of each completion.
+        weights: of each completion, the weight of each token that the model chose: one number.
         seq_len: positions of a sample.
         replay: whether to give the routers the generator's choices.
     """
@@ -194,12 +195,12 @@ def columns(
 
 
 def summary(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return metrics of one answer or more by name.
+    """Return metrics of one completion or more by name.
 
     Returns:
-        "rl.reward" (mean; 0 without any), "rl.unrewarded" (number of answers without one), "rl.length" (mean tokens
-        that the model chose), "rl.turns" (mean), "rl.cut" (fraction of answers that were cut), "rl.equal_rewards"
-        (fraction of prompts whose answers all have the same reward, or none).
+        "rl.reward" (mean; 0 without any), "rl.unrewarded" (number of completions without one), "rl.length" (mean tokens
+        that the model chose), "rl.turns" (mean), "rl.cut" (fraction of completions that were cut), "rl.equal_rewards"
+        (fraction of prompts whose completions all have the same reward, or none).
     """
     rewards = [one.reward for one in rollouts if not math.isnan(one.reward)]
     by_prompt: dict[int, set[float]] = {}

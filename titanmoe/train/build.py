@@ -85,7 +85,7 @@ def build_training(
         build: makes this rank's stages; has the signature of titanmoe.parallel.apply.build.
         reserve_buffers: makes the buffers of fixed size that dispatchers use in a step's first forward and backward;
             has the signature of titanmoe.parallel.expert.reserve_buffers.
-        samples: makes the evaluation that answers the prompts of [validation.samples]; None if there are none.
+        samples: makes the evaluation that completes the prompts of [validation.samples]; None if there are none.
         returns_top_k: whether the head returns the top-k ids and their log-probabilities, as a teacher's does. Such a
             run cannot train.
         notes: lines to add to the header that is printed at the start, by label.
@@ -136,9 +136,8 @@ def build_training(
     validation, quiz = make_evaluations(config, model, partial(slicer_for, with_mtp=False))
     if validation:
         rows |= {f"validation, {row}": line for row, line in validation.samples.mix.truncation_rows().items()}
-    answers = samples(config, model)
-    if answers:
-        rows["samples"] = answers.note
+    if sample_evaluation := samples(config, model):
+        rows["samples"] = sample_evaluation.note
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     clock, best = Clock(device), BestStep.of(config)
     return Training(
@@ -186,7 +185,7 @@ def build_training(
         best=best,
         validation=validation,
         quiz=quiz,
-        samples=answers,
+        samples=sample_evaluation,
         setup_rows=rows | model.optimizer.notes | notes,
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,

@@ -241,11 +241,11 @@ class Checkpoints:
             ConfigError: on all ranks, if `choose` raises a CheckpointError.
         """
         try:
-            while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
-                self._check_together(answer)
+            while isinstance(choice := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
+                self._check_together(choice)
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
-        return answer
+        return choice
 
     def find_damage(self, path: Path) -> list[str]:
         """Return one line for each damaged file of a checkpoint; [] if it is intact.

@@ -112,7 +112,7 @@ def format_metrics(record: dict[str, float]) -> dict[str, str]:
 def format_rl_seconds(record: dict[str, float]) -> dict[str, str]:
     """Return the seconds of a step of [rl] as text, such as "2.1 s", by "generate", "rewards" and "learn".
 
-    {} for other runs. A step that learns from answers of an earlier step has "learn" alone.
+    {} for other runs. A step that learns from completions of an earlier step has "learn" alone.
 
     Args:
         record: one line of metrics.jsonl, by name of the metric; times are under "time.PHASE", in seconds.

@@ -247,7 +247,7 @@ class Gradients:
         Args:
             work: the step's microbatches.
             wants_to_stop: returns whether this rank asks for training to end after this step; called after the
-                backward. The answer of all ranks is `scalars.stop` of the result.
+                backward. The decision of all ranks is `scalars.stop` of the result.
         """
         sums, repeat = self._sums(work, self.first_pass, wants_to_stop)
         if repeat:

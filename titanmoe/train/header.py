@@ -94,7 +94,8 @@ def make_header(config: Config, fold: Fold, parameters: Parameters, device_name:
 def _batch(config: Config, dp: int) -> str:
     training, rl = config.training, config.rl
     if rl.reward:
-        return f"{rl.prompts_per_step} prompts x {rl.answers} answers per step, packed into {training.seq_len} tokens"
+        prompts = f"{rl.prompts_per_step} prompts x {rl.completions} completions"
+        return f"{prompts} per step, packed into {training.seq_len} tokens"
     samples = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
     microbatches = samples // (training.local_batch_size * dp)
     return (

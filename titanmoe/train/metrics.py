@@ -42,7 +42,7 @@ EXPERT_LINES = 500
 RANK_LINES = 500
 """Approximate largest number of lines of a run's ranks.jsonl."""
 PROMPT_WIDTH = 100
-"""Largest number of characters of a prompt that an event shows above its answer."""
+"""Largest number of characters of a prompt that an event shows above its completion."""
 
 PEAK_TFLOPS = {
     "GB200": 2500.0,
@@ -226,7 +226,8 @@ class Metrics(Observer):
             step: the number of the step just made.
             values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A
                 list under "layers.N.load" has the number of tokens of each expert; "quiz" has the lines for quiz.jsonl,
-                and "samples" the answers to the prompts of [validation.samples]. These two are removed from the dict.
+                and "samples" the completions of the prompts of [validation.samples]. These two are removed from the
+                dict.
         """
         if not self.writes:
             return
@@ -272,7 +273,7 @@ class Metrics(Observer):
             writer.put(lambda target: target.log(report))
         self._tokens, self._flops, self._last_step, self._since = 0.0, 0.0, step, now
         if samples:
-            self.event(step, "samples", describe_answers(samples), samples=samples)
+            self.event(step, "samples", describe_completions(samples), samples=samples)
 
     @property
     def _average(self) -> float:
@@ -359,16 +360,16 @@ class Metrics(Observer):
                 )
 
 
-def describe_answers(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return prompts and their answers as lines of text.
+def describe_completions(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return prompts and their completions as lines of text.
 
     Args:
-        samples: dicts with "prompt" and "answer" as text; other keys are not read.
+        samples: dicts with "prompt" and "completion" as text; other keys are not read.
     """
-    lines = [f"{len(samples)} prompt{'s' * (len(samples) > 1)} answered"]
+    lines = [f"{len(samples)} prompt{'s' * (len(samples) > 1)} completed"]
     for sample in samples:
         lines.append(textwrap.indent(textwrap.shorten(sample["prompt"], PROMPT_WIDTH) or "(empty)", "  "))
-        lines.append(textwrap.indent(sample["answer"].strip("\n") or "(nothing)", "    > ", lambda line: True))
+        lines.append(textwrap.indent(sample["completion"].strip("\n") or "(nothing)", "    > ", lambda line: True))
     return "\n".join(lines)
 
 

@@ -129,7 +129,7 @@ class Training(RankModel):
     validation: Validation | None
     quiz: QuizEvaluation | None
     samples: Evaluation | None
-    """Evaluation that answers the prompts of [validation.samples]."""
+    """Evaluation that completes the prompts of [validation.samples]."""
     setup_rows: dict[str, str]
     """Lines of the header, by label, that are known once the model is built."""
     metrics: Metrics
