@@ -35,8 +35,8 @@ class Observer:
 
         Args:
             name: in the order of a step "data", "forward_backward" and "optimizer", which are the step itself, then
-                "validation", "checkpoint" and "other". A step of reinforcement learning that begins with new completions
-                has "generate" and "reward" after "data".
+                "validation", "checkpoint" and "other". A step of reinforcement learning that begins with new
+                completions has "generate" and "reward" after "data".
             step: number of the step.
         """
 

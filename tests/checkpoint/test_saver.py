@@ -149,7 +149,7 @@ def test_a_state_is_copied_into_one_block_of_page_locked_memory(tmp_path: Path) 
     assert len(lines) == 1 and "refuses to page-lock" in lines[0]
 
 
-def answers_of_a_group() -> list[Any]:
+def results_of_a_group() -> list[Any]:
     """Ranks 1 and 2 are ranks 0 and 1 of a group."""
     group, rank = dist.new_group([1, 2]), dist.get_rank()
 
@@ -165,7 +165,7 @@ def answers_of_a_group() -> list[Any]:
 
 
 def test_a_rank_of_a_group_answers_for_all_of_it() -> None:
-    assert world.run(3, answers_of_a_group) == [[], [1, 2, 1, 2], [1, 2, 1, 2]]
+    assert world.run(3, results_of_a_group) == [[], [1, 2, 1, 2], [1, 2, 1, 2]]
 
 
 def errors_after_one_rank_fails() -> list[str]:

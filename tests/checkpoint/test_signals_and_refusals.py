@@ -46,7 +46,7 @@ def test_ctrl_c_saves_and_ends_with_its_code(tmp_path: Path) -> None:
     assert latest(tmp_path) == steps(tmp_path)[-1]
 
 
-ANSWERS = """
+REFUSALS = """
 import json, sys
 from titanmoe.components import COMPONENTS
 from titanmoe.train.launch import main
@@ -66,9 +66,9 @@ def test_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
         "--checkpoint.load=none --checkpoint.folder=/proc/titanmoe": "/proc/titanmoe",
     }
     own = [*RECIPE, "--parallelism.experts.ep=1", "--training.steps=1", f"--job.dump_folder={tmp_path}"]
-    done = processes.run(["-c", ANSWERS, json.dumps([[*own, *words.split()] for words in cases])])
-    answers = done.stderr.split("\n2\n")
-    assert len(answers) == 5 and answers[4] == "" and "Traceback" not in done.stderr, done.stderr
-    for answer, line in zip(answers, cases.values(), strict=False):
-        assert line in answer, done.stderr
+    done = processes.run(["-c", REFUSALS, json.dumps([[*own, *words.split()] for words in cases])])
+    messages = done.stderr.split("\n2\n")
+    assert len(messages) == 5 and messages[4] == "" and "Traceback" not in done.stderr, done.stderr
+    for message, line in zip(messages, cases.values(), strict=False):
+        assert line in message, done.stderr
     assert list(tmp_path.iterdir()) == [], "a refused start leaves nothing behind"

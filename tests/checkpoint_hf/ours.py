@@ -73,10 +73,10 @@ def logits(folder: str, ids_BL: torch.Tensor, degrees: dict[str, Any], experts: 
     return meshes.data.rank * len(mine), tokens.position_BS[0].tolist(), out.numpy()
 
 
-def whole(answers: list[Any], ids_BL: torch.Tensor) -> torch.Tensor:
+def whole(results: list[Any], ids_BL: torch.Tensor) -> torch.Tensor:
     """Logits (B, L, V) from those of all ranks."""
-    out = torch.full((*ids_BL.shape, answers[0][2].shape[-1]), float("nan"))
-    for first, positions, values in answers:
+    out = torch.full((*ids_BL.shape, results[0][2].shape[-1]), float("nan"))
+    for first, positions, values in results:
         for row, value in enumerate(torch.from_numpy(values)):
             out[first + row, positions] = value
     return out

@@ -123,13 +123,13 @@ def test_part_of_the_weights_is_not_all_of_them(cache, saved):
 
 def test_of_processes_that_start_together_one_downloads(cache, saved):
     cache.hub = saved
-    answers = []
-    threads = [threading.Thread(target=lambda: answers.append(fetch.weights_folder("owner/model"))) for _ in range(4)]
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(fetch.weights_folder("owner/model"))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(cache.calls) == 1 and len(set(answers)) == 1 and len(answers) == 4
+    assert len(cache.calls) == 1 and len(set(results)) == 1 and len(results) == 4
 
 
 def test_without_a_network_the_message_says_what_to_do(cache):

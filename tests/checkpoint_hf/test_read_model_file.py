@@ -249,13 +249,13 @@ def test_commands_on_a_recipe_take_one(tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "resolved").mkdir()
     (tmp_path / "resolved/run.toml").write_text(to_toml(read("--config", "run.toml")))
-    answers = []
+    outputs = []
     for folder in (tmp_path, tmp_path / "resolved"):
         monkeypatch.chdir(folder)
         capsys.readouterr()
         assert main([command, "run.toml", "--ranks", "2"]) == 0
-        answers.append(re.sub(r"in [\d.]+ s\b", "", capsys.readouterr().out))
-    assert answers[0] == answers[1] and len(answers[0]) > 200
+        outputs.append(re.sub(r"in [\d.]+ s\b", "", capsys.readouterr().out))
+    assert outputs[0] == outputs[1] and len(outputs[0]) > 200
 
 
 @pytest.mark.parametrize("name", models.FAMILIES)

@@ -95,10 +95,10 @@ def test_training_with_it_changes_no_number(more: dict[str, Any]) -> None:
     changes = {"moe.dispatcher": "deepep", "parallelism.experts.ep": 2, "training.global_batch_size": 4} | more
     changes |= {"model.shared_hidden": 16}
     with any_dtype():
-        answers = world.run(4, measured, changes)
+        results = world.run(4, measured, changes)
         want, config = parity.expected(changes, 4, steps=1), parity.read(changes, 4)
-    assert all(times > 0 for _, times in answers)
-    errors = parity.compare(answers[0][0], want, config)
+    assert all(times > 0 for _, times in results)
+    errors = parity.compare(results[0][0], want, config)
     assert max(errors.values()) <= parity.TOLERANCE["float64"]
 
 

@@ -110,14 +110,14 @@ SHARED = ({Symmetric}, True, {True})
 
 
 def test_it_is_symmetric_memory_where_that_works() -> None:
-    answers = world.run(2, trained, AUTO)
-    texts, *used = zip(*(seen for _, seen in answers), strict=True)
+    results = world.run(2, trained, AUTO)
+    texts, *used = zip(*(seen for _, seen in results), strict=True)
     assert [*zip(*used, strict=True)] == [SHARED] * 2
     text = 'symm_mem, because moe.dispatcher = "auto" and the ranks share memory: '
     assert texts[0] == texts[1] and texts[0].startswith(text) and texts[0].endswith("B of buffers each")
     named = world.run(2, trained, EP | {"moe.dispatcher": "symm_mem"})
     assert [seen for _, seen in named] == [("", *SHARED)] * 2
-    assert answers[0][0].loss == named[0][0].loss and answers[0][0].norm == named[0][0].norm
+    assert results[0][0].loss == named[0][0].loss and results[0][0].norm == named[0][0].norm
 
 
 OBSTACLES = {
@@ -133,12 +133,12 @@ OBSTACLES = {
 def test_one_rank_that_cannot_makes_all_use_alltoall(where: str) -> None:
     """With 4 ranks in 2 groups: those of the other group, which could, do so too."""
     changes = AUTO | {"training.global_batch_size": 4}
-    answers = world.run(4, trained, changes, where)
-    texts, *used = zip(*(seen for _, seen in answers), strict=True)
+    results = world.run(4, trained, changes, where)
+    texts, *used = zip(*(seen for _, seen in results), strict=True)
     assert [*zip(*used, strict=True)] == [PLAIN] * 4
     assert len(set(texts)) == 1 and texts[0].startswith('alltoall, because moe.dispatcher = "auto" and ')
     assert OBSTACLES[where] in texts[0] and "\n" not in texts[0]
-    agree(answers[0][0], world.run(4, trained, changes | {"moe.dispatcher": "alltoall"})[0][0])
+    agree(results[0][0], world.run(4, trained, changes | {"moe.dispatcher": "alltoall"})[0][0])
 
 
 def refused(where: str) -> list[str]:
@@ -158,9 +158,9 @@ def test_a_recipe_that_names_it_is_refused_by_all(where: str) -> None:
 
 
 def test_on_cpus_it_is_alltoall() -> None:
-    answers = world.run(2, trained, AUTO, "", False)
+    results = world.run(2, trained, AUTO, "", False)
     why = 'alltoall, because moe.dispatcher = "auto" and symm_mem is slower on CPUs'
-    assert [seen for _, seen in answers] == [(why, *PLAIN)] * 2
+    assert [seen for _, seen in results] == [(why, *PLAIN)] * 2
 
 
 REASONS = {

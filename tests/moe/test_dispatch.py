@@ -229,12 +229,12 @@ def test_bytes_are_the_documented_ones(ep: int, etp: int, case: str, slots_per_e
             for copy in range(etp):
                 out[rank, expert // (E // ep) * etp + copy] += 1
     out.fill_diagonal_(0)
-    answers = world.run(RANKS, traffic, AllToAll, ep, etp, case, slots_per_expert)
+    results = world.run(RANKS, traffic, AllToAll, ep, etp, case, slots_per_expert)
 
     def kinds(**bytes: int) -> dict[tuple[str, torch.dtype], int]:
         return {("all_to_all_single", getattr(torch, name)): count for name, count in bytes.items() if count}
 
-    for rank, (dispatching, combining, backward) in enumerate(answers):
+    for rank, (dispatching, combining, backward) in enumerate(results):
         there, back = int(out[rank].sum()), int(out[:, rank].sum())
         counts = 0 if slots_per_expert else (RANKS - 1) * (E // ep) * 8
         assert added(dispatching) == kinds(int64=counts, float32=there * D * 4, float64=there * 8)
@@ -348,11 +348,11 @@ def test_a_token_crosses_to_a_node_once(ep: int, etp: int, node: int, case: str)
         for rank in range(RANKS):
             rows[rank // node, rank] = 0
     for want, flat in ((once, False), (often, True)):
-        answers = world.run(RANKS, crossings, ep, etp, node, case, flat)
-        there, back, backward = (sum(column) for column in zip(*answers, strict=True))
+        results = world.run(RANKS, crossings, ep, etp, node, case, flat)
+        there, back, backward = (sum(column) for column in zip(*results, strict=True))
         assert there == back == int(want.sum())
         assert backward == there + back
-        assert [answer[0] for answer in answers] == want.sum(0).int().tolist()
+        assert [result[0] for result in results] == want.sum(0).int().tolist()
     if nodes > 1 and (etp > 1 or node > 1):
         assert once.sum() < often.sum()
 

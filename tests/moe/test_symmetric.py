@@ -243,9 +243,9 @@ def crowded(case: str) -> tuple[bool, list[bool]]:
 
 def test_nothing_is_sent_where_one_rank_has_no_room() -> None:
     """A row past the end of the buffer would be written to another rank's, or to none."""
-    answers = world.run(RANKS, crowded, "one_expert")
-    assert [flag for flag, _ in answers] == [False, False, True, False]
-    assert all(all(empty) for _, empty in answers)
+    results = world.run(RANKS, crowded, "one_expert")
+    assert [flag for flag, _ in results] == [False, False, True, False]
+    assert all(all(empty) for _, empty in results)
 
 
 def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
@@ -303,10 +303,10 @@ def test_a_step_that_overflows_on_one_rank_is_made_again(case: str) -> None:
     changes |= mapping
     config = parity.read(changes, 4)
     last = config.model.num_layers - 1
-    answers = world.run(4, overflowing, changes, last, FORCED)
-    got = answers[0][0]
-    assert [flags for _, flags, _ in answers] == [[rank == full, False] for rank in range(4)]
-    assert all(calls for _, _, calls in answers)
+    results = world.run(4, overflowing, changes, last, FORCED)
+    got = results[0][0]
+    assert [flags for _, flags, _ in results] == [[rank == full, False] for rank in range(4)]
+    assert all(calls for _, _, calls in results)
     assert [report["overflow_reruns"] for report in got.reports] == [1, 1]
 
     weights = reference.initial_weights(config.model, config.training.seed, torch.float64)
@@ -379,9 +379,9 @@ def test_unused_rows_touch_no_number(model: dict[str, Any]) -> None:
     single = {f"training.{key}": "float32" for key in ("dtype", "mixed_precision_param", "mixed_precision_reduce")}
     changes = model | single | {"moe.dispatcher": "symm_mem", "parallelism.experts.ep": 2}
     changes |= {"parallelism.cp": 2, "parallelism.experts.etp": 2, "training.global_batch_size": 4}
-    answers = world.run(4, with_garbage, changes)
-    assert all(unused > 0 for _, unused in answers)
-    got, want = answers[0][0], parity.expected(changes, 4, steps=1)
+    results = world.run(4, with_garbage, changes)
+    assert all(unused > 0 for _, unused in results)
+    got, want = results[0][0], parity.expected(changes, 4, steps=1)
     errors = parity.compare(got, want, parity.read(changes, 4))
     assert max(errors[name] for name in ("loss", "grads", "norm")) < 1e-4
 

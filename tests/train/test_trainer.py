@@ -106,13 +106,13 @@ def _with_nan(changes: dict[str, Any]) -> str:
 
 
 def test_a_nan_stops_every_rank_and_names_step_and_parameter() -> None:
-    answers = world.run(4, _with_nan, {"parallelism.pp": 2, "parallelism.experts.ep": 2})
-    assert len(set(answers)) == 1
-    assert answers[0].startswith("step 1: loss nan")
-    assert "first parameter with a non-finite gradient:" in answers[0]
-    assert "The weights were already not finite after step 0: on rank 2 layers.1.moe.router.weight (" in answers[0]
-    assert "They were not finite when they were loaded (model.hf, checkpoint.load): look at those files." in answers[0]
-    assert "Lower optimizer.lr" not in answers[0]
+    results = world.run(4, _with_nan, {"parallelism.pp": 2, "parallelism.experts.ep": 2})
+    assert len(set(results)) == 1
+    assert results[0].startswith("step 1: loss nan")
+    assert "first parameter with a non-finite gradient:" in results[0]
+    assert "The weights were already not finite after step 0: on rank 2 layers.1.moe.router.weight (" in results[0]
+    assert "They were not finite when they were loaded (model.hf, checkpoint.load): look at those files." in results[0]
+    assert "Lower optimizer.lr" not in results[0]
 
 
 def _with_a_nan_in_a_buffer(changes: dict[str, Any]) -> str:
@@ -133,10 +133,10 @@ def _with_a_nan_in_a_buffer(changes: dict[str, Any]) -> str:
 
 
 def test_a_nan_in_a_buffer_is_no_sound_weight() -> None:
-    answers = world.run(2, _with_a_nan_in_a_buffer, {"parallelism.experts.ep": 2, "data.source": "synthetic"})
-    assert answers[0] == answers[1]
-    assert "were already not finite after step 1: on rank 1 layers.1.moe.router.expert_bias (1 of" in answers[0]
-    assert "Lower optimizer.lr or raise lr_schedule.warmup_steps" in answers[0]
+    results = world.run(2, _with_a_nan_in_a_buffer, {"parallelism.experts.ep": 2, "data.source": "synthetic"})
+    assert results[0] == results[1]
+    assert "were already not finite after step 1: on rank 1 layers.1.moe.router.expert_bias (1 of" in results[0]
+    assert "Lower optimizer.lr or raise lr_schedule.warmup_steps" in results[0]
 
 
 def _with_a_nan_in_the_batch(changes: dict[str, Any]) -> str:
@@ -152,8 +152,8 @@ def _with_a_nan_in_the_batch(changes: dict[str, Any]) -> str:
 
 
 def test_the_message_says_whether_weights_are_still_finite() -> None:
-    (answer,) = world.run(1, _with_a_nan_in_the_batch, {"model.num_layers": 1, "data.source": "synthetic"})
-    assert "step 2: loss nan" in answer and "The weights are still those of step 1. " in answer
+    (result,) = world.run(1, _with_a_nan_in_the_batch, {"model.num_layers": 1, "data.source": "synthetic"})
+    assert "step 2: loss nan" in result and "The weights are still those of step 1. " in result
 
 
 def train_py(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
