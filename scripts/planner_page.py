@@ -471,7 +471,7 @@ def folding_gains() -> list[Json]:
         own = recipe(name)
         for setting, change in SETTINGS.items():
             changed, ranks = change(own, recipe_ranks(read_draft([str(find_recipe(name))], COMPONENTS)))
-            result = search(recipe(name, changed), ranks, read_device("h100"), Factors(), 1)
+            result = search(recipe(name, changed), ranks, read_device("h100"), Factors(), count=1)
             mappings = {"best": result.best[0] if result.best else None, "unfolded": result.best_unfolded}
             found = {
                 kind: {"seconds": one.price.step, "kind": kind_of_mapping(one.fold, one.price)} | overrides(one)

@@ -120,10 +120,12 @@ def with_options() -> list[tuple[Fold, dict[str, str]]]:
 
 def sixteen() -> list[Fold]:
     return [
-        Fold(16, pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2, edp_replicate=1, edp=2, ep=4, etp=1),
-        Fold(16, pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2, edp_replicate=1, edp=1, ep=8, etp=1),  # the paper's
-        Fold(16, pp=1, dp_replicate=2, dp_shard=2, cp=2, tp=2, edp_replicate=2, edp=2, ep=2, etp=2),
-        Fold(16, pp=4, dp_replicate=1, dp_shard=2, cp=1, tp=2, edp_replicate=1, edp=1, ep=2, etp=2),
+        Fold(world=16, pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2, edp_replicate=1, edp=2, ep=4, etp=1),
+        Fold(
+            world=16, pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2, edp_replicate=1, edp=1, ep=8, etp=1
+        ),  # the paper's
+        Fold(world=16, pp=1, dp_replicate=2, dp_shard=2, cp=2, tp=2, edp_replicate=2, edp=2, ep=2, etp=2),
+        Fold(world=16, pp=4, dp_replicate=1, dp_shard=2, cp=1, tp=2, edp_replicate=1, edp=1, ep=2, etp=2),
     ]
 
 

@@ -53,7 +53,9 @@ def test_the_first_attempt_fits_an_h100(name: str, monkeypatch: pytest.MonkeyPat
 
     count, samples = bench.SHAPES[name].attempts[0]
     for side in ("titanmoe", "fp8"):
-        config = recipe_to_rehearse(bench.recipe(name, side, count, samples, False, []), 1, "h100")
+        config = recipe_to_rehearse(
+            bench.recipe(name, side, layers=count, batch=samples, tiny=False, overrides=[]), 1, "h100"
+        )
         assert rehearse(config, 1, 0, "h100").memory.peak < (79.6 - 6) * 2**30
 
 

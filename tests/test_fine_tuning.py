@@ -223,7 +223,7 @@ def test_on_gpus_the_mapping_is_the_planners_fastest(published: str, monkeypatch
     text = Path("recipe.txt").rename("recipe.toml").read_text(encoding="utf-8")
     assert f"{finetune_command.PLANNED} (H100 by memory, as the planner does not know" in text
     config, device = load(["recipe.toml"], COMPONENTS, lambda config: []), read_device("h100")
-    planned, (fastest,) = evaluate(config, 8, device, Factors()), search(config, 8, device, Factors(), 1).best
+    planned, (fastest,) = evaluate(config, 8, device, Factors()), search(config, 8, device, Factors(), count=1).best
     assert planned.price.step == fastest.price.step
     assert planned.peak == fastest.peak <= usable_bytes(planned.config, planned.fold, device)
 

@@ -102,7 +102,7 @@ def test_attention_block_equals_the_reference(dtype: torch.dtype, mask: str, val
     want_grads = torch.autograd.grad(want, (q, k, v), grad)
     with torch.no_grad():
         out, lse = block(q, k, v, bias, mask == "causal")
-        grads = block_backward(grad, q, k, v, bias, out, lse, mask == "causal")
+        grads = block_backward(grad, q, k, v, bias, out=out, lse=lse, causal=mask == "causal")
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
     torch.testing.assert_close(out, want, **close)
     torch.testing.assert_close(lse, want_lse, rtol=1e-2, atol=1e-2)
@@ -143,7 +143,7 @@ def fits_a_cuda_graph(kernels: str, compiled: bool) -> None:
     """Forward and backward are captured once; replayed with other tokens they give the same as uncaptured."""
     model = Model(num_experts=8, top_k=2, dim=128, expert_hidden=256)
     options = MoE(capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.01, kernels=kernels)
-    layer = Layer(model, options, None, 0, 0, 1, torch.bfloat16).cuda()
+    layer = Layer(model, options, shared=None, seed=0, layer=0, microbatches=1, dtype=torch.bfloat16).cuda()
     if compiled:
         compile_layer(layer, "inductor")
     generator = torch.Generator("cuda").manual_seed(0)
@@ -276,7 +276,7 @@ def test_a_block_takes_fewer_key_heads(heads: int, causal: bool, kernel: None) -
         want_grads = torch.autograd.grad(want, (q, k, v), grad)
         with torch.no_grad():
             out, lse = block(q, k, v, None, causal)
-            grads = block_backward(grad, q, k, v, None, out, lse.contiguous(), causal)
+            grads = block_backward(grad, q, k, v, None, out=out, lse=lse.contiguous(), causal=causal)
         close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
         torch.testing.assert_close(out, want, **close)
         torch.testing.assert_close(lse, want_lse, rtol=1e-2, atol=1e-2)

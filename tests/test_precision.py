@@ -121,7 +121,7 @@ def test_pieces_of_attention_merge_wide(chunks: int) -> None:
     q, k, v = (random(2, 4, 16 * 8, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3))
     out, lse = context._start(q, v, None)
     pairs = Mask().pairs(128 // chunks, chunks, range(chunks), range(chunks))
-    context._forward_pairs(q, k, v, pairs, Mask(), out, lse)
+    context._forward_pairs(q, k, v, pairs, Mask(), out=out, lse=lse)
     assert out.dtype == lse.dtype == torch.float32
     exact, exact_lse = block_reference(q.double(), k.double(), v.double(), None, True)
     assert (out - exact).norm() <= tolerances.unit_roundoff(torch.bfloat16) * exact.norm()

@@ -312,3 +312,34 @@ def test_no_two_classes_have_one_name():
             places.setdefault(name, []).append(str(path.relative_to(ROOT)))
     shared = {name: files for name, files in places.items() if len(files) > 1}
     assert {n: f for n, f in shared.items() if len(f) > 2 or "titanmoe/config/schema.py" not in f} == {}
+
+
+# ---- calls
+
+MOST_BY_PLACE = 6
+"""Arguments that a call of ours may pass without their names."""
+
+
+def takes_any_number(node: ast.FunctionDef) -> bool:
+    """Return whether a function has *args, or only takes arguments by place, as kernels and torch's operators do."""
+    return node.args.vararg is not None or any(
+        word in ast.unparse(decorator) for decorator in node.decorator_list for word in ("triton.jit", "custom_op")
+    )
+
+
+def test_long_calls_name_their_arguments() -> None:
+    sources = [path for room in ("titanmoe", "scripts") for path in sorted((ROOT / room).rglob("*.py"))]
+    nodes = {path.relative_to(ROOT): list(ast.walk(ast.parse(path.read_text()))) for path in sources}
+    everything = [node for found in nodes.values() for node in found]
+    functions = [node for node in everything if isinstance(node, ast.FunctionDef)]
+    ours = {node.name for node in everything if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    ours -= {node.name for node in functions if takes_any_number(node)}
+    long = []
+    for path, found in nodes.items():
+        for call in (node for node in found if isinstance(node, ast.Call) and len(node.args) > MOST_BY_PLACE):
+            function, *args = (call.func, *call.args)
+            if ast.unparse(function).endswith("partial"):
+                function, *args = args
+            if len(args) > MOST_BY_PLACE and ast.unparse(function).rpartition(".")[2] in ours:
+                long.append(f"{path}:{call.lineno} passes {len(args)} arguments by place")
+    assert not long, "\n".join(long)

@@ -259,7 +259,7 @@ def _pairs(
                             _shifted(queries, (query_index - i) * chunk),
                             _shifted(keys, (key_index - j) * chunk),
                         )
-                        out.append(BlockPair(samples, queries, keys, rows, columns, masked, causal))
+                        out.append(BlockPair(samples, queries, keys, rows, columns, masked=masked, causal=causal))
     return out
 
 

@@ -133,9 +133,9 @@ def bytes_moved(pairs: list[BlockPair], mask: Mask, queries: int, keys: int, hea
     on_meta = mask.to(lambda x: x.to("meta"))
     with Count() as count:
         out, lse = _start(q, v, None)
-        _forward_pairs(q, k, v, pairs, on_meta, out, lse)
+        _forward_pairs(q, k, v, pairs, on_meta, out=out, lse=lse)
         grads = [_wide_zeros(x) for x in (q, k, v)]
-        _backward_pairs(q, q, k, v, pairs, on_meta, out.to(q.dtype), lse, *grads)
+        _backward_pairs(q, q, k, v, pairs, mask=on_meta, out=out.to(q.dtype), lse=lse, sums=grads)
     return count.total().moved
 
 

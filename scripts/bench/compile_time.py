@@ -54,7 +54,8 @@ def read_shape(shape: str, tiny: bool, backend: str) -> Any:
     options = ["compile.enable=true", f"compile.backend={backend}"] if backend else []
     if shape == "deepseek":
         options += ["model.num_dense_layers=1", *["model.dense_hidden=64"] * tiny]
-    return read_config(recipe(shape, "titanmoe", LAYERS.get(shape, 1), SAMPLES, tiny, options), 1, COMPONENTS)
+    overrides = recipe(shape, "titanmoe", layers=LAYERS.get(shape, 1), batch=SAMPLES, tiny=tiny, overrides=options)
+    return read_config(overrides, 1, COMPONENTS)
 
 
 def make_blocks(config: Any, device: Any) -> tuple[Any, dict[str, Callable[[], None]]]:

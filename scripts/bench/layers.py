@@ -91,7 +91,7 @@ TINY_ONLY = {
 }
 
 
-def recipe(name: str, side: str, layers: int, batch: int, tiny: bool, overrides: list[str]) -> list[str]:
+def recipe(name: str, side: str, *, layers: int, batch: int, tiny: bool, overrides: list[str]) -> list[str]:
     """Return the command line's options that train one of the models to measure, with one implementation.
 
     Args:
@@ -380,7 +380,7 @@ def measure_one(args: argparse.Namespace) -> None:
 
     faulthandler.dump_traceback_later(max(1.0, args.limit - 5))  # shows where it hangs
     name, side, layers, batch = args.one[0], args.one[1], int(args.one[2]), int(args.one[3])
-    options = recipe(name, side, layers, batch, args.tiny, args.set)
+    options = recipe(name, side, layers=layers, batch=batch, tiny=args.tiny, overrides=args.set)
     config = read_config(options, 1, COMPONENTS)
     peer = side in PEERS
     runtime = None if peer else start(config)
@@ -396,7 +396,15 @@ def measure_one(args: argparse.Namespace) -> None:
     tell(tokens_per_step=tokens, head=6 * config.model.dim * config.model.vocab_size / flops)
     rehearsed = None if peer else RehearsedPeak(options, rehearsed_as(device))
     try:
-        steps(name, side, config, runtime, device, args, tokens * flops / peak if peak else None)
+        steps(
+            name,
+            side,
+            config=config,
+            runtime=runtime,
+            device=device,
+            args=args,
+            at_peak=tokens * flops / peak if peak else None,
+        )
         if rehearsed:
             tell(**rehearsed.result())
     except torch.OutOfMemoryError as error:
@@ -414,7 +422,7 @@ def measure_one(args: argparse.Namespace) -> None:
 
 
 def steps(
-    name: str, side: str, config: Any, runtime: Any, device: Any, args: argparse.Namespace, at_peak: float | None
+    name: str, side: str, *, config: Any, runtime: Any, device: Any, args: argparse.Namespace, at_peak: float | None
 ) -> None:
     """Time full steps with balanced, then with learned routing, and print the figures as lines of JSON.
 

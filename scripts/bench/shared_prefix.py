@@ -56,7 +56,7 @@ def batch(text: int, pairs: int, layout: str) -> Batch:
     until, depth = branches(np.array(lengths))
     fields = (torch.from_numpy(x).unsqueeze(0) for x in (np.concatenate(tokens), np.concatenate(labels), depth, until))
     ids, labels_BS, depth_BS, until_BS = fields
-    return Batch(ids, labels_BS, torch.ones_like(ids, dtype=torch.bool), None, depth_BS, until_BS)
+    return Batch(ids, labels_BS, torch.ones_like(ids, dtype=torch.bool), position_BS=depth_BS, until_BS=until_BS)
 
 
 class Repeated:

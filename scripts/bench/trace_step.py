@@ -70,7 +70,7 @@ class Kernel:
     """Least time of that operation by its FLOPs and bytes; 0 if unknown."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Summary:
     """The time of a traced step by what the GPU did. Times are in microseconds."""
 
@@ -233,7 +233,16 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
     for kernel in kernels:
         groups[group_of(kernel.name, kernel.operation)].append(kernel)
     attention = sorted({kernel.name for kernel in groups.get("attention", []) if not kernel.name.startswith("Mem")})
-    return Summary(end - begin, busy, idle, len(waits), kernels, layers, dict(groups), attention)
+    return Summary(
+        step=end - begin,
+        busy=busy,
+        idle_after_waits=idle,
+        waits=len(waits),
+        kernels=kernels,
+        layers=layers,
+        groups=dict(groups),
+        attention=attention,
+    )
 
 
 def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float, list[str]]:
@@ -254,7 +263,14 @@ def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float, 
     from titanmoe.train.launch import read_config
     from titanmoe.train.runtime import start
 
-    recipe = layers.recipe(options.shape, options.side, options.layers, options.samples, options.tiny, options.set)
+    recipe = layers.recipe(
+        options.shape,
+        options.side,
+        layers=options.layers,
+        batch=options.samples,
+        tiny=options.tiny,
+        overrides=options.set,
+    )
     config = read_config(recipe, 1, COMPONENTS)
     runtime = start(config)
     device, on_gpu = runtime.device, runtime.device.type == "cuda"

@@ -248,10 +248,10 @@ def test_what_peft_cannot_express(tmp_path):
 def _adapters(model: Model, lora: LoRA) -> Adapters:
     tensors = adapted.random_adapters(model, lora)
     return Adapters(
-        Path("ours"),
-        model,
-        lora,
-        {n: LazyTensor(tuple(x.shape), x.dtype, slice_of_full(lambda x=x: x)) for n, x in tensors.items()},
+        path=Path("ours"),
+        model=model,
+        lora=lora,
+        tensors={n: LazyTensor(tuple(x.shape), x.dtype, slice_of_full(lambda x=x: x)) for n, x in tensors.items()},
     )
 
 

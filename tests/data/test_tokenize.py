@@ -42,7 +42,7 @@ def here(monkeypatch):
         chat = open_chat_encoder(job.chat_template, tokenizer) if job.conversations else None
         for number, spans, records in todo:
             items = records[-1]["items"] if records else 0
-            UnitTokenizer(job, tokenizer, chat, number, len(records), items).run(spans, meter.add)
+            UnitTokenizer(job, tokenizer, chat, number=number, shard=len(records), items=items).run(spans, meter.add)
 
     monkeypatch.setattr(tokenize_module, "run_workers", in_process)
 

@@ -23,8 +23,9 @@ def factorisations(world: int) -> list[Fold]:
     """All tuples of nine degrees whose products fit, tried one by one."""
     sizes = range(1, world + 1)
     fits = [four for four in product(sizes, repeat=4) if world % prod(four) == 0]
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "edp_replicate", "edp", "ep", "etp")
     return [
-        Fold(world, world // prod(attention), *attention, *experts)
+        Fold(world=world, pp=world // prod(attention), **dict(zip(names, attention + experts, strict=True)))
         for attention in fits
         for experts in fits
         if prod(attention) == prod(experts)

@@ -83,7 +83,7 @@ def test_of_all_mappings_of_8_ranks(options: list[str], complete_machine: None, 
     config = load(["--config", str(recipe)], COMPONENTS, lambda _: [])
 
     assert main(["fold", "--ranks", "8", "--node", "4", "--config", str(recipe), "--list", "--json"]) == 0
-    listed = [Fold(8, **row) for row in json.loads(capsys.readouterr().out)]
+    listed = [Fold(world=8, **row) for row in json.loads(capsys.readouterr().out)]
     accepted = [fold for fold in all_folds(8) if not refusals.refusals(mapped(config, fold), 8)]
     legal_ones = set(accepted)
     assert set(listed) == legal_ones and 0 < len(listed) < 517

@@ -33,7 +33,8 @@ def folds(draw: st.DrawFn) -> Fold:
         experts.append(draw(st.sampled_from([d for d in range(1, left + 1) if left % d == 0])))
         left //= experts[-1]
     pp = draw(st.integers(1, 3))
-    return Fold(pp * stage, pp, *attention, *experts, left)
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "edp_replicate", "edp", "ep", "etp")
+    return Fold(world=pp * stage, pp=pp, **dict(zip(names, [*attention, *experts, left], strict=True)))
 
 
 def text(ranks_of_groups: list[tuple[int, ...]]) -> str:

@@ -56,7 +56,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_do(on):
     assert state == pytest.approx(16 * 6.92 / 8, rel=0.01) and whole > 8 * state, "6.92 billion weights in float32"
     config = read_draft(["--config", "olmoe_7b_a1b"], COMPONENTS).config
     h100 = read_device("h100")
-    fits = [bool(search(config, n, h100, Factors(), 1).best) for n in (int(count) // 2, int(count))]
+    fits = [bool(search(config, n, h100, Factors(), count=1).best) for n in (int(count) // 2, int(count))]
     assert fits == [False, True], "and half of them are not"
 
 

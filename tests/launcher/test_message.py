@@ -30,7 +30,13 @@ from titanmoe.train import launch_messages
 def failed(
     folder: Path, rank: int, exitcode: int, when: float = 0.0, note: dict | None = None, log: str = ""
 ) -> RankFailure:
-    entry = RankFailure(rank, exitcode, when, folder / f"rank{rank}.log", folder / f"rank{rank}.json")
+    entry = RankFailure(
+        rank=rank,
+        exitcode=exitcode,
+        timestamp=when,
+        log=folder / f"rank{rank}.log",
+        note_file=folder / f"rank{rank}.json",
+    )
     entry.log.write_text(log)
     if note:
         entry.note_file.write_text(json.dumps({"timestamp": when, "consequence": False} | note))

@@ -325,7 +325,9 @@ def test_only_a_failure_leaves_logs(code: int, left: list[str], monkeypatch, cap
         found = logs.reify({0: {"RANK": "0"}})
         note = Path(found.error_files[0])
         note.write_text('{"message": "error: no", "timestamp": 0}')
-        return LaunchResult(failures=[RankFailure(0, code, 0.0, Path(found.stderrs[0]), note)])
+        return LaunchResult(
+            failures=[RankFailure(rank=0, exitcode=code, timestamp=0.0, log=Path(found.stderrs[0]), note_file=note)]
+        )
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(agent, "launch", launch)

@@ -13,6 +13,7 @@ from tests import world
 from tests.support import tolerances
 from tests.support.live_bytes import LiveBytes
 from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.config.schema import Model
 from titanmoe.models import vocabulary as vocabulary_room
 from titanmoe.models.logit_slices import slices
 from titanmoe.models.vocabulary import (
@@ -50,9 +51,9 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(
     dtype: torch.dtype, with_entropy: bool, ignored: slice, chunks: int
 ) -> None:
     x_TD, weight_VD, label_T = operands(dtype, ignored)
-    options = with_entropy, 1.0 if chunks < V else 1.5
-    want = results(cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP, *options), x_TD, weight_VD)
-    sliced = chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks, "auto", *options)
+    options = {"with_entropy": with_entropy, "temperature": 1.0 if chunks < V else 1.5}
+    want = results(cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP, **options), x_TD, weight_VD)
+    sliced = chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks, **options)
     got = results(sliced, x_TD, weight_VD)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
@@ -70,7 +71,9 @@ def test_entropy_and_temperature_are_those_of_their_formulas(chunks: int, temper
     want = (-log_p_TV.gather(1, label_T.clamp(min=0)[:, None])[:, 0] * has_label_T,
             -(log_p_TV.exp() * log_p_TV).sum(1) * has_label_T)  # fmt: skip
     if chunks > 1:
-        got = chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks, "auto", True, temperature)
+        got = chunked_cross_entropy(
+            x_TD, weight_VD, label_T, NO_GROUP, chunks, with_entropy=True, temperature=temperature
+        )
     else:
         got = cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP, True, temperature)
     for a, b in zip(results(got, x_TD, weight_VD), results(want, x_TD, weight_VD), strict=True):
@@ -151,9 +154,9 @@ def test_wide_slices_are_whole_units() -> None:
 
 def test_slices_on_gpus_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
-    monkeypatch.setattr(vocabulary_room, "chunked_cross_entropy", lambda *a: given.append(a[4]) or [a[2]])
+    monkeypatch.setattr(vocabulary_room, "chunked_cross_entropy", lambda *a, **options: given.append(a[4]) or [a[2]])
     for device in ("cpu", "meta"):  # anything but the CPU
-        head = Head(131072, 2, 1e-5, -1, torch.bfloat16).to(device)
+        head = Head(Model(vocab_size=131072, dim=2), chunks=-1, dtype=torch.bfloat16).to(device)
         x_BSD = torch.empty(1, 4096, 2, dtype=torch.bfloat16, device=device)
         head.scores(x_BSD, torch.empty(1, 4096, device=device), False)
     assert given == [64, 2]

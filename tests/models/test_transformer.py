@@ -31,9 +31,9 @@ ODD = {
 }
 
 
-def build(model: Model, *stage: object) -> Transformer:
+def build(model: Model, **stage: object) -> Transformer:
     with torch.device("meta"):
-        return Transformer(Config(model=model), 1, torch.float32, *stage)
+        return Transformer(Config(model=model), 1, torch.float32, **stage)
 
 
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
@@ -126,8 +126,8 @@ def test_every_switch_is_built_as_counted(changes: dict[str, object]) -> None:
 
 def test_stages_share_the_parameters_out_under_the_same_names() -> None:
     model = Model(num_layers=4, mtp_depth=1)
-    parts = [build(model, range(1), True, False), build(model, range(1, 3), False, False)]
-    parts.append(build(model, range(3, 4), False, True))
+    parts = [build(model, layers=range(1), last=False), build(model, layers=range(1, 3), first=False, last=False)]
+    parts.append(build(model, layers=range(3, 4), first=False))
     together = [(name, tuple(p.shape)) for part in parts for name, p in part.named_parameters()]
     copy = {"embed_copy.weight": (model.vocab_size, model.dim)}
     assert len(together) == len(dict(together)) and dict(together) == shapes(model) | copy

@@ -128,7 +128,7 @@ def test_a_layer_is_one_graph_whatever_the_routing_and_one_in_validation(padded:
     """tests/parallel/test_compiled.py checks its numbers, in float64."""
     options = MoE(capacity_factor=float(padded), pad_to_capacity=padded, aux_loss=0.02)
     shape = Model(**SHAPE, score_function="sigmoid", num_groups=2, top_groups=1)
-    layer = filled(Layer(shape, options, None, 0, 0, 1, torch.bfloat16))
+    layer = filled(Layer(shape, options, shared=None, seed=0, layer=0, microbatches=1, dtype=torch.bfloat16))
     index = torch.arange(32)
     tokens = Tokens(index.view(2, 16) % 16, index, index // 16, index % 5 != 4, torch.tensor(0))
     layer.begin_step(1, torch.tensor(32.0), 2)

@@ -383,7 +383,9 @@ def test_lay_out_places_every_copy_once_in_its_experts_block(drawn: tuple[Tensor
     counts = [flat.count(e) for e in range(experts)]
     assert count_E.tolist() == counts
     rows = etp * (experts * slots_per_expert if slots_per_expert else sum(counts))
-    choice_S, slot = assign_slots(chosen_TK, order, count_E, ep, etp, slots_per_expert, rows)
+    choice_S, slot = assign_slots(
+        chosen_TK, order, count_E, ep=ep, etp=etp, slots_per_expert=slots_per_expert, num_slots=rows
+    )
 
     want, local = [], experts // ep
     for block in range(ep):
@@ -407,7 +409,9 @@ def test_assigned_rows_come_back_from_every_copy(drawn: tuple[Tensor, int, int, 
     weights_TK = torch.arange(1.0, tokens * k + 1, dtype=torch.float64).view(tokens, k).requires_grad_()
     order, count_E = sort_by_expert(chosen_TK, experts)
     rows = etp * (experts * slots_per_expert if slots_per_expert else int(count_E.sum()))
-    choice_S, slot = assign_slots(chosen_TK, order, count_E, ep, etp, slots_per_expert, rows)
+    choice_S, slot = assign_slots(
+        chosen_TK, order, count_E, ep=ep, etp=etp, slots_per_expert=slots_per_expert, num_slots=rows
+    )
     rows_SD, weight_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot)
     kept_TK = chosen_TK < experts
     back_TD = unpermute_tokens(rows_SD * weight_S1, route.source_S, route.slot_TJ)
@@ -449,7 +453,7 @@ def test_entries_are_sorted_by_expert_and_then_by_token(experts: int) -> None:
 def test_a_rank_with_all_experts_computes_the_same_without_counts(biases: bool) -> None:
     """As on a GPU, where the host does not learn how many rows are used. Half of the tokens are padding."""
     model = Model(num_experts=4, top_k=2, dim=8, expert_hidden=16, expert_linear_bias=biases)
-    layer = MoELayer(model, MoE(kernels="torch"), None, 0, 0, 1, torch.float64)
+    layer = MoELayer(model, MoE(kernels="torch"), shared=None, seed=0, layer=0, microbatches=1, dtype=torch.float64)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     index = torch.arange(24)

@@ -163,7 +163,7 @@ def test_a_dispatcher_may_lie_outside_the_package() -> None:
     x_BsD = torch.randn(2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = []
     for name in ("alltoall", f"{__name__}:Nowhere"):
-        layer = Layer(model, MoE(dispatcher=name), None, 0, 0, 1, torch.float64)
+        layer = Layer(model, MoE(dispatcher=name), shared=None, seed=0, layer=0, microbatches=1, dtype=torch.float64)
         for seed, weight in enumerate(layer.parameters()):
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(seed))
         layer.begin_step(1, torch.tensor(24.0), 2)

@@ -107,7 +107,15 @@ def ordered(shared: bool, across: bool = False) -> dict[str, dict[str, int]]:
     kind = "hierarchical" if across else "alltoall"
     changes = {"moe.dispatcher": kind, "moe.force_balance": True}
     config = parity.read(changes, RANKS)
-    moe = MoE(config.model, config.moe, Shared(events) if shared else None, 0, 0, 1, torch.float64)
+    moe = MoE(
+        config.model,
+        config.moe,
+        shared=Shared(events) if shared else None,
+        seed=0,
+        layer=0,
+        microbatches=1,
+        dtype=torch.float64,
+    )
     nn.init.normal_(moe.router.weight)
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
     # across: each rank is a node

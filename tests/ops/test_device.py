@@ -88,7 +88,7 @@ def compute() -> None:
     with FakeTensorMode():
         x = torch.empty(1, 2, 16, 16)
         out, lse = block(x, x, x, None, True)
-        block_backward(out, x, x, x, None, out, lse, True)
+        block_backward(out, x, x, x, None, out=out, lse=lse, causal=True)
 
 
 @pytest.mark.parametrize("hardware", [None, HOPPER])

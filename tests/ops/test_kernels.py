@@ -100,7 +100,9 @@ def test_tokens_to_rows_and_back(
         chosen = choices(kind, tokens, top_k)
         order, count = sort_by_expert(chosen, E)
         rows = E * etp * slots_per_expert if slots_per_expert else int(count.sum()) * etp
-        entry, slot = assign_slots(chosen, order, count, 2, etp, slots_per_expert, rows)
+        entry, slot = assign_slots(
+            chosen, order, count, ep=2, etp=etp, slots_per_expert=slots_per_expert, num_slots=rows
+        )
         inputs = (
             random(tokens, width, dtype=dtype),
             random(tokens, top_k, dtype=torch.promote_types(dtype, torch.float32), seed=1),
@@ -147,7 +149,7 @@ def test_rows_packed_with_their_weights(kind: str) -> None:
     """Bit by bit what goes apart, there and back."""
     chosen = choices(kind, 13, 2)
     order, count = sort_by_expert(chosen, E)
-    entry, slot = assign_slots(chosen, order, count, 2, 1, 9, E * 9)  # padded bins
+    entry, slot = assign_slots(chosen, order, count, ep=2, etp=1, slots_per_expert=9, num_slots=E * 9)  # padded bins
     again = torch.randperm(len(entry), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for dtype in DTYPES:
         wide = torch.promote_types(dtype, torch.float32)
@@ -490,7 +492,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
 def test_compiled_calls_keep_the_kernels_whole() -> None:
     chosen = choices("random", 12, 2)
     order, count = sort_by_expert(chosen, E)
-    entry, slot = assign_slots(chosen, order, count, 1, 1, 0, 24)
+    entry, slot = assign_slots(chosen, order, count, ep=1, etp=1, slots_per_expert=0, num_slots=24)
     x, weights = random(12, 8, dtype=torch.float32), random(12, 2, dtype=torch.float32, seed=1)
 
     logits = random(12, 8, dtype=torch.float32, seed=2)
@@ -547,7 +549,7 @@ def test_the_loss_over_slices(tokens: int, vocabulary: int, chunks: int, ignored
         label[ignored] = IGNORE
         results = []
         for kernels in ("triton", "torch"):
-            loss = chunked_cross_entropy(x, weight, label, NO_GROUP, chunks, kernels)[0]
+            loss = chunked_cross_entropy(x, weight, label, NO_GROUP, chunks, kernels=kernels)[0]
             of_token = torch.arange(tokens, device=DEVICE, dtype=loss.dtype)
             results.append([loss, *torch.autograd.grad(loss, (x, weight), of_token + 1)])
         for got, want in zip(*results, strict=True):

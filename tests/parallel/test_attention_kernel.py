@@ -169,12 +169,12 @@ def test_cudnns_operations_get_what_the_flash_kernel_gets(causal: bool) -> None:
         return torch.randn(2, heads, 16, 32, generator=generator).to(torch.bfloat16)
 
     q, k, v, grad = x(4), x(2), x(2), x(4)
-    expected = block(q, k, v, None, causal)
-    expected_grads = block_backward(grad, q, k, v, None, *expected, causal)
+    expected = expected_out, expected_lse = block(q, k, v, None, causal)
+    expected_grads = block_backward(grad, q, k, v, None, out=expected_out, lse=expected_lse, causal=causal)
     use("cudnn")
     with Kernels() as kernels, imitate(HOPPER):
         out, lse = block(q, k, v, None, causal)
-        grads = block_backward(grad, q, k, v, None, out, lse, causal)
+        grads = block_backward(grad, q, k, v, None, out=out, lse=lse, causal=causal)
     assert [name for name in kernels.calls if "attention" in name] == [
         "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_cudnn_attention_backward",

@@ -37,25 +37,30 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 )
 @pytest.mark.parametrize("asked", ["auto", "torch"])
 def test_on_a_gpu(asked: str, kind: str, cp: int, causal: str, masked: str, sinks: str) -> None:
-    cases = (False, False), (True, False), (False, True)
-    assert [pick_backend(asked, kind, cp, "cuda", False, *case)[0] for case in cases] == [causal, masked, sinks]
-    assert pick_backend(asked, kind, cp, "cuda", True, True, True)[0] == "plain"
-    narrow = [pick_backend(asked, kind, cp, "cuda", False, *case, narrow=True)[0] for case in cases]
+    cases = [{"masked": masked, "sinks": sinks} for masked, sinks in ((False, False), (True, False), (False, True))]
+    assert [pick_backend(asked, kind, cp, device="cuda", **case)[0] for case in cases] == [causal, masked, sinks]
+    assert pick_backend(asked, kind, cp, device="cuda", float64=True, masked=True, sinks=True)[0] == "plain"
+    narrow = [pick_backend(asked, kind, cp, device="cuda", **case, narrow=True)[0] for case in cases]
     assert narrow == [picked if picked == "ring" else "plain" for picked in (causal, masked, sinks)]
 
 
 @pytest.mark.parametrize("kind, cp", [("ring", 1), ("ring", 4), ("ulysses", 4), ("allgather", 4)])
 def test_on_a_cpu_and_where_plain_is_asked_for(kind: str, cp: int) -> None:
     for masked, sinks in ((False, False), (True, False), (False, True)):
-        assert pick_backend("auto", kind, cp, "cpu", False, masked, sinks)[0] == "plain"
-        assert pick_backend("plain", kind, cp, "cuda", False, masked, sinks)[0] == "plain"
+        assert pick_backend("auto", kind, cp, device="cpu", masked=masked, sinks=sinks)[0] == "plain"
+        assert pick_backend("plain", kind, cp, device="cuda", masked=masked, sinks=sinks)[0] == "plain"
         ring = kind == "ring" and cp > 1 and not masked
-        assert pick_backend("torch", kind, cp, "cpu", False, masked, sinks)[0] == ("ring" if ring else "plain")
+        assert pick_backend("torch", kind, cp, device="cpu", masked=masked, sinks=sinks)[0] == (
+            "ring" if ring else "plain"
+        )
 
 
 def test_a_torch_without_the_template_leaves_the_ring_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_ring, "_torch", None)
-    assert pick_backend("auto", "ring", 2, "cuda", False, False, False, torch_ring.missing())[0] == "plain"
+    assert (
+        pick_backend("auto", "ring", 2, device="cuda", masked=False, sinks=False, ring_lacks=torch_ring.missing())[0]
+        == "plain"
+    )
     with pytest.raises(ConfigError, match=r"has no _templated_ring_attention\(.*use \"auto\""):
         parity.read(RING | {"training.seed": 5}, 2)
 
@@ -91,7 +96,7 @@ def test_documents_that_come_nevertheless_are_refused() -> None:
 
 @pytest.mark.parametrize("chosen", ["flex", "ring"])
 def test_what_is_chosen_runs(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "pick_backend", lambda *given: (chosen, ""))
+    monkeypatch.setattr(room, "pick_backend", lambda *given, **case: (chosen, ""))
     monkeypatch.setattr(room, "flex_attention_over", lambda *given, masks, group, flex: "flex")
     monkeypatch.setattr(room, "torch_ring_attention", lambda *given, placement, group: "ring")
     x, masks = torch.zeros(1, 4, 2, 16), Masks(Placement(1, False), 0)
@@ -165,7 +170,9 @@ def test_the_kernels_of_gpus_take_what_they_are_given(dtype: torch.dtype, bias: 
     mask = torch.empty(2, 1, length, length, device="meta", dtype=dtype) if bias else None
     with KernelsOfGpus():
         out, lse = block(q, k, v, mask, not bias)
-        grads = block_backward(out.contiguous(), q, k, v, mask, out.contiguous(), lse.contiguous(), not bias)
+        grads = block_backward(
+            out.contiguous(), q, k, v, mask, out=out.contiguous(), lse=lse.contiguous(), causal=not bias
+        )
     assert (out.shape, out.dtype) == ((2, 4, length, width), dtype)
     assert (lse.shape, lse.dtype) == ((2, 4, length), torch.float32)
     assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]

@@ -77,7 +77,7 @@ def test_a_block_is_plain_attention(kind: str, dtype: torch.dtype) -> None:
     close(out, want)
     close(lse, want_lse)
     cotangent = random(*out.shape, dtype=dtype, seed=9)
-    got = block_backward(cotangent, q.detach(), k.detach(), v.detach(), bias, out, lse, causal)
+    got = block_backward(cotangent, q.detach(), k.detach(), v.detach(), bias, out=out, lse=lse, causal=causal)
     for grad, wanted in zip(got, torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
         close(grad, wanted)
 
@@ -91,7 +91,7 @@ def test_a_block_takes_fewer_key_heads(dtype: torch.dtype) -> None:
     close(out, want)
     close(lse, want_lse)
     cotangent = random(*out.shape, dtype=dtype, seed=9)
-    got = block_backward(cotangent, q.detach(), k.detach(), v.detach(), None, out, lse, True)
+    got = block_backward(cotangent, q.detach(), k.detach(), v.detach(), None, out=out, lse=lse, causal=True)
     for grad, wanted in zip(got, torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
         close(grad, wanted)
 
@@ -108,7 +108,7 @@ def test_a_block_takes_values_of_another_width(kind: str, width: int, dtype: tor
     close(out, want)
     close(lse, want_lse)
     cotangent = random(*out.shape, dtype=dtype, seed=9)
-    got = block_backward(cotangent, q.detach(), k.detach(), v.detach(), bias, out, lse, causal)
+    got = block_backward(cotangent, q.detach(), k.detach(), v.detach(), bias, out=out, lse=lse, causal=causal)
     for grad, wanted in zip(got, torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
         close(grad, wanted)
 
@@ -155,7 +155,7 @@ def test_blocks_merge_to_the_whole(
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=dtype)
     mask = mask_of(document)
     for held in arrivals:
-        _forward_pairs(q.detach(), of(k, held), of(v, held), mask.pairs(C, chunks, mine, held), mask, out, lse)
+        _forward_pairs(q.detach(), of(k, held), of(v, held), mask.pairs(C, chunks, mine, held), mask, out=out, lse=lse)
     close(out, want)
 
     cotangent = random(*out.shape, dtype=dtype, seed=9)
@@ -163,7 +163,17 @@ def test_blocks_merge_to_the_whole(
     for held in arrivals:
         part_k, part_v = (torch.zeros(B, H, len(held) * C, WIDTH, dtype=dtype) for _ in range(2))
         pairs = mask.pairs(C, chunks, mine, held)
-        _backward_pairs(cotangent, q.detach(), of(k, held), of(v, held), pairs, mask, out, lse, dq, part_k, part_v)
+        _backward_pairs(
+            cotangent,
+            q.detach(),
+            of(k, held),
+            of(v, held),
+            pairs,
+            mask=mask,
+            out=out,
+            lse=lse,
+            sums=(dq, part_k, part_v),
+        )
         for place, chunk in enumerate(held):
             here, there = slice(place * C, (place + 1) * C), slice(chunk * C, (chunk + 1) * C)
             dk[:, :, there] += part_k[:, :, here]
@@ -264,11 +274,13 @@ def added_up_on_the_ring() -> None:
         for r in range(rank, size):
             out, lse = torch.zeros(shape), torch.full(shape[:3], -torch.inf)
             for chunk in reversed(range(r + 1)):
-                _forward_pairs(q[r], k[chunk], v[chunk], Mask().pairs(C, size, [r], [chunk]), Mask(), out, lse)
+                _forward_pairs(q[r], k[chunk], v[chunk], Mask().pairs(C, size, [r], [chunk]), Mask(), out=out, lse=lse)
             for chunk in reversed(range(r + 1)) if r == rank else [rank]:
                 dq, (dk, dv) = (wide if r == rank else others)[0], (wide if chunk == rank else others)[1:]
                 pairs, final = Mask().pairs(C, size, [r], [chunk]), out.bfloat16()
-                _backward_pairs(grad[r], q[r], k[chunk], v[chunk], pairs, Mask(), final, lse, dq, dk, dv)
+                _backward_pairs(
+                    grad[r], q[r], k[chunk], v[chunk], pairs, mask=Mask(), out=final, lse=lse, sums=(dq, dk, dv)
+                )
     for got, want in zip(grads, wide, strict=True):
         assert torch.equal(got, want.bfloat16())
 
@@ -287,9 +299,9 @@ def test_gradients_of_all_keys_are_added_up_in_float32() -> None:
     wide, out = [torch.zeros(x.shape) for x in (q, k, v)], torch.zeros(q.shape)
     lse = sinks.detach().float().view(-1, 1).expand(q.shape[:3]).clone()
     with torch.no_grad():
-        _forward_pairs(q, k, v, pairs, Mask(), out, lse)
+        _forward_pairs(q, k, v, pairs, Mask(), out=out, lse=lse)
         out = out.bfloat16()
-        _backward_pairs(grad, q, k, v, pairs, Mask(), out, lse, *wide)
+        _backward_pairs(grad, q, k, v, pairs, mask=Mask(), out=out, lse=lse, sums=wide)
         share = (sinks.float().view(-1, 1) - lse).exp()
         wide.append(-(share * (grad.float() * out.float()).sum(-1)).sum((0, 2)))
     for got, want in zip(grads, wide, strict=True):

@@ -39,7 +39,7 @@ def config_of(family: str, **changes: Any) -> Config:
 
 def stage(config: Config, layers: range, first: bool, last: bool) -> tuple[Transformer, Plan]:
     with torch.device("meta"):
-        model = Transformer(config, 1, torch.float32, layers, first, last)
+        model = Transformer(config, 1, torch.float32, layers=layers, first=first, last=last)
         add_adapters(model, config)
     return model, make_plan(config, layers, first, last)
 

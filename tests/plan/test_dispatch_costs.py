@@ -96,7 +96,7 @@ def test_halves_gain_less_than_megatron_measured_of_two_microbatches() -> None:
 
 
 def test_the_search_takes_halves_where_they_pay() -> None:
-    best = search(recipe("gpt_oss_20b"), 8, H100, Factors(), 3).best
+    best = search(recipe("gpt_oss_20b"), 8, H100, Factors(), count=3).best
     assert best[0].config.moe.overlap == "halves" and best[0].config.training.local_batch_size > 1
 
 
@@ -111,7 +111,7 @@ def test_overlap_is_planned_where_it_pays() -> None:
     assert planned(config, 8, replace(SLOW, name="cpu")) == "none"
     assert planned_overlap(whole, 8, SLOW) == (whole, "")
     assert evaluate(config, 8, SLOW, Factors()).config == planned_overlap(config, 8, SLOW)[0]
-    best = search(config, 8, replace(SLOW, memory=150e9), Factors(), 3).best
+    best = search(config, 8, replace(SLOW, memory=150e9), Factors(), count=3).best
     assert any(mapping.config.moe.overlap == "halves" for mapping in best)
     assert planned(recipe("kimi_k2"), 1024, H100) == "pairs"
     assert planned(recipe("kimi_k2", "--pipeline.schedule=Interleaved1F1B"), 1024, H100) == "none"
@@ -209,5 +209,5 @@ def test_pairs_of_the_first_rank() -> None:
 
 
 def test_the_search_pairs_where_rows_take_long() -> None:
-    best = search(recipe("qwen2_57b_a14b"), 64, H100, Factors(), 4).best
+    best = search(recipe("qwen2_57b_a14b"), 64, H100, Factors(), count=4).best
     assert any(mapping.config.moe.overlap == "pairs" for mapping in best)

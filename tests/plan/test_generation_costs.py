@@ -144,7 +144,7 @@ def test_memory_is_that_of_the_fullest_moment() -> None:
 def test_the_fastest_generator_that_fits_is_beside_training() -> None:
     config, device = read("qwen3_30b_a3b", LARGE, "--rl.held_out 9 --rl.eval_interval 9"), read_device("h100")
     config = replace(config, generation=replace(config.generation, batch_size=256))
-    best = search(config, 16, device, Factors(), 1).best[0]
+    best = search(config, 16, device, Factors(), count=1).best[0]
     assert best.config.generation.parallelism == best.generator.parallelism
     assert best.peak <= (usable := usable_bytes(best.config, best.fold, device))
     training = rank_memories(best.config, best.fold)

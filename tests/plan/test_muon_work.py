@@ -76,7 +76,7 @@ def test_qwen3() -> None:
     model = replace(Config().model, **preset("qwen3_moe", "30b_a3b"))
     assert 529e12 < flops(model, by_head=False, router=False, steps=5) < 575e12
     config = replace(Config(), model=model)
-    fold = Fold(64, pp=1, dp_replicate=1, dp_shard=64, cp=1, tp=1, edp_replicate=1, edp=8, ep=8, etp=1)
+    fold = Fold(world=64, pp=1, dp_replicate=1, dp_shard=64, cp=1, tp=1, edp_replicate=1, edp=8, ep=8, etp=1)
     work = muon_work(config, fold)
     assert work.flops * 64 == pytest.approx(flops(model, by_head=False, router=False, steps=5))
     # Of attention's 0.9 G weights in bfloat16, 63 in 64 leave a rank, there and back.

@@ -125,7 +125,7 @@ def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture) -> None:
 
 def test_the_table_lists_different_mappings() -> None:
     config = load(["--config", RECIPE, *SMALL], COMPONENTS, lambda config: [])
-    best = search(config, 4, read_device("h100"), Factors(), 5).best
+    best = search(config, 4, read_device("h100"), Factors(), count=5).best
     assert len({(fold.pp, fold.tp, fold.ep, fold.etp) for fold in (mapping.fold for mapping in best)}) == len(best) == 5
     assert [mapping.price.step for mapping in best] == sorted(mapping.price.step for mapping in best)
 
@@ -134,7 +134,7 @@ def test_other_mappings_are_not_bound_by_the_recipes_own_layers_per_stage() -> N
     stages = "--model.num_layers 4 --parallelism.pp 2 --pipeline.layers_per_stage 3 1"
     restricted = load(["--config", RECIPE, *SMALL, *stages.split()], COMPONENTS, lambda config: [])
     free = replace(restricted, pipeline=replace(restricted.pipeline, layers_per_stage=[]))
-    searches = [search(config, 4, read_device("h100"), Factors(), 5).best for config in (restricted, free)]
+    searches = [search(config, 4, read_device("h100"), Factors(), count=5).best for config in (restricted, free)]
     steps = [[mapping.price.step for mapping in best] for best in searches]
     assert steps[0] == steps[1] and len(steps[0]) == 5
 
@@ -226,7 +226,7 @@ def test_the_search_finds_the_fastest() -> None:
     ]
     assert len(every) > 20
     fastest, unfolded_mappings = (
-        search(config, world, device, Factors(), 1),
+        search(config, world, device, Factors(), count=1),
         [mapping for mapping in every if is_unfolded(mapping.fold)],
     )
     assert fastest.best[0].price.step <= min(mapping.price.step for mapping in every) * (1 + 1e-9)
@@ -236,7 +236,7 @@ def test_the_search_finds_the_fastest() -> None:
 def test_the_search_keeps_weights_gathered_where_memory_allows() -> None:
     def reshards(choice: str) -> list[str]:
         words = ["--config", "train_configs/olmoe_7b_a1b.toml", f"--parallelism.reshard_after_forward={choice}"]
-        found = search(load(words, COMPONENTS, lambda config: []), 8, read_device("h100"), Factors(), 4).best
+        found = search(load(words, COMPONENTS, lambda config: []), 8, read_device("h100"), Factors(), count=4).best
         return [one.config.parallelism.reshard_after_forward for one in found]
 
     assert set(reshards("auto")) == {"auto", "never"}  # with 8 samples in a microbatch, and with 4

@@ -91,7 +91,7 @@ def test_own_steps_on_an_h200_are_planned_as_the_page_says(script: ModuleType, m
         strict=True,
     ):
         config = load(
-            recipe(model, "titanmoe", layers, batch, False, [f"training.seq_len={tokens}"]),
+            recipe(model, "titanmoe", layers=layers, batch=batch, tiny=False, overrides=[f"training.seq_len={tokens}"]),
             COMPONENTS,
             lambda config: [],
         )

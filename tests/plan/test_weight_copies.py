@@ -36,8 +36,16 @@ def test_copies_are_those_that_a_rehearsal_counts(world: int, changes: str) -> N
     m, pipelined = training.global_batch_size // fold.dp, fold.pp > 1
     width = {"float32": 4, "bfloat16": 2}[training.dtype]
     accumulated = config.moe.accumulate_weight_gradients
-    copies = WeightCopies(width, 2, 4, not pipelined, pipelined, m, accumulated)
-    sizes, data = Sizes(config.model, fold.tp, fold.ep, fold.etp, fold.edp), fsdp(fold)
+    copies = WeightCopies(
+        stored=width,
+        computed=2,
+        reduced=4,
+        each_microbatch=not pipelined,
+        pipelined=pipelined,
+        microbatches=m,
+        accumulated=accumulated,
+    )
+    sizes, data = Sizes(config.model, fold), fsdp(fold)
     units = [(sizes.embedding, data, 1)] + [(sizes.head, data, 1)] * (not pipelined)
     planned = 0
     for layer in range(config.model.num_layers // fold.pp):

@@ -137,4 +137,4 @@ def recorded_routing(config: Any, ranks: list[Real]) -> AssumedRouting:
 def rehearsed(changes: dict[str, Any], world: int, rank: int, hardware: str, real: list[Real], steps: int) -> Rehearsal:
     config = config_of(changes, world, hardware)
     routing = 1.0 if config.moe.force_balance else recorded_routing(config, real)
-    return rehearse(config, world, rank, hardware, routing, steps=steps)
+    return rehearse(config, world, rank, hardware, routing=routing, steps=steps)

@@ -37,7 +37,9 @@ def of_stages(changes: dict[str, Any], world: int = 4) -> Verdict:
 
 def of_all(changes: dict[str, Any], imbalance: float = 1.0, world: int = 4) -> Verdict:
     config = config_of(ONE | changes, world, "h100")
-    return check_order(build_programs([rehearse(config, world, rank, "h100", imbalance, 2) for rank in range(world)]))
+    return check_order(
+        build_programs([rehearse(config, world, rank, "h100", routing=imbalance, node=2) for rank in range(world)])
+    )
 
 
 def schedule(name: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed
 
 def of(dispatcher: str, imbalance: float, factor: float = 2.0) -> rehearsal.Rehearsal:
     changes = ONE | {"moe.dispatcher": dispatcher, "moe.symm_mem_factor": factor}
-    return rehearsal.rehearse(config_of(changes, 4, "h100"), 4, 1, "h100", imbalance)
+    return rehearsal.rehearse(config_of(changes, 4, "h100"), 4, 1, "h100", routing=imbalance)
 
 
 def rows(rehearsal: rehearsal.Rehearsal) -> set[tuple[Any, ...]]:
@@ -68,7 +68,7 @@ def test_auto_is_what_it_would_be_on_that_hardware() -> None:
     assert chosen({}) == "symm_mem" and chosen({}, "cpu") == chosen({"parallelism.node": 2}) == "alltoall"
     halves = {"moe.overlap": "halves", "training.local_batch_size": 2, "training.global_batch_size": 8}
     assert chosen(halves) == "alltoall"
-    memory = rehearsal.rehearse(config, 4, 1, "h100", 1.0).memory
+    memory = rehearsal.rehearse(config, 4, 1, "h100", routing=1.0).memory
     assert memory.components["symmetric buffers"] and memory.peak == of("symm_mem", 1.0).memory.peak
 
 

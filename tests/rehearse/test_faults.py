@@ -49,7 +49,7 @@ def right(name: str) -> list[Rehearsal]:
     world, changes = WORLDS[name]
     config = config_of(changes, world, "h100")
     ranks = range(world) if world <= SMALL else corners(derive(world, config.parallelism))
-    return [rehearse(config, world, rank, "h100", 1.7) for rank in ranks]
+    return [rehearse(config, world, rank, "h100", routing=1.7) for rank in ranks]
 
 
 class Step(NamedTuple):

@@ -25,7 +25,15 @@ class Script:
         self.line += 1
         sent_bytes, received_bytes = (0 if op == "receive" else size), (0 if op == "send" else size)
         dtype = more.pop("dtype", torch.float32)
-        message = Message(op, kind, dtype, sent_bytes, received_bytes, CodeSite("made.py", self.line), **more)
+        message = Message(
+            op=op,
+            group=kind,
+            dtype=dtype,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            site=CodeSite("made.py", self.line),
+            **more,
+        )
         self.log.messages.append(message)
         self.log.events.append(Event("issue", len(self.log.messages) - 1))
         return self if open else self.wait()

@@ -71,7 +71,7 @@ def of(changes: dict[str, Any]) -> Rehearsal | None:
     except ConfigError:
         return None
     with nondeterministic.record_refused() as refused:
-        rehearsal = rehearse(config, 4, 1, "h100", 1.7)
+        rehearsal = rehearse(config, 4, 1, "h100", routing=1.7)
     assert not refused
     return rehearsal
 

@@ -21,7 +21,7 @@ EP4 = {"model.num_layers": 1, "training.global_batch_size": 4, "parallelism.expe
 
 
 def of(changes: dict[str, Any], routing: float | AssumedRouting = 1.7) -> Rehearsal:
-    return rehearse(config_of(EP4 | changes, 4, "h100"), 4, 0, "h100", routing)
+    return rehearse(config_of(EP4 | changes, 4, "h100"), 4, 0, "h100", routing=routing)
 
 
 @pytest.mark.parametrize("name", ["allgather", "hierarchical"])

@@ -28,7 +28,7 @@ def factorisations(n: int, parts: int) -> list[tuple[int, ...]]:
 def all_folds(world: int) -> list[Fold]:
     """Return every mapping of the ranks, legal or not: 517 for 8 ranks."""
     return [
-        Fold(world, *attention, *experts)
+        Fold(world=world, **dict(zip(ATTENTION + EXPERTS, attention + experts, strict=True)))
         for attention in factorisations(world, len(ATTENTION))
         for experts in factorisations(world // attention[0], len(EXPERTS))
     ]

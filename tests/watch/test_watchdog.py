@@ -83,7 +83,16 @@ class Watched:
             end = lambda code, rank=rank: self.bodies[rank].kill()  # noqa: E731
             messages = MachineMessages(machines, store)
             self.watchdogs.append(
-                Watchdog(rank, machines, GROUPS, 4, LIMITS, lambda: folder, messages=messages, end=end)
+                Watchdog(
+                    rank,
+                    machines,
+                    groups=GROUPS,
+                    stage=4,
+                    limits=LIMITS,
+                    folder=lambda: folder,
+                    messages=messages,
+                    end=end,
+                )
             )
 
     def send(self, *ranks: int) -> None:
@@ -209,7 +218,14 @@ def test_every_rank_is_looked_after_by_another(tmp_path: Path) -> None:
     ranks = [4, 5, 6]
     hearts = {rank: Heartbeat(tmp_path / str(rank), create=True) for rank in ranks}
     dogs = {
-        rank: Watchdog(rank, Machines(heart, hearts, 0, [ranks], ["node0"], "token"), GROUPS, 3, LIMITS, lambda: None)
+        rank: Watchdog(
+            rank,
+            Machines(heart, hearts, 0, [ranks], ["node0"], "token"),
+            groups=GROUPS,
+            stage=3,
+            limits=LIMITS,
+            folder=lambda: None,
+        )
         for rank, heart in hearts.items()
     }
     assert not any(dog.sees_trouble() for dog in dogs.values())

@@ -41,6 +41,7 @@ def save(
     target: Path,
     shards: TensorsToSave,
     manifest: Callable[[dict[str, Checksum]], Manifest],
+    *,
     group: Group = None,
     carried: Mapping[str, Path] | None = None,
     progress: SaveProgress | None = None,
@@ -67,7 +68,16 @@ def save(
     first = group is None or dist.get_rank(group) == 0
     unfinished = target.with_name(target.name + layout.WRITING)
     try:
-        _save(target, unfinished, shards, manifest, group, carried, progress or SaveProgress(), finite)
+        _save(
+            target,
+            unfinished,
+            shards,
+            manifest,
+            group=group,
+            carried=carried,
+            progress=progress or SaveProgress(),
+            finite=finite,
+        )
     except CheckpointError:  # raised on all ranks, so none of them is still writing
         if first:
             layout.erase_incomplete(unfinished)
@@ -79,6 +89,7 @@ def _save(
     unfinished: Path,
     shards: TensorsToSave,
     manifest: Callable[[dict[str, Checksum]], Manifest],
+    *,
     group: Group,
     carried: Mapping[str, Path] | None,
     progress: SaveProgress,
@@ -234,7 +245,7 @@ def write_checkpoint(
     target = Path(path)
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists: choose another folder, or give --overwrite")
-    save(target, tensors, lambda sums: Manifest(record.get("step", 0), 0, sums, record), group, carried)
+    save(target, tensors, lambda sums: Manifest(record.get("step", 0), 0, sums, record), group=group, carried=carried)
 
 
 def _save_error(failure: dcp.CheckpointException, target: Path) -> CheckpointError:

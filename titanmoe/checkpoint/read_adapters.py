@@ -26,7 +26,7 @@ from titanmoe.models.tensors import Tuning
 MODEL = "model."
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Adapters:
     """The LoRA adapters in a checkpoint or a PEFT folder, and what is known about their base weights."""
 
@@ -78,7 +78,16 @@ def read_checkpoint_adapters(path: Path) -> Adapters:
     checkpoint = config.checkpoint
     base = checkpoint.initial_hf or (checkpoint.load if checkpoint.model_only else "")
     digest, dropout = saved.record["base"], config.lora.dropout
-    return Adapters(path, config.model, config.lora, tensors, base, digest, config, dropout)
+    return Adapters(
+        path=path,
+        model=config.model,
+        lora=config.lora,
+        tensors=tensors,
+        base=base,
+        digest=digest,
+        config=config,
+        dropout=dropout,
+    )
 
 
 def lora_mismatches(adapters: Adapters, config: Config) -> list[str]:

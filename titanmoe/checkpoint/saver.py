@@ -201,9 +201,9 @@ class Saver:
             self._target,
             shards,
             lambda sums: self._manifest(step, sums, record),
-            self.group,
-            layout.files_in(self.folder / layout.CARRIED),
-            self._progress,
+            group=self.group,
+            carried=layout.files_in(self.folder / layout.CARRIED),
+            progress=self._progress,
             finite=True,
         )
         finishing = f"writing {self.folder / layout.LATEST} or removing old checkpoints"

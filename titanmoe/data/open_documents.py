@@ -114,7 +114,15 @@ def _plan_shards(config: Config, entry: str, field: str) -> tuple[ShardPlan, Pat
         field: field of the records that holds the document.
     """
     data = config.data
-    job = TokenizeJob([entry], "", data.tokenizer, data.format, field, data.chat_template, data.bad_lines)
+    job = TokenizeJob(
+        [entry],
+        "",
+        tokenizer=data.tokenizer,
+        format=data.format,
+        field=field,
+        chat_template=data.chat_template,
+        bad_lines=data.bad_lines,
+    )
     job = replace(job, max_document_mb=data.max_document_mb, label_weights=data.label_weights)
     plan = plan_shards(job)
     _check_vocab_size(config, entry, plan.tokenizer.vocab_size)

@@ -72,13 +72,13 @@ def empty_arrays(
     """
     shape = (count, seq_len)
     return BatchArrays(
-        np.zeros(shape, np.int64),
-        np.full(shape, IGNORE, np.int64),
-        np.zeros(shape, bool),
-        np.full(shape, -1, np.int64) if separate_documents else None,
-        np.zeros(shape, np.int64) if separate_documents else None,
-        np.tile(np.arange(1, seq_len + 1), (count, 1)) if branches else None,
-        {name: np.zeros(shape[:dims], dtype) for name, (dtype, dims) in extra_fields.items()},
+        tokens_NS=np.zeros(shape, np.int64),
+        labels_NS=np.full(shape, IGNORE, np.int64),
+        valid_NS=np.zeros(shape, bool),
+        document_NS=np.full(shape, -1, np.int64) if separate_documents else None,
+        position_NS=np.zeros(shape, np.int64) if separate_documents else None,
+        until_NS=np.tile(np.arange(1, seq_len + 1), (count, 1)) if branches else None,
+        extra_fields={name: np.zeros(shape[:dims], dtype) for name, (dtype, dims) in extra_fields.items()},
     )
 
 

@@ -133,7 +133,7 @@ def check_first_records(plan: ShardPlan) -> None:
     """
     if plan.job.bad_lines != "error":
         return
-    unit = UnitTokenizer(plan.job, plan.tokenizer, open_job_chat(plan.job, plan.tokenizer), 0, 0, 0)
+    unit = UnitTokenizer(plan.job, plan.tokenizer, open_job_chat(plan.job, plan.tokenizer), number=0, shard=0, items=0)
     for source in plan.sources[:MAX_LOOKED_INTO]:
         first = next(split_spans(source, MIN_UNIT_BYTES), None)
         if first and first.bytes <= MIN_UNIT_BYTES:

@@ -127,14 +127,14 @@ def _tokenize(args: argparse.Namespace) -> int:
     job = TokenizeJob(
         args.paths,
         args.out,
-        args.tokenizer,
-        args.format,
-        args.field,
-        args.chat_template,
-        args.bad_lines,
-        args.shard_tokens,
-        args.max_document_mb,
-        args.label_weights,
+        tokenizer=args.tokenizer,
+        format=args.format,
+        field=args.field,
+        chat_template=args.chat_template,
+        bad_lines=args.bad_lines,
+        shard_tokens=args.shard_tokens,
+        max_document_mb=args.max_document_mb,
+        label_weights=args.label_weights,
     )
     plan = plan_shards(job)
     size = sum(source.bytes for source in plan.sources)

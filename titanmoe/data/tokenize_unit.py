@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class TokenizeJob:
     """Files, folders, globs, URLs, and data sets on the hub."""
     out: str
     """Folder of the shards; "" in a plan that is not carried out."""
+    _: KW_ONLY
     tokenizer: str = "bytes"
     """"bytes", or a tokenizer.json or its folder."""
     format: str = "auto"
@@ -136,7 +137,7 @@ class UnitTokenizer:
     """
 
     def __init__(
-        self, job: TokenizeJob, tokenizer: Tokenizer, chat: ChatEncoder | None, number: int, shard: int, items: int
+        self, job: TokenizeJob, tokenizer: Tokenizer, chat: ChatEncoder | None, *, number: int, shard: int, items: int
     ):
         self.job, self.tokenizer, self.chat, self.number, self.shard = job, tokenizer, chat, number, shard
         self.progress, self.examples = UnitProgress(items), []
@@ -356,7 +357,9 @@ def serve() -> None:
         chat = open_job_chat(job, tokenizer)
         for line in sys.stdin:
             request = json.loads(line)
-            unit = UnitTokenizer(job, tokenizer, chat, request["unit"], request["shard"], request["items"])
+            unit = UnitTokenizer(
+                job, tokenizer, chat, number=request["unit"], shard=request["shard"], items=request["items"]
+            )
             unit.run([Span(*span) for span in request["spans"]], lambda size, tokens: respond(at=[size, tokens]))
             respond(done=request["unit"])
     except ConfigError as error:

@@ -103,7 +103,9 @@ class DeepEP(Dispatcher):
         )
         chosen_NJ = chosen_NJ.where(chosen_NJ >= 0, self.local_experts)
         order_C, count_e = sort_by_expert(chosen_NJ, self.local_experts)
-        choice_S, slot_CX = assign_slots(chosen_NJ, order_C, count_e, 1, 1, 0, sum(counts))
+        choice_S, slot_CX = assign_slots(
+            chosen_NJ, order_C, count_e, ep=1, etp=1, slots_per_expert=0, num_slots=sum(counts)
+        )
         x_RD, weights_R1, route = fill_slots(x_ND, weights_NJ, choice_S, slot_CX, self.kernels)
         return_sums = partial(_Combine.apply, self.memory.buffer, handle)
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)

@@ -25,10 +25,11 @@ def pick_backend(
     setting: str,
     cp_kind: str,
     cp: int,
+    *,
     device: str,
-    float64: bool,
     masked: bool,
-    sinks: bool,
+    float64: bool = False,
+    sinks: bool = False,
     ring_lacks: str = "",
     narrow: bool = False,
 ) -> tuple[Backend, str]:
@@ -39,8 +40,8 @@ def pick_backend(
         cp_kind: parallelism.cp_kind: "ring", "allgather" or "ulysses".
         cp: the degree of context parallelism.
         device: "cpu" or "cuda".
-        float64: whether attention computes in float64.
         masked: whether attention is limited to documents or a sliding window.
+        float64: whether attention computes in float64.
         sinks: whether the model has attention sinks.
         ring_lacks: why the installed torch's ring attention cannot run; "" if it can.
         narrow: whether heads are narrower than FLEX_NARROWEST.
@@ -124,7 +125,16 @@ def attention_violations(config: Config, cp: int) -> Iterator[str]:
     masked = {documents or window(model, layer) > 0 for layer in range(model.num_layers)}
     narrow = min(head_widths(model)) < FLEX_NARROWEST
     picked = [
-        pick_backend("torch", options.cp_kind, cp, device, float64, mask, model.attention_sinks, narrow=narrow)
+        pick_backend(
+            "torch",
+            options.cp_kind,
+            cp,
+            device=device,
+            float64=float64,
+            masked=mask,
+            sinks=model.attention_sinks,
+            narrow=narrow,
+        )
         for mask in masked
     ]
     for why in sorted({why for _, why in picked if why}):

@@ -41,20 +41,20 @@ class FoldError(ValueError):
         return "\n".join(self.problems)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fold:
     """The degrees of a legal mapping: every axis of the attention view and of the expert view."""
 
     world: int
-    pp: int
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    edp_replicate: int
-    edp: int
-    ep: int
-    etp: int
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    edp_replicate: int = 1
+    edp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @property
     def stage(self) -> int:
@@ -126,7 +126,7 @@ def derive(world: int, parallelism: Parallelism) -> Fold:
     degrees, problems = resolve_degrees(world, parallelism)
     if problems:
         raise FoldError(problems)
-    return Fold(world, **{name: degrees[name] for name in DEGREE_PATHS})
+    return Fold(world=world, **{name: degrees[name] for name in DEGREE_PATHS})
 
 
 def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:

@@ -43,7 +43,7 @@ class StageViews:
 
     def fold(self, attention: dict[str, int], experts: dict[str, int]) -> Fold:
         """Return the mapping that combines an attention view and an expert view."""
-        return Fold(self.world, self.pp, **attention, **experts)
+        return Fold(world=self.world, pp=self.pp, **attention, **experts)
 
     def pairs(self) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
         """Return an iterator over all pairs of an attention view and an expert view."""

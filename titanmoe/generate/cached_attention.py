@@ -46,7 +46,7 @@ class CachedKeys(Cache):
             if not self.stored:
                 self.stored = [PerWindow(rows, mask.window) if mask.window else PerToken(rows)]
             self.stored[0].read_prompts(torch.cat((k_1TGh, v_1TGv), -1))
-            return within_prompts(self.attend, rows, q_1THh, k_1TGh, v_1TGv, mask, sinks_H)
+            return within_prompts(self.attend, rows, q_1THh, k_1TGh, v_1TGv, mask, sinks_H=sinks_H)
         q_BnHh, kv_1TGc = rows.split(q_1THh), torch.cat((k_1TGh, v_1TGv), -1)
         k_BGLh, v_BGLv = self.stored[0].add(rows.split(kv_1TGc)).split((k_1TGh.shape[-1], v_1TGv.shape[-1]), -1)
         mask_XYL = rows.mask(q_BnHh, k_BGLh, mask.window)

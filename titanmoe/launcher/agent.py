@@ -154,7 +154,15 @@ class Agent(LocalElasticAgent):
             rank, log, note = workers[local].global_rank, Path(self._pcontext.stderrs[local]), Path(notes[local])
             during = parts.get(rank, "")
             failures.append(
-                RankFailure(rank, process.exitcode, process.timestamp, log, note, during, rank in ended_by_hang)
+                RankFailure(
+                    rank=rank,
+                    exitcode=process.exitcode,
+                    timestamp=process.timestamp,
+                    log=log,
+                    note_file=note,
+                    during=during,
+                    ended_by_hang=rank in ended_by_hang,
+                )
             )
         return LaunchResult(self.signal, self.killed, failures, workers[0].world_size if workers else 1)
 

@@ -19,7 +19,7 @@ TAIL_LINES = 8
 """Number of lines of a log that are shown if the rank left no note."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """A rank that ended with an error or a signal."""
 

@@ -322,7 +322,7 @@ def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
         ConfigError: if none fits, with remedies, such as a number of GPUs on which one does.
     """
     ranks, (device, figures), factors = config.job.ranks, similar_device(machine), Factors()
-    if best := search(config, ranks, device, factors, 1).best:
+    if best := search(config, ranks, device, factors, count=1).best:
         before, after = flatten(config), flatten(best[0].config)
         shown = "parallelism.experts.ep", "training.local_batch_size", "activation_checkpoint.mode"
         changed = [path for path in after if after[path] != before[path] or path in shown]

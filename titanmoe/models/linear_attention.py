@@ -201,7 +201,9 @@ class GatedDelta(nn.Module):
         """
         length = q_RcKk.shape[1]
         documents = (None, None) if until is None else (until[:, -length:], until[:, -length - 1])
-        chunks = gated_delta_rule.make_segment(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents, self.kernels)
+        chunks = gated_delta_rule.make_segment(
+            q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents, kernels=self.kernels
+        )
         before = self.segments.states_before(*chunks.state_map()) if len(self.segments.order) > 1 else None
         return chunks.forward(before)[0]
 

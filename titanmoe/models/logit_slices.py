@@ -333,6 +333,7 @@ def chunked_cross_entropy(
     label_T: Tensor,
     tp: Group,
     chunks: int,
+    *,
     kernels: str = "auto",
     with_entropy: bool = False,
     temperature: float = 1.0,

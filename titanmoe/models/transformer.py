@@ -37,6 +37,7 @@ class Block(nn.Module):
         model: Model,
         mixer: MixerSpec,
         options: MoEOptions,
+        *,
         seed: int,
         layer: int,
         microbatches: int,
@@ -52,7 +53,9 @@ class Block(nn.Module):
             shared = (
                 SharedExpert(model.dim, model.shared_hidden, model.shared_gate, dtype) if model.shared_hidden else None
             )
-            self.moe = MoE(model, options, shared, seed, layer, microbatches, dtype)
+            self.moe = MoE(
+                model, options, shared=shared, seed=seed, layer=layer, microbatches=microbatches, dtype=dtype
+            )
         else:
             self.ffn = FeedForward(model.dim, model.dense_hidden, dtype)
         self.in_halves = self.moe is not None and options.overlap == "halves"
@@ -187,6 +190,7 @@ class Transformer(nn.Module):
         config: Config,
         microbatches: int,
         dtype: torch.dtype,
+        *,
         layers: Iterable[int] | None = None,
         first: bool = True,
         last: bool = True,
@@ -210,15 +214,22 @@ class Transformer(nn.Module):
         of_blocks = mixers(model)
 
         def block(layer: int) -> Block:
-            return Block(model, of_blocks[layer], config.moe, config.training.seed, layer, microbatches, dtype)
+            return Block(
+                model,
+                of_blocks[layer],
+                config.moe,
+                seed=config.training.seed,
+                layer=layer,
+                microbatches=microbatches,
+                dtype=dtype,
+            )
 
         shared = config.parallelism.vocab == "pipeline"
         self.embed = Embedding(model.vocab_size, model.dim, dtype) if first and not shared else None
         # Keyed by the layer's global number, so that names do not depend on the stage.
         self.layers = nn.ModuleDict({str(i): block(i) for i in (range(model.num_layers) if layers is None else layers)})
         chunks, kernels = config.training.loss_chunks, config.moe.kernels
-        ends = model.vocab_size, model.dim
-        self.head = Head(*ends, model.norm_eps, chunks, dtype, kernels, model.norm_adds_one, output) if last else None
+        self.head = Head(model, chunks=chunks, dtype=dtype, kernels=kernels, output=output) if last else None
         if last and shared:
             self.head = FinalNorm(self.head.norm)
         self.mtp = self.embed_copy = None

@@ -25,6 +25,7 @@ from titanmoe.comm.collectives import (
     reduce_scatter_autograd,
     to_local,
 )
+from titanmoe.config.schema import Model
 from titanmoe.models.candidate_classes import candidate_log_probs, top_k_log_probs
 from titanmoe.models.layers import RMSNorm, promote
 from titanmoe.models.logit_slices import (
@@ -203,19 +204,19 @@ class Head(Vocabulary):
 
     def __init__(
         self,
-        vocab_size: int,
-        dim: int,
-        eps: float,
+        model: Model,
+        *,
         chunks: int,
         dtype: torch.dtype | None = None,
         kernels: str = "auto",
-        norm_adds_one: bool = False,
         output: HeadOutput = LOSS_ONLY,
         with_norm: bool = True,
     ):
-        super().__init__(vocab_size)
-        self.norm = RMSNorm(dim, eps, dtype, norm_adds_one, kernels) if with_norm else nn.Identity()
-        self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
+        super().__init__(model.vocab_size)
+        self.norm = (
+            RMSNorm(model.dim, model.norm_eps, dtype, model.norm_adds_one, kernels) if with_norm else nn.Identity()
+        )
+        self.weight = nn.Parameter(torch.empty(model.vocab_size, model.dim, dtype=dtype))
         self.chunks, self.kernels = chunks, kernels
         self.with_entropy, self.candidates = output.with_entropy, output.candidates
         self.top_k, self.temperature = output.top_k, output.temperature
@@ -305,8 +306,8 @@ class Head(Vocabulary):
         if self.ids:
             weight_VD, label_T = existing_rows(weight_VD, label_T, self.ids, self.shard_rows, self.tp)
         if chunks > 1:
-            inputs = x_TD, weight_VD, label_T
-            scores = chunked_cross_entropy(*inputs, self.tp, chunks, self.kernels, with_entropy, temperature)
+            options = {"with_entropy": with_entropy, "temperature": temperature}
+            scores = chunked_cross_entropy(x_TD, weight_VD, label_T, self.tp, chunks, kernels=self.kernels, **options)
         else:
             scores = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp, with_entropy, temperature)
         # A copy: on a view, FSDP would lose its hooks.

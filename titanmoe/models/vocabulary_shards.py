@@ -74,10 +74,9 @@ class VocabularyShards(nn.Module):
         """
         super().__init__()
         self.shape, self.dtype = config.model, dtype
-        ends = config.model.vocab_size, config.model.dim
-        options = config.model.norm_eps, config.training.loss_chunks, dtype, config.moe.kernels
-        self.embed = Embedding(*ends, dtype)
-        self.head = Head(*ends, *options, output=output, with_norm=False)
+        self.embed = Embedding(config.model.vocab_size, config.model.dim, dtype)
+        options = {"chunks": config.training.loss_chunks, "kernels": config.moe.kernels, "with_norm": False}
+        self.head = Head(config.model, dtype=dtype, output=output, **options)
         self.tie()
 
     def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:

@@ -204,7 +204,7 @@ class _Down(torch.autograd.Function):
         inputs = any(wants_gradient(ctx, i) for i in range(parts + 1))
         wanted = [inputs, *(wants_gradient(ctx, parts + 1 + i) for i in range(len(weights)))]
         grad_both, grad_R1, grad_weights = down_backward(
-            ctx.products, grads, hidden, weight_R1, weights, wanted, ctx.add
+            ctx.products, grads, hidden, weight_R1, weights, wanted=wanted, add=ctx.add
         )
         grad_hidden = [None] * parts if grad_both is None else grad_both.chunk(parts, 1)
         return None, None, None, None, *grad_hidden, grad_R1, *grad_weights
@@ -294,6 +294,7 @@ def down_backward(
     hidden: Sequence[Tensor],
     weight_R1: Tensor,
     weights: Sequence[Tensor],
+    *,
     wanted: Sequence[bool],
     add: AddGradient | None = None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:

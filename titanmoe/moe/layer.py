@@ -32,6 +32,7 @@ class MoE(nn.Module):
         self,
         model: Model,
         options: MoEOptions,
+        *,
         shared: nn.Module | None,
         seed: int,
         layer: int,

@@ -50,7 +50,7 @@ def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
 
 @named("permute")
 def assign_slots(
-    chosen_TK: Tensor, order_C: Tensor, count_E: Tensor, ep: int, etp: int, slots_per_expert: int, num_slots: int
+    chosen_TK: Tensor, order_C: Tensor, count_E: Tensor, *, ep: int, etp: int, slots_per_expert: int, num_slots: int
 ) -> tuple[Tensor, Tensor]:
     """Assign slots of a send buffer to each choice: one for each of the etp ranks of the chosen expert.
 
@@ -158,7 +158,9 @@ def assign_unpadded_slots(
 
         return slot_kernels.assign_unpadded_slots(chosen_TK, num_experts, ep, etp)
     order_C, count_E = sort_by_expert(chosen_TK, num_experts)
-    return *assign_slots(chosen_TK, order_C, count_E, ep, etp, 0, chosen_TK.numel() * etp), count_E
+    return *assign_slots(
+        chosen_TK, order_C, count_E, ep=ep, etp=etp, slots_per_expert=0, num_slots=chosen_TK.numel() * etp
+    ), count_E
 
 
 @named("permute")

@@ -247,7 +247,7 @@ def experts_down_backward(
         The gradients of gate and up side by side (R, 2F), of the routing weights (R, 1), and of each weight.
     """
     products = _products(groups, method, clamped, kernels)
-    grad_both, grad_R1, grad_weights = down_backward(products, grads, hidden, weight_R1, weights, wanted)
+    grad_both, grad_R1, grad_weights = down_backward(products, grads, hidden, weight_R1, weights, wanted=wanted)
     return [grad for grad in (grad_both, grad_R1, *grad_weights) if grad is not None]
 
 

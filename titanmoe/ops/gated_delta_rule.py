@@ -91,6 +91,7 @@ def make_segment(
     beta_BSH: Tensor | None,
     document_BS: Tensor | None = None,
     before_B: Tensor | None = None,
+    *,
     kernels: str = "torch",
 ) -> ChunkedSegment:
     """Build a ChunkedSegment, with the tokens at which documents begin found from document numbers.
@@ -110,7 +111,9 @@ def make_segment(
     if document_BS is not None:
         before = document_BS[:, 0] if before_B is None else before_B
         begins = document_BS.diff(dim=1, prepend=before.unsqueeze(1)) != 0
-    return ChunkedSegment(q_BSRk, k_BSRk, v_BSHv, decay, beta_BSH, begins, kernels)
+    return ChunkedSegment(
+        q_BSRk=q_BSRk, k_BSRk=k_BSRk, v_BSHv=v_BSHv, decay=decay, beta_BSH=beta_BSH, begins_BS=begins, kernels=kernels
+    )
 
 
 def uses_fla(kernels: str, x: Tensor) -> bool:

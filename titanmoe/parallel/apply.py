@@ -101,7 +101,9 @@ def build(
     for number in (number for number, rank in enumerate(ranks) if rank == meshes.pp.rank):
         with torch.device("meta"):
             first, last = number == 0, number == len(ranks) - 1
-            model = Transformer(config, microbatches, stored, layers[number], first, last, output)
+            model = Transformer(
+                config, microbatches, stored, layers=layers[number], first=first, last=last, output=output
+            )
             add_adapters(model, config, meshes.tp.rank)
         freeze(model, config)
         parallelize(model, make_plan(config, layers[number], first, last), meshes)

@@ -56,7 +56,7 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
 
 
 def backward_reference(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, computed by plain operations in float32 at least.
 
@@ -141,7 +141,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
 
 
 def block_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v through attention of this block of queries to this block of keys.
 
@@ -158,10 +158,10 @@ def block_backward(
         causal: whether a query sees the keys up to its own position in the block.
     """
     implementation = device.choose(q, _backward_on_gpu, cpu=flash_attention.block_backward, compiled=True)
-    return implementation(grad, q, k, v, bias, out, lse, causal)
+    return implementation(grad, q, k, v, bias, out=out, lse=lse, causal=causal)
 
 
-def _backward_on_gpu(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_on_gpu(grad, q, k, v, bias, *, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _kernel(q, k, v, bias)
     if kernel == "cudnn":
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's
@@ -174,7 +174,7 @@ def _backward_on_gpu(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Ten
             grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, unused
         )
     if kernel == "plain":
-        dq, dk, dv = backward_reference(grad, q, *_repeated(q.shape[1], k, v), bias, out, lse, causal)
+        dq, dk, dv = backward_reference(grad, q, *_repeated(q.shape[1], k, v), bias, out=out, lse=lse, causal=causal)
         return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     mask = [True, True, True, False]

@@ -67,7 +67,17 @@ def attend(
     masked, sinks = mask.until_BL is not None or mask.window > 0, sinks_H is not None
     device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64
     narrow = min(q_BSHh.shape[-1], v_BSGh.shape[-1]) < FLEX_NARROWEST
-    implementation, why = pick_backend(backend, cp_kind, group.size, device, float64, masked, sinks, ring_lacks, narrow)
+    implementation, why = pick_backend(
+        backend,
+        cp_kind,
+        group.size,
+        device=device,
+        float64=float64,
+        masked=masked,
+        sinks=sinks,
+        ring_lacks=ring_lacks,
+        narrow=narrow,
+    )
     if backend == "torch" and why:
         raise ValueError(f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"')
     layout = {"placement": placement, "group": group}

@@ -105,7 +105,7 @@ def placement(options: Parallelism) -> Placement:
 
 
 def _forward_pairs(
-    q: Tensor, k: Tensor, v: Tensor, pairs: list[BlockPair], mask: Mask, out: Tensor, lse: Tensor
+    q: Tensor, k: Tensor, v: Tensor, pairs: list[BlockPair], mask: Mask, *, out: Tensor, lse: Tensor
 ) -> None:
     """Merge attention of these pairs of blocks into `out` (B, H, S, h) and `lse` (B, H, S), in place.
 
@@ -128,16 +128,15 @@ def _backward_pairs(
     k: Tensor,
     v: Tensor,
     pairs: list[BlockPair],
+    *,
     mask: Mask,
     out: Tensor,
     lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    sums: Sequence[Tensor],
 ) -> None:
-    """Add the gradients through attention of these pairs of blocks to dq, dk and dv, in place.
+    """Add the gradients through attention of these pairs of blocks to the sums, in place.
 
-    All but lse are (B, heads, positions, h). dq, dk and dv are in float32 at least.
+    All but lse are (B, heads, positions, h). The sums are in float32 at least.
 
     Args:
         grad: gradient of `out`.
@@ -148,15 +147,14 @@ def _backward_pairs(
         mask: which positions see each other.
         out: final output, of all keys.
         lse: its log-sum-exp (B, H, S), of all keys and the sink.
-        dq: sum of the gradients of q.
-        dk: sum of the gradients of k.
-        dv: sum of the gradients of v.
+        sums: sums of the gradients of q, k and v.
     """
+    dq, dk, dv = sums
     for pair in pairs:
         rows, columns = (pair.samples, slice(None), pair.rows), (pair.samples, slice(None), pair.columns)
-        final = (x[rows].contiguous() for x in (out, lse))
-        bias = mask.bias(pair, q)
-        gq, gk, gv = block_backward(grad[rows].contiguous(), q[rows], k[columns], v[columns], bias, *final, pair.causal)
+        final = {"out": out[rows].contiguous(), "lse": lse[rows].contiguous(), "causal": pair.causal}
+        inputs = grad[rows].contiguous(), q[rows], k[columns], v[columns]
+        gq, gk, gv = block_backward(*inputs, mask.bias(pair, q), **final)
         dq[rows] += gq
         dk[columns] += gk
         dv[columns] += gv
@@ -207,7 +205,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, placement, rank, mask, report_lse):
         ctx.pairs, ctx.mask = placement.pairs(mask, q, rank, range(placement.chunks)), mask
         out, lse = _start(q, v, sinks)
-        _forward_pairs(q, k, v, ctx.pairs, mask, out, lse)
+        _forward_pairs(q, k, v, ctx.pairs, mask, out=out, lse=lse)
         if report_lse is not None:
             report_lse(lse)
         out = _cast(out, q.dtype)
@@ -218,7 +216,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         dq, dk, dv = _wide_zeros(q), _wide_zeros(k), _wide_zeros(v)
-        _backward_pairs(grad, q, k, v, ctx.pairs, ctx.mask, out, lse, dq, dk, dv)
+        _backward_pairs(grad, q, k, v, ctx.pairs, mask=ctx.mask, out=out, lse=lse, sums=(dq, dk, dv))
         dsinks = _sinks_grad(grad, out, lse, sinks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
@@ -253,7 +251,7 @@ class _Ring(torch.autograd.Function):
         for hop in range(group.size):
             next_kv = _pass_on(kv, group) if hop < group.size - 1 else None
             pairs = placement.pairs(mask, q, group.rank, placement.chunks_of((group.rank - hop) % group.size))
-            _forward_pairs(q, *_unpack(kv, k, v), pairs, mask, out, lse)
+            _forward_pairs(q, *_unpack(kv, k, v), pairs, mask, out=out, lse=lse)
             if next_kv is not None:
                 kv = wait(next_kv, group)
         if report_lse is not None:
@@ -274,8 +272,8 @@ class _Ring(torch.autograd.Function):
         for hop in range(group.size):
             next_kv = _pass_on(kv, group) if hop < group.size - 1 else None
             pairs = placement.pairs(mask, q, group.rank, placement.chunks_of((group.rank - hop) % group.size))
-            keys_values, grads = _unpack(kv, k, v), _unpack(dkv, k, v)
-            _backward_pairs(grad, q, *keys_values, pairs, mask, out, lse, dq, *grads)
+            sums = dq, *_unpack(dkv, k, v)
+            _backward_pairs(grad, q, *_unpack(kv, k, v), pairs, mask=mask, out=out, lse=lse, sums=sums)
             # The gradients follow their keys; after the last hop they are back on the keys' own rank.
             dkv = wait(_pass_on(dkv, group), group)
             if next_kv is not None:

@@ -72,7 +72,9 @@ def _op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tenso
 
 
 def _op_backward(grad, query, key, value, out, logsumexp, is_causal):
-    return block_backward(grad.contiguous(), query, key, value, None, out.contiguous(), logsumexp, is_causal)
+    return block_backward(
+        grad.contiguous(), query, key, value, None, out=out.contiguous(), lse=logsumexp, causal=is_causal
+    )
 
 
 class _Ring(torch.autograd.Function):

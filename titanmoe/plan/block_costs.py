@@ -108,7 +108,7 @@ class BlockCosts(AttentionCosts):
         )
 
     def _dense(
-        self, tp: int, cp: int, samples: int, hidden: int, backward: float, shared: bool = False
+        self, tp: int, cp: int, samples: int, hidden: int, backward: float, *, shared: bool = False
     ) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) of a dense or shared feed-forward network for one microbatch.
 
@@ -171,7 +171,7 @@ class BlockCosts(AttentionCosts):
         costs = []
         shared_expert = None
         if model.shared_hidden:
-            shared_expert = self._dense(tp, sample_ranks // tp, samples, model.shared_hidden, backward, True)
+            shared_expert = self._dense(tp, sample_ranks // tp, samples, model.shared_hidden, backward, shared=True)
         for direction, factor in enumerate((1.0, BACKWARD)):
             memory = (
                 self.price_norms(T * D, direction)
@@ -187,7 +187,13 @@ class BlockCosts(AttentionCosts):
             shared_cost = Cost() if shared_expert is None else shared_expert[direction]
             shared_seconds = self.seconds_beside_messages(shared_cost.matrix)
             messages = self.routed_message_seconds(
-                choice, T * self.imbalance, ep, etp, products * times, shared_seconds, between[direction]
+                choice,
+                T * self.imbalance,
+                ep=ep,
+                etp=etp,
+                products=products * times,
+                shared_seconds=shared_seconds,
+                between=between[direction],
             )
             cost = cost._replace(rows=messages)
             costs.append(cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2))

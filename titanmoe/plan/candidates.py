@@ -138,7 +138,7 @@ class Candidates:
             m = batch // (samples * dp)
             schedules = _schedules(config, pp, m)
             for ep, etp, dispatchers in expert_grids:
-                fold = Fold(self.world, pp, 1, dp, cp, tp, 1, stage // (ep * etp), ep, etp)
+                fold = Fold(world=self.world, pp=pp, dp_shard=dp, cp=cp, tp=tp, edp=stage // (ep * etp), ep=ep, etp=etp)
                 variants = self.memory.variants(fold, samples, schedules)
                 if fitting := [variant for variant in variants if variant.least_bytes <= self.limit]:
                     floor = self._floor(fold, samples, m, schedules)
@@ -185,15 +185,15 @@ class Candidates:
                 busy = max((seconds[mode] + more) / fold.pp + hop * schedule.stages, launches / fold.pp)
                 bound = busy * (m + schedule.idle)
                 yield Candidate(
-                    bound,
-                    busy,
-                    least_bytes,
-                    fold,
-                    samples,
-                    RECOMPUTE_MODES[mode],
-                    schedule.name,
-                    schedule.stages,
-                    choice,
+                    bound=bound,
+                    busy=busy,
+                    least_bytes=least_bytes,
+                    fold=fold,
+                    samples=samples,
+                    mode=RECOMPUTE_MODES[mode],
+                    schedule=schedule.name,
+                    stages=schedule.stages,
+                    dispatch_choice=choice,
                 )
 
 

@@ -123,6 +123,7 @@ class DispatchCosts:
         self,
         choice: DispatchChoice,
         T: float,
+        *,
         ep: int,
         etp: int,
         products: float,

@@ -185,7 +185,7 @@ def generator_sizes(config: Config, fold: Fold) -> Sizes:
         config: recipe.
         fold: degrees of the generator, not of training.
     """
-    return Sizes(config.model, fold.tp, fold.ep, fold.etp, 1, Tuning.of(config))
+    return Sizes(config.model, replace(fold, edp=1), Tuning.of(config))
 
 
 class GeneratorCosts:
@@ -197,6 +197,7 @@ class GeneratorCosts:
         world: int,
         device: Device,
         factors: Factors,
+        *,
         imbalance: float = 1.0,
         stack: Stack = TITANMOE,
         lengths: TextLengths | None = None,

@@ -124,9 +124,7 @@ def _plan(args: argparse.Namespace, device: Device) -> Plan:
         ]
     if args.explain:
         _check_imbalance(config, args.imbalance)
-        mapping = evaluate(
-            config, args.ranks, device, Factors(), args.imbalance, args.stack, args.reference, args.lengths
-        )
+        mapping = evaluate(config, args.ranks, device, Factors(), **_assumptions(args))
         lines = [*notes, *explanation(mapping, device)]
         budget_lines = budget(mapping, args.tokens, device) if args.tokens else []
         too_large = mapping.peak > usable_bytes(mapping.config, mapping.fold, device)
@@ -141,6 +139,11 @@ def _plan(args: argparse.Namespace, device: Device) -> Plan:
     head = f"# Written by titanmoe plan for {args.ranks} {device.name}, from {split_words(args.overrides).recipe}.\n\n"
     best_config = replace(best.config, job=replace(best.config.job, ranks=args.ranks))
     return lines, data, {args.write: head + to_toml(best_config)} if args.write else {}, 0
+
+
+def _assumptions(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `titanmoe plan` that `search` and `evaluate` take under the same names."""
+    return {name: getattr(args, name) for name in ("imbalance", "stack", "reference", "lengths")}
 
 
 def _check_imbalance(config: Config, imbalance: float) -> None:
@@ -171,9 +174,7 @@ def _search(config: Config, args: argparse.Namespace, device: Device) -> Search:
     from titanmoe.plan.search import search
 
     _check_imbalance(config, args.imbalance)
-    result = search(
-        config, args.ranks, device, Factors(), args.top, args.imbalance, args.stack, args.reference, args.lengths
-    )
+    result = search(config, args.ranks, device, Factors(), count=args.top, **_assumptions(args))
     if result.best:
         return result
     if result.nearest is None:
@@ -216,7 +217,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
     }
 
     def smallest(changed: Config, world: int) -> PricedMapping | None:
-        result = search(changed, world, device, Factors(), 1, args.imbalance, args.stack, args.reference, args.lengths)
+        result = search(changed, world, device, Factors(), count=1, **_assumptions(args))
         return result.best[0] if result.best else result.nearest
 
     def available(mapping: PricedMapping) -> float:

@@ -53,9 +53,7 @@ class Widths:
         self.receive_buffers = static.buffer_slots * (model.dim * self.w + max(self.w, WIDTHS[config.moe.router_dtype]))
         self.F = model.expert_hidden // fold.etp
         self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
-        self.sizes = Sizes(
-            model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config), vocabulary_ranks(config, fold)
-        )
+        self.sizes = Sizes(model, fold, Tuning.of(config), vocabulary_ranks(config, fold))
         self.drops_inputs = config.lora.rank > 0 and config.lora.dropout > 0
         self.mixers = ModelKey.of(model).mixers
         self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
@@ -63,7 +61,16 @@ class Widths:
         segments = training.local_batch_size * sequence_chunks(fold.cp, config.parallelism.cp_placement)
         gathered = fold.cp if config.parallelism.cp_kind == "allgather" else 1
         mask = training.local_batch_size * training.seq_len**2 * self.w * saves_mask(config, fold.cp)
-        self.batch = LocalBatch(self.T, self.X, fold.tp, self.w, ring, segments, gathered, mask)
+        self.batch = LocalBatch(
+            tokens=self.T,
+            positions=self.X,
+            tp=fold.tp,
+            width=self.w,
+            ring=ring,
+            segments=segments,
+            gathered=gathered,
+            mask=mask,
+        )
 
 
 def saves_mask(config: Config, cp: int) -> bool:
@@ -80,7 +87,7 @@ def saves_mask(config: Config, cp: int) -> bool:
     if by_blocks or not separates_documents(config):
         return False
     narrow = min(head_widths(model)) < FLEX_NARROWEST
-    backend, _ = pick_backend(options.attention_backend, options.cp_kind, cp, "cuda", False, True, False, "", narrow)
+    backend, _ = pick_backend(options.attention_backend, options.cp_kind, cp, device="cuda", masked=True, narrow=narrow)
     return backend == "plain"
 
 
@@ -151,17 +158,17 @@ def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
         reached = into_ffn or any_of("moe.") or any_of("ffn.")
         flows.append(
             Flow(
-                into_attention,
-                any_of(attention, after_scores),
-                into_ffn,
-                any_of("moe.router."),
-                any_of(network, f"{network}w2"),
-                any_of("moe.shared.", "moe.shared.w2"),
-                reached,
-                sum(rank for part, rank in downs if part.startswith(attention)),
-                sum(rank for part, rank in downs if not part.startswith((attention, routed))),
-                tuple(rank for part, rank in downs if part.startswith(routed)),
-                tuple((part, shape[-1], dim is not None) for part, shape, dim in adapters),
+                into_attention=into_attention,
+                attention_weights=any_of(attention, after_scores),
+                into_ffn=into_ffn,
+                router_weights=any_of("moe.router."),
+                ffn_weights=any_of(network, f"{network}w2"),
+                shared_weights=any_of("moe.shared.", "moe.shared.w2"),
+                out_of_ffn=reached,
+                attention_ranks=sum(rank for part, rank in downs if part.startswith(attention)),
+                dense_ranks=sum(rank for part, rank in downs if not part.startswith((attention, routed))),
+                expert_ranks=tuple(rank for part, rank in downs if part.startswith(routed)),
+                adapter_inputs=tuple((part, shape[-1], dim is not None) for part, shape, dim in adapters),
             )
         )
     return tuple(flows)

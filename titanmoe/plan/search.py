@@ -99,6 +99,7 @@ def evaluate(
     world: int,
     device: Device,
     factors: Factors,
+    *,
     imbalance: float = 1.0,
     stack: Stack = TITANMOE,
     reference: bool = False,
@@ -127,7 +128,7 @@ def evaluate(
     mapping = PricedMapping(config, fold, price, rank_memories(config, fold, imbalance, reference=reference))
     if not config.rl.reward:
         return mapping
-    costs = GeneratorCosts(config, world, device, factors, imbalance, stack, lengths)
+    costs = GeneratorCosts(config, world, device, factors, imbalance=imbalance, stack=stack, lengths=lengths)
     return mapping.beside(costs.plan(config.generation.parallelism))
 
 
@@ -155,6 +156,7 @@ def search(
     world: int,
     device: Device,
     factors: Factors,
+    *,
     count: int = 10,
     imbalance: float = 1.0,
     stack: Stack = TITANMOE,
@@ -176,7 +178,7 @@ def search(
         reference: whether a frozen copy of the model lies beside it.
         lengths: mean tokens of texts of [rl]; None for the most that the recipe allows.
     """
-    generators = _generators(config, world, device, factors, imbalance, stack, lengths)
+    generators = _generators(config, world, device, factors, imbalance=imbalance, stack=stack, lengths=lengths)
     memories = partial(rank_memories, imbalance=imbalance, reference=reference)
     pricer, one_mesh = (kind(config, device, factors, imbalance, stack) for kind in (Pricer, OneMesh))
     candidates = Candidates(config, world, pricer, device.memory - device.reserved)
@@ -233,15 +235,19 @@ def search(
     return Search([*best.values()], best_unfolded, nearest, len(candidates))
 
 
-def _generators(config: Config, world: int, *costs: Any) -> list[GeneratorPlan | None]:
+def _generators(
+    config: Config, world: int, device: Device, factors: Factors, **options: Any
+) -> list[GeneratorPlan | None]:
     """Return the generators that may be beside training, fastest first; [None] without [rl].
 
     Args:
         config: recipe; without rl.reward it has no generator.
         world: number of ranks.
-        costs: device, factors, imbalance, stack and lengths, as GeneratorCosts takes them.
+        device: hardware of the generators.
+        factors: efficiencies that scale the device's figures.
+        options: imbalance, stack and lengths, as GeneratorCosts takes them.
     """
-    return [*GeneratorCosts(config, world, *costs).fastest()] if config.rl.reward else [None]
+    return [*GeneratorCosts(config, world, device, factors, **options).fastest()] if config.rl.reward else [None]
 
 
 def _fitting(mapping: PricedMapping, generators: Iterable[GeneratorPlan | None], usable: float) -> PricedMapping | None:

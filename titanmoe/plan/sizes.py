@@ -184,25 +184,20 @@ def _first_alike(key: ModelKey, layer: int) -> int:
 class Sizes:
     """Weight units of a model on a rank of a mapping."""
 
-    def __init__(
-        self, model: Model, tp: int, ep: int, etp: int, edp: int, tuning: Tuning = EVERYTHING, vocabulary: int = 0
-    ):
+    def __init__(self, model: Model, fold: Fold, tuning: Tuning = EVERYTHING, vocabulary: int = 0):
         """Keep the degrees.
 
         Args:
             model: the recipe's [model].
-            tp: ranks of tensor parallel.
-            ep: ranks of expert parallel.
-            etp: ranks of expert tensor parallel.
-            edp: data ranks that share an expert.
+            fold: degrees, of which tp, ep, etp and edp matter.
             tuning: says which parameters are trained.
             vocabulary: ranks that shard the vocabulary; 0 for those of tp.
         """
         self.model, self.tuning = model, tuning
         self._key = ModelKey.of(model)
-        self.experts = _experts(self._key, ep, etp, edp)
-        self._tp, self._of_experts = tp, (ep, etp, edp)
-        dim, split = model.dim, -(-model.vocab_size // (vocabulary or tp))
+        self._tp, self._of_experts = fold.tp, (fold.ep, fold.etp, fold.edp)
+        self.experts = _experts(self._key, *self._of_experts)
+        dim, split = model.dim, -(-model.vocab_size // (vocabulary or fold.tp))
         ends = "head.norm.weight", tensors.stored_name("head.weight", model.tie_embeddings)
         self.embedding = WeightUnit(((split, dim),), (0,), (), _flags(["embed.weight"], self.tuning))
         self.head = WeightUnit(((dim,), (split, dim)), (0, 0), (), _flags(ends, self.tuning))
@@ -378,7 +373,7 @@ def _parts_without(
         patterns: patterns of names, as in training.freeze.
     """
     model, tuning = config.model, Tuning((*config.training.freeze, *patterns))
-    sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, tuning, vocabulary_ranks(config, fold))
+    sizes = Sizes(model, fold, tuning, vocabulary_ranks(config, fold))
     dense = [unit for layers, first, last in stages for unit in units_of_stage(config, sizes, layers, first, last)[0]]
     dense += shared_vocabulary(config, sizes)
     experts = [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]

@@ -136,7 +136,7 @@ class TotalsByMode:
         config = replace(self.config, training=replace(self.config.training, local_batch_size=samples))
         if ep * etp == 1 or any(halves_violations(config, DISPATCHERS.look_up(dispatcher))):
             return (inf,) * len(RECOMPUTE_MODES)
-        fold = Fold(tp * cp, 1, 1, 1, cp, tp, 1, 1, ep, etp)
+        fold = Fold(world=tp * cp, cp=cp, tp=tp, ep=ep, etp=etp)
         choice, head = DispatchChoice(dispatcher, halves=True), sum(costs.head(tp, cp, samples))
         examples = {(has_experts(costs.model, i), costs.first_alike[i]): i for i in range(costs.model.num_layers)}
         return tuple(

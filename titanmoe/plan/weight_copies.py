@@ -12,7 +12,7 @@ from math import prod
 from titanmoe.plan.sizes import WeightUnit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightCopies:
     """Formulas for the bytes that a training job moves on a device to cast, copy and add weights and gradients."""
 

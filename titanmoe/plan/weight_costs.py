@@ -23,7 +23,7 @@ class WeightCosts(BlockCosts):
 
     def sizes(self, fold: Fold, vocabulary: int = 0) -> Sizes:
         """Return the weight units of a rank. `vocabulary`: ranks that shard the vocabulary; 0 for those of tp."""
-        return Sizes(self.model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(self.config), vocabulary)
+        return Sizes(self.model, fold, Tuning.of(self.config), vocabulary)
 
     def weights(self, config: Config, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float, float]:
         """Return the seconds of the messages of a block's weights and gradients, as (gather, reduce, last).
@@ -77,7 +77,15 @@ class WeightCosts(BlockCosts):
         reduced = max(self.w, WIDTHS[training.mixed_precision_reduce])
         often = self.gathers_often(config, fold)
         accumulated, once = config.moe.accumulate_weight_gradients, not self.reduces_often(config, fold)
-        return WeightCopies(WIDTHS[training.dtype], self.w, reduced, often, once, m, accumulated)
+        return WeightCopies(
+            stored=WIDTHS[training.dtype],
+            computed=self.w,
+            reduced=reduced,
+            each_microbatch=often,
+            pipelined=once,
+            microbatches=m,
+            accumulated=accumulated,
+        )
 
     def block_copies(
         self, copies: WeightCopies | None, config: Config, fold: Fold, sizes: Sizes, layer: int

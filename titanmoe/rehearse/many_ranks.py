@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from hashlib import sha256
-from itertools import repeat
 from multiprocessing import get_context
 
 from titanmoe.config.schema import Config
@@ -48,6 +48,7 @@ def rehearse_ranks(
     config: Config,
     world: int,
     hardware: str,
+    *,
     routing: float | AssumedRouting = 1.0,
     node: int = 8,
     ranks: Iterable[int] | None = None,
@@ -70,13 +71,13 @@ def rehearse_ranks(
     if ranks is None:
         ranks = range(world) if world <= SMALL else corners(derive(world, config.parallelism))
     ranks = list(ranks)
-    arguments = repeat(config), repeat(world), ranks, repeat(hardware), repeat(routing), repeat(node), repeat(steps)
+    rehearse_rank = partial(rehearse, config, world, name=hardware, routing=routing, node=node, steps=steps)
     processes = min(os.cpu_count() or 1, len(ranks) // MIN_RANKS_PER_PROCESS)
     if processes < 2:
-        yield from map(rehearse, *arguments)
+        yield from map(rehearse_rank, ranks)
         return
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        yield from pool.map(rehearse, *arguments)
+        yield from pool.map(rehearse_rank, ranks)
 
 
 def build_programs(rehearsals: list[Rehearsal]) -> list[Program]:

@@ -54,7 +54,7 @@ PUT = "put"
 ALL_TO_ALLS = ("all-to-all", PUT)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Message:
     """A collective, send, receive or put that this rank issued."""
 
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
     def _from_functional(self, op: str, args: tuple, out: Tensor) -> Message:
         group = next(x for x in reversed(args) if isinstance(x, str))
         splits = (tuple(args[2]), tuple(args[1])) if op == "all-to-all" else None
-        return self._message(op, group, args[0], out, splits)
+        return self._message(op, group, args[0], out, splits=splits)
 
     def _from_c10d(self, op: str, args: tuple) -> Message:
         boxed = [x for x in args if isinstance(x, torch.ScriptObject)]
@@ -224,7 +224,7 @@ class Recorder(TorchDispatchMode):
         if op == "barrier":
             inputs = outputs = torch.empty(0, dtype=torch.uint8, device="meta")
         return self._message(
-            op, group.group_name, inputs, outputs, splits, args[2] if op in ("send", "receive") else -1
+            op, group.group_name, inputs, outputs, splits=splits, peer=args[2] if op in ("send", "receive") else -1
         )
 
     def _from_put(self, x: Tensor, to_N: Tensor, from_M: Tensor, memory: str) -> Message:
@@ -234,19 +234,39 @@ class Recorder(TorchDispatchMode):
             places = [self.integer_values(place) for place in (to_N, from_M)]
             rows = tuple(tuple(torch.bincount(x[x >= 0] // limit, minlength=ranks).tolist()) for x in places)
         sent_bytes, received_bytes = (sum(side) * _row_bytes(x) for side in rows)
-        return Message(PUT, group, x.dtype, sent_bytes, received_bytes, self.sites.current_site(), rows, _row_bytes(x))
+        return Message(
+            op=PUT,
+            group=group,
+            dtype=x.dtype,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            site=self.sites.current_site(),
+            splits=rows,
+            row_bytes=_row_bytes(x),
+        )
 
     def integer_values(self, x: Tensor) -> Tensor:
         """Return a real tensor with the values of an integer tensor. Subclasses on fake tensors override it."""
         return x
 
-    def _message(self, op: str, group: str, inputs: Any, outputs: Any, splits: Any, peer: int = -1) -> Message:
+    def _message(self, op: str, group: str, inputs: Any, outputs: Any, *, splits: Any, peer: int = -1) -> Message:
         inputs, outputs = ([x for x in tree_leaves(value) if isinstance(x, Tensor)] for value in (inputs, outputs))
         sent_bytes, received_bytes = (sum(x.numel() * x.element_size() for x in value) for value in (inputs, outputs))
         if op in ("send", "receive"):
             sent_bytes, received_bytes = (sent_bytes, 0) if op == "send" else (0, received_bytes)
         row, site = _row_bytes(inputs[0]) if splits is not None else 0, self.sites.current_site()
-        return Message(op, group, inputs[0].dtype, sent_bytes, received_bytes, site, splits, row, peer, self._batch)
+        return Message(
+            op=op,
+            group=group,
+            dtype=inputs[0].dtype,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            site=site,
+            splits=splits,
+            row_bytes=row,
+            peer=peer,
+            batch=self._batch,
+        )
 
     def _note(self, message: Message) -> None:
         number = len(self.log.messages)

@@ -108,7 +108,7 @@ class FakeLoader:
         return self.next_step()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Rehearsal:
     """The record of a rehearsed step of one rank."""
 
@@ -324,6 +324,7 @@ def rehearse(
     world: int,
     rank: int,
     name: str,
+    *,
     routing: float | AssumedRouting = 1.0,
     node: int = 8,
     steps: int = 1,
@@ -390,23 +391,23 @@ def rehearse(
         weights = [to_local(p.detach()) for p in training.parameters.values()]
         trained = training.optimizer.local_shards.values()
         return Rehearsal(
-            config,
-            fold,
-            rank,
-            name,
-            assumed,
-            recorder.log,
-            name_groups(training.meshes.communicators, fold, rank, node),
-            list(training.meshes.communicators.groups),
-            sum(p.numel() * p.element_size() for p in weights),
-            sum(p.numel() * p.element_size() for p in trained),
-            sum(x.numel() * x.element_size() for x in training.optimizer.device_tensors),
-            left_out,
-            symmetric_notes(training.gradients),
-            recorder.start_up,
-            recorder.operations,
-            recorder.ledger.memory(),
-            exchange,
-            list(training.moe_layers),
-            steps,
+            config=config,
+            fold=fold,
+            rank=rank,
+            hardware=name,
+            routing=assumed,
+            log=recorder.log,
+            groups=name_groups(training.meshes.communicators, fold, rank, node),
+            created_groups=list(training.meshes.communicators.groups),
+            parameter_bytes=sum(p.numel() * p.element_size() for p in weights),
+            gradient_bytes=sum(p.numel() * p.element_size() for p in trained),
+            optimizer_bytes=sum(x.numel() * x.element_size() for x in training.optimizer.device_tensors),
+            left_out=left_out,
+            notes=symmetric_notes(training.gradients),
+            start_up=recorder.start_up,
+            operations=recorder.operations,
+            memory=recorder.ledger.memory(),
+            exchange=exchange,
+            moe_layers=list(training.moe_layers),
+            step=steps,
         )

@@ -97,11 +97,15 @@ def _report(args: argparse.Namespace) -> Report:
         return _report_relayout(args, config, world)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not (args.all_roles or args.all_ranks):
-        rehearsals = [rehearse(config, world, args.rank, args.hardware, routing, args.node, args.steps)]
+        rehearsals = [
+            rehearse(config, world, args.rank, args.hardware, routing=routing, node=args.node, steps=args.steps)
+        ]
         lines, order, code = format_rehearsal(rehearsals[0]), {}, 0
     else:
         ranks = range(world) if args.all_ranks else None
-        rehearsals = list(rehearse_ranks(config, world, args.hardware, routing, args.node, ranks, args.steps))
+        rehearsals = list(
+            rehearse_ranks(config, world, args.hardware, routing=routing, node=args.node, ranks=ranks, steps=args.steps)
+        )
         verdict = check_ranks(rehearsals)
         lines, code = format_ranks(rehearsals, verdict), 0 if verdict.safe else 1
         order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.details}}

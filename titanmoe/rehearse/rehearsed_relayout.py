@@ -133,7 +133,7 @@ def rehearse_relayout(
     refuse_other_model(held, wanted, LEFT_OUT)
     moves, programs = [], []
     for rank in range(world):
-        move, program = _move(rank, *shards[rank], held, wanted, world, round_bytes)
+        move, program = _move(rank, *shards[rank], held=held, wanted=wanted, world=world, round_bytes=round_bytes)
         moves.append(move)
         programs.append(program)
     return moves, check_order(programs)
@@ -187,6 +187,7 @@ def _move(
     rank: int,
     source: Targets,
     destination: Targets,
+    *,
     held: Mapping[str, TensorPlaces],
     wanted: Mapping[str, TensorPlaces],
     world: int,

@@ -122,8 +122,7 @@ class Frame:
         x: the least and the largest value of the x axis.
         y: likewise of the y axis, which gets a margin.
         form: formats the numbers at the y axis.
-        width: in pixels.
-        height: in pixels.
+        size: width and height in pixels.
         legend: curves to name at the top; None for none.
     """
 
@@ -131,29 +130,30 @@ class Frame:
         self,
         title: str,
         unit: str,
+        *,
         x: Point,
         y: Point,
         form: Callable[[float], str],
-        width: float,
-        height: float,
+        size: Point,
         legend: list[Curve] | None = None,
     ):
-        self.x, self.width, self.height = x, width, height
+        self.x, (width, height) = x, size
+        self.width, self.height = size
         self.top = TOP
         pad = 0.06 * (y[1] - y[0]) or abs(y[0]) * 0.1 or 1.0
         self.y = (0.0 if 0 <= y[0] < 0.25 * y[1] or y[0] == 0 else y[0] - pad, y[1] + pad)
         self.sheet = Sheet(width, height, title)
         add = self.sheet.marks.append
-        add(Words(12, 19, title, "ink", 13, bold=True))
+        add(Words(12, 19, title, "ink", size=13, bold=True))
         if unit:
-            add(Words(width - RIGHT, 19, unit, "muted", 11, "end"))
+            add(Words(width - RIGHT, 19, unit, "muted", size=11, anchor="end"))
         at = width
         for curve in legend or ():
             wide = 33 + LETTER * len(curve.name)
             if at + wide > width:
                 at, self.top = 12.0, self.top + LEGEND
             add(Stroke([(at, self.top - 15), (at + 14, self.top - 15)], curve.role, 3))
-            add(Words(at + 19, self.top - 11, curve.name, "soft", 11))
+            add(Words(at + 19, self.top - 11, curve.name, "soft", size=11))
             at += wide
         for value in ticks(*self.y, about=max(4, round(height / 70))):
             at = self.point(x[0], value)[1]
@@ -218,7 +218,8 @@ def curves_chart(
     if not curves:
         return None
     xs, ys = ([value for curve in curves for value in getattr(curve, axis)] for axis in ("x", "y"))
-    frame = Frame(title, unit, (min(xs), max(xs)), (min(ys), max(ys)), form, *size, curves if len(curves) > 1 else None)
+    ends = {"x": (min(xs), max(xs)), "y": (min(ys), max(ys))}
+    frame = Frame(title, unit, **ends, form=form, size=size, legend=curves if len(curves) > 1 else None)
     rows: list[float] = []  # where the texts of each row end
     for mark in sorted(marks):
         if min(xs) <= mark.step <= max(xs):
@@ -229,7 +230,9 @@ def curves_chart(
             row = next((i for i, end in enumerate(rows) if end < start), len(rows))
             rows[row : row + 1] = [start + wide]
             anchor, across = ("start", start) if start > ends[1][0] else ("end", start + wide)
-            frame.sheet.marks.append(Words(across, ends[1][1] + 9 + 11 * row, mark.text, mark.role, 10, anchor))
+            frame.sheet.marks.append(
+                Words(across, ends[1][1] + 9 + 11 * row, mark.text, mark.role, size=10, anchor=anchor)
+            )
     for curve in curves:
         soft = smoothed and len(curve.x) >= 30
         frame.line(thin(curve.x, curve.y), curve.role, 1.2 if soft else 1.8, 0.3 if soft else 1.0)
@@ -271,7 +274,7 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
     if any(dispatch := mean("dispatch")):
         curves.append(Curve("of which dispatch in forward", x, dispatch, "soft"))
     legend = [c._replace(name=f"{c.name} {percent(sum(c.y) / total.sum())}") for c in curves]
-    frame = Frame(title, "seconds", (x[0], x[-1]), (0.0, float(total.max())), number, *size, legend)
+    frame = Frame(title, "seconds", x=(x[0], x[-1]), y=(0.0, float(total.max())), form=number, size=size, legend=legend)
     below = np.zeros(len(x))
     for curve in curves[: len(parts)]:
         above = below + curve.y
@@ -349,9 +352,9 @@ def ranks_sheet(run: Run) -> Sheet | None:
         return None
     steps, box = run.busy_steps, (10.0, 46.0, 830.0, 130.0)
     sheet = Sheet(854, 186, f"time of every rank, steps {steps[0]} to {steps[-1]}")
-    sheet.marks.append(Words(12, 21, f"Time that each rank does not wait: {run.name}", "ink", 14, bold=True))
+    sheet.marks.append(Words(12, 21, f"Time that each rank does not wait: {run.name}", "ink", size=14, bold=True))
     text = "over the mean of all ranks; a row per rank, steps from left to right; blue half of it, red twice"
-    sheet.marks.append(Words(12, 40, text, "soft", 11))
+    sheet.marks.append(Words(12, 40, text, "soft", size=11))
     picture = transparent_colours(relative_load(run.busy_RC) ** 2)  # full colour at twice the mean, not at four times
     draw_heatmap(sheet, box, picture, len(run.busy_RC), steps)
     left, right, top, floor = box[0] + 30, box[0] + box[2], box[1], box[1] + box[3] - 16

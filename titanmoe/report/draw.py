@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from html import escape
 from typing import Literal
 
@@ -70,6 +70,7 @@ class Words:
     y: float  # of the base line
     text: str
     role: str = "muted"
+    _: KW_ONLY
     size: float = 11
     anchor: Literal["start", "middle", "end"] = "start"
     bold: bool = False

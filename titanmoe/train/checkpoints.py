@@ -490,7 +490,7 @@ class Checkpoints:
         """
         shards, step = state.shards_to_save(self._targets(with_moments=True)), self.state.step
         record, carried = self.record(), from_rank(group, 0, self.find_carried)
-        save(folder, shards, lambda sums: Manifest(step, 1, sums, record), group, carried, finite=True)
+        save(folder, shards, lambda sums: Manifest(step, 1, sums, record), group=group, carried=carried, finite=True)
 
     def _save(self) -> float:
         """Start a save, write an event, and return the seconds for which training paused. Collective over the world.

@@ -131,6 +131,7 @@ def format_duration(seconds: float) -> str:
 
 
 def print_closing_line(
+    *,
     step: int,
     steps: int,
     name: str,

@@ -348,15 +348,15 @@ class Metrics(Observer):
                 wrong = f"{self._divergence.text}: {self._divergence.advice}" if self._divergence.text else ""
                 checkpoint = console.describe_last_checkpoint(self.header.checkpoint, self.folder)
                 console.print_closing_line(
-                    self._step,
-                    self.steps,
-                    self._judged,
-                    self._first_value,
-                    self._last_value,
-                    seconds,
-                    checkpoint,
-                    self.folder,
-                    wrong,
+                    step=self._step,
+                    steps=self.steps,
+                    name=self._judged,
+                    first=self._first_value,
+                    last=self._last_value,
+                    seconds=seconds,
+                    checkpoint=checkpoint,
+                    folder=self.folder,
+                    wrong=wrong,
                 )
 
 

@@ -274,11 +274,11 @@ def data_rank_batch(
         pick(batch.tokens_BS, 0),
         pick(batch.labels_BS, IGNORE),
         pick(batch.valid_BS, False),
-        pick(batch.document_BS, 0),
-        pick(batch.position_BS, 0),
-        pick(batch.until_BS, 0),
-        torch.cat((number + offset, torch.zeros(padding, dtype=torch.int64))),
-        {name: pick(x, 0) for name, x in batch.extra_fields.items()},
+        document_BS=pick(batch.document_BS, 0),
+        position_BS=pick(batch.position_BS, 0),
+        until_BS=pick(batch.until_BS, 0),
+        number_B=torch.cat((number + offset, torch.zeros(padding, dtype=torch.int64))),
+        extra_fields={name: pick(x, 0) for name, x in batch.extra_fields.items()},
     )
     sample_of_row = torch.cat((number, torch.full((padding,), -1)))
     return DataRankBatch(padded.chunk(microbatches), sample_of_row, first, end, samples, batch)

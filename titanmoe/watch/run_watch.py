@@ -120,12 +120,12 @@ class Watch:
         self.watchdog = Watchdog(
             runtime.rank,
             self.machines,
-            groups,
-            training.fold.stage,
-            limits(options, checkpoint, gpu),
-            lambda: training.folder.path,
-            self._dump if gpu else lambda: "",
-            lambda: flight_recorder.read_recorder(own, *self.heart.step_times),
+            groups=groups,
+            stage=training.fold.stage,
+            limits=limits(options, checkpoint, gpu),
+            folder=lambda: training.folder.path,
+            dump=self._dump if gpu else lambda: "",
+            read_recorder=lambda: flight_recorder.read_recorder(own, *self.heart.step_times),
         )
         self._stack = ExitStack()
 

@@ -108,13 +108,13 @@ def find_slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None =
     of_stage = np.median(compute_NR, axis=0).reshape(-1, stage).mean(1)
     rank, longest = int(excess_R.argmax()), int(of_stage.argmax())
     return Slowest(
-        rank,
-        float(excess_R[rank]),
-        float(np.median(late_NR[:, rank])),
-        float(np.median(times_NRK.sum(2))),
-        float(waits_R.min()),
-        longest,
-        float(of_stage[longest] - of_stage.mean()),
+        rank=rank,
+        excess_s=float(excess_R[rank]),
+        data_s=float(np.median(late_NR[:, rank])),
+        step_s=float(np.median(times_NRK.sum(2))),
+        wait_s=float(waits_R.min()),
+        stage=longest,
+        stage_excess_s=float(of_stage[longest] - of_stage.mean()),
     )
 
 

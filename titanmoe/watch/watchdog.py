@@ -73,6 +73,7 @@ class Watchdog(threading.Thread):
         self,
         rank: int,
         machines: Machines,
+        *,
         groups: list[AxisGroups],
         stage: int,
         limits: Limits,

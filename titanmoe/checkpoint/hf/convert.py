@@ -130,6 +130,7 @@ def assign_by_bytes(sizes: Mapping[str, int], group: Group) -> set[str]:
 def to_hf(
     path: Path,
     out: Path,
+    *,
     shard_bytes: int,
     tokenizer: Path | None,
     dtype: torch.dtype | None,
@@ -177,6 +178,7 @@ def to_hf(
 def to_peft(
     path: Path,
     out: Path,
+    *,
     dtype: torch.dtype | None,
     drop: Sequence[str],
     overwrite: bool,

@@ -219,7 +219,16 @@ def _to_hf(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, gr
 
     limit = int((args.max_shard_gb or 5) * 10**9)
     out, base = args.out, args.base or ""
-    exported = convert.to_hf(source, out, limit, args.tokenizer, dtype, args.overwrite, group, base)
+    exported = convert.to_hf(
+        source,
+        out,
+        shard_bytes=limit,
+        tokenizer=args.tokenizer,
+        dtype=dtype,
+        overwrite=args.overwrite,
+        group=group,
+        base_name=base,
+    )
     count, size = sum(len(f.sizes) for f in exported.files.values()), sum(f.bytes for f in exported.files.values())
     files = f"{len(exported.files)} file{'s' * (len(exported.files) != 1)}"
     lines = [f"{out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {format_bytes(size)}"]
@@ -239,7 +248,9 @@ def _to_hf(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, gr
 def _to_peft(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, group: Group) -> list[str]:
     from titanmoe.checkpoint.hf import convert
 
-    made = convert.to_peft(source, args.out, dtype, args.drop, args.overwrite, group, args.base or "")
+    made = convert.to_peft(
+        source, args.out, dtype=dtype, drop=args.drop, overwrite=args.overwrite, group=group, base_name=args.base or ""
+    )
     base, size = made.config["base_model_name_or_path"], sum(file.bytes for file in made.files.values())
     contents = f"{len(made.tensors)} tensors, {format_bytes(size)}"
     lines = [f"{args.out}: adapters for {base or 'a model without a name'}, {contents}"]

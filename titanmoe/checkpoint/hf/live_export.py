@@ -126,7 +126,9 @@ class LiveExport:
                 for name, size in stored.items()
                 if is_adapter(name)
             }
-            self.weights = MergedWeights(Adapters(Path("the model"), model, merge, pairs), self.gathered, "")
+            self.weights = MergedWeights(
+                Adapters(path=Path("the model"), model=model, lora=merge, tensors=pairs), self.gathered, ""
+            )
             self.matrices = self.weights.matrices
         self.export = Export(ExportSource(self.weights, dict(carried), seq_len), Path("the model"), dtype)
         # Biases that transformers has no place for: all ranks check them, so that all raise the same error.

@@ -140,7 +140,14 @@ class _Reader:
         if self.problems:
             raise ConfigError(self.problems, str(self.path))
         dropout = float(self.settings.get("lora_dropout") or 0.0)
-        return Adapters(self.path, self.model, lora, self.tensors, base_name_of(self.path), dropout=dropout)
+        return Adapters(
+            path=self.path,
+            model=self.model,
+            lora=lora,
+            tensors=self.tensors,
+            base=base_name_of(self.path),
+            dropout=dropout,
+        )
 
     def _refuse_unused_tensors(self) -> None:
         """Add a line to `problems` for each tensor in the folder that is no adapter of a weight that can have one.
@@ -307,7 +314,8 @@ class _Reader:
                 shapes = (experts, rank, inputs), (experts, outputs, rank)
                 for which, adapter in enumerate(adapter_names(f"{block}.{leaf}")):
                     dtype = self.files.tensors[keys[which]].dtype
-                    make = partial(self._read_stacked, keys, experts, rank, parameter, number, which, block_diagonal)
+                    choice = {"number": number, "which": which, "block_diagonal": block_diagonal}
+                    make = partial(self._read_stacked, keys, experts, rank, parameter, **choice)
                     self.tensors[adapter] = LazyTensor(shapes[which], dtype, slice_of_full(make))
                 module = f"{path}.{parameter.rpartition('.')[2]}"
                 self.alphas[f"{block}.{leaf}"] = self._alpha(module, rank / ranks[parameter])
@@ -318,6 +326,7 @@ class _Reader:
         experts: int,
         rank: int,
         parameter: str,
+        *,
         number: int,
         which: int,
         block_diagonal: bool,

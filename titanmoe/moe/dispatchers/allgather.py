@@ -47,7 +47,9 @@ class AllGather(Dispatcher):
         x_ND = all_gather_autograd(x_TD, 0, self.group)
         weights_NK = all_gather_autograd(weights_TK, 0, self.group, small=True)
         rows = self.local_experts * slots_per_expert if number is None else number.read()  # the layer's only host sync
-        choice_S, slot_CX = assign_slots(chosen_NK, order_C, count_e, 1, 1, slots_per_expert, rows)
+        choice_S, slot_CX = assign_slots(
+            chosen_NK, order_C, count_e, ep=1, etp=1, slots_per_expert=slots_per_expert, num_slots=rows
+        )
         x_RD, weights_R1, route = fill_slots(x_ND, weights_NK, choice_S, slot_CX, self.kernels)
         count_e = torch.full_like(count_e, slots_per_expert) if slots_per_expert else count_e
         return_sums = partial(reduce_scatter_autograd, dim=0, group=self.group)

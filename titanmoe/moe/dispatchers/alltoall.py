@@ -84,7 +84,15 @@ class AllToAll(Dispatcher):
         arriving = G * e * slots_per_expert if counts is None else sum(receive)
         expert_order = order_by_expert(count_Ge, arriving, self.kernels) if G > 1 and e > 1 else None
         count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
-        return AllToAllExchange(x_RD, weights_R1, weights_TK.dtype, count_e, expert_order, route, self.kernels)
+        return AllToAllExchange(
+            x_RD=x_RD,
+            weights_R1=weights_R1,
+            weights_dtype=weights_TK.dtype,
+            count_e=count_e,
+            expert_order=expert_order,
+            route=route,
+            kernels=self.kernels,
+        )
 
     def dispatch_locally(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> AllToAllExchange:
         """Copy tokens into the slots of their experts on a rank that has all experts, without a host sync.
@@ -101,7 +109,15 @@ class AllToAll(Dispatcher):
         choice_S, slot_CX, count_e = assign_unpadded_slots(chosen_TK, self.num_experts, 1, 1, self.kernels)
         x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot_CX, self.kernels)
         x_RD, weights_R1 = InFlight(x_SD, None), InFlight(weights_S1, None)
-        return AllToAllExchange(x_RD, weights_R1, weights_TK.dtype, count_e, None, route, self.kernels)
+        return AllToAllExchange(
+            x_RD=x_RD,
+            weights_R1=weights_R1,
+            weights_dtype=weights_TK.dtype,
+            count_e=count_e,
+            expert_order=None,
+            route=route,
+            kernels=self.kernels,
+        )
 
     def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, Tensor, CountExchange | None]:
         """Assign a slot of the send buffer to each choice of an expert.
@@ -119,7 +135,13 @@ class AllToAll(Dispatcher):
             return choice_S, slot_CX, count_E, self.send_counts(count_E)
         order_C, count_E = sort_by_expert(chosen_TK, self.num_experts)
         most = self.num_experts * slots_per_expert * self.etp
-        return *assign_slots(chosen_TK, order_C, count_E, self.ep, self.etp, slots_per_expert, most), count_E, None
+        return (
+            *assign_slots(
+                chosen_TK, order_C, count_E, ep=self.ep, etp=self.etp, slots_per_expert=slots_per_expert, num_slots=most
+            ),
+            count_E,
+            None,
+        )
 
     def send_counts(self, count_E: Tensor) -> CountExchange:
         """Start to tell each rank of the dispatch group how many routed tokens this rank sends to its experts.

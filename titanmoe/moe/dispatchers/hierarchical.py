@@ -70,7 +70,16 @@ class Hierarchical(Dispatcher):
             start_all_to_all(truncate_buffer(rows, sum(send)), across, send, receive, small)
             for rows, small in ((x_SD, False), (weights_SK, True), (choices_SK.to(torch.int32), True))
         )
-        return HierarchicalExchange(self, x_VD, weights_VK, choices_VK, slots_per_expert * N, route, send, receive)
+        return HierarchicalExchange(
+            dispatcher=self,
+            x_VD=x_VD,
+            weights_VK=weights_VK,
+            choices_VK=choices_VK,
+            slots_per_expert=slots_per_expert * N,
+            route=route,
+            leaving=send,
+            arriving=receive,
+        )
 
     def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, CountExchange | None]:
         """Assign a slot of the send buffer to each copy of a token, one for each node that has experts of it.
@@ -91,10 +100,12 @@ class Hierarchical(Dispatcher):
         counts = None if slots_per_expert else CountExchange(count_N.view(N, 1), self.ranks.across, on_gpu)
         # A static size with padded expert buffers, where a token may visit every node; otherwise the largest possible.
         most = T * N if slots_per_expert else T * min(N, chosen_TK.shape[1])
-        return *assign_slots(node_TN, order_C, count_N, N, 1, T if slots_per_expert else 0, most), counts
+        return *assign_slots(
+            node_TN, order_C, count_N, ep=N, etp=1, slots_per_expert=T if slots_per_expert else 0, num_slots=most
+        ), counts
 
 
-@dataclass
+@dataclass(kw_only=True)
 class HierarchicalExchange:
     """An exchange in two hops: tokens in flight to the nodes of their experts, then inside the node to the experts."""
 

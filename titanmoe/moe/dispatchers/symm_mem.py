@@ -76,7 +76,16 @@ class Symmetric(Dispatcher):
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot_CX.where(fits, rows), self.kernels)
         x_RD, weights_R1 = exchange((x_SD, weights_S1), to_S, from_R, memory.name)
-        return SymmetricExchange(x_RD, weights_R1, slots_e, memory.name, to_S, from_R, route, self.kernels)
+        return SymmetricExchange(
+            x_RD=x_RD,
+            weights_R1=weights_R1,
+            slots_e=slots_e,
+            memory=memory.name,
+            to_S=to_S,
+            from_R=from_R,
+            route=route,
+            kernels=self.kernels,
+        )
 
     def gather_places(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
         """Gather all ranks' counts of routed tokens, and compute where each routed token goes to and comes from.

@@ -44,7 +44,7 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
 
 
 def block_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v of one call of `block`.
 
