@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -270,7 +271,6 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
     from titanmoe.components import COMPONENTS
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
-    from titanmoe.fold.pipeline_schedules import splits_backward
     from titanmoe.train.find_teacher import teacher_problems
 
     def check(config: Config) -> list[str]:
@@ -286,7 +286,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         )
     if args.reference and config.rl.reward:
         raise ConfigError(["a run of [rl] has no model beside it: rl.kl needs [lora]. Leave --reference out"])
-    notes, training, moe = [], config.training, config.moe
+    notes, training = [], config.training
     args.lengths = _text_lengths(config, args)
     if args.lengths:
         config = _with_samples(config, args)
@@ -298,15 +298,24 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks
         config = replace(config, training=replace(training, global_batch_size=training.local_batch_size * ranks))
         notes.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
-    if moe.dispatcher == "auto" and not args.explain:
+    if config.moe.dispatcher == "auto" and not args.explain:
         config = with_dispatcher(config, "alltoall")
         notes.append(
             'moe.dispatcher = "auto" is searched as alltoall, whose time a formula cannot tell from symm_mem\'s'
         )
+    notes += [f"left out: {text}" for text in _left_out(config, args.reference)]
+    return config, [*notes, ""] if notes else []
+
+
+def _left_out(config: Config, reference: bool) -> Iterator[str]:
+    """Yield what the plan of a recipe leaves out; `reference`: whether a frozen copy of the model lies beside it."""
+    from titanmoe.fold.pipeline_schedules import splits_backward
+
+    moe = config.moe
     for left_out, text in (
         (config.compile.enable, "compilation: memory and memory-bound work are those of the uncompiled model"),
         (bool(config.distillation.teacher), "the teacher's forward: its memory is counted, its time is not"),
-        (args.reference, "the reference model's forward: its memory is counted, its time is not"),
+        (reference, "the reference model's forward: its memory is counted, its time is not"),
         (
             bool(config.rl.reward),
             "rewards, evaluations, and the log-probabilities that rl.updates above 1 and rl.kl need: their time",
@@ -346,8 +355,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         (bool(config.pipeline.schedule_csv), "the schedule file's own bubble: that of one microbatch a rank is taken"),
     ):
         if left_out:
-            notes.append(f"left out: {text}")
-    return config, [*notes, ""] if notes else []
+            yield text
 
 
 def _text_lengths(config: Config, args: argparse.Namespace) -> TextLengths | None:

@@ -22,7 +22,7 @@ from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.muon_work import muon_work
 from titanmoe.plan.schedule_cost import schedule_cost, shared_idle
-from titanmoe.plan.sizes import fsdp, vocabulary_ranks
+from titanmoe.plan.sizes import Sizes, fsdp, vocabulary_ranks
 from titanmoe.plan.training_stacks import TITANMOE, Stack
 from titanmoe.plan.weight_costs import WeightCosts
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
@@ -249,21 +249,7 @@ class Pricer(WeightCosts):
 
         first_rank_blocks = self.first_rank_blocks(config, fold)
         exposed_weights = self.weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
-        data = fsdp(fold)
-        sharded_weights = sum(
-            count
-            * (
-                sizes.block(layer).trained.shard_size(data)
-                + (sizes.experts_of(layer).trained.shard_size(fold.edp) * experts)
-            )
-            for (experts, _), (count, layer) in first_rank_blocks.items()
-        )
-        edges = (sizes.embedding.trained.shard_size(data) + sizes.head.trained.shard_size(data)) // (
-            1 if fold.pp == 1 or shared else 2
-        )
-        moved = UPDATE + 8 * OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
-        optimizer = (sharded_weights + edges) * moved / (self.device.bandwidth * self.factors.memory)
-        optimizer += self.matrices(config, fold)
+        optimizer = self._optimizer_seconds(config, fold, sizes, first_rank_blocks)
         components = {NAMES[key]: m * value for key, value in slowest._asdict().items()}
         components[NAMES["copies"]] += copies_per_step
         components |= {
@@ -275,6 +261,33 @@ class Pricer(WeightCosts):
         step = busy + copies_per_step + bubble + exposed_weights + optimizer
         tokens = training.global_batch_size * training.seq_len / step / fold.world
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
+
+    def _optimizer_seconds(
+        self, config: Config, fold: Fold, sizes: Sizes, blocks: dict[tuple[bool, int], tuple[int, int]]
+    ) -> float:
+        """Return the seconds of the optimizer's step on a rank.
+
+        Args:
+            config: recipe.
+            fold: degrees of the mapping.
+            sizes: the weight units of a rank.
+            blocks: kinds of the first rank's blocks, from `first_rank_blocks`.
+        """
+        data = fsdp(fold)
+        sharded_weights = sum(
+            count
+            * (
+                sizes.block(layer).trained.shard_size(data)
+                + (sizes.experts_of(layer).trained.shard_size(fold.edp) * experts)
+            )
+            for (experts, _), (count, layer) in blocks.items()
+        )
+        edges = (sizes.embedding.trained.shard_size(data) + sizes.head.trained.shard_size(data)) // (
+            1 if fold.pp == 1 or config.parallelism.vocab == "pipeline" else 2
+        )
+        moved = UPDATE + 8 * OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
+        seconds = (sharded_weights + edges) * moved / (self.device.bandwidth * self.factors.memory)
+        return seconds + self.matrices(config, fold)
 
     def dispatch_choice(self, config: Config, fold: Fold, m: int, stages: int) -> DispatchChoice:
         """Return the recipe's dispatcher, and how its overlap hides messages: by halves, or a fraction by pairs.
