@@ -69,7 +69,7 @@ PRIOR = {
     "memory": (0.8, 0.2),
     "link": (0.7, 0.25),
     "network": (0.7, 0.25),
-    "rows": (0.85, 0.25),
+    "all_to_all": (0.85, 0.25),
     "block": (6e-4, 0.7),
 }
 """First guess of each factor and the standard deviation of its logarithm: seven rows cannot tell seven factors apart.
@@ -374,8 +374,8 @@ def published_memory(rows: list[Json]) -> str:
         errors[measures].append(error := planned / published - 1)
         body.append((row["id"], measures, format_bytes(published), format_bytes(planned), f"{error:+.1%}"))
     lines = ["", *table_of(("run", "measures", "published", "planned", "error"), body)]
-    for measures, found in {"all": [error for some in errors.values() for error in some], **errors}.items():
-        lines += [f"* {measures}: {len(found)} rows, median {median(map(abs, found)):.1%}, mean {mean(found):+.1%}"]
+    for measures, values in {"all": [error for some in errors.values() for error in some], **errors}.items():
+        lines += [f"* {measures}: {len(values)} rows, median {median(map(abs, values)):.1%}, mean {mean(values):+.1%}"]
     return "\n".join([*lines, "", ""])
 
 
@@ -468,17 +468,17 @@ def folding_gains() -> list[Json]:
     """
     gains = []
     for name in (name for name in shipped_recipes() if "debug" not in name):
-        own = recipe(name)
+        config = recipe(name)
         for setting, change in SETTINGS.items():
-            changed, ranks = change(own, recipe_ranks(read_draft([str(find_recipe(name))], COMPONENTS)))
+            changed, ranks = change(config, recipe_ranks(read_draft([str(find_recipe(name))], COMPONENTS)))
             result = search(recipe(name, changed), ranks, read_device("h100"), Factors(), count=1)
             mappings = {"best": result.best[0] if result.best else None, "unfolded": result.best_unfolded}
-            found = {
+            fastest = {
                 kind: {"seconds": one.price.step, "kind": kind_of_mapping(one.fold, one.price)} | overrides(one)
                 for kind, one in mappings.items()
                 if one
             }
-            gains.append({"recipe": name, "setting": setting, "ranks": ranks, "changed": changed} | found)
+            gains.append({"recipe": name, "setting": setting, "ranks": ranks, "changed": changed} | fastest)
             print(*folding_cells(gains[-1]), flush=True)
     return gains
 

@@ -73,12 +73,12 @@ def ours(config: Config, gathered: bool) -> Counted:
         gathered: Whether FSDP gathers the experts.
     """
     parallelism = replace(config.parallelism, reshard_after_forward="always" if gathered else "auto")
-    found = rehearse(replace(config, parallelism=parallelism), 1, 0, AS_ON)
-    if found.left_out:
-        print("left out: " + "; ".join(found.left_out))
+    rehearsal = rehearse(replace(config, parallelism=parallelism), 1, 0, AS_ON)
+    if rehearsal.left_out:
+        print("left out: " + "; ".join(rehearsal.left_out))
     return {
         one: count
-        for one, count in found.operations.items()
+        for one, count in rehearsal.operations.items()
         if one.site.layer == "layers.1" and one.site.region not in (GATHER, REDUCE)
     }
 
@@ -153,7 +153,7 @@ def summary(counted: Counted, tokens: int) -> dict[str, Any]:
 def model_flops(one: Operation) -> float:
     """Return the FLOPs of an operation that count for MFU.
 
-    Of a router's matmul in three bfloat16 splits these are a third of those that the device does.
+    Of a router's matmul in three bfloat16 splits these are a third of what the device does.
     """
     return one.flops / 3 if one.site.file == "moe/router_product.py" else one.flops
 
@@ -167,7 +167,7 @@ def fraction_of_peak(one: Operation, device: Device) -> float:
     if "attention" in one.name:
         return device.attention
     size = 3 * one.flops / (one.read + one.written)
-    return device.share(size, size, size)
+    return device.peak_fraction(size, size, size)
 
 
 def ceiling(counted: Counted, device: Device, usual: bool = False) -> float:

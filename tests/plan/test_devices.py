@@ -14,8 +14,8 @@ from titanmoe.plan.devices import SHIPPED, names, read_device
 def test_every_figure_has_a_source(name: str) -> None:
     device = read_device(name)
     assert all(device.sources.values())
-    shares = [device.share(n, n, n) for n in (64, 256, 1024, 4096, 16384, 65536)]
-    assert shares == sorted(shares) and 0 < shares[0] < shares[-1] <= 1
+    fractions = [device.peak_fraction(n, n, n) for n in (64, 256, 1024, 4096, 16384, 65536)]
+    assert fractions == sorted(fractions) and 0 < fractions[0] < fractions[-1] <= 1
 
 
 def test_the_usual_ones_are_there() -> None:

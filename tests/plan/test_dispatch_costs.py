@@ -17,8 +17,8 @@ from titanmoe.config.laws import contradictions
 from titanmoe.config.schema import Config
 from titanmoe.fold.legality import violations
 from titanmoe.plan.block_costs import BlockCosts
-from titanmoe.plan.devices import Device, device_like, read_device
-from titanmoe.plan.dispatch_costs import HALVES, HALVES_WEIGHTS, DispatchChoice, hidden_by_pairs, seconds_in_parts
+from titanmoe.plan.devices import Device, choose_device, read_device
+from titanmoe.plan.dispatch_costs import HALVES, HALVES_WEIGHTS, DispatchChoice, hidden_by_pairs, seconds_in_chunks
 from titanmoe.plan.links import Factors
 from titanmoe.plan.planned_overlap import ON_CPUS, planned_overlap, with_overlap
 from titanmoe.plan.schedule_cost import schedule_rows
@@ -43,10 +43,10 @@ def recipe(name: str, *changes: str) -> Config:
 
 
 def test_the_wire_and_the_experts_do_one_thing_at_a_time() -> None:
-    assert seconds_in_parts(3, 5, 2, 1) == 3 + 5 + 2
-    assert seconds_in_parts(1, 5, 1, 2) == 1 + 2 * 5 + 1  # products hide all but the first and the last message
-    assert seconds_in_parts(5, 1, 5, 2) == 4 * 5  # the wire is never idle
-    assert seconds_in_parts(3, 5, 2, 1, before=4) == 4 + 5 + 2
+    assert seconds_in_chunks(3, 5, 2, 1) == 3 + 5 + 2
+    assert seconds_in_chunks(1, 5, 1, 2) == 1 + 2 * 5 + 1  # products hide all but the first and the last message
+    assert seconds_in_chunks(5, 1, 5, 2) == 4 * 5  # the wire is never idle
+    assert seconds_in_chunks(3, 5, 2, 1, before=4) == 4 + 5 + 2
 
 
 def test_halves_cost_what_a_rehearsal_counts() -> None:
@@ -71,14 +71,14 @@ def test_halves_cost_what_a_rehearsal_counts() -> None:
 
 
 def test_halves_hide_what_travels_beside_attention_and_experts() -> None:
-    assert seconds_in_parts(1, 5, 1, 2, between=3) == 3 + 2 * 5 + 1  # all but the last message back
-    assert seconds_in_parts(5, 1, 5, 2, between=3) == 4 * 5  # the wire is never idle
+    assert seconds_in_chunks(1, 5, 1, 2, between=3) == 3 + 2 * 5 + 1  # all but the last message back
+    assert seconds_in_chunks(5, 1, 5, 2, between=3) == 4 * 5  # the wire is never idle
     half_as_fast = replace(H100, link=H100.link / 2)
     config = recipe("mixtral_8x7b", PLANNED, "--training.local_batch_size=2")
     halves = evaluate(config, 8, half_as_fast, Factors())
     assert halves.config.moe.overlap == "halves"
     whole = evaluate(with_overlap(config, "none"), 8, half_as_fast, Factors())
-    rows = "rows to experts and back"
+    rows = "dispatch and combine"
     assert halves.price.step < whole.price.step
     assert 0.25 < halves.price.components[rows] / whole.price.components[rows] < 0.6
     assert halves.price.components["waiting for the host"] > 1.8 * whole.price.components["waiting for the host"]
@@ -139,7 +139,7 @@ def test_only_what_is_open_and_legal_is_planned(changes: str, overlap: str) -> N
 def test_a_run_on_gpus_takes_what_is_planned_for_that_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     config = recipe("gpt_oss_20b")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
-    none, why = planned_overlap(config, 8, device_like("NVIDIA B200"))
+    none, why = planned_overlap(config, 8, choose_device("NVIDIA B200"))
     assert none.moe.overlap == "none" and "the planner finds nothing that saves 2% of" in why
 
     def from_rank_0(names: list[str]) -> None:
@@ -162,9 +162,9 @@ def test_a_rehearsal_is_of_what_is_planned_for_its_hardware(name: str, overlap: 
     assert config.moe.overlap == overlap
 
 
-def test_plans_and_rehearsals_say_how_rows_travel(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_and_rehearsals_say_how_dispatch_overlaps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpt_oss_20b", "--explain"]) == 0
-    assert "16 microbatches of 2; routed tokens are sent in two halves.\n" in capsys.readouterr().out
+    assert "16 microbatches of 2; dispatch overlaps in two halves.\n" in capsys.readouterr().out
     assert main(["plan", "gpt_oss_20b", "--explain", "--moe.overlap", "none"]) == 0
     assert "16 microbatches of 2.\n" in capsys.readouterr().out
     small = [*SMALL.split(), "--ranks", "8", "--training.local_batch_size", "2", "--training.global_batch_size", "16"]
@@ -175,9 +175,9 @@ def test_plans_and_rehearsals_say_how_rows_travel(capsys: pytest.CaptureFixture[
 
 
 def test_a_device_is_found_by_the_name_of_a_gpu() -> None:
-    assert [device_like(gpu).name for gpu in ("NVIDIA GB200", "NVIDIA B200", "NVIDIA A100-SXM4-80GB", "Tesla T4")] == [
-        *("gb200", "b200", "a100", "h100")
-    ]
+    assert [
+        choose_device(gpu).name for gpu in ("NVIDIA GB200", "NVIDIA B200", "NVIDIA A100-SXM4-80GB", "Tesla T4")
+    ] == [*("gb200", "b200", "a100", "h100")]
 
 
 def test_a_group_that_does_not_fill_its_last_domain_lies_in_it_too() -> None:
@@ -188,10 +188,11 @@ def test_a_group_that_does_not_fill_its_last_domain_lies_in_it_too() -> None:
 def test_the_hop_across_nodes_stays_in_one_piece() -> None:
     priced = BlockCosts(recipe("deepseek_671b"), SLOW, Factors())
     whole, halves = (
-        priced.experts(4, 1, 4, 16, 1, DispatchChoice("hierarchical", in_halves))[0].rows for in_halves in (False, True)
+        priced.experts(4, 1, 4, 16, 1, DispatchChoice("hierarchical", in_halves))[0].dispatch
+        for in_halves in (False, True)
     )
     across = priced.exchange("hierarchical", 1024, 16, 1) - priced.exchange("alltoall", 1024, 8, 1)
-    assert whole > halves > (1 - H100.message_share) * across
+    assert whole > halves > (1 - H100.message_fraction) * across
 
 
 def test_pairs_of_the_first_rank() -> None:
@@ -204,7 +205,7 @@ def test_pairs_of_the_first_rank() -> None:
         "deepseek_671b", "--parallelism.pp=16", "--pipeline.schedule=DualPipeV", "--activation_checkpoint.mode=none"
     )
     alone, pairs = (evaluate(with_overlap(config, way), 512, H100, Factors()).price for way in ("none", "pairs"))
-    rows = "rows to experts and back"
+    rows = "dispatch and combine"
     assert 0.6 < pairs.components[rows] / alone.components[rows] < 0.8 and pairs.step < alone.step
 
 

@@ -40,7 +40,8 @@ def test_messages_follow_the_links_that_groups_cross() -> None:
     ) == (8, 1, 8, 4)
     assert links.gather(inside, 1e9) == pytest.approx(7 / 8 * 1e9 / links.link, rel=0.02)
     assert links.gather(across, 1e9) == pytest.approx(7 / 8 * 1e9 / links.network, rel=0.02)
-    assert links.exchange(LinkGroup(16, 1), 1e9) == pytest.approx(8 / 16 * 1e9 / links.network / links.rows, rel=0.02)
+    across = 8 / 16 * 1e9 / links.network / links.all_to_all
+    assert links.exchange(LinkGroup(16, 1), 1e9) == pytest.approx(across, rel=0.02)
     assert links.gather(LinkGroup(1, 1), 1e9) == links.exchange(LinkGroup(1, 1), 1e9) == 0
     rack = Links(read_device("gb200"), Factors())
     assert rack.exchange(LinkGroup(64, 1), 1e9) < links.exchange(LinkGroup(64, 1), 1e9) / 5
@@ -116,7 +117,7 @@ def test_components() -> None:
     )
     assert full.price.components["matrix work"] > 1.2 * plain.price.components["matrix work"] * 3 / 4
     assert full.peak < plain.peak
-    rows = "rows to experts and back"
+    rows = "dispatch and combine"
     assert slow.price.components[rows] > 2 * plain.price.components[rows]  # twice the rows, and across nodes
     one_stage = evaluated(128, "--pipeline.schedule", "1F1B", "--pipeline.virtual_stages", "-1")
     assert one_stage.price.components["bubble"] > 3 * plain.price.components["bubble"]

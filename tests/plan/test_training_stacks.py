@@ -57,7 +57,7 @@ def test_copies_of_weights_are_those_of_fsdp2() -> None:
 def test_ranks_of_etp_gather_tokens_or_receive_a_copy_each() -> None:
     config = recipe("--parallelism.experts.ep=2", "--parallelism.experts.etp=4", "--moe.dispatcher=alltoall")
     copies, gathered = (
-        price(config, replace(TITANMOE, gathers_etp=gathers)).components["rows to experts and back"]
+        price(config, replace(TITANMOE, gathers_etp=gathers)).components["dispatch and combine"]
         for gathers in (False, True)
     )
     assert gathered < 0.85 * copies

@@ -55,14 +55,14 @@ def test_copies_are_those_that_a_rehearsal_counts(world: int, changes: str) -> N
             continue
         experts = sizes.experts_of(layer)
         microbatch, step = copies.moved_unsharded(experts, fold.edp_replicate)
-        first = (4 if pipelined else width) * experts.whole * (not accumulated)  # as below
+        first = (4 if pipelined else width) * experts.full_size * (not accumulated)  # as below
         planned += m * microbatch + step - first
     for unit, ranks, gathers in units:
         microbatch, step = copies.moved(unit, ranks, gathers)
         # A rehearsal takes all of what a piece is copied into for read and written.
         into_place = 4 * unit.sharded_size(ranks) * (ranks > 1) * (1 if pipelined else gathers * m)
         # The first of several gradients is only made wider, or takes the place of the sum.
-        first = 4 * unit.trained.whole if pipelined else 3 * width * unit.sharded_size(ranks) * (m > 1)
+        first = 4 * unit.trained.full_size if pipelined else 3 * width * unit.sharded_size(ranks) * (m > 1)
         planned += m * microbatch + step - into_place - first
     counted = sum(
         (operation.read + operation.written) * count

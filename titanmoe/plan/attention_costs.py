@@ -53,7 +53,7 @@ class BackwardFactors(NamedTuple):
     """Factor of the dense network or the experts."""
 
 
-def _slower_in_pieces(seq: int, cp: int) -> float:
+def _ring_slowdown(seq: int, cp: int) -> float:
     """Return the time of ring attention on cp ranks over the time of one kernel for the full sequence.
 
     Each rank computes cp pairs of shards. One of them is causal, the others are not, and short ones are slower.
@@ -95,25 +95,25 @@ class AttentionCosts(DispatchCosts):
             k: the dim that is summed over.
             peak: FLOPs per second of the device; 0 for those of the compute dtype.
         """
-        share = min(1.0, self.device.share(m, n, k) * self.factors.matrix)
+        fraction = min(1.0, self.device.peak_fraction(m, n, k) * self.factors.matrix)
         move_seconds = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
-        return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
+        return max(2 * m * n * k / ((peak or self.peak) * fraction), move_seconds)
 
     def price_norms(self, elements: float, direction: int) -> float:
         """Return the seconds of a norm and a residual sum over these elements. `direction`: 0 forward, 1 backward."""
         return self.move_seconds(elements * (self.stack.norm[direction] + self.stack.residual[direction]))
 
     def price_adapters(
-        self, adapters: list[Adapter], prefix: str, rows: float, split: int, groups: float = 1.0
+        self, adapters: list[Adapter], prefix: str, tokens: float, split: int, groups: float = 1.0
     ) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) that LoRA adapters add to the matrices whose names begin with `prefix`.
 
         Args:
             adapters: all adapters of the block.
             prefix: first part of the names, such as "attention.".
-            rows: tokens that each product multiplies.
+            tokens: tokens that each product multiplies.
             split: ranks of tp or etp that divide an adapter's split dims.
-            groups: number of equal products of `rows` tokens each, such as one for each expert.
+            groups: number of equal products of `tokens` tokens each, such as one for each expert.
         """
         forward = backward = Cost()
         drops = self.config.lora.dropout > 0
@@ -122,11 +122,12 @@ class AttentionCosts(DispatchCosts):
                 continue
             inputs = adapter.inputs / (split if adapter.inputs_split else 1)
             outputs = adapter.outputs / (split if adapter.outputs_split else 1)
-            products = groups * (self.product(rows, adapter.rank, inputs) + self.product(rows, outputs, adapter.rank))
+            product = self.product(tokens, adapter.rank, inputs) + self.product(tokens, outputs, adapter.rank)
+            products = groups * product
             costs = [
                 Cost(
                     matrix=products * factor,
-                    memory=self.move_seconds(groups * rows * (width * ADDED + inputs * dropped * drops)),
+                    memory=self.move_seconds(groups * tokens * (width * ADDED + inputs * dropped * drops)),
                     host=self.factors.block * (kernels + more * drops) / BLOCK_KERNELS,
                 )
                 for factor, width, kernels, dropped, more in zip(
@@ -201,7 +202,7 @@ class AttentionCosts(DispatchCosts):
         # By itself the ring takes cuDNN's kernel too, where that knows the widths (titanmoe.parallel.attention_kernel).
         if options.attention_kernel == "fa2" or kernel_refuses("cudnn", *widths, self.config.training.deterministic):
             rate = min(rate, RING_RATE)
-        return rate / _slower_in_pieces(self.config.training.seq_len, cp)
+        return rate / _ring_slowdown(self.config.training.seq_len, cp)
 
     def _context(self, group: LinkGroup, X: float, samples: int, work: MixerWork) -> float:
         """Return the seconds of cp's messages in forward: of ulysses, allgather, or the states of linear attention.
@@ -244,11 +245,11 @@ class AttentionCosts(DispatchCosts):
         if direction:
             message_seconds += group.size * self.links.send_to_next(group, keys * max(self.w, 4))
         element_bytes = sum(
-            elements * (fixed + passes * per_piece)
-            for elements, (fixed, per_piece) in zip((query, keys), RING[direction], strict=True)
+            elements * (fixed + passes * per_pass)
+            for elements, (fixed, per_pass) in zip((query, keys), RING[direction], strict=True)
         )
-        fixed, per_piece = RING_KERNELS[direction]
-        kernels = fixed + passes * per_piece
+        fixed, per_pass = RING_KERNELS[direction]
+        kernels = fixed + passes * per_pass
         return Cost(
             memory=self.move_seconds(element_bytes),
             host=self.factors.block * kernels / BLOCK_KERNELS,

@@ -75,7 +75,7 @@ class BlockCosts(AttentionCosts):
     def _activation(self, elements: float, direction: int) -> float:
         return self.move_seconds(elements * self.stack.swiglu[direction])
 
-    def _row_copies(self, left: float, arrived: float, exchanged: bool, direction: int) -> float:
+    def _routed_copies(self, left: float, arrived: float, exchanged: bool, direction: int) -> float:
         """Return the seconds of the copies that reorder routed tokens around dispatch and combine, without messages.
 
         Args:
@@ -163,11 +163,11 @@ class BlockCosts(AttentionCosts):
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / sample_ranks
         R = T * model.top_k * etp * self.imbalance
-        parts, exchanged = choice.parts, ep * etp > 1
-        router = parts * self._router_product(T / parts)
-        products = self.expert_products(R / parts, ep, etp)
-        rows, groups = self._grouped_rows(R, model.num_experts / ep)
-        adapted = self.price_adapters(self.ffn_adapters[True, backward], "moe.experts.", rows, etp, groups)
+        chunks, exchanged = choice.chunks, ep * etp > 1
+        router = chunks * self._router_product(T / chunks)
+        products = self.expert_products(R / chunks, ep, etp)
+        tokens, groups = self._equal_products(R, model.num_experts / ep)
+        adapted = self.price_adapters(self.ffn_adapters[True, backward], "moe.experts.", tokens, etp, groups)
         costs = []
         shared_expert = None
         if model.shared_hidden:
@@ -176,12 +176,12 @@ class BlockCosts(AttentionCosts):
             memory = (
                 self.price_norms(T * D, direction)
                 + self._activation(R * model.expert_hidden / etp, direction)
-                + self._row_copies(T * model.top_k, R, exchanged, direction)
+                + self._routed_copies(T * model.top_k, R, exchanged, direction)
                 + self._expert_biases(R, etp, direction)
             )
             times = (1.0, min(backward, self.most))[direction]
-            host = parts * self.factors.block * 2 / 9 * factor
-            cost = Cost((parts * products + router) * times, 0.0, memory, host) + adapted[direction]
+            host = chunks * self.factors.block * 2 / 9 * factor
+            cost = Cost((chunks * products + router) * times, 0.0, memory, host) + adapted[direction]
             if choice.halves:
                 cost = cost + self.cost_of_halves(self.expert_weights(ep, etp), T, direction, times)
             shared_cost = Cost() if shared_expert is None else shared_expert[direction]
@@ -195,7 +195,7 @@ class BlockCosts(AttentionCosts):
                 shared_seconds=shared_seconds,
                 between=between[direction],
             )
-            cost = cost._replace(rows=messages)
+            cost = cost._replace(dispatch=messages)
             costs.append(cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2))
         return costs[0], costs[1]
 
@@ -222,8 +222,8 @@ class BlockCosts(AttentionCosts):
             return self.product(T, E, D) * 4
         return self.product(T, 3 * E, D) + self.move_seconds(T * E * 16 + E * D * 12)
 
-    def _grouped_rows(self, R: float, local_experts: float) -> tuple[float, float]:
-        """Return (rows, number) of the equal matrix products as which the experts' grouped product is priced.
+    def _equal_products(self, R: float, local_experts: float) -> tuple[float, float]:
+        """Return (tokens, number) of the equal matrix products as which the experts' grouped product is priced.
 
         One product for each expert would be too slow a price, because the kernels of all experts fill the device
         together.
@@ -232,8 +232,8 @@ class BlockCosts(AttentionCosts):
             R: routed tokens of the rank.
             local_experts: experts of the rank.
         """
-        rows = (max(R / local_experts, min(R, 256.0)) * R) ** 0.5
-        return rows, R / rows
+        tokens = (max(R / local_experts, min(R, 256.0)) * R) ** 0.5
+        return tokens, R / tokens
 
     def _expert_products(self, R: float, ep: int, etp: int) -> float:
         """Return the seconds of the forward products of a rank's experts in one MoE layer.
@@ -247,9 +247,9 @@ class BlockCosts(AttentionCosts):
         """
         model, D, F = self.model, self.model.dim, self.model.expert_hidden / etp
         local_experts = model.num_experts / ep
-        rows, groups = self._grouped_rows(R, local_experts)
+        tokens, groups = self._equal_products(R, local_experts)
         products = groups * (
-            self.product(rows, F, D, self.expert_peak) * 2 + self.product(rows, D, F, self.expert_peak)
+            self.product(tokens, F, D, self.expert_peak) * 2 + self.product(tokens, D, F, self.expert_peak)
         )
         return max(products, local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory))
 
@@ -266,8 +266,8 @@ class BlockCosts(AttentionCosts):
     ) -> Cost:
         """Return the cost that backward adds by recomputing a MoE layer: its forward without the down product.
 
-        The down product is a third of the products. Routed tokens are sent to the experts again, unless the mode is
-        "full_except_dispatch", but outputs are not sent back.
+        The down product is a third of the products. Routed tokens are dispatched a second time, unless the mode is
+        "full_except_dispatch", but outputs are not combined.
 
         Args:
             forward: cost of the layer's forward.
@@ -279,15 +279,15 @@ class BlockCosts(AttentionCosts):
             etp: ranks of expert tensor parallel.
             choice: the dispatcher, and what overlaps with it.
         """
-        parts = choice.parts if ep * etp > 1 else 1
+        chunks = choice.chunks if ep * etp > 1 else 1
         R = samples * self.config.training.seq_len / sample_ranks * self.model.top_k * etp * self.imbalance
-        down = parts * self.expert_products(R / parts, ep, etp) / 3
-        rows = 0.0 if mode == "full_except_dispatch" else forward.rows / 2
+        down = chunks * self.expert_products(R / chunks, ep, etp) / 3
+        dispatch = 0.0 if mode == "full_except_dispatch" else forward.dispatch / 2
         # Of the first half nothing hides, because attention of the second is not repeated here.
-        if rows and choice.halves:
+        if dispatch and choice.halves:
             T = R / self.model.top_k / etp
-            rows = self.exchange(choice.dispatcher, T, ep, etp) / 4 * (1 + self.links.message_share)
-        return forward._replace(matrix=forward.matrix - down, rows=rows)
+            dispatch = self.exchange(choice.dispatcher, T, ep, etp) / 4 * (1 + self.links.message_fraction)
+        return forward._replace(matrix=forward.matrix - down, dispatch=dispatch)
 
     # ---- a block under recomputation
 
@@ -352,8 +352,8 @@ class BlockCosts(AttentionCosts):
         attention, ffn = self.attention_and_ffn(fold, samples, layer, choice)
         total = attention[0] + attention[1] + ffn[0] + ffn[1]
         if choice.hidden:
-            hidden = min(choice.hidden * total.rows, total.matrix + total.attention)
-            total = total._replace(rows=total.rows - hidden + self.links.exposed(hidden, hidden))
+            hidden = min(choice.hidden * total.dispatch, total.matrix + total.attention)
+            total = total._replace(dispatch=total.dispatch - hidden + self.links.exposed(hidden, hidden))
         recomputed = Cost() if mode == "moe" else attention[0]
         if mode in ("moe", "full", "full_except_dispatch") and has_experts(self.model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp

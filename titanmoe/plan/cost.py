@@ -24,8 +24,8 @@ class Cost(NamedTuple):
     """Exposed messages of tp."""
     cp: float = 0.0
     """Exposed messages of cp."""
-    rows: float = 0.0
-    """Exposed messages of routed tokens."""
+    dispatch: float = 0.0
+    """Exposed messages of routed tokens: dispatch and combine."""
     copies: float = 0.0
     """Casts, copies and sums of weights and gradients."""
 

@@ -29,7 +29,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "peak_float32": (1e10, 1e17),
     "peak_fp8": (1e10, 1e17),
     "attention": (0.01, 1),
-    "message_share": (0, 0.9),
+    "message_fraction": (0, 0.9),
     "link": (1e9, 1e13),
     "link_latency": (1e-8, 1e-3),
     "network": (1e7, 1e12),
@@ -37,7 +37,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "price": (0, 1000),
 }
 """Every figure of a hardware file, with the range in which it is plausible."""
-WHOLE = ("node", "domain")
+INTEGERS = ("node", "domain")
 UNITS = (
     dict.fromkeys(("memory", "reserved", "communicator", "peer"), " bytes")
     | dict.fromkeys(("bandwidth", "link", "network"), " bytes per second")
@@ -69,7 +69,7 @@ class Device:
     peak_fp8: float
     attention: float
     """Fraction of the peak that attention kernels reach, forward and backward together."""
-    message_share: float
+    message_fraction: float
     """Fraction of the multiprocessors that the kernels of messages take from computation meanwhile."""
     link: float
     """Bytes per second of the fast link, one direction."""
@@ -87,7 +87,7 @@ class Device:
     def peak(self, dtype: str) -> float:
         return {"bfloat16": self.peak_bfloat16, "fp8": self.peak_fp8}.get(dtype, self.peak_float32)
 
-    def share(self, m: float, n: float, k: float) -> float:
+    def peak_fraction(self, m: float, n: float, k: float) -> float:
         """Return the fraction of the peak FLOPs that a (m, k) by (k, n) product reaches on the device's curve.
 
         It is interpolated in the log of the size, the harmonic mean of m, n and k; proportional to the size below the
@@ -107,15 +107,15 @@ def names() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
-def device_like(gpu: str) -> Device:
+def choose_device(gpu: str) -> Device:
     """Return the shipped device whose name is a word of `gpu`, as in "NVIDIA H100 80GB HBM3"; an H100 if none is."""
     return known_device(gpu) or read_device("h100")
 
 
 def known_device(gpu: str) -> Device | None:
     """Return the shipped device whose name is a word of `gpu`, as in "NVIDIA H100 80GB HBM3"; None if none is."""
-    found = next((name for name in names() if re.search(rf"\b{name}\b", gpu, re.IGNORECASE)), None)
-    return found and read_device(found)
+    named = next((name for name in names() if re.search(rf"\b{name}\b", gpu, re.IGNORECASE)), None)
+    return named and read_device(named)
 
 
 def read_device(name: str) -> Device:
@@ -142,7 +142,7 @@ def read_device(name: str) -> Device:
         figures[key], sources[key] = value, source
         if not problem and not least <= value <= most:
             problem = f"{key} = {value:g} is absurd: expected {least:g} to {most:g}{UNITS.get(key, '')}"
-        if not problem and key in WHOLE and value != int(value):
+        if not problem and key in INTEGERS and value != int(value):
             problem = f"{key} = {value:g} is not a whole number of devices"
         problems += [problem] * bool(problem)
     points, sources["curve"], problem = _curve(data)
@@ -158,7 +158,7 @@ def read_device(name: str) -> Device:
         )
     if problems:
         raise ConfigError(problems, str(path))
-    figures |= {key: int(figures[key]) for key in WHOLE}
+    figures |= {key: int(figures[key]) for key in INTEGERS}
     return Device(path.stem, **figures, curve=points, sources=sources)
 
 
@@ -182,10 +182,10 @@ def _curve(data: dict[str, Any]) -> tuple[tuple[tuple[float, float], ...], str, 
     """Return (points, source, problem) of a hardware file's curve; a point is (size, fraction of the peak)."""
     entry = data.get("curve")
     if not isinstance(entry, dict) or not entry.get("source"):
-        return (), "", 'curve is missing: give curve = { sizes = [...], shares = [...], source = "..." }'
-    sizes, shares = entry.get("sizes") or [], entry.get("shares") or []
-    sound = all(isinstance(x, int | float) and not isinstance(x, bool) for x in [*sizes, *shares])
+        return (), "", 'curve is missing: give curve = { sizes = [...], fractions = [...], source = "..." }'
+    sizes, fractions = entry.get("sizes") or [], entry.get("fractions") or []
+    sound = all(isinstance(x, int | float) and not isinstance(x, bool) for x in [*sizes, *fractions])
     rises = sound and all(0 < a < b for a, b in pairwise(sizes))
-    if not sizes or len(sizes) != len(shares) or not rises or not all(0 < x <= 1 for x in shares):
-        return (), "", f"curve: sizes = {sizes} have to rise, and shares = {shares} to be as many, within 0 and 1"
-    return tuple(zip(map(float, sizes), map(float, shares), strict=True)), str(entry["source"]), ""
+    if not sizes or len(sizes) != len(fractions) or not rises or not all(0 < x <= 1 for x in fractions):
+        return (), "", f"curve: sizes = {sizes} have to rise, and fractions = {fractions} to be as many, within 0 and 1"
+    return tuple(zip(map(float, sizes), map(float, fractions), strict=True)), str(entry["source"]), ""

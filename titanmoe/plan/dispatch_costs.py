@@ -40,8 +40,8 @@ class DispatchChoice(NamedTuple):
     """Fraction of the messages' time in which another microbatch is computed: above 0 if moe.overlap is "pairs"."""
 
     @property
-    def parts(self) -> int:
-        """Number of parts in which a microbatch's routed tokens are sent: 2 with halves, else 1."""
+    def chunks(self) -> int:
+        """Number of chunks in which a microbatch's routed tokens are dispatched: 2 with halves, else 1."""
         return 1 + self.halves
 
     @property
@@ -50,35 +50,35 @@ class DispatchChoice(NamedTuple):
         return "halves" if self.halves else "pairs" if self.hidden else "none"
 
 
-def seconds_in_parts(
-    there: float, products: float, back: float, parts: int, before: float = 0.0, between: float = 0.0
+def seconds_in_chunks(
+    dispatch_s: float, products_s: float, combine_s: float, chunks: int, before: float = 0.0, between: float = 0.0
 ) -> float:
-    """Return the seconds from the first dispatch message to the last combine message, of routed tokens sent in parts.
+    """Return the seconds from the first dispatch message to the last combine message of tokens dispatched in chunks.
 
-    Two workers each do one thing at a time: the wire and the experts. A part is sent `between` after the one before it,
-    and outputs queue behind all dispatch messages. If one part takes `there` to arrive, `products` to be multiplied and
-    `back` to return, part i = 1..n
+    Two workers each do one thing at a time: the wire and the experts. A chunk is dispatched `between` after the one
+    before it, and combine messages queue behind all dispatch messages. Chunk i = 1..n
 
-        arrives     here(i) = max((i - 1) * between, here(i - 1)) + there
-        is done     done(i) = max(here(i), done(i - 1)) + products          done(0) = before + (n - 1) * between
-        is back     back(i) = max(done(i), back(i - 1), here(n)) + back     T(n) = back(n)
+        arrives         dispatched(i) = max((i - 1) * between, dispatched(i - 1)) + dispatch_s
+        is multiplied   multiplied(i) = max(dispatched(i), multiplied(i - 1)) + products_s
+                        multiplied(0) = before + (n - 1) * between
+        returns         combined(i) = max(multiplied(i), combined(i - 1), dispatched(n)) + combine_s
 
-    Backward is the same with the products of backward and with `there` and `back` swapped: it starts by sending the
-    gradients of the outputs that came back.
+    and all end at combined(n). In backward, products are those of backward, and `dispatch_s` and `combine_s` change
+    places: it starts by sending the gradients of the combined outputs.
 
     Args:
-        there, products, back: seconds of one part.
-        parts: n, one or two.
+        dispatch_s, products_s, combine_s: seconds of one chunk's dispatch, expert products and combine.
+        chunks: n, one or two.
         before: seconds of other work of the experts' device, such as the shared expert's.
-        between: seconds computed before the next part can be sent, such as the attention of the next half. In backward
+        between: seconds computed before the next chunk can be sent, such as the attention of the next half. In backward
             they lie between the last two messages, which is the same sequence reversed in time.
     """
-    here, done, returned = 0.0, before + (parts - 1) * between, 0.0
-    arrivals = [here := max(i * between, here) + there for i in range(parts)]
+    dispatched, multiplied, combined = 0.0, before + (chunks - 1) * between, 0.0
+    arrivals = [dispatched := max(i * between, dispatched) + dispatch_s for i in range(chunks)]
     for arrival in arrivals:
-        done = max(arrival, done) + products
-        returned = max(done, returned, here) + back
-    return returned
+        multiplied = max(arrival, multiplied) + products_s
+        combined = max(multiplied, combined, dispatched) + combine_s
+    return combined
 
 
 def hidden_by_pairs(pp: int, microbatches: int, layers: float) -> float:
@@ -137,23 +137,24 @@ class DispatchCosts:
         Args:
             choice: the dispatcher, and what overlaps with it.
             T: tokens of the rank, each of which is sent to top_k experts.
-            products: seconds of the experts' products of one part.
+            products: seconds of the experts' products of one chunk.
             shared_seconds: seconds of the shared expert's products, which run while routed tokens are in flight.
-            between: seconds that are computed before the second of two parts can be sent; in backward between the last
+            between: seconds that are computed before the second of two chunks can be sent; in backward between the last
                 two messages.
         """
         if ep * etp == 1:
             return 0.0
-        parts = choice.parts
-        one_piece = DISPATCHERS.look_up(choice.dispatcher).unhidden_seconds
-        whole = one_piece(self, T, ep, etp) / 2
-        part = (self.exchange(choice.dispatcher, T / parts, ep, etp) - one_piece(self, T / parts, ep, etp)) / 2
-        all_messages = 2 * (whole + parts * part)
-        hop = min(whole / 2, between) if choice.halves else 0.0  # of the first half, the only hop beside something
-        between = 0.0 if whole else between
-        end = seconds_in_parts(part, products, part, parts, max(0.0, shared_seconds - whole), between)
-        exposed = 2 * whole - hop + end - shared_seconds - (parts - 1) * between - parts * products
-        return exposed + self.links.message_share * (all_messages - exposed)
+        chunks = choice.chunks
+        unhidden_seconds = DISPATCHERS.look_up(choice.dispatcher).unhidden_seconds
+        unhidden = unhidden_seconds(self, T, ep, etp) / 2
+        both = self.exchange(choice.dispatcher, T / chunks, ep, etp) - unhidden_seconds(self, T / chunks, ep, etp)
+        chunk = both / 2  # dispatch takes as long as combine
+        all_messages = 2 * (unhidden + chunks * chunk)
+        hop = min(unhidden / 2, between) if choice.halves else 0.0  # of the first half, the only hop beside something
+        between = 0.0 if unhidden else between
+        end = seconds_in_chunks(chunk, products, chunk, chunks, max(0.0, shared_seconds - unhidden), between)
+        exposed = 2 * unhidden - hop + end - shared_seconds - (chunks - 1) * between - chunks * products
+        return exposed + self.links.message_fraction * (all_messages - exposed)
 
     def expert_weights(self, ep: int, etp: int) -> float:
         """Return the elements of one MoE layer's expert weights on a rank: divided by ep and etp, not yet by edp."""
@@ -186,7 +187,8 @@ class DispatchCosts:
             message_seconds: the seconds of messages in `seconds`.
             hidden: fraction of the messages that pairs would hide.
         """
-        spec, saved = DISPATCHERS.look_up(choice.dispatcher), hidden * (1 - self.links.message_share) * message_seconds
+        spec = DISPATCHERS.look_up(choice.dispatcher)
+        saved = hidden * (1 - self.links.message_fraction) * message_seconds
         pays = not choice.halves and not spec.cannot_overlap and NEAR * (seconds - saved) < seconds
         return (choice._replace(hidden=hidden), seconds - saved) if pays else (choice, seconds)
 
@@ -227,24 +229,24 @@ class DispatchCosts:
         return LinkGroup(near, 1), LinkGroup(self.domains(ep, etp), near)
 
     @cache  # noqa: B019  (few values, as long as the pricer)
-    def visits(self, parts: int) -> float:
-        """Return the mean number of parts that a token's experts lie in, of `parts` equal parts of all experts.
+    def visits(self, destinations: int) -> float:
+        """Return the mean number of destinations of a token, if all experts are divided equally among `destinations`.
 
         Args:
-            parts: number of parts, such as expert ranks or nodes.
+            destinations: number of expert ranks or of nodes.
         """
         model = self.model
         K, groups = model.top_k, model.num_groups
         if groups <= 1:
-            return parts * (1 - (1 - 1 / parts) ** K)
+            return destinations * (1 - (1 - 1 / destinations) ** K)
         top_groups = model.top_groups
-        if parts > groups:
-            reached = parts * top_groups / groups
+        if destinations > groups:
+            reached = destinations * top_groups / groups
             return reached * (1 - (1 - 1 / reached) ** K)
-        groups_per_part = groups // parts  # groups of a part, of which a token may choose from `n`
+        groups_each = groups // destinations  # groups of a destination, of which a token may choose from `n`
         draws = {
-            n: comb(groups_per_part, n) * comb(groups - groups_per_part, top_groups - n)
-            for n in range(min(groups_per_part, top_groups) + 1)
+            n: comb(groups_each, n) * comb(groups - groups_each, top_groups - n)
+            for n in range(min(groups_each, top_groups) + 1)
         }
         missed = sum(count * (1 - n / top_groups) ** K for n, count in draws.items()) / comb(groups, top_groups)
-        return parts * (1 - missed)
+        return destinations * (1 - missed)

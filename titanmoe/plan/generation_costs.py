@@ -218,10 +218,10 @@ class GeneratorCosts:
         """
         self.config, self.world, self.device = config, world, device
         self.lengths = lengths or TextLengths.of(config)
-        own = self._config(GenerationParallelism())
-        own = replace(own, training=replace(own.training, seq_len=self.lengths.prompt))
-        self.blocks, self.w = BlockCosts(own, device, factors, imbalance, stack), WIDTHS[own.training.dtype]
-        self.links, self.model = self.blocks.links, own.model
+        priced = self._config(GenerationParallelism())
+        priced = replace(priced, training=replace(priced.training, seq_len=self.lengths.prompt))
+        self.blocks, self.w = BlockCosts(priced, device, factors, imbalance, stack), WIDTHS[priced.training.dtype]
+        self.links, self.model = self.blocks.links, priced.model
         self.bandwidth = device.bandwidth * factors.memory
         self.rate = self.blocks.peak * device.curve[-1][1] * factors.matrix
 
@@ -251,8 +251,11 @@ class GeneratorCosts:
         from titanmoe.checkpoint.relayout import ROUND_BYTES
         from titanmoe.generate.cache import cache_bytes
 
-        own, rl, generation = self._config(parallelism), self.config.rl, self.config.generation
-        fold, weights = derive(self.world, own.parallelism), generator_weights(own, derive(self.world, own.parallelism))
+        config, rl, generation = self._config(parallelism), self.config.rl, self.config.generation
+        fold, weights = (
+            derive(self.world, config.parallelism),
+            generator_weights(config, derive(self.world, config.parallelism)),
+        )
         prompts = ceil(rl.prompts_per_step * rl.updates / fold.dp)
         at_once = min(prompts, generation.batch_size // rl.completions)
         rounds, rows = ceil(prompts / at_once), at_once * rl.completions
@@ -279,7 +282,7 @@ class GeneratorCosts:
             communicators=self._communicators(fold),
             copying=self._copy(weights, ceil(weights / ROUND_BYTES)),
             reading=rounds * max(self._read(fold, at_once), launches),
-            token=self._token(own, fold, rows, token, text),
+            token=self._token(config, fold, rows, token, text),
             launches=launches,
             tokens=rounds * self.lengths.completion,
             updates=rl.updates,
@@ -294,7 +297,7 @@ class GeneratorCosts:
             texts: texts of a data rank.
             prompts: prompts of these, whose full pages their texts share.
         """
-        from titanmoe.generate.cached_rows import PAGE
+        from titanmoe.generate.cached_texts import PAGE
 
         longest = self.config.training.seq_len
         pages = texts * ceil((longest - 1) / PAGE)  # the last token of a text is not cached
@@ -338,11 +341,11 @@ class GeneratorCosts:
         costs = (blocks.attention_and_ffn(fold, prompts, i, choice) for i in range(self.model.num_layers))
         return sum(attention[0].seconds + ffn[0].seconds for attention, ffn in costs)
 
-    def _token(self, own: Config, fold: Fold, rows: int, token: int, text: int) -> float:
+    def _token(self, config: Config, fold: Fold, rows: int, token: int, text: int) -> float:
         """Return the device's seconds of a forward of one more token of each completion of a data rank.
 
         Args:
-            own: the config to generate with.
+            config: the config to generate with.
             fold: its degrees.
             rows: completions of the data rank.
             token: bytes that a rank caches of a token.
@@ -350,7 +353,7 @@ class GeneratorCosts:
         """
         model, sizes, layers, moe = (
             self.model,
-            generator_sizes(own, fold),
+            generator_sizes(config, fold),
             self.model.num_layers,
             moe_layers(self.model),
         )
@@ -358,7 +361,7 @@ class GeneratorCosts:
         def products(weights: float, multiplied: float) -> float:
             return max(weights * self.w / self.bandwidth, 2 * multiplied / self.rate)
 
-        dense = sum(sizes.block(i).whole for i in range(layers)) + sizes.head.whole
+        dense = sum(sizes.block(i).full_size for i in range(layers)) + sizes.head.full_size
         seconds = products(dense, dense * rows)
         cached = token * (self.lengths.prompt + self.lengths.completion / 2)
         seconds += rows * (READS * cached + 2 * text) / self.bandwidth
@@ -370,9 +373,9 @@ class GeneratorCosts:
         if moe:
             tokens = rows / fold.tp  # that a rank owns
             chosen = 1 - (1 - model.top_k / model.num_experts) ** (tokens * routed.size)
-            weights = sizes.experts.whole
+            weights = sizes.experts.full_size
             multiplied = tokens * model.top_k * fold.etp * self.blocks.imbalance * weights
             seconds += moe * products(chosen * weights, multiplied * fold.ep / model.num_experts)
-            messages = self.blocks.exchange(own.moe.dispatcher, tokens, fold.ep, fold.etp)
+            messages = self.blocks.exchange(config.moe.dispatcher, tokens, fold.ep, fold.etp)
             seconds += moe * (messages + self.links.exchange(routed, 0))
         return seconds

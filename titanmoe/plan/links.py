@@ -29,7 +29,7 @@ class Factors:
     """Fraction of the fast link's bandwidth."""
     network: float = 0.716
     """Fraction of the network's bandwidth."""
-    rows: float = 0.78
+    all_to_all: float = 0.78
     """Fraction of both that is left in an all-to-all, whose messages are many and small."""
     block: float = 0.000448
     """Seconds that the device waits for the host in a block and microbatch, forward and backward."""
@@ -67,9 +67,9 @@ class Links:
             device.link * factors.link,
             device.network * factors.network,
         )
-        self.rows, self.fused = factors.rows, device.network * FUSED_NETWORK
+        self.all_to_all, self.fused = factors.all_to_all, device.network * FUSED_NETWORK
         self.link_latency, self.network_latency = device.link_latency, device.network_latency
-        self.message_share = device.message_share
+        self.message_fraction = device.message_fraction
 
     def exposed(self, message: float, behind: float) -> float:
         """Return the seconds that a message adds to the computation that hides it.
@@ -80,7 +80,7 @@ class Links:
             message: seconds of the message alone.
             behind: seconds of the computation alone.
         """
-        return max(0.0, message - behind) + self.message_share * min(message, behind)
+        return max(0.0, message - behind) + self.message_fraction * min(message, behind)
 
     def _delay(self, group: LinkGroup) -> float:
         """Return the latency in seconds of a tree over the group, first inside domains, then between them.
@@ -91,13 +91,13 @@ class Links:
         domains = ceil(group.size / near)
         return self.link_latency * log2(max(near, 2)) + self.network_latency * (log2(domains) if domains > 1 else 0)
 
-    def gather(self, group: LinkGroup, whole: float) -> float:
-        """Return the seconds of an all-gather to `whole` bytes on each rank, or of a reduce-scatter from as many."""
+    def gather(self, group: LinkGroup, size: float) -> float:
+        """Return the seconds of an all-gather to `size` bytes on each rank, or of a reduce-scatter from as many."""
         n, near = group.size, group.ranks_per_domain(self.domain)
         if n == 1:
             return 0.0
-        inside = whole * (n - 1) / n / self.link if near > 1 else 0.0
-        between = whole * (n - near) / n / (self.network * near)
+        inside = size * (n - 1) / n / self.link if near > 1 else 0.0
+        between = size * (n - near) / n / (self.network * near)
         return self._delay(group) + max(inside, between)
 
     def exchange(self, group: LinkGroup, size: float) -> float:
@@ -107,7 +107,7 @@ class Links:
             return 0.0
         inside, across = size * (near - 1) / n / self.link, size * (n - near) / n / self.network
         delay = self.link_latency * (near - 1) + self.network_latency * (n - near) / min(near, MESSAGES_AT_ONCE)
-        return delay + max(inside, across) / self.rows
+        return delay + max(inside, across) / self.all_to_all
 
     def relay(self, group: LinkGroup, across: float, inside: float) -> float:
         """Return the seconds of an exchange by one-sided kernels (HybridEP).

@@ -24,7 +24,7 @@ from titanmoe.fold.vocabulary_passes import EARLIER_FORWARDS
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.muon_work import matrix_buffer_bytes
 from titanmoe.plan.saved_bytes import Widths, input_bytes, mode_of, saved_bytes
-from titanmoe.plan.schedule_cost import ALL_AHEAD, BackwardLoad, backward_loads, largest_loads
+from titanmoe.plan.schedule_cost import FORWARDS_FIRST, BackwardLoad, backward_loads, largest_loads
 from titanmoe.plan.sizes import (
     ModelKey,
     WeightUnit,
@@ -97,9 +97,9 @@ def _teacher_bytes(s: Widths, only_ends: bool) -> list[int]:
     options = s.config.distillation
     if not options.teacher:
         return []
-    own = teacher_config(s.config, find_teacher(options.teacher))
+    teacher = teacher_config(s.config, find_teacher(options.teacher))
     outputs = s.microbatches * s.X * (options.top * 8 + (options.top + 1) * s.W)
-    return [memory.weights + outputs for memory in rank_memories(own, s.fold, only_ends=only_ends)]
+    return [memory.weights + outputs for memory in rank_memories(teacher, s.fold, only_ends=only_ends)]
 
 
 @lru_cache(maxsize=1024)
@@ -140,19 +140,19 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     blocks = [i for layers, _, _ in stages for i in layers]
     if any(last for *_, last in stages):
         blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
-    parts = [(unit, data) for unit in units]
-    expert_parts = [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
-    parts += expert_parts
-    trained = sum(_stored(unit.trained, n, weight_width) for unit, n in parts)
-    weights = trained + sum(_frozen_stored(unit, n, w) for unit, n in parts)
-    moments = state_bytes(config, fold, parts, stages, blocks, _stored)
+    sharded_units = [(unit, data) for unit in units]
+    expert_units = [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
+    sharded_units += expert_units
+    trained = sum(_stored(unit.trained, n, weight_width) for unit, n in sharded_units)
+    weights = trained + sum(_frozen_stored(unit, n, w) for unit, n in sharded_units)
+    moments = state_bytes(config, fold, sharded_units, stages, blocks, _stored)
     saved_by_block = {i: saved_bytes(s, i) for i in blocks}
     has_head = bool(shared) or any(last for *_, last in stages)
     hidden = s.T * model.dim * w
     rope = 2 * s.X * rotary_width(model) * 4
     extra = range(model.num_layers, model.num_layers + model.mtp_depth)
-    # Every stage but the first has its input in a receive buffer, and the pipeline keeps every output but the loss.
-    kept_by_stage = [
+    # Every stage but the first has its input in a receive buffer, and the pipeline holds every output but the loss.
+    saved_by_stage = [
         sum(saved_by_block[i].attention + saved_by_block[i].ffn for i in [*layers, *extra[: last * len(extra)]])
         + rope
         + hidden * (first - (last and not shared))
@@ -166,7 +166,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     loads = _loads(s, rank, len(stages))
     # At most one microbatch is between the passes S and T. On some ranks it never is while another one is in backward;
     # this is not considered, nor that the embedding has no gradients yet in a step's first backward passes.
-    interleaves = config.pipeline.schedule not in ALL_AHEAD and s.microbatches > EARLIER_FORWARDS
+    interleaves = config.pipeline.schedule not in FORWARDS_FIRST and s.microbatches > EARLIER_FORWARDS
     held_logits = _scored_bytes(s) * (bool(shared) and interleaves)
     buffers = 0
     if pipelined:
@@ -174,25 +174,27 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         buffers = s.microbatches * hidden * sides
 
     dense, partly = sizes.block(blocks[-1]), not sizes.tuning.trains_all
-    whole_by_stage = [_whole_trained(s, *stage) for stage in stages]
-    whole_by_stage[-1] += sum(unit.trained.whole for unit in shared)
+    gradients_by_stage = [_stage_gradients(s, *stage) for stage in stages]
+    gradients_by_stage[-1] += sum(unit.trained.full_size for unit in shared)
     resharded = reshards_after_forward(config.parallelism)
     sharded = not experts_are_unsharded(config.parallelism, config.training, fold.edp)
     accumulated_bytes = trained if s.microbatches > 1 and not pipelined else 0
     base = {"weights": weights, "moments": moments, "teacher": teacher, "reference": reference}
     base["symmetric buffers"] = s.receive_buffers
-    gathered_dense = sum(unit.whole for unit in (shared if resharded else units))
-    gathered_experts = 0 if resharded else sum(unit.whole for unit, _ in expert_parts)
+    gathered_dense = sum(unit.full_size for unit in (shared if resharded else units))
+    gathered_experts = 0 if resharded else sum(unit.full_size for unit, _ in expert_units)
     if not sharded:  # the step's copies
-        gathered_experts = sum(unit.trained.whole for unit, _ in expert_parts) * has_compute_copies(config.training)
+        gathered_experts = sum(unit.trained.full_size for unit, _ in expert_units) * has_compute_copies(config.training)
     alive = {"gathered weights": (gathered_dense + gathered_experts) * w}
     candidates: list[tuple[str, dict[str, int]]] = []
 
     def load_bytes(load: BackwardLoad) -> dict[str, int]:
-        kept = sum(count * size for count, size in zip(load.in_flight, kept_by_stage, strict=True))
-        summed = sum(whole for whole, begun in zip(whole_by_stage, load.begun, strict=True) if begun) * reduced
+        saved = sum(count * size for count, size in zip(load.in_flight, saved_by_stage, strict=True))
+        summed = (
+            sum(elements for elements, begun in zip(gradients_by_stage, load.begun, strict=True) if begun) * reduced
+        )
         return {
-            "saved activations": round(kept) + tokens,
+            "saved activations": round(saved) + tokens,
             "gradients": summed if pipelined else accumulated_bytes,
             "logits": held_logits,
         }
@@ -204,7 +206,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             components[key] = components.get(key, 0) + value
         candidates.append((name, components))
 
-    two_blocks = min(2, len(blocks)) * dense.whole * w if resharded else 0
+    two_blocks = min(2, len(blocks)) * dense.full_size * w if resharded else 0
     edge = sizes.head if has_head else sizes.embedding
     for load, (name, index) in product(loads, (("last", -1), ("last but one", -2), ("first", 0))):
         is_first_backward = not load.begun[-1]
@@ -216,7 +218,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         experts, recomputed = has_experts(model, layer), saved_by_block[layer].recomputed
         expert = sizes.experts_of(layer)
         freed = sum(saved_by_block[i].attention + saved_by_block[i].ffn for i in finished)
-        unreduced = edge.trained.whole * has_head + sum(_whole_of_block(s, i) for i in finished)
+        unreduced = edge.trained.full_size * has_head + sum(_block_gradients(s, i) for i in finished)
         shards, sent_gradients = 0, unreduced * reduced * is_first_backward
         if not pipelined:
             shards = (
@@ -227,14 +229,16 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             )
             # A unit's gradients stay in the buffer that they were sent from until the next unit's are sent.
             sent_gradients = (
-                (sizes.block(finished[0]) if finished else edge).trained.whole * reduced * (bool(finished) or has_head)
+                (sizes.block(finished[0]) if finished else edge).trained.full_size
+                * reduced
+                * (bool(finished) or has_head)
             )
         R, F, D = (s.R, s.F, model.dim) if experts else (s.X, model.dense_hidden // fold.tp, 0)
         add_candidate(
             f"backward of the {name} block's {'experts' if experts else 'FFN'}",
-            activations_kept=-freed,
+            saved_activations=-freed,
             recomputed_activations=recomputed,
-            gathered_weights=two_blocks + (expert.whole * w if resharded and sharded and experts else 0),
+            gathered_weights=two_blocks + (expert.full_size * w if resharded and sharded and experts else 0),
             gradients=shards + sent_gradients,
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
@@ -244,52 +248,52 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         for thirds, width in ((1, 3 * F + D), (3 if sharded else 2, D)) if pipelined and experts else ():
             add_candidate(
                 f"gradients of the {name} block's experts",
-                activations_kept=-freed,
+                saved_activations=-freed,
                 recomputed_activations=recomputed,
-                gathered_weights=two_blocks + (expert.whole * w if resharded and sharded else 0),
-                gradients=sent_gradients + expert.trained.whole * w * thirds // 3,
+                gathered_weights=two_blocks + (expert.full_size * w if resharded and sharded else 0),
+                gradients=sent_gradients + expert.trained.full_size * w * thirds // 3,
                 other=R * width * w + hidden,
             )
-        own, mixer = saved_by_block[layer], s.mixers[layer]
+        saved, mixer = saved_by_block[layer], s.mixers[layer]
         if held := mixer.backward_bytes(model, s.batch, mode_of(config, layer) == "selective"):
             stored = 0 if pipelined or accumulated_bytes else _stored(expert.trained, fold.edp, weight_width)
-            sent = expert.trained.whole * reduced * (is_first_backward if pipelined else sharded)
+            sent = expert.trained.full_size * reduced * (is_first_backward if pipelined else sharded)
             add_candidate(
                 f"backward of the {name} block's {mixer.name}",
-                activations_kept=-freed - own.ffn - own.attention,
+                saved_activations=-freed - saved.ffn - saved.attention,
                 recomputed_activations=input_bytes(s, layer) + held,
-                gathered_weights=dense.whole * w if resharded else 0,
+                gathered_weights=dense.full_size * w if resharded else 0,
                 gradients=shards + sent_gradients * pipelined + (stored + sent) * experts,
                 other=hidden,
             )
         if partly and name == "last" and experts:
             # With few gradients this may be the peak. Gathered weights arrive in a buffer and are copied, and those of
-            # the head are on their way. The last product stands beside the activation, then beside its adapter's.
-            passing = not saved_by_block[layer].rows  # what other blocks keep, if they keep it
-            gathered = dense.whole + edge.whole + sharded * expert.whole * (2 if fold.edp > 1 else 1)
+            # the head are being gathered. The last product stands beside the activation, then beside its adapter's.
+            unsaved = not saved_by_block[layer].routed  # held here alone if blocks do not save it
+            gathered = dense.full_size + edge.full_size + sharded * expert.full_size * (2 if fold.edp > 1 else 1)
             add_candidate(
                 "forward of the last block's experts",
                 gathered_weights=gathered * w if resharded else 0,
-                other=R * (max(F + D, 2 * D * bool(flow.expert_ranks)) + 2 * F * passing) * w + hidden,
-                dispatch_buffers=R * D * w * (passing or not flow.ffn_weights),
+                other=R * (max(F + D, 2 * D * bool(flow.expert_ranks)) + 2 * F * unsaved) * w + hidden,
+                dispatch_buffers=R * D * w * (unsaved or not flow.ffn_weights),
             )
         if recomputed and resharded and experts and fold.edp > 1:
             add_candidate(
                 f"recomputing the {name} block's experts",
-                activations_kept=-freed,
+                saved_activations=-freed,
                 recomputed_activations=recomputed + R * F * w,
                 dispatch_buffers=R * D * w * bool(flow.expert_ranks),
-                gathered_weights=two_blocks + 2 * expert.whole * w,
+                gathered_weights=two_blocks + 2 * expert.full_size * w,
                 gradients=shards + sent_gradients,
                 other=hidden,
             )
         if experts and not pipelined:
-            rows_gone = saved_by_block[layer].rows or R * (D * w + 4 + 2 * F * w)
+            freed_routed = saved_by_block[layer].routed or R * (D * w + 4 + 2 * F * w)
             gradients = _layers_gradients(s, expert.trained, reduced, weight_width, bool(accumulated_bytes))
             add_candidate(
                 f"reducing gradients of the {name} block's experts",
-                activations_kept=-freed - (0 if recomputed else rows_gone),
-                recomputed_activations=max(0, recomputed - rows_gone),
+                saved_activations=-freed - (0 if recomputed else freed_routed),
+                recomputed_activations=max(0, recomputed - freed_routed),
                 gathered_weights=two_blocks,
                 gradients=shards + gradients + (0 if sharded else sent_gradients),
                 other=R * D * w + hidden,
@@ -298,7 +302,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         for load in loads:
             alive |= load_bytes(load)
             if interleaves or not any(load.begun):  # without, all passes come before the first backward
-                summed = 0 if any(load.begun) else shared[-1].trained.whole * reduced
+                summed = 0 if any(load.begun) else shared[-1].trained.full_size * reduced
                 _shared_vocabulary(s, add_candidate, shared, held_logits, summed)
     elif has_head:
         for load in loads:
@@ -307,12 +311,12 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         if not pipelined:
             add_candidate(
                 "reducing gradients of the head",
-                gradients=edge.trained.whole * (w + reduced) + edge.trained.shard_size(data) * reduced,
+                gradients=edge.trained.full_size * (w + reduced) + edge.trained.shard_size(data) * reduced,
                 other=hidden,
             )
     if pipelined:
-        largest = max(unit.trained.whole for unit, _ in (parts if sharded else parts[: len(units)]))
-        alive |= {"saved activations": 0, "gradients": sum(whole_by_stage) * reduced, "logits": 0}
+        largest = max(unit.trained.full_size for unit, _ in (sharded_units if sharded else sharded_units[: len(units)]))
+        alive |= {"saved activations": 0, "gradients": sum(gradients_by_stage) * reduced, "logits": 0}
         # FSDP frees a unit's gathered weights before it reduces their gradients.
         add_candidate(
             "reducing gradients after the last microbatch",
@@ -326,23 +330,23 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     return RankMemory(weights, trained, moments, {k: v for k, v in components.items() if v}, name)
 
 
-def _stored(unit: WeightUnit, parts: int, width: int) -> int:
-    """Return the bytes of a unit's shard on the first of `parts` data ranks. Routers are in float32 at least.
+def _stored(unit: WeightUnit, ranks: int, width: int) -> int:
+    """Return the bytes of a unit's shard on the first of `ranks` data ranks. Routers are in float32 at least.
 
     Args:
         width: bytes of a number.
     """
     wide = sum(unit.replicated)
-    return (unit.shard_size(parts) - wide) * width + wide * max(width, 4)
+    return (unit.shard_size(ranks) - wide) * width + wide * max(width, 4)
 
 
-def _frozen_stored(unit: WeightUnit, parts: int, w: int) -> int:
-    """Return the bytes of a unit's frozen tensors on the first of `parts` data ranks, stored in the compute dtype.
+def _frozen_stored(unit: WeightUnit, ranks: int, w: int) -> int:
+    """Return the bytes of a unit's frozen tensors on the first of `ranks` data ranks, stored in the compute dtype.
 
     Args:
         w: bytes of the compute dtype.
     """
-    return _stored(unit, parts, w) - _stored(unit.trained, parts, w)
+    return _stored(unit, ranks, w) - _stored(unit.trained, ranks, w)
 
 
 def _layers_gradients(s: Widths, experts: WeightUnit, reduced: int, width: int, accumulated: bool) -> int:
@@ -354,15 +358,15 @@ def _layers_gradients(s: Widths, experts: WeightUnit, reduced: int, width: int, 
         width: bytes of a stored weight.
         accumulated: whether the step's sums exist already, from earlier microbatches.
     """
-    whole, fold = experts.whole, s.fold
+    elements, fold = experts.full_size, s.fold
     if experts_are_unsharded(s.config.parallelism, s.config.training, fold.edp):
         if accumulated:
-            return 2 * whole * s.w // 3  # both that the first products return together
+            return 2 * elements * s.w // 3  # both that the first products return together
         summed = max(width, reduced) if fold.edp_replicate > 1 else width
-        return whole * summed + whole * s.w // 3 * (summed != s.w)
+        return elements * summed + elements * s.w // 3 * (summed != s.w)
     outputs = experts.shard_size(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
     outputs += experts.shard_size(fold.edp) * width * (width < reduced)
-    return whole * reduced + max(whole * s.w, outputs + whole * s.w // 3)
+    return elements * reduced + max(elements * s.w, outputs + elements * s.w // 3)
 
 
 def _block_stored(s: Widths, layer: int, width: int) -> int:
@@ -371,13 +375,13 @@ def _block_stored(s: Widths, layer: int, width: int) -> int:
     return _stored(s.sizes.block(layer).trained, fsdp(s.fold), width) + experts
 
 
-def _whole_of_block(s: Widths, layer: int) -> int:
+def _block_gradients(s: Widths, layer: int) -> int:
     """Return the elements of a block's gradients on a rank before data ranks shard them."""
-    experts = s.sizes.experts_of(layer).trained.whole if has_experts(s.model, layer) else 0
-    return s.sizes.block(layer).trained.whole + experts
+    experts = s.sizes.experts_of(layer).trained.full_size if has_experts(s.model, layer) else 0
+    return s.sizes.block(layer).trained.full_size + experts
 
 
-def _whole_trained(s: Widths, layers: range, first: bool, last: bool) -> int:
+def _stage_gradients(s: Widths, layers: range, first: bool, last: bool) -> int:
     """Return the elements of a stage's gradients on a rank before data ranks shard them.
 
     Args:
@@ -389,7 +393,7 @@ def _whole_trained(s: Widths, layers: range, first: bool, last: bool) -> int:
     extra = range(s.model.num_layers, s.model.num_layers + s.model.mtp_depth * last)
     units = units_of_stage(s.config, s.sizes, layers, first, last)[0]
     units += [s.sizes.experts_of(i) for i in (*layers, *extra) if has_experts(s.model, i)]
-    return sum(unit.trained.whole for unit in units)
+    return sum(unit.trained.full_size for unit in units)
 
 
 def _loads(s: Widths, rank: int, stages: int) -> list[BackwardLoad]:
@@ -422,8 +426,8 @@ def _head(s: Widths, add_candidate: Callable[..., None], resharded: bool, pipeli
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
     unit, (V, width) = s.sizes.head, _head_widths(s)
     normed = T * D * (2 * s.W + w) + (X * D * w if s.fold.tp > 1 else 0)
-    gathered = unit.whole * w if resharded else 0
-    block = s.sizes.block(model.num_layers - 1).whole * w if resharded else 0
+    gathered = unit.full_size * w if resharded else 0
+    block = s.sizes.block(model.num_layers - 1).full_size * w if resharded else 0
     if width == V:
         logits = X * V * (w if w < 4 else 0) + 3 * X * V * s.W
         # Weights arrive in a buffer that FSDP keeps until the next ones do.
@@ -432,14 +436,14 @@ def _head(s: Widths, add_candidate: Callable[..., None], resharded: bool, pipeli
         add_candidate(
             "backward of the head",
             logits=normed + X * V * (w + s.W),
-            gradients=0 if pipelined else unit.trained.whole * (w + reduced),
+            gradients=0 if pipelined else unit.trained.full_size * (w + reduced),
             gathered_weights=gathered + block,
         )
         return
     add_candidate(
         "backward of the chunked loss",
         logits=normed + X * width * w + X * D * (4 + w),
-        gradients=unit.trained.whole * w,
+        gradients=unit.trained.full_size * w,
         gathered_weights=gathered + block,
     )
 
@@ -482,6 +486,6 @@ def _shared_vocabulary(
     add_candidate(
         "backward of the head",
         logits=_scored_bytes(s) - held_logits + sliced + X * s.model.dim * (s.W + s.w),
-        gradients=summed + units[-1].trained.whole * s.w,
+        gradients=summed + units[-1].trained.full_size * s.w,
     )
-    add_candidate("backward of the embedding", gradients=units[0].trained.whole * s.w, other=X * s.model.dim * s.w)
+    add_candidate("backward of the embedding", gradients=units[0].trained.full_size * s.w, other=X * s.model.dim * s.w)

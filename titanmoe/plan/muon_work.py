@@ -56,7 +56,7 @@ def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning
         router: optimizer.router_matrix.
         tuning: what the recipe trains.
     """
-    whole = {
+    replicated = {
         name
         for mixer in key.mixers
         for name, (_, dim) in tensors.block_splits(key.model, mixer, True, tp).items()
@@ -70,7 +70,7 @@ def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning
     out = []
     for (name, shape, rows), count in counts.items():
         flops = sum(matrix.flops_per_step for matrix in matrices_of(shape[-2:], rows, by_head))
-        out.append(Alike(name, shape, count, flops, name in whole))
+        out.append(Alike(name, shape, count, flops, name in replicated))
     return out
 
 
@@ -91,7 +91,8 @@ def muon_work(config: Config, fold: Fold) -> MuonWork:
         if ".experts." in alike.name:
             local = alike.shape[0] // fold.ep
             flops += work * local / experts
-            expert_bytes += count * local * _cut_bytes(alike.name, alike.shape[-2:], fold, sliced, width) / experts
+            each = _expert_matrix_bytes(alike.name, alike.shape[-2:], fold, sliced, width)
+            expert_bytes += count * local * each / experts
         elif alike.name.endswith("router.weight"):
             flops += work
         else:
@@ -110,12 +111,12 @@ def matrix_buffer_bytes(config: Config, fold: Fold) -> int:
     """
     work, width = muon_work(config, fold), WIDTHS[config.optimizer.ns_dtype]
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
-    # Sent are the others' shares, there and back; this rank's own is in the messages too.
+    # A rank sends the others' shards, and gets its own updated; the messages have its own shards too.
     directions = (work.attention_bytes, dense), (work.expert_bytes, experts)
     return min(2 * ROUND * width, round(max(sent * ranks / max(1, ranks - 1) for sent, ranks in directions)))
 
 
-def _cut_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, width: int) -> float:
+def _expert_matrix_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, width: int) -> float:
     """Return the bytes that the ranks sharding one expert matrix send together in an update.
 
     They send shards to the matrix's owner and back, or, where that is less, sum Gram matrices over the shards.
@@ -131,8 +132,8 @@ def _cut_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, width: int) ->
     if fold.etp == 1 and not sliced:
         return 0.0
     hidden = tensors.EXPERT_SPLITS[name.rpartition(".")[2]] - 1
-    cut = ([hidden] if fold.etp > 1 else []) + ([1 - hidden] if sliced else [])
+    sharded_dims = ([hidden] if fold.etp > 1 else []) + ([1 - hidden] if sliced else [])
     small, large = sorted(shape)
     owner = 2 * prod(shape) * (ranks - 1) / ranks * width
     gram = 2 * (ranks - 1) * small**2 * max(width, 4)
-    return min(owner, gram) if small < large and cut == [shape.index(large)] else owner
+    return min(owner, gram) if small < large and sharded_dims == [shape.index(large)] else owner

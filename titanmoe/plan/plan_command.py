@@ -331,7 +331,7 @@ def _left_out(config: Config, reference: bool) -> Iterator[str]:
         (moe.capacity_factor > 0, "a capacity: routed tokens are those before anything is dropped or padded"),
         (
             moe.overlap == "pairs" and bool(config.pipeline.schedule_csv),
-            "pairs of the schedule file: dispatched tokens are priced as if nothing hid them",
+            "pairs of the schedule file: dispatch is priced as if nothing hid it",
         ),
         (
             config.optimizer.offload,

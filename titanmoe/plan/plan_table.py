@@ -18,7 +18,7 @@ from titanmoe.plan.price import Price
 from titanmoe.plan.search import PricedMapping, Search
 from titanmoe.text_report import columns
 
-HEAD = ("", "step", "tok/s/GPU", "MFU", "memory", "attention / experts", "binds")
+HEAD = ("", "step", "tok/s/GPU", "MFU", "memory", "attention / experts", "bottleneck")
 OPTIONS_HEAD = ("", "stages", "dp_replicate", "microbatch", "recompute", "reshard", "schedule", "dispatcher")
 """Heads of a plan's two tables, of which each has a row for each mapping. Their lines have at most 100 columns unless
 names are unusually long."""
@@ -41,7 +41,7 @@ HELPS = {
     "waiting for the host": "a larger microbatch",
     "messages of tp": "a smaller tp, with cp or more data ranks instead",
     "messages of cp": "a smaller cp, or ring rather than allgather",
-    "rows to experts and back": "ep x etp within a node, a smaller etp, or rows that overlap (docs/moe.md#overlap)",
+    "dispatch and combine": "ep x etp within a node, a smaller etp, or moe.overlap (docs/moe.md#overlap)",
     "messages of pp": "fewer stages per rank, or a smaller pp",
     "bubble": "more microbatches (a larger batch, fewer data ranks), more stages per rank, or a smaller pp",
     "weights and gradients": "more tokens a microbatch, a larger ep, or a pipeline, which gathers weights once a step",
@@ -229,12 +229,12 @@ def mapping_tables(config: Config) -> list[str]:
 
 def explanation(mapping: PricedMapping, device: Device) -> list[str]:
     """Return the lines of `titanmoe plan --explain`: time and memory of one mapping by component."""
-    price, fold, halves, error = mapping.price, mapping.fold, overlap_text(mapping.config), error_of(mapping)
+    price, fold, overlap, error = mapping.price, mapping.fold, overlap_text(mapping.config), error_of(mapping)
     axes = ", ".join(f"{name} {n}" for name in DEGREE_PATHS if (n := getattr(fold, name)) > 1)
     lines = [
         f"The recipe's mapping on {fold.world} {device.name}: {axes or 'one rank'}; "
         f"{price.microbatches} microbatches of {mapping.config.training.local_batch_size}"
-        f"{f'; routed tokens are sent {halves}' if halves else ''}.",
+        f"{f'; dispatch overlaps {overlap}' if overlap else ''}.",
         f"A step takes {price.step:.4g} s ({price.step * (1 - error):.3g} to {price.step * (1 + error):.3g} s by "
         f"published runs of that kind, {kind_of_mapping(fold, price)}): {price.tokens:,.0f} tokens/s/GPU, "
         f"MFU {price.mfu:.1%}.",
@@ -310,7 +310,7 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
         "range": error_of(mapping),
         "tokens_per_second_per_gpu": price.tokens,
         "mfu": price.mfu,
-        "binds": price.bottleneck,
+        "bottleneck": price.bottleneck,
         "time": price.components,
         "generation": generator and generator.as_json(),
         "memory": [
@@ -319,7 +319,7 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
                 "weights": rank.weights,
                 "gradients": rank.gradients,
                 "moments": rank.moments,
-                "moment": rank.peak_during,
+                "peak_during": rank.peak_during,
                 "components": rank.components,
             }
             for rank in mapping.memory

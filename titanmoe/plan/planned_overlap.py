@@ -13,7 +13,7 @@ from titanmoe.config.laws import contradictions
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
-from titanmoe.plan.devices import Device, device_like, read_device
+from titanmoe.plan.devices import Device, choose_device, read_device
 from titanmoe.plan.dispatch_costs import NEAR
 from titanmoe.plan.links import Factors
 from titanmoe.plan.price import Pricer
@@ -71,7 +71,7 @@ def plan_overlap_of_run(config: Config, runtime: Runtime) -> tuple[Config, str]:
         return planned_overlap(config, runtime.world, read_device("cpu"))
     gpu = [torch.cuda.get_device_name(runtime.device)]
     dist.broadcast_object_list(gpu)
-    return planned_overlap(config, runtime.world, device_like(gpu[0]))
+    return planned_overlap(config, runtime.world, choose_device(gpu[0]))
 
 
 def overlap_text(config: Config) -> str:

@@ -60,7 +60,7 @@ NAMES = {
     "host": "waiting for the host",
     "tp": "messages of tp",
     "cp": "messages of cp",
-    "rows": "rows to experts and back",
+    "dispatch": "dispatch and combine",
     "copies": "copies of weights",
 }
 

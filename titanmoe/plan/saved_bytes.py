@@ -32,7 +32,7 @@ class SavedBytes(NamedTuple):
     """Bytes saved by the mixer and its norm."""
     ffn: int
     """Bytes saved by the dense network or MoE layer and its norm."""
-    rows: int
+    routed: int
     """Bytes of `ffn` that hold routed tokens: backward of the experts frees them before their gradients are reduced."""
     recomputed: int
     """Bytes of the recomputed half of the block while it is in backward."""
@@ -202,15 +202,15 @@ def _router(s: Widths, trained: bool) -> int:
     return product + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
-def _saved_of_recomputed(s: Widths, with_rows: bool) -> int:
+def _saved_of_recomputed(s: Widths, with_routed: bool) -> int:
     """Return the bytes that a recomputed MoE layer saves of a microbatch besides its input: places of routed tokens.
 
     Args:
         s: token counts and number widths of the rank.
-        with_rows: whether the routed tokens that arrived are saved too, with their weights ("full_except_dispatch").
+        with_routed: whether the routed tokens that arrived are saved too, with their weights ("full_except_dispatch").
     """
     order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
-    return s.T * s.model.top_k * s.fold.etp * 2 * 8 + s.R * (order + with_rows * (s.model.dim * s.w + s.W))
+    return s.T * s.model.top_k * s.fold.etp * 2 * 8 + s.R * (order + with_routed * (s.model.dim * s.w + s.W))
 
 
 def mode_of(config: Config, layer: int) -> str:
@@ -241,7 +241,7 @@ def dropped_bytes(s: Widths, layer: int, prefix: str) -> int:
 def input_bytes(s: Widths, layer: int) -> int:
     """Return the bytes that a block saves before its mixer: the norm's input and scales, and the projections' input."""
     flow, D, w = s.flows[layer], s.model.dim, s.w
-    # The adapters' narrow products are kept for the gradients of B. Under dropout each A reads an input of its own.
+    # The adapters' narrow products are saved for the gradients of B. Under dropout each A reads an input of its own.
     shared = flow.attention_weights and not s.drops_inputs
     inputs = s.mixers[layer].input_positions(s.model, s.batch) * D * shared
     products = (inputs + s.X * flow.attention_ranks) * w + dropped_bytes(s, layer, "attention.")
@@ -265,14 +265,14 @@ def saved_bytes(s: Widths, layer: int, mode: str = "") -> SavedBytes:
     flow, norm = s.flows[layer], T * D * w + T * W  # a norm's input, and one scale per token
     attention = input_bytes(s, layer) + s.mixers[layer].saved_bytes(model, s.batch, selective) * flow.attention
     shared = not s.drops_inputs  # whether weights that read one input save it once
-    ffn, rows = norm * flow.into_ffn + X * flow.dense_ranks * w + dropped_bytes(s, layer, ""), 0
+    ffn, routed = norm * flow.into_ffn + X * flow.dense_ranks * w + dropped_bytes(s, layer, ""), 0
     if not experts:
         ffn += X * D * w * (flow.ffn_weights and shared) + _dense(s, model.dense_hidden, selective) * flow.ffn
     else:
         narrow = sum(rank + -rank % (16 // w) for rank in flow.expert_ranks)
-        rows = dropped_bytes(s, layer, "moe.experts.")
-        rows += s.R * (D * w * (flow.ffn_weights and shared) + (4 + 2 * s.F * w) * flow.out_of_ffn + narrow * w)
-        ffn += _router(s, flow.router_weights) * flow.ffn + rows
+        routed = dropped_bytes(s, layer, "moe.experts.")
+        routed += s.R * (D * w * (flow.ffn_weights and shared) + (4 + 2 * s.F * w) * flow.out_of_ffn + narrow * w)
+        ffn += _router(s, flow.router_weights) * flow.ffn + routed
         if model.shared_hidden:
             ffn += (
                 X * D * w * (flow.shared_weights and shared)
@@ -280,8 +280,8 @@ def saved_bytes(s: Widths, layer: int, mode: str = "") -> SavedBytes:
             )
             ffn += model.shared_gate * T * (D + 2) * w * flow.into_ffn
     if mode in ("full", "full_except_dispatch", "moe"):
-        with_rows = mode == "full_except_dispatch" and experts
-        kept = (T * D * w + (_saved_of_recomputed(s, with_rows) if experts else 0)) * flow.out_of_ffn
-        recomputed = ffn - with_rows * s.R * D * w * (flow.ffn_weights and shared)
-        return SavedBytes(attention if mode == "moe" else T * D * w * flow.attention, kept, 0, recomputed)
-    return SavedBytes(attention, ffn, rows, 0)
+        with_routed = mode == "full_except_dispatch" and experts
+        saved = (T * D * w + (_saved_of_recomputed(s, with_routed) if experts else 0)) * flow.out_of_ffn
+        recomputed = ffn - with_routed * s.R * D * w * (flow.ffn_weights and shared)
+        return SavedBytes(attention if mode == "moe" else T * D * w * flow.attention, saved, 0, recomputed)
+    return SavedBytes(attention, ffn, routed, 0)

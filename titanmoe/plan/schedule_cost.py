@@ -15,7 +15,7 @@ from titanmoe.fold.vocabulary_passes import EARLIER_FORWARDS, insert_passes, wit
 ROUNDS = 3
 """Microbatches per rank with which a table is evaluated: from 2 on, one more changes neither the idle time nor how many
 are in flight."""
-ALL_AHEAD = ("GPipe", "LoopedBFS")
+FORWARDS_FIRST = ("GPipe", "LoopedBFS")
 """Schedules that run every forward before the first backward."""
 
 
@@ -103,7 +103,7 @@ def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: in
         microbatches: number of microbatches of a step.
     """
     v, even = stages_per_rank, microbatches % pp == 0
-    if schedule in ALL_AHEAD:
+    if schedule in FORWARDS_FIRST:
         return ScheduleCost((pp - 1) / v, (microbatches * v,) * pp)
     if schedule == "1F1B":  # what the table gives, without playing it
         return ScheduleCost(pp - 1.0, tuple(min(microbatches, pp - rank) for rank in range(pp)))
@@ -114,8 +114,8 @@ def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: in
         return ScheduleCost((pp - 1) / 3, (2 * pp,) * (pp - 1) + (2 * pp + 1,))
     m = _equivalent_microbatches(schedule, pp, microbatches)
     rows = schedule_rows(schedule, pp, stages_per_rank, m)
-    share = bubble(rows, pp * stages_per_rank)
-    return ScheduleCost(share / (1 - share) * m, tuple(_in_flight(row) for row in rows))
+    fraction = bubble(rows, pp * stages_per_rank)
+    return ScheduleCost(fraction / (1 - fraction) * m, tuple(_in_flight(row) for row in rows))
 
 
 @lru_cache(maxsize=4096)
@@ -178,7 +178,7 @@ def backward_loads(
     """
     v, m = stages_per_rank, microbatches
     if schedule in SINGLE:
-        most = m if schedule in ALL_AHEAD else min(m, pp - rank + EARLIER_FORWARDS * shared)
+        most = m if schedule in FORWARDS_FIRST else min(m, pp - rank + EARLIER_FORWARDS * shared)
         if most < m:
             return [BackwardLoad((most,), (True,))]
         return [BackwardLoad((m - 1,), (True,))] * (m > 1) + [BackwardLoad((m,), (False,))]
@@ -186,7 +186,7 @@ def backward_loads(
         begun = (rank > 0 or m > 2 * pp, True)
         loads = BackwardLoad((2 * pp - 1 - rank, 1 + rank), (True, True)), BackwardLoad((2 * pp - rank, rank), begun)
         return sorted(loads + (BackwardLoad((pp + 1, pp), (False, False)),) * (rank == pp - 1))
-    if schedule not in ALL_AHEAD:
+    if schedule not in FORWARDS_FIRST:
         m = _equivalent_microbatches(schedule, pp, m)
     if schedule == "Interleaved1F1B" and m % pp == 0:
         row = interleaved_row(pp, v, m, rank)

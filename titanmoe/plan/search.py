@@ -390,10 +390,10 @@ class OneMesh(Pricer):
     """
 
     def _experts(self, sample_ranks: int, samples: int, tp: int, *mapping: Any) -> tuple[Cost, Cost]:
-        whole = self.device, self.links
+        folded = self.device, self.links
         self.device = replace(self.device, domain=max(tp, self.device.domain * tp // sample_ranks))
         self.links = Links(self.device, self.factors)
         try:
             return super()._experts(sample_ranks, samples, tp, *mapping)
         finally:
-            self.device, self.links = whole
+            self.device, self.links = folded

@@ -43,12 +43,13 @@ class WeightUnit:
         if not any(self.frozen):
             return self
         count = len(self.shapes)
-        kept = [i for i in range(count) if not self.frozen[i]]
+        trained_indices = [i for i in range(count) if not self.frozen[i]]
         replicated = tuple(n for n, off in zip(self.replicated, self.frozen[count:], strict=True) if not off)
-        return WeightUnit(tuple(self.shapes[i] for i in kept), tuple(self.dims[i] for i in kept), replicated)
+        shapes, dims = (tuple(values[i] for i in trained_indices) for values in (self.shapes, self.dims))
+        return WeightUnit(shapes, dims, replicated)
 
     @cached_property
-    def whole(self) -> int:
+    def full_size(self) -> int:
         """Elements of the tensors that FSDP gathers, after the gather."""
         return sum(map(prod, self.shapes))
 
@@ -60,38 +61,36 @@ class WeightUnit:
         return self._hash
 
     @lru_cache(maxsize=65536)  # noqa: B019  (a unit is a value, and few are ever made)
-    def shard_size(self, parts: int, index: int = 0) -> int:
-        """Return the elements that data rank `index` of `parts` stores; the first stores the most.
+    def shard_size(self, ranks: int, index: int = 0) -> int:
+        """Return the elements that data rank `index` of `ranks` stores; the first stores the most.
 
         Uneven dims are sharded as torch.chunk does.
         """
         total = sum(self.replicated)
         for shape, dim in zip(self.shapes, self.dims, strict=True):
-            rows = shape[dim]
-            each = -(-rows // parts)
-            total += prod(shape) // rows * max(0, min(each, rows - index * each))
+            size = shape[dim]
+            each = -(-size // ranks)
+            total += prod(shape) // size * max(0, min(each, size - index * each))
         return total
 
-    def sharded_size(self, parts: int) -> int:
-        """Return the elements that the first of `parts` data ranks stores of the sharded tensors."""
-        return self.shard_size(parts) - sum(self.replicated)
+    def sharded_size(self, ranks: int) -> int:
+        """Return the elements that the first of `ranks` data ranks stores of the sharded tensors."""
+        return self.shard_size(ranks) - sum(self.replicated)
 
     def __len__(self) -> int:
         return len(self.shapes) + len(self.replicated)
 
 
-def _unit(
-    split: int, parts: list[Split], replicated: tuple[int, ...] = (), frozen: tuple[bool, ...] = ()
-) -> WeightUnit:
+def _unit(tp: int, splits: list[Split], replicated: tuple[int, ...] = (), frozen: tuple[bool, ...] = ()) -> WeightUnit:
     """Return a rank's unit of tensors that tp may divide.
 
     Args:
-        split: ranks of tp.
-        parts: full shape of each tensor, and the dim that tp divides; None if it divides none.
+        tp: ranks of tensor parallel.
+        splits: full shape of each tensor, and the dim that tp divides; None if it divides none.
         replicated: elements of each tensor that every data rank holds in full.
         frozen: whether each tensor is frozen.
     """
-    shapes = tuple(tuple(n // split if dim == i else n for i, n in enumerate(shape)) for shape, dim in parts)
+    shapes = tuple(tuple(n // tp if dim == i else n for i, n in enumerate(shape)) for shape, dim in splits)
     return WeightUnit(shapes, (0,) * len(shapes), replicated, frozen)
 
 
@@ -138,11 +137,11 @@ def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
         tuning: what the recipe trains.
     """
     model, mixer, experts = key.model, key.mixers[layer], has_experts(key.model, layer)
-    parts, router = tensors.block_splits(model, mixer, experts, tp), tensors.router_splits(model) if experts else {}
-    name = tensors.block_name(model, layer)
-    parts |= tuning.adapters(name, parts)
-    frozen = _flags((f"{name}.{part}" for part in (*parts, *router)), tuning)
-    return _unit(tp, list(parts.values()), tuple(prod(shape) for shape, _ in router.values()), frozen)
+    splits, router = tensors.block_splits(model, mixer, experts, tp), tensors.router_splits(model) if experts else {}
+    block = tensors.block_name(model, layer)
+    splits |= tuning.adapters(block, splits)
+    frozen = _flags((f"{block}.{name}" for name in (*splits, *router)), tuning)
+    return _unit(tp, list(splits.values()), tuple(prod(shape) for shape, _ in router.values()), frozen)
 
 
 @lru_cache(maxsize=4096)
@@ -153,24 +152,24 @@ def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning:
         key: key of the model.
         ep: ranks of expert parallel.
         etp: ranks of expert tensor parallel.
-        edp: data ranks that share an expert; each gets whole experts if they divide evenly, else slices.
+        edp: data ranks that share an expert; each gets full experts if they divide evenly, else slices.
         layer: index of the block; matters only if some tensors are frozen or adapted.
         tuning: what the recipe trains.
     """
-    model, name = key.model, tensors.block_name(key.model, layer)
-    parts = tensors.expert_splits(model)
-    parts |= tuning.adapters(name, parts)
-    shapes = [tuple(n // etp if i == dim else n for i, n in enumerate(shape)) for shape, dim in parts.values()]
+    model, block = key.model, tensors.block_name(key.model, layer)
+    splits = tensors.expert_splits(model)
+    splits |= tuning.adapters(block, splits)
+    shapes = [tuple(n // etp if i == dim else n for i, n in enumerate(shape)) for shape, dim in splits.values()]
     shapes = [(model.num_experts // ep, *shape[1:]) for shape in shapes]
-    dims = tuple(tensors.expert_data_dim(part.rpartition(".")[2]) for part in parts)
-    frozen = _flags((f"{name}.{part}" for part in parts), tuning)
-    # Whole experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.data_parallel.
+    dims = tuple(tensors.expert_data_dim(name.rpartition(".")[2]) for name in splits)
+    frozen = _flags((f"{block}.{name}" for name in splits), tuning)
+    # Full experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.data_parallel.
     uneven = model.num_experts // ep % edp
     return WeightUnit(tuple(shapes), dims if uneven else (0,) * len(shapes), (), frozen)
 
 
 @lru_cache(maxsize=4096)
-def _first_alike(key: ModelKey, layer: int) -> int:
+def _first_equal_block(key: ModelKey, layer: int) -> int:
     """Return the index of the first block with the same mixer and kind of feed-forward network as block `layer`.
 
     Args:
@@ -205,7 +204,7 @@ class Sizes:
     def block(self, layer: int) -> WeightUnit:
         """Return a block's unit without its experts."""
         # Without anything frozen, blocks that are alike are one unit.
-        first = _first_alike(self._key, layer) if self.tuning.trains_all else layer
+        first = _first_equal_block(self._key, layer) if self.tuning.trains_all else layer
         return _block(self._key, self._tp, first, self.tuning)
 
     def experts_of(self, layer: int) -> WeightUnit:
@@ -320,14 +319,14 @@ def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
 
 # ---- optimizer state
 
-Parts = list[tuple[WeightUnit, int]]
+ShardedUnits = list[tuple[WeightUnit, int]]
 """Units, each with the number of data ranks that shard it."""
 
 
 def state_bytes(
     config: Config,
     fold: Fold,
-    parts: Parts,
+    units: ShardedUnits,
     stages: list[tuple[range, bool, bool]],
     blocks: list[int],
     stored: Callable[[WeightUnit, int, int], int],
@@ -337,7 +336,7 @@ def state_bytes(
     Args:
         config: recipe.
         fold: degrees of `config`.
-        parts: weight units of the rank, each with the number of data ranks that shard it.
+        units: weight units of the rank, each with the number of data ranks that shard it.
         stages: layers of each stage of the rank, whether it has the embedding, and whether it has the head.
         blocks: indices of the rank's blocks.
         stored: function (unit, data ranks, bytes of a number) that returns the bytes of a unit's shard.
@@ -345,24 +344,24 @@ def state_bytes(
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     as_weights, width = WIDTHS[config.training.dtype], optimizer.moment_width(config)
 
-    def numbers(parts: Parts) -> int:
+    def numbers(units: ShardedUnits) -> int:
         """Return the bytes of one number for each trained weight."""
         if width < as_weights:  # routers' too, which are stored wider
-            return sum(unit.trained.shard_size(n) for unit, n in parts) * width
-        return sum(stored(unit.trained, n, width) for unit, n in parts)
+            return sum(unit.trained.shard_size(n) for unit, n in units) * width
+        return sum(stored(unit.trained, n, width) for unit, n in units)
 
     matrices, out = optimizer.matrices(config), 0
     if matrices:
-        rest = _parts_without(config, fold, stages, blocks, matrices)
-        out = optimizer.numbers_per_matrix_weight * (numbers(parts) - numbers(rest))
-        parts = rest
-    count = sum(len(unit.trained) for unit, _ in parts)
-    return out + optimizer.numbers_per_weight * numbers(parts) + optimizer.bytes_per_tensor * count
+        rest = _units_without(config, fold, stages, blocks, matrices)
+        out = optimizer.numbers_per_matrix_weight * (numbers(units) - numbers(rest))
+        units = rest
+    count = sum(len(unit.trained) for unit, _ in units)
+    return out + optimizer.numbers_per_weight * numbers(units) + optimizer.bytes_per_tensor * count
 
 
-def _parts_without(
+def _units_without(
     config: Config, fold: Fold, stages: list[tuple[range, bool, bool]], blocks: list[int], patterns: tuple[str, ...]
-) -> Parts:
+) -> ShardedUnits:
     """Return the rank's weight units with the tensors that `patterns` match marked as frozen.
 
     Args:

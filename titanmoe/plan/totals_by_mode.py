@@ -100,7 +100,7 @@ class TotalsByMode:
             modes = ("moe", *RECOMPUTE_MODES[3:])
             recomputed = {mode: self.costs.recomputed_experts(forward, mode, *degrees, choice) for mode in modes}
             totals = _add(self.costs, totals, count, forward, backward, recomputed)
-            messages += count * sum(cost.rows for cost in (forward, backward))
+            messages += count * sum(cost.dispatch for cost in (forward, backward))
         return tuple(totals), messages
 
     def _expert_products(self, sample_ranks: int, samples: int, ep: int, etp: int) -> float:

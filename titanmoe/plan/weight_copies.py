@@ -60,7 +60,7 @@ class WeightCopies:
         cast = (self.stored + self.computed) * (self.stored != self.computed)
         last = (summed + self.stored) * (summed != self.stored)
         added = 2 * summed + self.computed * (-1 if self.accumulated else 1)
-        return unit.trained.whole * added, unit.trained.whole * (cast + last)
+        return unit.trained.full_size * added, unit.trained.full_size * (cast + last)
 
     def gather(self, unit: WeightUnit, ranks: int) -> int:
         """Return the bytes that one gather of a unit reads and writes on a device, besides its message.
@@ -71,12 +71,12 @@ class WeightCopies:
         shard, trained = unit.sharded_size(ranks), unit.trained.sharded_size(ranks)
         cast = trained * (self.stored + self.computed) * (self.stored != self.computed)
         if ranks == 1:
-            return cast + 2 * self.computed * unit.whole
-        return cast + 2 * self.computed * (shard + unit.whole + inner(unit))
+            return cast + 2 * self.computed * unit.full_size
+        return cast + 2 * self.computed * (shard + unit.full_size + inner(unit))
 
     def add_up(self, unit: WeightUnit) -> int:
         """Return the bytes read and written to add one microbatch's gradients of `unit` to their running sum."""
-        return unit.trained.whole * (self.computed + 2 * self.reduced)
+        return unit.trained.full_size * (self.computed + 2 * self.reduced)
 
     def reduce(self, unit: WeightUnit, ranks: int) -> int:
         """Return the bytes that one reduction of a unit's gradients reads and writes on a device, besides its message.
@@ -86,11 +86,11 @@ class WeightCopies:
         """
         trained = unit.trained
         shard, width = trained.sharded_size(ranks), self.reduced if self.pipelined else self.computed
-        moved = trained.whole * (width + self.reduced) + shard * (self.reduced + self.stored) * (
+        moved = trained.full_size * (width + self.reduced) + shard * (self.reduced + self.stored) * (
             self.reduced != self.stored
         )
         moved += 3 * self.stored * shard * (self.microbatches > 1 and not self.pipelined)
-        return moved + (2 * self.reduced * trained.whole if ranks == 1 else 2 * width * inner(trained))
+        return moved + (2 * self.reduced * trained.full_size if ranks == 1 else 2 * width * inner(trained))
 
 
 def inner(unit: WeightUnit) -> int:

@@ -39,7 +39,7 @@ class WeightCosts(BlockCosts):
         """
         reduced = max(self.w, WIDTHS[self.config.training.mixed_precision_reduce])
         gather = reduce = last = 0.0
-        parts = [
+        units = [
             (
                 sizes.block(layer),
                 LinkGroup(fsdp(fold), fold.tp),
@@ -49,15 +49,15 @@ class WeightCosts(BlockCosts):
         if has_experts(self.model, layer):
             inner = fold.ep * fold.etp
             replicas = LinkGroup(fold.edp_replicate, inner * fold.edp)
-            parts.append((sizes.experts_of(layer), LinkGroup(fold.edp, inner), replicas))
-        for unit, group, replicas in parts:
-            gather += self.links.gather(group, unit.whole * self.w)
-            count = unit.trained.whole
+            units.append((sizes.experts_of(layer), LinkGroup(fold.edp, inner), replicas))
+        for unit, group, replicas in units:
+            gather += self.links.gather(group, unit.full_size * self.w)
+            count = unit.trained.full_size
             if not count:
                 continue
             reduce += self.links.gather(group, count * reduced)
             over_replicas = 2 * self.links.gather(replicas, count / group.size * reduced)
-            if unit is parts[0][0] or not self.leaves_out_experts(config, fold):
+            if unit is units[0][0] or not self.leaves_out_experts(config, fold):
                 reduce += over_replicas
             else:
                 last += over_replicas
@@ -172,16 +172,16 @@ class WeightCosts(BlockCosts):
             gather, reduce, last = (
                 x + count * seconds for x, seconds in zip((gather, reduce, last), times, strict=True)
             )
-        ends = sizes.head.whole
+        ends = sizes.head.full_size
         group = LinkGroup(fsdp(fold), fold.tp)
         gather += self.links.gather(group, ends * self.w)
-        trained = sizes.head.trained.whole
+        trained = sizes.head.trained.full_size
         reduce += self.links.gather(group, trained * max(self.w, WIDTHS[config.training.mixed_precision_reduce]))
         behind = busy.matrix + busy.attention + busy.memory
         if fold.tp * fold.cp <= self.device.domain < group.size * fold.tp:
             behind += busy.tp + busy.cp  # those are on the other link
         if fold.ep * fold.etp <= self.device.domain < fold.edp * fold.ep * fold.etp:
-            behind += busy.rows
+            behind += busy.dispatch
         forward, backward = behind / 3, behind * 2 / 3
         gathers, reduces = self.gathers_often(config, fold), self.reduces_often(config, fold)
         each, after = gather * gathers + reduce * reduces, last + reduce * (not reduces)

@@ -22,8 +22,8 @@ ALIGN = 8  # routed tokens: 16 bytes of bfloat16, which the grouped product need
 class Network(Protocol):
     """The planner's estimates of communication: seconds of a collective, from the bytes that it sends."""
 
-    def gather(self, group: Any, whole: float) -> float:
-        """Return the seconds of an all-gather, after which each rank has `whole` bytes."""
+    def gather(self, group: Any, size: float) -> float:
+        """Return the seconds of an all-gather, after which each rank has `size` bytes."""
 
     def exchange(self, group: Any, size: float) -> float:
         """Return the seconds of an all-to-all in which each rank sends `size` bytes, including those for itself."""
@@ -55,11 +55,11 @@ class ExchangeCosts(Protocol):
     def groups_by_domain(self, ep: int, etp: int) -> tuple[Any, Any]:
         """Return two groups: a dispatch group's ranks within one NVLink domain, and one rank of each of its domains."""
 
-    def visits(self, parts: int) -> float:
-        """Return over how many of equal groups of experts a token's top-k experts are spread, on average (1 to top_k).
+    def visits(self, destinations: int) -> float:
+        """Return the mean number of destinations of a token (1 to top_k), if experts are divided equally among them.
 
         Args:
-            parts: the number of groups, such as the NVLink domains, each of which has an equal part of the experts.
+            destinations: the number of ranks or of NVLink domains that have an equal number of experts each.
         """
 
 
