@@ -96,11 +96,11 @@ def forced(
     steps_of_rows = {len(row) - prompt for row, prompt in zip(rows, prompts, strict=True)}
     (steps,) = steps_of_rows
     with torch.no_grad():
-        text_generator.rows.begin_prompts([prompts[i] for i in own_rows], [1] * len(own_rows))
+        text_generator.cached_texts.begin_prompts([prompts[i] for i in own_rows], [1] * len(own_rows))
         logits = [text_generator.forward([token for i in own_rows for token in rows[i][: prompts[i]]])[0]]
         for step in range(steps - 1):
             count = 1 if step < steps - 2 else 2
-            text_generator.rows.begin_tokens(count)
+            text_generator.cached_texts.begin_tokens(count)
             new_ids = [rows[i][prompts[i] + step :][:count] for i in own_rows]
             logits.append(text_generator.forward([token for row in new_ids for token in row])[0])
     return {i: torch.stack([logits_BV[b] for logits_BV in logits]) for b, i in enumerate(own_rows)}

@@ -26,11 +26,11 @@ PROMPTS = [9, 4, 14]
 def taken(path: Path, tp: int) -> tuple[tuple[int, int], int, int]:
     """On a rank: what is said, bytes of the tensors after the prompts and a token, and slots that they have."""
     generator = saved.generator(path, {"tp": tp})
-    rows = generator.rows
+    texts = generator.cached_texts
     with torch.no_grad():
-        rows.begin_prompts(PROMPTS, [1] * len(PROMPTS))
+        texts.begin_prompts(PROMPTS, [1] * len(PROMPTS))
         generator.forward(list(range(sum(PROMPTS))))
-        rows.begin_tokens()
+        texts.begin_tokens()
         generator.forward([1] * len(PROMPTS))
     kept = [each.x for cache in generator.caches for each in cache.stored]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}

@@ -48,10 +48,10 @@ def launches(changes: dict[str, Any], layers: int) -> int:
         meshes = build_meshes(derive(1, config.parallelism), "cpu", trains=False)
         model, _ = build_empty(config, meshes, meta)
         generator = Generator(model, meshes, meta, config.model.vocab_size, (), records=True)
-        generator.rows.begin_prompts([20, 3], [2, 1])
+        generator.cached_texts.begin_prompts([20, 3], [2, 1])
         generator.forward([1] * 23)
         with Launches() as counted, mock.patch.object(torch.autograd.Function, "apply"):  # a call would return a mock
-            generator.rows.begin_tokens()
+            generator.cached_texts.begin_tokens()
             generator.forward([1] * 3)
     return sum(counted.operations.values())
 

@@ -11,7 +11,7 @@ import torch
 from tests import world
 from tests.generate import saved
 from tests.generate.saved import MODELS
-from titanmoe.generate.cached_rows import PAGE, Rows
+from titanmoe.generate.cached_texts import PAGE, CachedTexts
 from titanmoe.generate.loop import Interrupted, Prompt, Stop
 from titanmoe.generate.sampling import Sampling, choose_tokens
 from titanmoe.ops import counter_rng
@@ -118,7 +118,7 @@ def completions(
     todo = [Prompt(number, ids, count) for number, ids in enumerate(prompts)]
     texts = [text for batch in generator.batches(todo, 2 * count, Stop(9), Sampling(**sampling)) for text in batch]
     out = [(t.number, t.completion_number, t.tokens, t.log_probs, torch.cat(t.routes), t.end) for t in texts]
-    return out, counts, sorted(generator.rows.free) == list(range(len(generator.rows.num_users)))
+    return out, counts, sorted(generator.cached_texts.free) == list(range(len(generator.cached_texts.num_users)))
 
 
 def test_a_generator_that_records_reads_an_equal_prompt_again(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def narrow(path: Path) -> set[int]:
 
 
 def test_the_table_of_pages_follows_the_rows() -> None:
-    rows = Rows(torch.device("cpu"))
+    rows = CachedTexts(torch.device("cpu"))
     rows.begin_prompts([30, 3], [2, 1])
     rows.end_forward()
     for step in range(60):

@@ -51,8 +51,8 @@ def test_the_distribution(case: str) -> None:
 
 
 def test_a_share_that_reaches_top_p_exactly_is_the_last() -> None:
-    share_BV = truncate(torch.full((1, 4), 0.25, dtype=torch.float64), Sampling(top_p=0.5))
-    assert share_BV.tolist() == [[0.5, 0.5, 0, 0]]
+    prob_BV = truncate(torch.full((1, 4), 0.25, dtype=torch.float64), Sampling(top_p=0.5))
+    assert prob_BV.tolist() == [[0.5, 0.5, 0, 0]]
 
 
 @pytest.mark.parametrize("case", ["all", "both"])

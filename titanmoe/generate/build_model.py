@@ -119,6 +119,6 @@ def _fill(targets: Targets, trained: TrainedModel, config: Config) -> None:
     if trained.adapters:
         _check_base_weights(trained)
         for name in filter(is_adapter, list(targets)):
-            piece = targets.pop(name)[1]
-            fill_in_blocks(piece.tensor, piece.offset, trained.adapters.tensors[name.removeprefix("model.")].read)
+            shard = targets.pop(name)[1]
+            fill_in_blocks(shard.tensor, shard.offset, trained.adapters.tensors[name.removeprefix("model.")].read)
     fill_shards(targets, trained, config.model)

@@ -1,10 +1,10 @@
 """Caches of earlier tokens for decoding: base classes, their sizes, and how a model gets them.
 
 `add_caches` replaces the token mixing of every block by a Cache, and the head by one that computes the last token of
-each prompt or row only. The caches of attention and of linear attention are in `cached_attention` and `cached_state`.
+each prompt or text only. The caches of attention and of linear attention are in `cached_attention` and `cached_state`.
 
-Shapes: T tokens of a forward, P new prompts, B rows of this rank, n new tokens of each, W vectors to store, N pages of
-a row, L positions, G key heads of this rank, h the width of a vector, D model, V vocabulary.
+Shapes: T tokens of a forward, P new prompts, B texts of this rank, n new tokens of each, W vectors to store, N pages of
+a text, L positions, G key heads of this rank, h the width of a vector, D model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from titanmoe.comm.collectives import all_gather, all_gather_autograd, to_local
 from titanmoe.config.schema import Model
-from titanmoe.generate.cached_rows import PAGE, Rows
+from titanmoe.generate.cached_texts import PAGE, CachedTexts
 from titanmoe.generate.model import cache_path
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.mixer_spec import MixerSpec
@@ -29,70 +29,70 @@ from titanmoe.models.vocabulary import Head
 
 
 class PerToken:
-    """A cache of one vector for each head and position of each row."""
+    """A cache of one vector for each head and position of each text."""
 
-    def __init__(self, rows: Rows):
-        self.rows = rows
+    def __init__(self, texts: CachedTexts):
+        self.texts = texts
         self.x: Tensor | None = None
         """The vectors by page, (pages, G, PAGE, h); None before the first prompt."""
 
     def read_prompts(self, x_1TGh: Tensor) -> None:
-        """Store the vectors of new prompts, one after another in the forward, in the pages that `rows` assigns."""
-        self._store(x_1TGh[0, self.rows.source_W])
+        """Store the vectors of new prompts, one after another in the forward, in the pages that `texts` assigns."""
+        self._store(x_1TGh[0, self.texts.source_W])
 
     def add(self, x_BnGh: Tensor) -> Tensor:
-        """Store the vectors of new tokens; return (B, G, L, h), all cached vectors of each row.
+        """Store the vectors of new tokens; return (B, G, L, h), all cached vectors of each text.
 
-        Vectors after a row's last position have no meaning.
+        Vectors after a text's last position have no meaning.
         """
         self._store(x_BnGh.flatten(0, 1))
-        G, (B, N) = self.x.shape[1], self.rows.page_BN.shape
-        pages = self.x.flatten(0, 1).index_select(0, self.rows.head_pages(G))  # on CPUs, faster than [...]
+        G, (B, N) = self.x.shape[1], self.texts.page_BN.shape
+        pages = self.x.flatten(0, 1).index_select(0, self.texts.head_pages(G))  # on CPUs, faster than [...]
         return pages.view(B, G, N * PAGE, -1)
 
     def _store(self, x_WGh: Tensor) -> None:
-        rows = self.rows
+        texts = self.texts
         if self.x is None:
             self.x = x_WGh.new_zeros(0, x_WGh.shape[1], PAGE, x_WGh.shape[2])
-        if len(self.x) < rows.num_pages:
+        if len(self.x) < texts.num_pages:
             # By half more than needed, so that all copies together are a few times the cache.
-            self.x = F.pad(self.x, (0, 0) * 3 + (0, rows.num_pages * 3 // 2 - len(self.x)))
-        self.x[rows.page_W, :, rows.offset_W] = x_WGh
+            self.x = F.pad(self.x, (0, 0) * 3 + (0, texts.num_pages * 3 // 2 - len(self.x)))
+        self.x[texts.page_W, :, texts.offset_W] = x_WGh
 
-    def select_rows(self, row_B: Tensor) -> None:
-        """Do nothing: `Rows` has released the pages of other rows."""
+    def select_texts(self, text_B: Tensor) -> None:
+        """Do nothing: `CachedTexts` has released the pages of other texts."""
 
     def drop_last(self, count: int) -> bool:
-        """Return True: the last positions of the only row can be overwritten."""
+        """Return True: the last positions of the only text can be overwritten."""
         return True
 
 
 class PerWindow:
-    """A cache of one vector for each head and each of the last positions of a row, which are at the right.
+    """A cache of one vector for each head and each of the last positions of a text, which are at the right.
 
-    It has window - 1 positions, or as many as the longest row has had.
+    It has window - 1 positions, or as many as the longest text has had.
     """
 
-    def __init__(self, rows: Rows, window: int):
+    def __init__(self, texts: CachedTexts, window: int):
         """Create an empty cache.
 
         Args:
-            rows: the rows.
+            texts: the texts.
             window: number of last positions that a token attends to.
         """
-        self.rows, self.window = rows, window
+        self.texts, self.window = texts, window
         self.x: Tensor | None = None
-        """The vectors, (B, G, L, h), zeros before a row's first position; None before the first prompt."""
+        """The vectors, (B, G, L, h), zeros before a text's first position; None before the first prompt."""
 
     def read_prompts(self, x_1TGh: Tensor) -> None:
         """Store the vectors of the last positions of new prompts, which follow each other in the forward."""
         x_TGh, stored = x_1TGh[0], 0 if self.x is None else self.x.shape[2]
-        length = max(stored, min(self.window - 1, max(self.rows.num_new, default=0)))
-        x_PGLh = x_TGh.new_zeros(len(self.rows.num_new), x_TGh.shape[1], length, x_TGh.shape[2])
-        for prompt, (first, end) in enumerate(self.rows.spans):
+        length = max(stored, min(self.window - 1, max(self.texts.num_new, default=0)))
+        x_PGLh = x_TGh.new_zeros(len(self.texts.num_new), x_TGh.shape[1], length, x_TGh.shape[2])
+        for prompt, (first, end) in enumerate(self.texts.spans):
             count = min(end - first, length)
             x_PGLh[prompt, :, length - count :] = x_TGh[end - count : end].transpose(0, 1)
-        x_BGLh = x_PGLh[self.rows.prompt_B]
+        x_BGLh = x_PGLh[self.texts.prompt_B]
         if self.x is not None:
             x_BGLh = torch.cat((F.pad(self.x, (0, 0, length - stored, 0)), x_BGLh))
         self.x = x_BGLh
@@ -103,37 +103,37 @@ class PerWindow:
         self.x = x_BGLh[:, :, max(0, x_BGLh.shape[2] - self.window + 1) :]
         return x_BGLh
 
-    def select_rows(self, row_B: Tensor) -> None:
-        """Keep the cache of the rows with these indices only."""
-        self.x = self.x[row_B]
+    def select_texts(self, text_B: Tensor) -> None:
+        """Keep the cache of the texts with these indices only."""
+        self.x = self.x[text_B]
 
     def drop_last(self, count: int) -> bool:
-        """Remove the last `count` positions of the only row; return False if its window then lacks some.
+        """Remove the last `count` positions of the only text; return False if its window then lacks some.
 
-        Call it before `Rows.drop_last`.
+        Call it before `CachedTexts.drop_last`.
         """
         length = self.x.shape[2]
         if count:
             self.x = self.x[:, :, : max(0, length - count)]
-        return not count or self.rows.num_cached[0] <= length
+        return not count or self.texts.num_cached[0] <= length
 
 
 class PerText:
-    """A cache of one recurrent state for each row, after all of its positions."""
+    """A cache of one recurrent state for each text, after all of its positions."""
 
-    def __init__(self, rows: Rows):
-        self.rows = rows
+    def __init__(self, texts: CachedTexts):
+        self.texts = texts
         self.x: Tensor | None = None
         """The states, (B, ...); None before the first prompt."""
 
     def read_prompts(self, x_P: Tensor) -> None:
-        """Add a row for each row of the new prompts, with the state after its prompt; x_P has one for each prompt."""
-        x_B = x_P[self.rows.prompt_B]
+        """Add the state after its prompt for each text of the new prompts; x_P has one for each prompt."""
+        x_B = x_P[self.texts.prompt_B]
         self.x = x_B if self.x is None else torch.cat((self.x, x_B))
 
-    def select_rows(self, row_B: Tensor) -> None:
-        """Keep the cache of the rows with these indices only."""
-        self.x = self.x[row_B]
+    def select_texts(self, text_B: Tensor) -> None:
+        """Keep the cache of the texts with these indices only."""
+        self.x = self.x[text_B]
 
     def drop_last(self, count: int) -> bool:
         """Return whether `count` is 0: a recurrent state cannot go back to an earlier position."""
@@ -158,7 +158,7 @@ class Cache(ABC):
     """The caches of its tensors; none, or with `x` = None, before the first prompt."""
 
     @abstractmethod
-    def __init__(self, mixer: Any, rows: Rows):
+    def __init__(self, mixer: Any, texts: CachedTexts):
         """Replace the token mixing of a mixer's module by this cache, in place."""
 
     @staticmethod
@@ -166,15 +166,16 @@ class Cache(ABC):
     def size(model: Model, layer: int, tp: int) -> CacheSize:
         """Return the size of a layer's cache on a rank of a tp group of `tp` ranks."""
 
-    def select_rows(self, row_B: Tensor) -> None:
-        """Keep the cache of the rows with these indices only, when others have ended."""
+    def select_texts(self, text_B: Tensor) -> None:
+        """Keep the cache of the texts with these indices only, when others have ended."""
         for each in self.stored:
-            each.select_rows(row_B)
+            each.select_texts(text_B)
 
     def drop_last(self, count: int) -> bool:
-        """Remove the last `count` positions of the only row; return False if it must be computed from its start.
+        """Remove the last `count` positions of the only text; return False if it must be computed from its start.
 
-        Call it before `Rows.drop_last`. After False the cache may have removed some: select no rows, and begin anew.
+        Call it before `CachedTexts.drop_last`. After False the cache may have removed some: select no texts, and begin
+        anew.
         """
         return all(each.drop_last(count) for each in self.stored)
 
@@ -217,30 +218,30 @@ def cache_cost(model: Model, tp: int, width: int) -> str:
 
 
 class LastHead(nn.Module):
-    """The output head while generating: it returns logits of each prompt's or row's last token only.
+    """The output head while generating: it returns logits of each prompt's or text's last token only.
 
     They are (1, B, V), or (1, P, V) in a forward of prompts; (1, 0, D) without tokens. The labels are not read.
     """
 
-    def __init__(self, head: Head, rows: Rows):
+    def __init__(self, head: Head, texts: CachedTexts):
         super().__init__()
-        self.head, self.rows = head, rows
+        self.head, self.texts = head, texts
 
     def forward(self, x_1sD: Tensor, labels: None, candidates_BSK: None = None) -> Tensor:
-        x_1BD = self.head.norm(all_gather_autograd(x_1sD, 1, self.head.tp)[:, self.rows.last_tokens()])
+        x_1BD = self.head.norm(all_gather_autograd(x_1sD, 1, self.head.tp)[:, self.texts.last_tokens()])
         if not x_1BD.shape[1]:
             return x_1BD
         return all_gather(F.linear(x_1BD, to_local(self.head.weight)), 2, self.head.tp)
 
 
-def add_caches(model: Transformer, rows: Rows) -> list[Cache]:
+def add_caches(model: Transformer, texts: CachedTexts) -> list[Cache]:
     """Replace every mixer's token mixing by a cache and the head by LastHead, in place; return caches in layer order.
 
     Args:
         model: the transformer.
-        rows: the texts in progress, which all caches and the head share.
+        texts: the texts in progress, which all caches and the head share.
     """
     of_blocks = mixers(model.shape)
-    caches = [cache_of(of_blocks[layer])(block.attention, rows) for layer, block in model.blocks().items()]
-    model.head = LastHead(model.head, rows)
+    caches = [cache_of(of_blocks[layer])(block.attention, texts) for layer, block in model.blocks().items()]
+    model.head = LastHead(model.head, texts)
     return caches

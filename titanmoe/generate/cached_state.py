@@ -1,6 +1,6 @@
 """The cache of linear attention: its state, and the last inputs of its convolution.
 
-Shapes: T tokens of a forward, B rows of this rank, n new tokens of each, w earlier ones that the convolution
+Shapes: T tokens of a forward, B texts of this rank, n new tokens of each, w earlier ones that the convolution
 sees, C channels of queries, keys or values, K key heads and H value heads of this rank, k and v the widths of a head.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titanmoe.config.schema import Model
 from titanmoe.generate.cache import Cache, CacheSize, PerText, PerWindow
-from titanmoe.generate.cached_rows import Rows
+from titanmoe.generate.cached_texts import CachedTexts
 from titanmoe.mask import Mask
 from titanmoe.models.linear_attention import GatedDelta
 from titanmoe.models.mixers.gated_delta import Heads
@@ -24,10 +24,10 @@ from titanmoe.ops import gated_delta_rule
 class CachedState(Cache):
     """Cache of a gated delta mixer: its recurrent state and the last inputs of its convolution."""
 
-    def __init__(self, mixer: GatedDelta, rows: Rows):
-        self.mixer, self.rows = mixer, rows
-        self.inputs = [PerWindow(rows, mixer.heads.conv_width) for _ in range(3)]
-        self.state = PerText(rows)
+    def __init__(self, mixer: GatedDelta, texts: CachedTexts):
+        self.mixer, self.texts = mixer, texts
+        self.inputs = [PerWindow(texts, mixer.heads.conv_width) for _ in range(3)]
+        self.state = PerText(texts)
         self.stored = *self.inputs, self.state
         mixer.mix = self
 
@@ -38,36 +38,36 @@ class CachedState(Cache):
         return CacheSize(channels // tp, heads.conv_width, state // tp)
 
     def __call__(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None, mask: Mask) -> Tensor:
-        rows = self.rows
-        if rows.reads_prompts:
+        texts = self.texts
+        if texts.reads_prompts:
             return self.read_prompts(qkv, decay, beta_1TH)
-        qkv, gates = ([None if x is None else rows.split(x) for x in xs] for xs in (qkv, (decay, beta_1TH)))
+        qkv, gates = ([None if x is None else texts.split(x) for x in xs] for xs in (qkv, (decay, beta_1TH)))
         missing = [self.mixer.heads.conv_width - 1 - each.x.shape[2] for each in self.inputs]
         before = [F.pad(each.x.squeeze(1), (0, 0, n, 0)) for each, n in zip(self.inputs, missing, strict=True)]
         for each, x_BnC in zip(self.inputs, qkv, strict=True):
             each.add(x_BnC.unsqueeze(2))
         out_BnHv, self.state.x = self.run(self.state.x, before, qkv, *gates)
-        return rows.join(out_BnHv, decay.shape[1])
+        return texts.join(out_BnHv, decay.shape[1])
 
     def read_prompts(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None) -> Tensor:
         """Add new prompts to the cache, one by one because their lengths differ; return the mixer's output.
 
         Args:
             qkv: for queries, keys and values, the inputs of the convolution (1, T, C), one prompt after another as
-                `rows.spans` says.
+                `texts.spans` says.
             decay: logarithms of the factors by which the state decays at each token, (1, T, ...).
             beta_1TH: how strongly each token is written to the state; None if the mixer has none.
 
         Returns:
             The output (1, T, H, v), 0 after the last prompt's end.
         """
-        rows, heads = self.rows, self.mixer.heads
+        texts, heads = self.texts, self.mixer.heads
         for each, x_1TC in zip(self.inputs, qkv, strict=True):
             each.read_prompts(x_1TC.unsqueeze(2))
         before = [x.new_zeros(1, heads.conv_width - 1, x.shape[-1]) for x in qkv]
         out_1THv = torch.zeros_like(qkv[2]).unflatten(2, (-1, heads.value_dim))
-        state_PHkv = decay.new_zeros(len(rows.spans), out_1THv.shape[2], heads.key_dim, heads.value_dim)
-        for number, (first, end) in enumerate(rows.spans):
+        state_PHkv = decay.new_zeros(len(texts.spans), out_1THv.shape[2], heads.key_dim, heads.value_dim)
+        for number, (first, end) in enumerate(texts.spans):
             prompt, gates = ([None if x is None else x[:, first:end] for x in xs] for xs in (qkv, (decay, beta_1TH)))
             state_1Hkv = state_PHkv[number : number + 1]
             out_1THv[:, first:end], state_1Hkv[:] = self.run(state_1Hkv, before, prompt, *gates)

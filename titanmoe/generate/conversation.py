@@ -76,7 +76,7 @@ def read_lines() -> Iterator[str | None]:
 
 
 def turns(
-    conversation: Conversation, begin: list[int], first: bool, share: Callable[[Any], Any]
+    conversation: Conversation, begin: list[int], first: bool, broadcast: Callable[[Any], Any]
 ) -> Iterator[tuple[str, Prompt]]:
     """Yield each line that the user types and the prompt made from it, on every rank. Collective over the world.
 
@@ -86,7 +86,7 @@ def turns(
         conversation: the messages so far; used on rank 0.
         begin: the begin-of-sequence token, put before a prompt that lacks it; [] if there is none.
         first: whether this is rank 0, which reads standard input.
-        share: gets a value of any type, and returns rank 0's on all ranks; collective.
+        broadcast: gets a value of any type, and returns rank 0's on all ranks; collective.
 
     Raises:
         ConfigError: on all ranks, if the chat template refuses the messages.
@@ -102,7 +102,7 @@ def turns(
                 message = text, ids if ids[: len(begin)] == begin else begin + ids
             except ConfigError as error:
                 message = error
-        message = share(message)
+        message = broadcast(message)
         if message == "end":
             return
         if isinstance(message, ConfigError):

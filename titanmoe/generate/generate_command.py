@@ -283,7 +283,7 @@ class _Speaker:
         from titanmoe.generate.conversation import turns
 
         count, number, seconds = 0, 0, 0.0
-        for text, prompt in turns(conversation, begin_tokens(self.tokenizer), self.first, self._share):
+        for text, prompt in turns(conversation, begin_tokens(self.tokenizer), self.first, self._broadcast):
             self._note_length(len(prompt.ids))
             stream = _Stream("", prompt, self.tokenizer) if self.first and not self.args.json else None
             start = time.monotonic()
@@ -303,7 +303,7 @@ class _Speaker:
         for batch in self.generator.batches(prompts, size, self.stop, self.sampling, on_token):
             yield from batch
 
-    def _share(self, value: Any) -> Any:
+    def _broadcast(self, value: Any) -> Any:
         """Broadcast a value of rank 0 to all ranks and return it. Collective over the world."""
         import torch.distributed as dist
 

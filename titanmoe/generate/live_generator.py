@@ -51,15 +51,15 @@ class HostMemory:
             self.host = torch.empty(sum(sizes), dtype=torch.uint8)
             if here[0].is_cuda:
                 page_lock(self.host)
-        there = self.host[: sum(sizes)].split(sizes)
-        for target, source in zip(there, here, strict=True):
+        copies = self.host[: sum(sizes)].split(sizes)
+        for target, source in zip(copies, here, strict=True):
             target.copy_(source, non_blocking=True)
         for storage in storages:
             storage.resize_(0)
         try:
             yield
         finally:
-            for target, source, size in zip(here, there, sizes, strict=True):
+            for target, source, size in zip(here, copies, sizes, strict=True):
                 target.untyped_storage().resize_(size)
                 target.copy_(source, non_blocking=True)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import all_gather, all_gather_autograd, to_local
-from titanmoe.generate.cached_rows import Rows
+from titanmoe.generate.cached_texts import CachedTexts
 from titanmoe.generate.loop import Generator
 from titanmoe.models.layers import promote
 from titanmoe.models.vocabulary import Head
@@ -46,18 +46,20 @@ class Score(NamedTuple):
 class ScoreHead(nn.Module):
     """The output head while scoring: it returns (1, P, 2), each label's log-probability and whether it is greedy."""
 
-    def __init__(self, head: Head, rows: Rows):
+    def __init__(self, head: Head, texts: CachedTexts):
         super().__init__()
-        self.head, self.rows = head, rows
+        self.head, self.texts = head, texts
         self.positions: list[int] = []
         """Positions of a forward's tokens that labels follow."""
         self.labels: list[int] = []
 
     def forward(self, x_1sD: Tensor, labels: None, candidates_BSK: None = None) -> Tensor:
-        x_PD = all_gather_autograd(x_1sD, 1, self.head.tp)[0, self.rows.to_int64(self.positions)]
+        x_PD = all_gather_autograd(x_1sD, 1, self.head.tp)[0, self.texts.to_int64(self.positions)]
         scores = [x_PD.new_zeros(0, 2, dtype=torch.float64)]
         for x_1cD, label_c in zip(
-            self.head.norm(x_PD.unsqueeze(0)).split(CHUNK, 1), self.rows.to_int64(self.labels).split(CHUNK), strict=True
+            self.head.norm(x_PD.unsqueeze(0)).split(CHUNK, 1),
+            self.texts.to_int64(self.labels).split(CHUNK),
+            strict=True,
         ):
             if not len(label_c):
                 continue
@@ -80,7 +82,7 @@ class Scorer:
         """
         self.generator, self.length = generator, length
         self.last_head = generator.model.head
-        self.head = ScoreHead(self.last_head.head, generator.rows)
+        self.head = ScoreHead(self.last_head.head, generator.cached_texts)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[ScoredSequence], size: int) -> list[Score]:
@@ -99,8 +101,8 @@ class Scorer:
         model.head, per_forward = self.head, size * meshes.data.size
         try:
             for first in range(0, len(order), per_forward):
-                own = order[first : first + per_forward][meshes.data.rank :: meshes.data.size]
-                scored |= zip(own, self._forward([sequences[i] for i in own]), strict=True)
+                local = order[first : first + per_forward][meshes.data.rank :: meshes.data.size]
+                scored |= zip(local, self._forward([sequences[i] for i in local]), strict=True)
         finally:
             model.head = self.last_head
         of_ranks = [scored]
@@ -112,15 +114,15 @@ class Scorer:
 
     def _forward(self, sequences: list[ScoredSequence]) -> list[Score]:
         """Score a data rank's sequences, of which there may be none, in one forward. Collective over the world."""
-        rows, head = self.generator.rows, self.head
-        kept = [ids[-self.length - 1 :] for ids, _ in sequences]
-        counts = [min(labels, len(ids) - 1) for ids, (_, labels) in zip(kept, sequences, strict=True)]
-        rows.begin_prompts([len(ids) - 1 for ids in kept], [1] * len(kept))
+        texts, head = self.generator.cached_texts, self.head
+        truncated = [ids[-self.length - 1 :] for ids, _ in sequences]
+        counts = [min(labels, len(ids) - 1) for ids, (_, labels) in zip(truncated, sequences, strict=True)]
+        texts.begin_prompts([len(ids) - 1 for ids in truncated], [1] * len(truncated))
         head.positions, head.labels = [], []
-        for ids, count, (_, end) in zip(kept, counts, rows.spans, strict=True):
+        for ids, count, (_, end) in zip(truncated, counts, texts.spans, strict=True):
             head.positions += range(end - count, end)
             head.labels += ids[len(ids) - count :]
-        scores_P2 = self.generator.forward([token for ids in kept for token in ids[:-1]])[0].cpu()
+        scores_P2 = self.generator.forward([token for ids in truncated for token in ids[:-1]])[0].cpu()
         self.generator.clear()
         return [Score(float(part[:, 0].sum()), bool(part[:, 1].all())) for part in scores_P2.split(counts)]
 

@@ -4,7 +4,7 @@ A prompt enters as soon as texts before it have ended, and its completions share
 prompt begins like the text before it, only what differs is computed: earlier turns of a conversation are cached. Every
 rank runs every forward, with or without tokens of its own, because any may have experts.
 
-Shapes: T tokens of a forward, P new prompts, B rows of this rank (texts that go on), V vocabulary, N MoE layers, K
+Shapes: T tokens of a forward, P new prompts, B texts of this rank that go on, V vocabulary, N MoE layers, K
 top-k, n tokens of a text, R ranks.
 """
 
@@ -25,7 +25,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_layers
 from titanmoe.fold.meshes import Meshes
 from titanmoe.generate.cache import add_caches
-from titanmoe.generate.cached_rows import Rows
+from titanmoe.generate.cached_texts import CachedTexts
 from titanmoe.generate.sampling import Sampling, choose_tokens
 from titanmoe.models.transformer import Transformer
 from titanmoe.tokens import Tokens
@@ -125,7 +125,7 @@ class _Work:
     sampling: Sampling
     on_token: OnToken | None
     running: list[Generated] = field(default_factory=list)
-    """Texts that go on, one for each row."""
+    """Texts that go on, in the order of the cache."""
     num_ended: int = 0
     """Number of texts that have ended."""
     num_tokens: int = 0
@@ -167,12 +167,12 @@ class Generator:
         if records:
             for moe in model.moe_layers().values():
                 moe.router.begin_step(0)
-        self.rows = Rows(device)
-        self.caches = add_caches(model, self.rows)
+        self.cached_texts = CachedTexts(device)
+        self.caches = add_caches(model, self.cached_texts)
         self.keeps_row = False
         """Whether the only text of a call stays cached after its end, for a prompt that goes on from it."""
         self.cached_ids: list[int] = []
-        """Token ids of the row that is kept; empty without one."""
+        """Token ids of the text whose cache is kept; empty without one."""
 
     def batches(
         self,
@@ -244,9 +244,9 @@ class Generator:
         world, tp = self.meshes.world, self.meshes.tp
         if world.size == 1:
             return ended
-        own = ended if tp.rank == 0 else []  # the ranks of a tp group have generated the same tokens
-        routes = [route_nNK for text in own for route_nNK in text.routes]
-        message = [(replace(text, routes=[]), sum(map(len, text.routes))) for text in own]
+        local = ended if tp.rank == 0 else []  # the ranks of a tp group have generated the same tokens
+        routes = [route_nNK for text in local for route_nNK in text.routes]
+        message = [(replace(text, routes=[]), sum(map(len, text.routes))) for text in local]
         of_ranks: list[list[tuple[Generated, int]]] = [[] for _ in range(world.size)]
         dist.all_gather_object(of_ranks, message)
         counts = [sum(count for _, count in of_rank) for of_rank in of_ranks]
@@ -278,20 +278,22 @@ class Generator:
             ids = self._begin(prompts)
         elif running:
             texts = running
-            self.rows.begin_tokens()
+            self.cached_texts.begin_tokens()
             ids = [text.tokens[-1] for text in texts]
         else:
             texts, ids = [], []
-            self.rows.begin_prompts([], [])
-        num_new = self.rows.num_new
+            self.cached_texts.begin_prompts([], [])
+        num_new = self.cached_texts.num_new
         logits_BV, routes_TNK = self.forward(ids)
         if not texts:
             return []
-        self._add_tokens(texts, logits_BV[self.rows.prompt_B] if self.rows.reads_prompts else logits_BV, work)
+        if self.cached_texts.reads_prompts:
+            logits_BV = logits_BV[self.cached_texts.prompt_B]
+        self._add_tokens(texts, logits_BV, work)
         if routes_TNK is not None:  # the host has waited for the tokens, and does not wait for these
             routes = routes_TNK[: len(ids)].cpu().split(num_new)
-            if self.rows.reads_prompts:
-                routes = [routes[prompt] for prompt in self.rows.prompts]
+            if self.cached_texts.reads_prompts:
+                routes = [routes[prompt] for prompt in self.cached_texts.prompts]
             for text, routes_nNK in zip(texts, routes, strict=True):
                 text.routes.append(routes_nNK)
         if work.on_token is not None:
@@ -303,7 +305,7 @@ class Generator:
         if ended and self.keeps_row:
             self.cached_ids += ended[0].tokens[:-1]
         elif ended:
-            self._select_rows([row for row, text in enumerate(running) if not text.end])
+            self._select_texts([i for i, text in enumerate(running) if not text.end])
         work.running = [text for text in running if not text.end]
         return ended
 
@@ -311,11 +313,11 @@ class Generator:
         """Choose the next token of each text, append it, and set the text's end if it stops there.
 
         Args:
-            texts: the texts, which have the last rows of the cache.
+            texts: the texts, which have the last places in the cache.
             logits_BV: logits of each text; those beyond the tokenizer's vocabulary are set to -inf in place.
             work: how to sample, and when a text stops.
         """
-        positions = self.rows.num_cached[-len(texts) :]
+        positions = self.cached_texts.num_cached[-len(texts) :]
         logits_BV[:, self.vocab_size :] = -torch.inf
         numbers = [(text.number, text.completion_number) for text in texts]
         tokens, log_probs = choose_tokens(logits_BV, work.sampling, numbers, positions)
@@ -340,26 +342,28 @@ class Generator:
                 same += 1
             count, num_dropped = len(ids) - same, len(cached_ids) - same
             if same and count * len(ids) <= MOST_PAIRS and all(cache.drop_last(num_dropped) for cache in self.caches):
-                self.rows.drop_last(num_dropped)
-                self.rows.begin_tokens(count)
+                self.cached_texts.drop_last(num_dropped)
+                self.cached_texts.begin_tokens(count)
                 return ids[same:]
-            self._select_rows([])
-        self.rows.begin_prompts([len(prompt.ids) for prompt in prompts], [prompt.completions for prompt in prompts])
+            self._select_texts([])
+        self.cached_texts.begin_prompts(
+            [len(prompt.ids) for prompt in prompts], [prompt.completions for prompt in prompts]
+        )
         return [token for prompt in prompts for token in prompt.ids]
 
     def forward(self, ids: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Compute the tokens that `rows` is prepared for, and count them as cached. Collective over the world.
+        """Compute the tokens that `cached_texts` is prepared for, and count them as cached. Collective over the world.
 
         Args:
-            ids: the token ids of all new prompts, or of all rows, concatenated.
+            ids: the token ids of all new prompts, or of all texts, concatenated.
 
         Returns:
-            The logits (P or B, V) of the last token of each prompt or row; and, if the generator records, the experts
+            The logits (P or B, V) of the last token of each prompt or text; and, if the generator records, the experts
             of all tokens (T, N, K) in int16, padding for tp at the end; else None.
         """
-        rows, tp = self.rows, self.meshes.tp
+        texts, tp = self.cached_texts, self.meshes.tp
         pad = -len(ids) % tp.size or (0 if ids else tp.size)
-        ids_1T = rows.to_int64([ids + [0] * pad])
+        ids_1T = texts.to_int64([ids + [0] * pad])
         valid_T = torch.arange(len(ids) + pad, device=self.device) < len(ids)
         owned_T = valid_T.chunk(tp.size)[tp.rank]
         zeros_T = torch.zeros_like(owned_T, dtype=torch.int64)
@@ -367,7 +371,7 @@ class Generator:
         if self.records:
             routes_TNK = zeros_T.new_empty(len(owned_T), moe_layers(model), model.top_k, dtype=torch.int16)
         tokens = Tokens(
-            position_BS=F.pad(rows.positions(), (0, pad)).unsqueeze(0),
+            position_BS=F.pad(texts.positions(), (0, pad)).unsqueeze(0),
             index_T=zeros_T,  # for what training adds to routing
             sample_T=zeros_T,
             valid_T=owned_T,
@@ -378,22 +382,24 @@ class Generator:
         if routes_TNK is not None:
             # As bytes, because gloo gathers no int16.
             routes_TNK = all_gather(routes_TNK.view(torch.uint8), 0, tp).view(torch.int16)
-        rows.end_forward()
+        texts.end_forward()
         return logits_BV, routes_TNK
 
     def clear(self) -> None:
         """Remove all texts from the caches, and free the memory of these."""
         self.cached_ids = []
-        self.rows.clear()
+        self.cached_texts.clear()
         for cache in self.caches:
             for each in cache.stored:
                 each.x = None
 
     def _sum_over_ranks(self, *numbers: int) -> list[int]:
         world = self.meshes.world
-        return all_reduce(self.rows.to_int64(numbers), world, "sum").tolist() if world.size > 1 else list(numbers)
+        if world.size == 1:
+            return list(numbers)
+        return all_reduce(self.cached_texts.to_int64(numbers), world, "sum").tolist()
 
-    def _select_rows(self, remaining: list[int]) -> None:
-        row_B = self.rows.select(remaining)
+    def _select_texts(self, remaining: list[int]) -> None:
+        text_B = self.cached_texts.select(remaining)
         for cache in self.caches:
-            cache.select_rows(row_B)
+            cache.select_texts(text_B)

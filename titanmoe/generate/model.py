@@ -56,9 +56,11 @@ class TrainedModel(FullModel):
     @property
     def tokenizer(self) -> Path | None:
         """Path of the tokenizer of the run with adapters, else of the checkpoint or folder of the weights; or None."""
-        own = (self.path, FILE if self.step is None else f"{layout.CARRIED}/{FILE}")
-        runs = [(self.adapters.path, f"{layout.CARRIED}/{FILE}")] if self.adapters and self.adapters.config else []
-        for folder, name in (*runs, own):
+        of_weights = (self.path, FILE if self.step is None else f"{layout.CARRIED}/{FILE}")
+        of_adapters = (
+            [(self.adapters.path, f"{layout.CARRIED}/{FILE}")] if self.adapters and self.adapters.config else []
+        )
+        for folder, name in (*of_adapters, of_weights):
             with suppress(*safe_files.NOT_FOUND_ERRORS):
                 return safe_files.safe_path(folder, name)
         return None
@@ -84,12 +86,12 @@ def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
         adapter = require_intact(latest_checkpoint(adapter))
     adapters, base_name = open_adapters(adapter, str(path or ""))
     open_base_weights(adapters, base_name)
-    whole = TrainedModel(**vars(find_full_model(weights_folder(base_name) if is_hf(base_name) else Path(base_name))))
-    config = adapters.config or replace(whole.config, lora=adapters.lora)
-    identity = whole.identity
+    full = TrainedModel(**vars(find_full_model(weights_folder(base_name) if is_hf(base_name) else Path(base_name))))
+    config = adapters.config or replace(full.config, lora=adapters.lora)
+    identity = full.identity
     if adapters.config:
         identity = layout.read_manifest(adapter).record.get("loader", {}).get("tokenizer")
-    return replace(whole, config=config, identity=identity, adapters=adapters, base_name=base_name)
+    return replace(full, config=config, identity=identity, adapters=adapters, base_name=base_name)
 
 
 def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
@@ -108,8 +110,8 @@ def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
         return open_tokenizer(data.tokenizer)
     own_tokenizer = open_tokenizer(str(carried)) if carried and identity != "bytes" else open_tokenizer("bytes")
     if identity in (None, own_tokenizer.identity):
-        of_a_run = trained.step is not None or (trained.adapters and trained.adapters.config)
-        if not of_a_run and not carried:
+        is_of_run = trained.step is not None or (trained.adapters and trained.adapters.config)
+        if not is_of_run and not carried:
             raise ConfigError([f"{trained.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes"])
         return own_tokenizer
     if data.tokenizer != "bytes" and (data_tokenizer := open_tokenizer(data.tokenizer)).identity == identity:

@@ -30,16 +30,16 @@ class Sampling:
     """Number of the training step that the texts are generated for: each step draws others."""
 
 
-def truncate(share_BV: Tensor, sampling: Sampling) -> Tensor:
+def truncate(prob_BV: Tensor, sampling: Sampling) -> Tensor:
     """Return the probabilities (B, V) that top-k, then top-p, leave: 0 for other ids, and sum 1 per row.
 
     Args:
-        share_BV: probabilities of each row; of equal ones the lower id comes first. Not changed.
+        prob_BV: probabilities of each row; of equal ones the lower id comes first. Not changed.
         sampling: has top_k (0 for all ids) and top_p (1 for all).
     """
     if not sampling.top_k and sampling.top_p == 1:
-        return share_BV
-    descending_BV, token_BV = share_BV.sort(dim=-1, descending=True, stable=True)
+        return prob_BV
+    descending_BV, token_BV = prob_BV.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         descending_BV[:, sampling.top_k :] = 0
         descending_BV /= descending_BV.sum(-1, keepdim=True)
@@ -47,7 +47,7 @@ def truncate(share_BV: Tensor, sampling: Sampling) -> Tensor:
         before_BV = descending_BV.cumsum(-1) - descending_BV
         descending_BV[before_BV >= sampling.top_p] = 0
         descending_BV /= descending_BV.sum(-1, keepdim=True)
-    return torch.zeros_like(share_BV).scatter_(1, token_BV, descending_BV)
+    return torch.zeros_like(prob_BV).scatter_(1, token_BV, descending_BV)
 
 
 @lru_cache(1 << 16)
@@ -68,15 +68,15 @@ def choose_tokens(
         texts: for each row the number of its prompt among all prompts, and of its completion among those of the prompt.
         positions: position of each row's next token.
     """
-    share_BV = (logits_BV.double() / (sampling.temperature or 1.0)).softmax(-1)
+    prob_BV = (logits_BV.double() / (sampling.temperature or 1.0)).softmax(-1)
     if sampling.temperature == 0:
         token_B = logits_BV.argmax(-1)
     else:
         keys = [_key(sampling.seed, sampling.step, *text) for text in texts]
         key_B, position_B = torch.tensor((keys, positions), device=logits_BV.device)  # the host waits once, not twice
         drawn_B1 = counter_rng.uniform(key_B, position_B, torch.float64).unsqueeze(1)
-        total_BV = truncate(share_BV, sampling).cumsum(-1)
+        total_BV = truncate(prob_BV, sampling).cumsum(-1)
         # A draw is below 1, so the token is one whose probability is above 0.
         token_B = (total_BV <= drawn_B1 * total_BV[:, -1:]).sum(-1)
-    log_prob_B = share_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).log()
+    log_prob_B = prob_BV.gather(1, token_B.unsqueeze(1)).squeeze(1).log()
     return token_B.tolist(), log_prob_B.tolist()

@@ -1,11 +1,11 @@
-"""Bookkeeping of the texts (rows) that are being generated: their cached positions, and the tokens of a forward.
+"""Bookkeeping of the texts that are being generated: their cached positions, and the tokens of a forward.
 
-A forward reads new prompts, or the next tokens of all rows, as one sample without padding: tp splits the tokens as it
-does a sequence, and only mixers know which belong together. Caches are paged: a page has 16 positions of one row, in
-every layer; rows of the same prompt share the pages that it fills.
+A forward reads new prompts, or the next tokens of all texts, as one sample without padding: tp splits the tokens as it
+does a sequence, and only mixers know which belong together. Caches are paged: a page has 16 positions of one text, in
+every layer; texts of the same prompt share the pages that it fills.
 
-Shapes: T tokens of a forward, P prompts, B rows of this rank, n new tokens of each, W writes to caches, N pages of a
-row, G key heads and g query heads of each, H query heads, h head width, L positions.
+Shapes: T tokens of a forward, P prompts, B texts of this rank, n new tokens of each, W writes to caches, N pages of a
+text, G key heads and g query heads of each, H query heads, h head width, L positions.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ PAGE = 16
 """Positions of a page."""
 
 
-class Rows:
-    """Cached positions of each row, their pages, and the tokens that the current forward adds."""
+class CachedTexts:
+    """Cached positions of each text, their pages, and the tokens that the current forward adds."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.num_cached: list[int] = []
-        """Cached positions of each row."""
+        """Cached positions of each text."""
         self.num_new: list[int] = []
-        """Tokens of each prompt or row in the current forward."""
+        """Tokens of each prompt or text in the current forward."""
         self.reads_prompts = True
         """Whether the current forward reads new prompts from their start."""
         self.pages: list[list[int]] = []
-        """Pages of each row, in the order of its positions."""
+        """Pages of each text, in the order of its positions."""
         self.num_users: list[int] = []
-        """Number of rows that use each page."""
+        """Number of texts that use each page."""
         self.free: list[int] = []
-        """Pages that no row uses."""
+        """Pages that no text uses."""
         # Made once for all layers of a forward.
         none = self.to_int64([])
         self.source_W, self.page_W, self.offset_W = none, none, none
         """Index of each token to cache among those of a forward of prompts, its page, and its position there."""
         self.prompts: list[int] = []
         self.prompt_B = none
-        """Prompt of each new row in a forward of prompts, on the host and on the device."""
+        """Prompt of each new text in a forward of prompts, on the host and on the device."""
         self.place_Bn = none
         """Positions of the tokens of a forward of tokens."""
         self.page_BN: Tensor | None = None
-        """Pages of each row and zeros; None where `pages` has changed by more than new pages of its rows."""
+        """Pages of each text and zeros; None where `pages` has changed by more than new pages of its texts."""
         self._masks: dict[tuple[int, int, int, int], Tensor] = {}
         self._head_pages: dict[int, Tensor] = {}
         """Results of `mask` and `head_pages` for the current forward."""
 
     def begin_prompts(self, lengths: Sequence[int], copies: Sequence[int]) -> None:
-        """Prepare for a forward of prompts, which become rows after those that exist.
+        """Prepare for a forward of prompts, which become texts after those that exist.
 
         Args:
             lengths: tokens of each prompt.
-            copies: number of rows that each prompt becomes.
+            copies: number of texts that each prompt becomes.
         """
         self.num_new, self.reads_prompts, self.page_BN = list(lengths), True, None
         source, pages, offsets, self.prompts = [], [], [], []
@@ -69,11 +69,11 @@ class Rows:
             offsets += list(range(PAGE)) * len(shared)
             rest = end - first - len(shared) * PAGE
             for _ in range(count):
-                own = [self._take()] if rest else []
+                unshared = [self._take()] if rest else []
                 source += range(end - rest, end)
-                pages += own * rest
+                pages += unshared * rest
                 offsets += range(rest)
-                self.pages.append(shared + own)
+                self.pages.append(shared + unshared)
                 self.num_cached.append(0)
                 self.prompts.append(number)
             for page in shared:
@@ -82,22 +82,22 @@ class Rows:
         self.prompt_B = self.to_int64(self.prompts)
 
     def begin_tokens(self, count: int = 1) -> None:
-        """Prepare for a forward of `count` more tokens of each row."""
+        """Prepare for a forward of `count` more tokens of each text."""
         self.num_new, self.reads_prompts = [count] * len(self.num_cached), False
-        taken = []  # row, index among the row's pages, page
-        for row, (num_cached, pages) in enumerate(zip(self.num_cached, self.pages, strict=True)):
+        taken = []  # text, index among the text's pages, page
+        for text, (num_cached, pages) in enumerate(zip(self.num_cached, self.pages, strict=True)):
             while len(pages) * PAGE < num_cached + count:
                 pages.append(self._take())
-                taken.append((row, len(pages) - 1, pages[-1]))
+                taken.append((text, len(pages) - 1, pages[-1]))
         most = max(map(len, self.pages), default=0)
         if self.page_BN is None:
             table = [pages + [0] * (most - len(pages)) for pages in self.pages]
             self.page_BN, taken = self.to_int64(table).view(len(self.pages), most), []
-        if missing := most - self.page_BN.shape[1]:  # negative if the longest rows have ended
+        if missing := most - self.page_BN.shape[1]:  # negative if the longest texts have ended
             self.page_BN = F.pad(self.page_BN, (0, missing))
         if taken:
-            row, index, page = self.to_int64(taken).unbind(1)
-            self.page_BN[row, index] = page
+            text, index, page = self.to_int64(taken).unbind(1)
+            self.page_BN[text, index] = page
         self.place_Bn = self.to_int64([range(first, first + count) for first in self.num_cached]).view(-1, count)
         self.page_W = self.page_BN.gather(1, self.place_Bn // PAGE).flatten()
         self.offset_W = (self.place_Bn % PAGE).flatten()
@@ -110,7 +110,7 @@ class Rows:
 
         Args:
             q_BnHh: queries of the new tokens.
-            k_BGLh: cached keys of each row's first L positions, or with a window of its last L positions.
+            k_BGLh: cached keys of each text's first L positions, or with a window of its last L positions.
             window: number of last positions that a token attends to; 0 for all.
 
         Returns:
@@ -132,31 +132,31 @@ class Rows:
     def end_forward(self) -> None:
         """Count the tokens of the current forward as cached; `num_new` and `spans` are empty then."""
         new = [self.num_new[i] for i in self.prompts] if self.reads_prompts else self.num_new
-        for row, count in enumerate(new, len(self.num_cached) - len(new)):
-            self.num_cached[row] += count
+        for text, count in enumerate(new, len(self.num_cached) - len(new)):
+            self.num_cached[text] += count
         self.num_new = []
 
-    def select(self, rows: Sequence[int]) -> Tensor:
-        """Keep only the rows with these indices, in this order; return the indices as a tensor.
+    def select(self, texts: Sequence[int]) -> Tensor:
+        """Keep only the texts with these indices, in this order; return the indices as a tensor.
 
-        The caller passes it to `Cache.select_rows` of each cache.
+        The caller passes it to `Cache.select_texts` of each cache.
         """
-        for row in set(range(len(self.pages))) - set(rows):
-            self._release(self.pages[row])
-        self.num_cached, self.pages = [self.num_cached[i] for i in rows], [self.pages[i] for i in rows]
-        row_B = self.to_int64(rows)
+        for text in set(range(len(self.pages))) - set(texts):
+            self._release(self.pages[text])
+        self.num_cached, self.pages = [self.num_cached[i] for i in texts], [self.pages[i] for i in texts]
+        text_B = self.to_int64(texts)
         if self.page_BN is not None:
-            self.page_BN = self.page_BN[row_B]
-        return row_B
+            self.page_BN = self.page_BN[text_B]
+        return text_B
 
     def clear(self) -> None:
-        """Remove all rows and pages."""
+        """Remove all texts and pages."""
         self.num_cached, self.num_new, self.pages, self.num_users, self.free = [], [], [], [], []
         self.page_BN = None
         self._masks, self._head_pages = {}, {}
 
     def drop_last(self, count: int) -> None:
-        """Remove the last `count` positions of the only row, which shares no page."""
+        """Remove the last `count` positions of the only text, which shares no page."""
         self.num_cached[0] -= count
         num_pages = -(-self.num_cached[0] // PAGE)
         self._release(self.pages[0][num_pages:])
@@ -165,7 +165,7 @@ class Rows:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Start and end of each prompt's or row's tokens among the concatenated tokens of the current forward."""
+        """Start and end of each prompt's or text's tokens among the concatenated tokens of the current forward."""
         out, first = [], 0
         for num_new in self.num_new:
             out.append((first, first + num_new))
@@ -178,7 +178,7 @@ class Rows:
         return len(self.num_users)
 
     def head_pages(self, heads: int) -> Tensor:
-        """Return the index (B * G * N,) of each head's part of each row's pages, if a page has one for each of G heads.
+        """Return the index (B * G * N,) of each head's part of each text's pages, if a page has one for each of G.
 
         Call it within a forward that `begin_tokens` has prepared.
 
@@ -197,7 +197,7 @@ class Rows:
         return self.place_Bn.flatten()
 
     def last_tokens(self) -> Tensor | slice:
-        """Return the index of each prompt's or row's last token among the concatenated tokens of the forward."""
+        """Return the index of each prompt's or text's last token among the concatenated tokens of the forward."""
         if self.reads_prompts:
             return self.to_int64([end - 1 for _, end in self.spans])
         B, n = self.place_Bn.shape
@@ -213,14 +213,14 @@ class Rows:
         return x_1T[0, : B * n].unflatten(0, (B, n))
 
     def join(self, x_Bn: Tensor, positions: int) -> Tensor:
-        """Concatenate the tokens of all rows (B, n, ...) to (1, T, ...), padded with zeros to T = `positions`."""
+        """Concatenate the tokens of all texts (B, n, ...) to (1, T, ...), padded with zeros to T = `positions`."""
         x_1T = x_Bn.flatten(0, 1).unsqueeze(0)
         if (missing := positions - x_1T.shape[1]) > 0:
             x_1T = F.pad(x_1T, (0, 0) * (x_1T.dim() - 2) + (0, missing))
         return x_1T
 
     def _take(self) -> int:
-        """Return a page that no row uses, for one row."""
+        """Return a page that no text uses, for one text."""
         if not self.free:
             self.free.append(len(self.num_users))
             self.num_users.append(0)
