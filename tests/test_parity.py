@@ -483,7 +483,7 @@ REPORTED = {"parallelism.experts.ep": 2, "moe.aux_loss": 0.02, "model.mtp_depth"
         ("balance_terms_by_the_wrong_group", {"parallelism.cp": 2, "moe.aux_loss_sequence": 0.02}),
         ("balance_terms_by_the_wrong_group", {"moe.aux_loss": 0.02}),
         (
-            "balance_terms_counted_again_in_recomputation",
+            "balance_terms_counted_in_recomputation_too",
             {"moe.aux_loss": 0.02, "activation_checkpoint.mode": "full"},
         ),
         ("garbage_gradients_without_tokens", MODELS["top_1"]),

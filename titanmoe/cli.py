@@ -308,7 +308,7 @@ def _describe_sharding(config: Config, fold: Fold) -> list[str]:
     body = iter(columns([cells for group in rows.values() for cells in group], ()))
     lines = ["Each module, its style, its mesh, and the dim of each parameter that is sharded (-: replicated)"]
     for block, group in rows.items():
-        numbers = re.sub(r"\{(.*)\}", lambda found: f"{{{_format_ranges(map(int, found[1].split(',')))}}}", block)
+        numbers = re.sub(r"\{(.*)\}", lambda match: f"{{{_format_ranges(map(int, match[1].split(',')))}}}", block)
         lines += [f"    {numbers}"] * bool(block) + [next(body) for _ in group]
     if fold.pp > 1:
         stages = len(stage_ranks(config.pipeline, fold.pp))

@@ -109,23 +109,23 @@ class Mask(NamedTuple):
         b, q, k = (torch.arange(*each, device=device) for each in ranges)
         return sees(self.until_BL, self.depth_BL, self.window, b.view(-1, 1, 1), q.view(1, -1, 1), k)
 
-    def bias(self, pair: BlockPair, like: Tensor) -> Tensor | None:
+    def bias(self, pair: BlockPair, template: Tensor) -> Tensor | None:
         """Return what to add to the attention logits of a block: 0, or -inf for hidden keys; None for nothing.
 
         It is None for a block with `pair.causal`: the caller applies the causal mask.
 
         Args:
             pair: the block.
-            like: a tensor with all samples of the batch as first dim, whose dtype and device are used.
+            template: a tensor with all samples of the batch as first dim, whose dtype and device are used.
 
         Returns:
             A tensor of shape (B, 1, queries, keys) for the B samples of the block, or None.
         """
         if not pair.masked:
             return None
-        hidden = ~self.seen(pair.samples, pair.queries, pair.keys, like.device)
-        bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(hidden, -torch.inf)
-        return bias.expand(len(like[pair.samples]), -1, -1).unsqueeze(1)
+        hidden = ~self.seen(pair.samples, pair.queries, pair.keys, template.device)
+        bias = torch.zeros(hidden.shape, dtype=template.dtype, device=template.device).masked_fill(hidden, -torch.inf)
+        return bias.expand(len(template[pair.samples]), -1, -1).unsqueeze(1)
 
     def pairs(self, chunk: int, chunks: int, query_chunks: Sequence[int], key_chunks: Sequence[int]) -> list[BlockPair]:
         """Return the blocks of queries and keys that attention has to compute; all other pairs are hidden.

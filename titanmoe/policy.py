@@ -128,15 +128,15 @@ class PolicyLoss:
     def find_problems(self, config: Config) -> list[str]:
         """Return a message for each option of a recipe by which probabilities in training and in sampling differ."""
         moe = config.moe
-        found = []
+        problems = []
         if moe.jitter:
-            found.append(f"moe.jitter = {moe.jitter} changes routing in training alone: set it to 0")
+            problems.append(f"moe.jitter = {moe.jitter} changes routing in training alone: set it to 0")
         if moe.capacity_factor:
-            found.append(
+            problems.append(
                 f"moe.capacity_factor = {moe.capacity_factor} drops choices because of other tokens of the batch: set "
                 "it to 0"
             )
-        return found
+        return problems
 
     def __call__(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
         """Return the weighted sum of the loss over a microbatch's labels, a scalar that gradients flow through.

@@ -13,13 +13,13 @@ from typing import Any
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set `owner.name` to `value` inside the context. Afterwards the old value is restored, or inherited again."""
-    own = name in vars(owner)
-    before = vars(owner)[name] if own else getattr(owner, name)  # a staticmethod, not the function in it
+    is_own = name in vars(owner)
+    before = vars(owner)[name] if is_own else getattr(owner, name)  # a staticmethod, not the function in it
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if own:
+        if is_own:
             setattr(owner, name, before)
         else:
             delattr(owner, name)

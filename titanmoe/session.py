@@ -226,7 +226,7 @@ class Session:
         return self._objectives[name]
 
     def _build_objective(self, name: ObjectiveName) -> Objective:
-        config, own = self.config, self.config.training.objective
+        config, default = self.config, self.config.training.objective
         if not name:
             return self.training.gradients.objective
         if not isinstance(name, str):
@@ -241,14 +241,14 @@ class Session:
                 raise ConfigError(problems, f"objective {type(name).__name__}")
             return OfLogProbs(self.meshes, self.training.slicer.placement, self.device, name)
         try:
-            spec, has = OBJECTIVES.look_up(name), OBJECTIVES.look_up(own)
+            spec, has = OBJECTIVES.look_up(name), OBJECTIVES.look_up(default)
         except ComponentError as error:
             raise ConfigError([str(error)]) from None
         wanted = (spec.reads_entropy, spec.teacher_top_k(config), spec.allows_mtp or not config.model.mtp_depth)
-        if wanted != (has.reads_entropy and spec.reads_entropy, has.teacher_top_k(config), True) and name != own:
+        if wanted != (has.reads_entropy and spec.reads_entropy, has.teacher_top_k(config), True) and name != default:
             raise ConfigError(
                 [
-                    f'the head of this model computes what "{own}" reads, and objective "{name}" reads more: set '
+                    f'the head of this model computes what "{default}" reads, and objective "{name}" reads more: set '
                     f'training.objective = "{name}"'
                 ]
             )
@@ -388,11 +388,11 @@ class Session:
         """
         if not 0 < temperature < math.inf:
             raise ConfigError([f"temperature = {temperature} divides the logits: give more than 0, or 1 for none"])
-        own = self.config.training.objective
+        name = self.config.training.objective
         changed = temperature != 1 or entropy or self.ids < self.config.model.vocab_size
-        if changed and OBJECTIVES.look_up(own).teacher_top_k(self.config)[0]:
+        if changed and OBJECTIVES.look_up(name).teacher_top_k(self.config)[0]:
             raise ConfigError(
-                [f'the head of objective "{own}" returns neither entropies nor a loss with a temperature or fewer ids']
+                [f'the head of objective "{name}" returns neither entropies nor a loss with a temperature or fewer ids']
             )
         heads = [stage.head for stage in self.training.stages if isinstance(stage.head, Head)]
         before = [(head.loss_temperature, head.with_entropy) for head in heads]

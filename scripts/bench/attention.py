@@ -179,13 +179,13 @@ def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Ite
         placement, divisor = (Placement(1, zigzag=False), cp) if kind == "ulysses" else (Placement(cp, zigzag=True), 1)
         chunk, sizes = length // placement.chunks, (length // placement.size, length, model.num_heads // divisor)
         ranks, chunks = range(placement.size), range(placement.chunks)
-        own, causal = (
+        computed, causal = (
             [which.pairs(chunk, len(chunks), placement.chunks_of(rank), chunks) for rank in ranks]
             for which in (mask, CAUSAL)
         )
-        work, causal_flops = [computed_pairs(pairs) for pairs in own], per_pair * sum(map(computed_pairs, causal))
+        work, causal_flops = [computed_pairs(pairs) for pairs in computed], per_pair * sum(map(computed_pairs, causal))
         busiest = max(ranks, key=work.__getitem__)
-        read = bytes_moved(own[busiest], mask, *sizes, model)
+        read = bytes_moved(computed[busiest], mask, *sizes, model)
         about = name, length, kind, "ours", per_pair * seen, per_pair * sum(work), causal_flops
         yield Row(*about, max(work) * len(work) / sum(work), read)
         blocks = [block_mask(placement.rank_slice(place, rank)[0], length, mask) for rank in ranks]

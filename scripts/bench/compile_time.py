@@ -154,8 +154,8 @@ def measure(shape: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             command += [sys.executable, str(HERE), "--one", shape, case, "--device", args.device]
             try:
                 for line in lines_of(command + ["--tiny"] * args.tiny, args.limit):
-                    if found := figures(line):
-                        yield {"shape": shape, "case": case} | found
+                    if measured := figures(line):
+                        yield {"shape": shape, "case": case} | measured
             except (TimeoutError, ChildProcessError) as error:
                 yield {"shape": shape, "case": case, "block": "the rest", "failed": str(error)}
 

@@ -185,8 +185,8 @@ class Steps:
                 slices, totals = training.slicer.slices(batches), training.slicer.count(batches)
                 training.gradients.forward_backward(slices, totals, training.gradients.first_pass)
                 training.gradients.drop()
-                for (back, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
-                    (backward if back else forward).append(end - begin)
+                for (is_backward, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+                    (backward if is_backward else forward).append(end - begin)
         return forward, backward
 
 

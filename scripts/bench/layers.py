@@ -181,7 +181,7 @@ def rehearsed_as(device: Any) -> str:
     """Return the name of the hardware to rehearse: this GPU, an H100 for a GPU without rehearsal, or "cpu"."""
     from titanmoe.ops.device import HARDWARE
 
-    name = found.name if (found := rates(device)) else ""
+    name = device_rates.name if (device_rates := rates(device)) else ""
     return name if name in HARDWARE else "h100" if device.type == "cuda" else "cpu"
 
 
@@ -355,8 +355,8 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
     for name, work, flops, moved, rate in parts:
         took = seconds(work, device, times)
         floor = max(flops / rate if rate else 0.0, moved / gpu.bandwidth if gpu else 0.0) or None
-        found = {"part": name, "ms": took * 1e3, "flops": flops, "bytes": moved}
-        yield found | {"floor_ms": floor and floor * 1e3, "of_floor": floor and floor / took}
+        row = {"part": name, "ms": took * 1e3, "flops": flops, "bytes": moved}
+        yield row | {"floor_ms": floor and floor * 1e3, "of_floor": floor and floor / took}
 
 
 def tell(**figures: Any) -> None:
@@ -500,8 +500,8 @@ def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     try:
-        for found in breakdown(config, device, peak, times):
-            tell(part=found)
+        for part in breakdown(config, device, peak, times):
+            tell(part=part)
     except Exception as error:
         traceback.print_exc()
         tell(**{"parts failed": reason(error)})
@@ -632,11 +632,11 @@ def first_that_fits(name: str, side: str, args: argparse.Namespace, told: Callab
 def figures(line: str) -> dict[str, Any]:
     """Parse a line of JSON that `tell` printed; print any other line and return {}."""
     try:
-        found = json.loads(line)
+        message = json.loads(line)
     except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return found
+        message = None
+    if isinstance(message, dict):
+        return message
     print(line, flush=True)
     return {}
 

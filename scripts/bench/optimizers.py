@@ -49,14 +49,14 @@ def losses(optimizer: str, rate: float, seed: int, *options: str) -> list[float]
         options: further words of the command line.
     """
     with tempfile.TemporaryDirectory() as folder:
-        own = f"--optimizer.name {optimizer} --optimizer.lr {rate} --training.seed {seed} --job.dump_folder {folder}"
+        varied = f"--optimizer.name {optimizer} --optimizer.lr {rate} --training.seed {seed} --job.dump_folder {folder}"
         command = [
             sys.executable,
             "train.py",
             "--config",
             "train_configs/debug.toml",
             *COMMON.split(),
-            *own.split(),
+            *varied.split(),
             *options,
         ]
         subprocess.run([*command, "--job.name", "run"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

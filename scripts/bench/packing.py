@@ -66,12 +66,12 @@ def main() -> None:
         print(f"\n{name}: {1 - used.mean() / asked.seq_len:.2%} of the positions are padding")
         print("microbatches  data ranks  samples   rank: in turn  by work   microbatch: in turn  by work")
         for microbatches, ranks, size in LAYOUTS:
-            count, found = microbatches * ranks * size, np.zeros((2, 2))
+            count, imbalance = microbatches * ranks * size, np.zeros((2, 2))
             for _ in range(steps):
                 work_N = np.array([work(length_G) for length_G in packer.lengths(packer.take(count))])
-                found[0] += imbalances(work_N.reshape(microbatches, ranks, size)) / steps
-                found[1] += imbalances(work_N[assign_samples(work_N, microbatches, ranks, size)]) / steps
-            (rank, microbatch), (rank_even, microbatch_even) = found
+                imbalance[0] += imbalances(work_N.reshape(microbatches, ranks, size)) / steps
+                imbalance[1] += imbalances(work_N[assign_samples(work_N, microbatches, ranks, size)]) / steps
+            (rank, microbatch), (rank_even, microbatch_even) = imbalance
             print(
                 f"{microbatches:>12}  {ranks:>10}  {size:>7}   {rank:>13.3f}  {rank_even:>7.3f}"
                 f"   {microbatch:>19.3f}  {microbatch_even:>7.3f}"

@@ -49,7 +49,7 @@ from read_results import (  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- first light begins -->", "<!-- first light ends -->"
-ARCHIVE_BYTES, LOG_BYTES, KEPT_BYTES, TABLE_LINES, ROWS_OF_A_PART = 5_000_000, 400_000, 3_000_000, 78, 18
+ARCHIVE_BYTES, LOG_BYTES, MOST_BYTES, TABLE_LINES, ROWS_OF_A_PART = 5_000_000, 400_000, 3_000_000, 78, 18
 DUMP_SECONDS = 5
 """The seconds between the SIGABRT of a late part, at which faulthandler prints all stacks, and its SIGKILL."""
 PUBLISHED = ("layers", "attention", "completions")
@@ -196,9 +196,9 @@ def run_part(part: Part, folder: Path, environment: dict[str, str], left: float)
         left: seconds that are left for all parts.
     """
     name = part.name.replace(" ", "-")
-    found, own = folder / f"{name}.json", folder / name
-    own.mkdir(parents=True, exist_ok=True)
-    program = [sys.executable, "-u", *split(part.command.format(json=found, folder=own))]
+    rows_file, files = folder / f"{name}.json", folder / name
+    files.mkdir(parents=True, exist_ok=True)
+    program = [sys.executable, "-u", *split(part.command.format(json=rows_file, folder=files))]
     if part.program:
         first, *options = split(part.program)
         path = shutil.which(first, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
@@ -224,7 +224,7 @@ def run_part(part: Part, folder: Path, environment: dict[str, str], left: float)
     reader.join(5)
     log = (folder / f"{name}.log").read_text(errors="replace") if (folder / f"{name}.log").exists() else ""
     try:
-        rows, why = part.read(log, found.read_text() if found.exists() else ""), ""
+        rows, why = part.read(log, rows_file.read_text() if rows_file.exists() else ""), ""
     except (ValueError, KeyError, TypeError) as error:  # it ended while it wrote, or wrote something else
         rows, why = [], f"its results cannot be read: {error!r}"
     failed = status != 0 or why or any(not row.ok for row in rows)
@@ -324,8 +324,8 @@ def write(out: Path, folder: Path, report: dict[str, Any]) -> None:
 
 
 def belongs_in_archive(file: Path) -> bool:
-    """Return whether a file has at most KEPT_BYTES and is not of a checkpoint: logs, figures and small traces."""
-    return "checkpoints" not in file.parts and file.stat().st_size <= KEPT_BYTES
+    """Return whether a file has at most MOST_BYTES and is not of a checkpoint: logs, figures and small traces."""
+    return "checkpoints" not in file.parts and file.stat().st_size <= MOST_BYTES
 
 
 def groups(parts: list[Part]) -> Iterator[list[Part]]:
@@ -352,8 +352,8 @@ def publish(files: list[Path]) -> None:
     """
     report, *later = (json.loads(file.read_text()) for file in files)
     for new in later:
-        again = {result["name"] for result in new["results"]}
-        report["results"] = [result for result in report["results"] if result["name"] not in again] + new["results"]
+        newer = {result["name"] for result in new["results"]}
+        report["results"] = [result for result in report["results"] if result["name"] not in newer] + new["results"]
         report["command"] += f"; {new['command']}"
     for result in report["results"]:
         result["figures"] = result["figures"] and result["name"] in PUBLISHED

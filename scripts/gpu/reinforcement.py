@@ -152,11 +152,18 @@ def offload(device: str) -> dict[str, Any]:
     """
     short = ("--training.steps", "2", "--rl.prompts_per_step", "8", "--generation.max_tokens", "16")
     deterministic = (*short, "--training.deterministic", "true")
-    here, there = steps(device, *deterministic), steps(device, *deterministic, "--generation.offload_training", "true")
-    for one, other in zip(here, there, strict=True):
+    resident, offloaded = (
+        steps(device, *deterministic),
+        steps(device, *deterministic, "--generation.offload_training", "true"),
+    )
+    for one, other in zip(resident, offloaded, strict=True):
         if differ := [f"{key} {one[key]!r} and {other[key]!r}" for key in COMPARED if one[key] != other[key]]:
             raise ValueError(f"step {one['step']} without and with offload_training: {', '.join(differ)}")
-    return {"GiB at most": there[-1]["memory_gib"], "s of completions": there[-1]["rl.generate_s"], "steps": len(there)}
+    return {
+        "GiB at most": offloaded[-1]["memory_gib"],
+        "s of completions": offloaded[-1]["rl.generate_s"],
+        "steps": len(offloaded),
+    }
 
 
 def main() -> int:

@@ -42,11 +42,11 @@ from titanmoe.train.runtime import describe_segments, use_expandable_segments  #
 class PlainHandle:
     """Replacement for the handle that torch's rendezvous returns, for one rank on memory that is not shared."""
 
-    def __init__(self, own: Tensor, group: str):
-        self.own = own
+    def __init__(self, buffer: Tensor, group: str):
+        self.buffer = buffer
 
     def get_remote_tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return self.own.view(shape)
+        return self.buffer.view(shape)
 
     def barrier(self) -> None:
         """Return at once, because there is no other rank."""
@@ -71,12 +71,12 @@ def share_memory(here: Rank, numbers: int = 2**20) -> tuple[Tensor, Any]:
     """
     try:
         here.reached("rendezvous")
-        own, handle = allocate_shared((numbers,), torch.float32, here.device, here.group.process_group)
+        buffer, handle = allocate_shared((numbers,), torch.float32, here.device, here.group.process_group)
     except RuntimeError as error:
         raise Unsupported(first_line(error)) from error
     if handle is None:
         raise Unsupported("rendezvous returns None")
-    return own, handle
+    return buffer, handle
 
 
 def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
@@ -94,15 +94,17 @@ def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
         AssertionError: if what was written is not read.
     """
     seconds = elapsed(lambda: prepare(here, plain_memory))
-    own, handle = share_memory(here)
+    buffer, handle = share_memory(here)
     here.reached("write and read")
-    want, kind = torch.arange(len(own), device=here.device, dtype=own.dtype), here.device.type
+    want, kind = torch.arange(len(buffer), device=here.device, dtype=buffer.dtype), here.device.type
     handle.barrier()
-    handle.get_remote_tensor(here.group.rank, own.shape, own.dtype).copy_(want)
+    handle.get_remote_tensor(here.group.rank, buffer.shape, buffer.dtype).copy_(want)
     handle.barrier()
-    assert torch.equal(own, want), "what was written through the handle is not there"
+    assert torch.equal(buffer, want), "what was written through the handle is not there"
     if kind == "cuda" and not plain_memory:
-        assert torch.equal(handle.get_buffer(here.group.rank, own.shape, own.dtype), want), "get_buffer shows another"
+        assert torch.equal(handle.get_buffer(here.group.rank, buffer.shape, buffer.dtype), want), (
+            "get_buffer shows another"
+        )
     here.reached("barrier")
     figures = {"ms to share": seconds * 1e3, "us a barrier": median_seconds(handle.barrier, kind) * 1e6}
     return figures | ({"note": describe_segments()} if kind == "cuda" else {})
@@ -379,31 +381,31 @@ def main() -> int:
             plain: the check's `plain_memory`.
             ask: more environment variables.
         """
-        begin, found = time.monotonic(), {"error": "left out: no time was left"}
+        begin, result = time.monotonic(), {"error": "left out: no time was left"}
         if (left := min(limit, end - begin)) > SPARE:
             try:
-                found = run(partial(of, plain_memory=plain), args.device, ranks, left, ask)
+                result = run(partial(of, plain_memory=plain), args.device, ranks, left, ask)
             except Exception as error:
                 traceback.print_exc()
-                found = {"error": repr(error)[:300]}
+                result = {"error": repr(error)[:300]}
         note = (
-            found.get("figures", {}).pop("note", "")
-            or found.get("error")
-            or ("unsupported: " + found["unsupported"] if "unsupported" in found else "")
+            result.get("figures", {}).pop("note", "")
+            or result.get("error")
+            or ("unsupported: " + result["unsupported"] if "unsupported" in result else "")
         )
-        rows.record(name, "figures" in found, time.monotonic() - begin, found.get("figures", {}), note)
-        return "figures" in found
+        rows.record(name, "figures" in result, time.monotonic() - begin, result.get("figures", {}), note)
+        return "figures" in result
 
-    shares = check("memory of one rank", memory, 20)
+    works = check("memory of one rank", memory, 20)
     single = {}
-    if not shares:  # titanmoe has no use for the driver's multicast objects, which may be what fails
+    if not works:  # titanmoe has no use for the driver's multicast objects, which may be what fails
         single = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-        shares = check("memory of one rank, no multicast", memory, 15, **single)
-    words = "" if shares else ", plain memory"
-    check(f"one rank against alltoall{words}", one_rank, 60, plain=not shares, **single)
+        works = check("memory of one rank, no multicast", memory, 15, **single)
+    words = "" if works else ", plain memory"
+    check(f"one rank against alltoall{words}", one_rank, 60, plain=not works, **single)
     overlap = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # torch then sets up no multicast either
     check("two ranks on one device against alltoall", two_ranks, 70, ranks=2, **overlap)
-    check(f"speed of one rank{words}", speed, 25, plain=not shares, **single)
+    check(f"speed of one rank{words}", speed, 25, plain=not works, **single)
     return rows.status()
 
 

@@ -15,7 +15,7 @@ from tests.checkpoint import relayouts
 from tests.checkpoint.test_resume import BIASED, FOUR, V, mapping
 from tests.support.case_features import MODELS, TRAINED
 from tests.support.covering_mappings import all_folds, as_changes
-from titanmoe.checkpoint.relayout import WORD, Box, MessagePlan, TensorPlaces, flat_views
+from titanmoe.checkpoint.relayout import WORD, MessagePlan, Region, TensorPlaces, flat_views
 from titanmoe.comm.collectives import Group
 from titanmoe.config.load import ConfigError
 
@@ -195,7 +195,7 @@ def test_holders_share_what_is_sent() -> None:
     ],
     ids=["a gap", "an overlap", "nothing"],
 )
-def test_shards_that_do_not_make_up_a_tensor_are_refused(boxes: dict[Box, set[int]], words: str) -> None:
+def test_shards_that_do_not_make_up_a_tensor_are_refused(boxes: dict[Region, set[int]], words: str) -> None:
     wanted = {"x": TensorPlaces(torch.float32, (8,), {((0,), (8,)): {0, 1}})}
     with pytest.raises(ConfigError, match=words):
         MessagePlan({"x": TensorPlaces(torch.float32, (8,), boxes)}, wanted, group(0, 2))

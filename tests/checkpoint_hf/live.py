@@ -46,7 +46,7 @@ def export(folder: str, changes: dict[str, Any], has_bias: bool, **options: Any)
     relayouts.save(folder, targets, config)
     plan = LiveExport(targets, config.model, **options)
     for block in plan.blocks:
-        gathered = sum(math.prod(sizes) * dtype.itemsize for (_, (_, sizes)), dtype in block.boxes.items())
+        gathered = sum(math.prod(sizes) * dtype.itemsize for (_, (_, sizes)), dtype in block.regions.items())
         assert gathered <= plan.block_bytes or len(block.names) == 1
     saved = [shard.tensor.clone() for _, shard in targets.values()]
     for stored, shard in targets.values():

@@ -27,7 +27,7 @@ from titanmoe.data.token_scores import (
     ScoreWriter,
     TopK,
     find_scores,
-    open_teacher_scores,
+    open_teacher_log_probs,
 )
 from titanmoe.data.token_shards import MANIFEST, ShardDocuments
 
@@ -50,13 +50,13 @@ def written(documents: ShardDocuments, seq_len: int = 8) -> Path:
 
 def test_they_are_read_as_written_over_all_shards_and_in_a_part(documents: ShardDocuments) -> None:
     written(documents)
-    assert documents.reference_scores(0, 9) is None
-    documents.stored_reference_scores = find_scores(documents, MODEL, 8)
-    whole = documents.reference_scores(0, 9)
+    assert documents.reference_log_probs(0, 9) is None
+    documents.stored_reference_log_probs = find_scores(documents, MODEL, 8)
+    whole = documents.reference_log_probs(0, 9)
     np.testing.assert_array_equal(whole, [np.nan] * 3 + [1, 4 / 3, 5 / 3, 2] + [np.nan] * 2)
     rest, held_out = split_held_out(documents, 2, 1)
-    np.testing.assert_array_equal(held_out.reference_scores(0, 2), whole[3:5])
-    np.testing.assert_array_equal(rest.reference_scores(2, 5), whole[[2, 5, 6]])
+    np.testing.assert_array_equal(held_out.reference_log_probs(0, 2), whole[3:5])
+    np.testing.assert_array_equal(rest.reference_log_probs(2, 5), whole[[2, 5, 6]])
     assert rest.stored_ranges(2, 5) == [(2, 3), (5, 7)]
 
 
@@ -128,11 +128,11 @@ def test_records_are_checked_too(documents: ShardDocuments) -> None:
     writer = ScoreWriter(documents, MODEL, 8, "float32", top_k)
     writer.close()
     name = top_k.name(MODEL)
-    assert len(open_teacher_scores(documents, name, top_k, 8).read(0, 9)) == 9
+    assert len(open_teacher_log_probs(documents, name, top_k, 8).read(0, 9)) == 9
     file = documents.folder / SCORES / name / f"00000-000.{EXTENSION}"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     with pytest.raises(ConfigError, match="has changed since it was written"):
-        open_teacher_scores(documents, name, top_k, 8).read(0, 9)
+        open_teacher_log_probs(documents, name, top_k, 8).read(0, 9)
 
 
 KILLED = """
@@ -199,8 +199,8 @@ def test_labels_that_a_teacher_has_not_scored_teach_nothing(documents: ShardDocu
     writer = ScoreWriter(documents, MODEL, 8, "float32", top_k)
     writer.write(1, np.array([((3, 4), (-1, -2, -3))] * 2, top_k.record(np.dtype("float32"))))
     writer.close()
-    documents.stored_teacher_scores = open_teacher_scores(documents, top_k.name(MODEL), top_k, 8)
-    assert np.isnan(documents.teacher_scores(3, 9)["log_p"]).all()
+    documents.stored_teacher_log_probs = open_teacher_log_probs(documents, top_k.name(MODEL), top_k, 8)
+    assert np.isnan(documents.teacher_log_probs(3, 9)["log_p"]).all()
     out = pack.empty_arrays(1, 8, False, pack.extra_field_specs(documents))
     pack._fill_labels(documents, 0, 9, out, 0, slice(0, 8))
     np.testing.assert_array_equal(out.extra_fields[TEACHER_LOG_P][0], [[-1, -2, -3]] * 2 + [[-np.inf] * 3] * 6)

@@ -45,28 +45,28 @@ def sharded_axes(parameter: torch.Tensor) -> dict[str, bool]:
     return {axis: not isinstance(p, Replicate) for name, p in placed for axis in OF_MESH.get(name, (name,))}
 
 
-def sums_in_backward(axis: str, cuts: dict[str, bool]) -> bool:
+def sums_in_backward(axis: str, is_sharded: dict[str, bool]) -> bool:
     """Return whether a gradient is summed over this axis during backward, and not after it as a router's is.
 
     Args:
         axis: an axis of the mapping, such as "dp_shard".
-        cuts: the parameter's `sharded_axes`.
+        is_sharded: the parameter's `sharded_axes`.
     """
-    return axis in DATA and ("edp" in cuts or cuts["dp_shard"])
+    return axis in DATA and ("edp" in is_sharded or is_sharded["dp_shard"])
 
 
-def what_sums(axis: str, cuts: dict[str, bool]) -> str:
+def what_sums(axis: str, is_sharded: dict[str, bool]) -> str:
     """Return the name of what sums a gradient over an axis, in Markdown, or "sharded" if nothing does.
 
     Args:
-        axis: a key of `cuts`.
-        cuts: the parameter's `sharded_axes`.
+        axis: a key of `is_sharded`.
+        is_sharded: the parameter's `sharded_axes`.
     """
-    if sums_in_backward(axis, cuts):
-        if not cuts.get("edp", True):
+    if sums_in_backward(axis, is_sharded):
+        if not is_sharded.get("edp", True):
             return "`UnshardedExperts`"
-        return "FSDP reduce-scatter" if cuts[axis] else "FSDP all-reduce"
-    return "sharded" if cuts[axis] else "`sum_replicated`"
+        return "FSDP reduce-scatter" if is_sharded[axis] else "FSDP all-reduce"
+    return "sharded" if is_sharded[axis] else "`sum_replicated`"
 
 
 class HeldShard(NamedTuple):
@@ -75,7 +75,7 @@ class HeldShard(NamedTuple):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     view: View
-    cuts: dict[str, bool]
+    is_sharded: dict[str, bool]
 
     @property
     def place(self) -> tuple[slice, ...]:
@@ -87,14 +87,14 @@ def describe_shards(parameters: Mapping[str, torch.Tensor]) -> dict[str, HeldSha
     """Return by name where this rank's shards are in the full tensors."""
     from titanmoe.parallel.materialize import local_shard
 
-    found = {}
+    out = {}
     for name, parameter in parameters.items():
         part, offset = local_shard(parameter.detach())
-        found[name] = HeldShard(offset, tuple(part.shape), view_of(parameter), sharded_axes(parameter))
-    return found
+        out[name] = HeldShard(offset, tuple(part.shape), view_of(parameter), sharded_axes(parameter))
+    return out
 
 
-Pieces = list[dict[str, HeldShard]]
+Shards = list[dict[str, HeldShard]]
 """Shards by name, one dict per rank."""
 
 
@@ -134,12 +134,12 @@ def axes_apart(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict
         wrong: ranks with a wrong shard; {} is returned if there are none.
         right: ranks with a right one, likewise.
     """
-    found = {}
+    out = {}
     for axis in axes_of(fold, seen) if wrong and right else ():
         bad, good = ({coordinates(fold, seen, rank)[axis] for rank in ranks} for ranks in (wrong, right))
         if not bad & good:
-            found[axis] = bad
-    return found
+            out[axis] = bad
+    return out
 
 
 def constant_factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
@@ -173,7 +173,7 @@ class Wrong(NamedTuple):
 
 def describe_failure(
     fold: Fold,
-    pieces: Pieces,
+    shards: Shards,
     errors: Callable[[str, int, HeldShard], float],
     allowed: float,
     differ: Mapping[str, tuple[tuple[int, ...], ...]] | None = None,
@@ -183,7 +183,7 @@ def describe_failure(
 
     Args:
         fold: the mapping.
-        pieces: shards by name, one dict per rank.
+        shards: shards by name, one dict per rank.
         errors: returns the relative error of a tensor in a shard, from the tensor's name, the rank and its shard.
         allowed: largest error that is right.
         differ: groups of ranks that hold the same shard with different numbers, by tensor.
@@ -191,7 +191,7 @@ def describe_failure(
     """
     wrong, right, differ = {}, [], differ or {}
     holders: dict[str, dict[int, HeldShard]] = {}
-    for rank, mine in enumerate(pieces):
+    for rank, mine in enumerate(shards):
         for name, one in mine.items():
             holders.setdefault(name, {})[rank] = one
     for name, ranks in holders.items():
@@ -204,7 +204,7 @@ def describe_failure(
     lines = [f"{len(wrong)} of {len(holders)} tensors are wrong:"]
     for name, one in sorted(wrong.items(), key=lambda item: -item[1].error)[:MAX_SHOWN]:
         some = next(iter(holders[name].values()))
-        axes = [f"{a} {what_sums(a, some.cuts)}" for a in axes_of(fold, some.view) if a in some.cuts]
+        axes = [f"{a} {what_sums(a, some.is_sharded)}" for a in axes_of(fold, some.view) if a in some.is_sharded]
         only = f"ranks {sorted(one.ranks)}" + ("" if one.right else ", all that have it")
         more = "".join(f"; ranks {list(group)} differ in one piece" for group in one.differ)
         more += f"; {one.times:.6g} times what it should be" if one.times is not None else ""
@@ -220,28 +220,32 @@ def _suspected(
     def seen(name: str) -> View:
         return next(iter(holders[name].values())).view
 
-    found: dict[str, str] = {}
+    suspects: dict[str, str] = {}
     for name, one in wrong.items():
         for group in one.differ:
             for axis in differing_axes(fold, seen(name), group):
-                found.setdefault(axis, f"ranks {list(group)} have the same piece of {name} and differ along this axis")
-    if not found:
+                suspects.setdefault(
+                    axis, f"ranks {list(group)} have the same piece of {name} and differ along this axis"
+                )
+    if not suspects:
         for name, one in wrong.items():
             for axis, places in axes_apart(fold, seen(name), one.ranks, one.right).items():
-                found.setdefault(axis, f"{name} is wrong only where {axis} is {sorted(places)}")
-    if not found:
+                suspects.setdefault(axis, f"{name} is wrong only where {axis} is {sorted(places)}")
+    if not suspects:
         for name, one in wrong.items():
             for axis, size in axes_of(fold, seen(name)).items():
                 if one.times is not None and any(abs(one.times / f - 1) < 1e-6 for f in (size, 1 / size)):
-                    found.setdefault(axis, f"{name} is {one.times:.6g} times what it should be, and {axis} is {size}")
-    if not found:
-        found = _in_common(fold, holders, list(wrong), right)
-    if not found:
+                    suspects.setdefault(
+                        axis, f"{name} is {one.times:.6g} times what it should be, and {axis} is {size}"
+                    )
+    if not suspects:
+        suspects = _in_common(fold, holders, list(wrong), right)
+    if not suspects:
         axes = {axis: size for name in wrong for axis, size in axes_of(fold, seen(name)).items()}
         if not axes:
             return ["suspected axis: none, because no axis has several ranks"]
         return [f"suspected axis: any of {', '.join(axes)}; they cannot be told apart"]
-    return [f"suspected axis: {axis} ({why})" for axis, why in found.items()]
+    return [f"suspected axis: {axis} ({why})" for axis, why in suspects.items()]
 
 
 def _in_common(
@@ -259,7 +263,7 @@ def _in_common(
     def sums_of(name: str) -> set[tuple[str, str]]:
         one = next(iter(holders[name].values()))
         stages = {coordinates(fold, "attention", rank)["pp"] for rank in holders[name]}
-        by = {(axis, what_sums(axis, one.cuts)) for axis in one.cuts if axis in axes_of(fold, one.view)}
+        by = {(axis, what_sums(axis, one.is_sharded)) for axis in one.is_sharded if axis in axes_of(fold, one.view)}
         return by | ({("pp", f"stage {min(stages)}")} if fold.pp > 1 and len(stages) == 1 else set())
 
     shared = set.intersection(*(sums_of(name) for name in wrong)) if wrong else set()
@@ -269,13 +273,13 @@ def _in_common(
 
 
 def describe_wrong_gradients(
-    fold: Fold, pieces: Pieces, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], allowed: float
+    fold: Fold, shards: Shards, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], allowed: float
 ) -> str:
     """Return the failure's text for full gradients.
 
     Args:
         fold: the mapping.
-        pieces: shards by name, one dict per rank.
+        shards: shards by name, one dict per rank.
         got: full gradients by name.
         want: the right ones.
         allowed: largest difference relative to the largest entry of the right one.
@@ -286,7 +290,7 @@ def describe_wrong_gradients(
         scale = max(float(want[name].abs().max()), floor, 1e-300)
         return nan_to_inf(float((got[name].double() - want[name].double())[one.place].abs().max()) / scale)
 
-    known = [{name: one for name, one in mine.items() if name in want} for mine in pieces]
+    known = [{name: one for name, one in mine.items() if name in want} for mine in shards]
     return describe_failure(
         fold, known, errors, allowed, times=lambda name: constant_factor(got[name].double(), want[name].double())
     )
@@ -324,11 +328,11 @@ def describe_wrong_replicas(
             differ[name] = tuple(groups)
     if not differ:
         return ""
-    pieces = [{name: one for name, (_, one) in mine.items()} for mine in gathered]
+    shards = [{name: one for name, (_, one) in mine.items()} for mine in gathered]
 
     def errors(name: str, rank: int, one: HeldShard) -> float:
         return worst[name] if any(rank in group for group in differ.get(name, ())) else 0.0
 
-    text = describe_failure(fold, pieces, errors, allowed, differ)
+    text = describe_failure(fold, shards, errors, allowed, differ)
     name = next(iter(differ))
     return f"replicas of {name} differ by {worst[name]:.1e}; {text}"

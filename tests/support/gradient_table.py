@@ -59,14 +59,14 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 @contextmanager
-def replace_gradients(modules: Iterable[nn.Module], own: Iterable[nn.Parameter], value: float) -> Iterator[None]:
+def replace_gradients(modules: Iterable[nn.Module], unsharded: Iterable[nn.Parameter], value: float) -> Iterator[None]:
     """Return a context in which every parameter's local gradient on this rank is `value`.
 
     FSDP must allocate its unsharded weights in this context.
 
     Args:
         modules: the model's modules.
-        own: the unsharded expert weights that FSDP does not manage.
+        unsharded: the unsharded expert weights that FSDP does not manage.
         value: the gradient.
     """
 
@@ -84,7 +84,7 @@ def replace_gradients(modules: Iterable[nn.Module], own: Iterable[nn.Parameter],
 
     make = FSDPParam.init_unsharded_param
     routers = (module for module in modules if isinstance(module, Router))
-    parameters = chain(own, *(router.parameters() for router in routers))
+    parameters = chain(unsharded, *(router.parameters() for router in routers))
     hooks = [parameter.register_hook(replaced) for parameter in parameters]
     try:
         with mock.patch.object(FSDPParam, "init_unsharded_param", made):
@@ -103,7 +103,7 @@ def contributing_ranks(parameters: dict[str, nn.Parameter], microbatches: int) -
         parameters: parameters whose local gradients were BASE**rank on every rank.
         microbatches: number of microbatches that were summed.
     """
-    found = {}
+    counts = {}
     for name, parameter in parameters.items():
         grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         values = (grad / microbatches).unique().tolist()
@@ -114,8 +114,8 @@ def contributing_ranks(parameters: dict[str, nn.Parameter], microbatches: int) -
             # A stage may hold two copies of the embedding.
             most = 2 if name in ("embed.weight", "embed_copy.weight", "head.weight") else 1
             assert max(times) <= most, f"{name}: times that each rank was added: {times}"
-            found[name] = tuple(rank for rank, n in enumerate(times) if n)
-    return found
+            counts[name] = tuple(rank for rank, n in enumerate(times) if n)
+    return counts
 
 
 def axes_of_group(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
@@ -144,9 +144,9 @@ def table_of_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     trainer = parity.make_trainer(changes, loader=parity.samples())
     fold, rank, batches = trainer.training.fold, dist.get_rank(), trainer.training.loader.next_step()
     engine = trainer.training.gradients.engine
-    own = [w.computed for stage in getattr(engine, "stages", [engine]) for w in stage.unsharded_experts.weights]
+    unsharded = [w.computed for stage in getattr(engine, "stages", [engine]) for w in stage.unsharded_experts.weights]
     with replace_gradients(
-        (module for part in trainer.training.stages for module in part.modules()), own, float(BASE**rank)
+        (module for part in trainer.training.stages for module in part.modules()), unsharded, float(BASE**rank)
     ):
         trainer.training.gradients.forward_backward(
             trainer.training.slicer.slices(batches), trainer.training.slicer.count(batches), None
@@ -160,8 +160,8 @@ def table_of_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     for name in in_all:
         parameter, seen = trainer.training.parameters[name], view_of(trainer.training.parameters[name])
         sizes = fold.attention_axes if seen == "attention" else fold.expert_axes
-        during, after = (axes_of_group(fold, seen, found[name], rank) for found in (in_backward, in_all))
-        cut = sharded_axes(parameter)
+        during, after = (axes_of_group(fold, seen, ranks[name], rank) for ranks in (in_backward, in_all))
+        is_sharded = sharded_axes(parameter)
         row = {}
         for axis in AXES[seen]:
             if sizes[axis] == 1:
@@ -169,10 +169,10 @@ def table_of_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
             if axis == "pp":
                 row[axis] = "`TiedEmbeddings`" if axis in after else "one stage"
                 continue
-            row[axis] = what_sums(axis, cut)
-            summed_there = axis in during, axis in after
-            want = sums_in_backward(axis, cut), axis in DATA or not cut[axis]
-            assert summed_there == want, (name, axis, row[axis], summed_there)
+            row[axis] = what_sums(axis, is_sharded)
+            summed = axis in during, axis in after
+            want = sums_in_backward(axis, is_sharded), axis in DATA or not is_sharded[axis]
+            assert summed == want, (name, axis, row[axis], summed)
         table[name] = row
     return table
 
@@ -184,14 +184,14 @@ def kind_of(name: str) -> str:
 
 def collect() -> dict[str, dict[str, dict[str, set[str]]]]:
     """Return what sums gradients, by view, kind of parameter and axis: one name if all mappings and models agree."""
-    found: dict[str, dict[str, dict[str, set[str]]]] = {"attention": {}, "experts": {}}
+    out: dict[str, dict[str, dict[str, set[str]]]] = {"attention": {}, "experts": {}}
     for case in CASES:
         for rows in world.run(4, table_of_step, {"training.global_batch_size": 1} | case):
             for name, row in rows.items():
-                cells = found["experts" if ".experts." in name else "attention"].setdefault(kind_of(name), {})
+                cells = out["experts" if ".experts." in name else "attention"].setdefault(kind_of(name), {})
                 for axis, who in row.items():
                     cells.setdefault(axis, set()).add(who)
-    return found
+    return out
 
 
 def table() -> str:

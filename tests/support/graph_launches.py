@@ -79,9 +79,9 @@ def eager_costs(config: Config, ep: int) -> Costs:
         config: result of `config_of`.
         ep: the number of ranks that it was made for.
     """
-    found, costs = rehearse(config, ep, 0, "h100"), {"forward": Cost(), "backward": Cost()}
-    layer = f"layers.{found.moe_layers[0]}"
-    for operation, times in found.operations.items():
+    rehearsal, costs = rehearse(config, ep, 0, "h100"), {"forward": Cost(), "backward": Cost()}
+    layer = f"layers.{rehearsal.moe_layers[0]}"
+    for operation, times in rehearsal.operations.items():
         site = operation.site
         if site.layer != layer or site.region in ("", "attention", GATHER, REDUCE):
             continue
@@ -89,12 +89,12 @@ def eager_costs(config: Config, ep: int) -> Costs:
             continue
         costs[site.phase].launches += times
         costs[site.phase].moved += times * (operation.read + operation.written)
-    for message in found.log.messages:
-        if message.site.layer == layer and found.groups[message.group].kind == "dispatch":
+    for message in rehearsal.log.messages:
+        if message.site.layer == layer and rehearsal.groups[message.group].kind == "dispatch":
             cost = costs["backward" if message.backward else "forward"]
             cost.launches += 1
             cost.moved += message.sent_bytes + message.received_bytes
-    costs["forward"].waits = sum(site.layer == layer for site in found.log.syncs)
+    costs["forward"].waits = sum(site.layer == layer for site in rehearsal.log.syncs)
     return costs
 
 
@@ -147,9 +147,9 @@ def bytes_of(node: torch.fx.Node, rows: int) -> int:
     """Return the bytes that an operation of a graph reads and writes; symbolic sizes count as `rows`."""
 
     def tensors(x: Any) -> list[Tensor]:
-        found: list[Tensor] = []
-        torch.utils._pytree.tree_map_only(Tensor, found.append, x)
-        return found
+        out: list[Tensor] = []
+        torch.utils._pytree.tree_map_only(Tensor, out.append, x)
+        return out
 
     inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
     inputs, outputs = tensors(inputs), tensors(node.meta["val"])
@@ -172,10 +172,11 @@ def main() -> None:
         for ep in (8, 1):
             config = config_of(recipe, ep)
             for name, costs in (("eager", eager_costs(config, ep)), ("one graph", graph_costs(config, ep))):
-                there, back = costs["forward"], costs["backward"]
-                megabytes = f"{there.moved / 1e6:,.0f} | {back.moved / 1e6:,.0f}"
+                forward, backward = costs["forward"], costs["backward"]
+                megabytes = f"{forward.moved / 1e6:,.0f} | {backward.moved / 1e6:,.0f}"
                 print(
-                    f"| {recipe} | {ep} | {name} | {there.launches} | {back.launches} | {megabytes} | {there.waits} |",
+                    f"| {recipe} | {ep} | {name} | {forward.launches} | {backward.launches} | {megabytes} | "
+                    f"{forward.waits} |",
                     flush=True,
                 )
 

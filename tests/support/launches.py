@@ -130,8 +130,8 @@ def compile_kernels(recipe: Path, *overrides: str) -> list[Kernel]:
         recipe: its file.
         overrides: words of a command line, such as "--training.dtype", "float64".
     """
-    whole, ranks = read_recipe(recipe, *overrides)
-    config, ranks = shrink(whole), ranks // whole.parallelism.pp
+    recipe_config, ranks = read_recipe(recipe, *overrides)
+    config, ranks = shrink(recipe_config), ranks // recipe_config.parallelism.pp
     real = FakeRecorder.compute
 
     def compute(self: FakeRecorder, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -38,7 +38,7 @@ TIMEOUT_S = 900
 @functools.cache
 def _definitions(root: Path) -> dict[str, list[tuple[Path, ast.stmt]]]:
     """Return functions, classes and constants of titanmoe/ by qualified name, each with its file."""
-    found: dict[str, list[tuple[Path, ast.stmt]]] = {}
+    definitions: dict[str, list[tuple[Path, ast.stmt]]] = {}
 
     def enter(node: ast.AST, outer: str, path: Path) -> None:
         for child in ast.iter_child_nodes(node):
@@ -46,12 +46,12 @@ def _definitions(root: Path) -> dict[str, list[tuple[Path, ast.stmt]]]:
             if isinstance(child, ast.Assign):
                 name = getattr(child.targets[0], "id", None)
             if isinstance(child, ast.stmt) and name:
-                found.setdefault(outer + name, []).append((path, child))
+                definitions.setdefault(outer + name, []).append((path, child))
             enter(child, f"{outer}{name}." if name else outer, path)
 
     for path in sorted((root / "titanmoe").rglob("*.py")):
         enter(ast.parse(path.read_text()), "", path)
-    return found
+    return definitions
 
 
 def _parse(code: str) -> ast.expr | ast.stmt:
@@ -179,8 +179,8 @@ def run(results: Path, only: str = "") -> dict[Mutant, str]:
     """
     results.parent.mkdir(parents=True, exist_ok=True)
     lines = map(json.loads, results.read_text().splitlines() if results.exists() else [])
-    found = {Mutant(*line["mutant"]): line["noticed"] for line in lines}
-    done = {mutant: found[mutant] for mutant in MUTANTS if found.get(mutant, SURVIVED) != SURVIVED}
+    noticed = {Mutant(*line["mutant"]): line["noticed"] for line in lines}
+    done = {mutant: noticed[mutant] for mutant in MUTANTS if noticed.get(mutant, SURVIVED) != SURVIVED}
     todo = [m for m in MUTANTS if m not in done and only in f"{m.function} {m.breaks}"]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = copy_tree(Path(folder)) if todo else Path(folder)

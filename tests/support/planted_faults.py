@@ -156,7 +156,7 @@ def balance_terms_by_the_wrong_group() -> Callable[[], None]:
     return _patch(Balance, "forward", exchanged)
 
 
-def balance_terms_counted_again_in_recomputation() -> Callable[[], None]:
+def balance_terms_counted_in_recomputation_too() -> Callable[[], None]:
     from titanmoe.moe.balance import Balance
 
     def added(forward: Any) -> Any:
@@ -309,7 +309,7 @@ FAULTS = {
         expert_gradients_scaled_by_etp,
         router_not_summed_over_cp,
         balance_terms_by_the_wrong_group,
-        balance_terms_counted_again_in_recomputation,
+        balance_terms_counted_in_recomputation_too,
         router_without_its_gradient,
         garbage_gradients_without_tokens,
         nan_in_a_gradient,

@@ -78,11 +78,11 @@ def linear_attention(model: Model, weights: dict[str, Tensor], x_GSD: Tensor, do
     v = heads(v, own["linear_value_dim"], 1)
     if gla:
         gate = x_GSD @ weights["wg_a.weight"].T @ weights["wg_b.weight"].T + weights["wg_b.bias"]
-        kept_GSHk = heads((1 / (1 + torch.exp(-gate))) ** (1 / 16), own["linear_key_dim"], repeats)
+        decay_GSHk = heads((1 / (1 + torch.exp(-gate))) ** (1 / 16), own["linear_key_dim"], repeats)
     else:
         q, k = normalize(q), normalize(k)
         softplus = torch.log(1 + torch.exp(x_GSD @ weights["wa.weight"].T + weights["dt_bias"]))
-        kept_GSH = torch.exp(-torch.exp(weights["A_log"]) * softplus)
+        decay_GSH = torch.exp(-torch.exp(weights["A_log"]) * softplus)
         beta_GSH = 1 / (1 + torch.exp(-(x_GSD @ weights["wb.weight"].T)))
     state_GHkv = x_GSD.new_zeros(len(x_GSD), *k.shape[2:], v.shape[-1])
     out = []
@@ -91,11 +91,11 @@ def linear_attention(model: Model, weights: dict[str, Tensor], x_GSD: Tensor, do
             state_GHkv = state_GHkv * same_document(document_GS, s, s - 1)[..., None, None]
         written = torch.einsum("ghk,ghv->ghkv", k[:, s], v[:, s])
         if gla:
-            state_GHkv = kept_GSHk[:, s, :, :, None] * state_GHkv + written
+            state_GHkv = decay_GSHk[:, s, :, :, None] * state_GHkv + written
         else:
             beta = beta_GSH[:, s, :, None, None]
             erased = torch.einsum("ghk,ghl,ghlv->ghkv", k[:, s], k[:, s], state_GHkv)
-            state_GHkv = kept_GSH[:, s, :, None, None] * (state_GHkv - beta * erased) + beta * written
+            state_GHkv = decay_GSH[:, s, :, None, None] * (state_GHkv - beta * erased) + beta * written
         out.append(torch.einsum("ghkv,ghk->ghv", state_GHkv, q[:, s]) / math.sqrt(own["linear_key_dim"]))
     out_GSHv = torch.stack(out, 1)
     out_GSHv = out_GSHv / torch.sqrt(out_GSHv.pow(2).mean(-1, keepdim=True) + model.norm_eps) * weights["norm.weight"]

@@ -301,8 +301,8 @@ def missing_names() -> dict[Private, list[str]]:
     """Return the needed names that this version of torch does not have, optional ones included; {} if it has all."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     needed = [one for one in PRIVATE if version < one.until]
-    found = {one: [name for name in one.names if not _has(one.owner, name)] for one in needed}
-    return {one: names for one, names in found.items() if names}
+    missing = {one: [name for name in one.names if not _has(one.owner, name)] for one in needed}
+    return {one: names for one, names in missing.items() if names}
 
 
 def _has(owner_name: str, name: str) -> bool:
@@ -322,10 +322,10 @@ def _find(path: str) -> Any:
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         try:
-            found: Any = import_module(".".join(parts[:count]))
+            owner: Any = import_module(".".join(parts[:count]))
         except ImportError:
             continue
         for part in parts[count:]:
-            found = getattr(found, part, None)
-        return found
+            owner = getattr(owner, part, None)
+        return owner
     return None

@@ -38,11 +38,11 @@ def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
         CheckpointError: on all ranks with every distinct reason, if `work` raised one or an OSError on any rank.
         Exception: any other that `work` raised, on its rank; all others raise a RuntimeError that names both.
     """
-    own, error = _outcome(work)
-    outcomes: list[Any] = [own]
+    local, error = _outcome(work)
+    outcomes: list[Any] = [local]
     if group is not None:
         outcomes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, own, group)
+        dist.all_gather_object(outcomes, local, group)
     raise_unexpected(error, (outcome.unexpected for outcome in outcomes))
     reasons = dict.fromkeys(outcome.reason for outcome in outcomes if outcome.reason)
     if reasons:

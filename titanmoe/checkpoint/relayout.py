@@ -33,10 +33,10 @@ WORD = 8
 PROBLEMS_SHOWN = 8
 """Most tensors that an error names."""
 
-Box = tuple[Sizes, Sizes]
+Region = tuple[Sizes, Sizes]
 """Offset and sizes of a block of a tensor."""
-Layout = dict[tuple[str, torch.dtype, Sizes], list[Box]]
-"""The boxes of a rank's shards by stored name, dtype and full shape; no boxes if they are empty."""
+Layout = dict[tuple[str, torch.dtype, Sizes], list[Region]]
+"""The regions of a rank's shards by stored name, dtype and full shape; no regions if they are empty."""
 
 
 class TensorPlaces(NamedTuple):
@@ -44,45 +44,45 @@ class TensorPlaces(NamedTuple):
 
     dtype: torch.dtype
     shape: Sizes
-    ranks: dict[Box, set[int]]
+    ranks: dict[Region, set[int]]
     """The ranks that have each shard: several if it is replicated."""
 
 
 class LocalTensors:
-    """This rank's shards by stored name and box, and the device of its messages."""
+    """This rank's shards by stored name and region, and the device of its messages."""
 
     def __init__(self, shards: Iterable[tuple[str, TensorShard]]):
-        """Sort shards by name and box.
+        """Sort shards by name and region.
 
         Args:
             shards: stored names and shards, the values of `Targets`.
         """
         self.layout: Layout = {}
-        self.by_box: dict[tuple[str, Box], list[Tensor]] = {}
-        """Several tensors in one box are copies of a tied weight."""
+        self.by_region: dict[tuple[str, Region], list[Tensor]] = {}
+        """Several tensors in one region are copies of a tied weight."""
         for name, shard in shards:
-            boxes, box = self.layout.setdefault((name, shard.dtype, shard.shape), []), (shard.offset, shard.sizes)
-            if shard.tensor.numel() and box not in boxes:
-                boxes.append(box)
-            self.by_box.setdefault((name, box), []).append(shard.tensor.detach())
-        tensors = [tensor for some in self.by_box.values() for tensor in some]
+            regions, region = self.layout.setdefault((name, shard.dtype, shard.shape), []), (shard.offset, shard.sizes)
+            if shard.tensor.numel() and region not in regions:
+                regions.append(region)
+            self.by_region.setdefault((name, region), []).append(shard.tensor.detach())
+        tensors = [tensor for some in self.by_region.values() for tensor in some]
         self.device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
 
 
 # ---- which rank has what
 
 
-def gather_places(own: Sequence[LocalTensors], group: Group) -> list[dict[str, TensorPlaces]]:
+def gather_places(sets: Sequence[LocalTensors], group: Group) -> list[dict[str, TensorPlaces]]:
     """Return, for each of this rank's sets of shards, those of all ranks by stored name. Collective over the group.
 
     Args:
-        own: this rank's sets, such as source and destination; all ranks pass as many, in the same order.
+        sets: this rank's sets of shards, such as source and destination; all ranks pass as many, in the same order.
         group: the ranks.
 
     Raises:
         ConfigError: on all ranks, if ranks have the same tensor in different dtypes or shapes.
     """
-    packed = [pack(tensors.layout) for tensors in own]
+    packed = [pack(tensors.layout) for tensors in sets]
     of_ranks = [packed]
     if group.size > 1:
         of_ranks *= group.size
@@ -92,7 +92,9 @@ def gather_places(own: Sequence[LocalTensors], group: Group) -> list[dict[str, T
 
 def pack(layout: Layout) -> bytes:
     """Return a layout as compressed JSON, equal for equal layouts."""
-    rows = [[name, str(dtype).removeprefix("torch."), shape, boxes] for (name, dtype, shape), boxes in layout.items()]
+    rows = [
+        [name, str(dtype).removeprefix("torch."), shape, regions] for (name, dtype, shape), regions in layout.items()
+    ]
     return zlib.compress(json.dumps(rows).encode())
 
 
@@ -100,8 +102,8 @@ def unpack(packed: bytes) -> Layout:
     """Return the layout that `pack` was given."""
     rows = json.loads(zlib.decompress(packed))
     return {
-        (name, getattr(torch, dtype), tuple(shape)): [(tuple(offset), tuple(sizes)) for offset, sizes in boxes]
-        for name, dtype, shape, boxes in rows
+        (name, getattr(torch, dtype), tuple(shape)): [(tuple(offset), tuple(sizes)) for offset, sizes in regions]
+        for name, dtype, shape, regions in rows
     }
 
 
@@ -118,12 +120,12 @@ def merge_layouts(packed: Sequence[bytes]) -> dict[str, TensorPlaces]:
     problems = []
     for layout in dict.fromkeys(packed):
         ranks = [rank for rank, other in enumerate(packed) if other == layout]
-        for (name, dtype, shape), boxes in unpack(layout).items():
+        for (name, dtype, shape), regions in unpack(layout).items():
             tensor = places.setdefault(name, TensorPlaces(dtype, shape, {}))
             if (tensor.dtype, tensor.shape) != (dtype, shape):
                 problems.append(f"{name} is {tensor.dtype} {tensor.shape}, and on rank {ranks[0]} {dtype} {shape}")
-            for box in boxes:
-                tensor.ranks.setdefault(box, set()).update(ranks)
+            for region in regions:
+                tensor.ranks.setdefault(region, set()).update(ranks)
     _refuse(problems)
     return places
 
@@ -167,38 +169,38 @@ class BlockMove(NamedTuple):
     """A block of a stored tensor that moves from a shard in the source to one in the destination."""
 
     name: str
-    source: Box
+    source: Region
     """The shard that it comes from."""
-    destination: Box
+    destination: Region
     """The shard that it goes to."""
-    box: Box
+    region: Region
     """The elements that both have in common."""
     dtype: torch.dtype
     """Dtype in which it is sent."""
 
     @property
     def bytes(self) -> int:
-        return prod(self.box[1]) * self.dtype.itemsize
+        return prod(self.region[1]) * self.dtype.itemsize
 
     def source_view(self, tensors: LocalTensors) -> Tensor:
         """Return the block as a view of this rank's tensor in the source, given this rank's shards there."""
-        return tensors.by_box[self.name, self.source][0][block_slices(*self.box, self.source[0])]
+        return tensors.by_region[self.name, self.source][0][block_slices(*self.region, self.source[0])]
 
     def destination_views(self, tensors: LocalTensors) -> list[Tensor]:
         """Return the block as a view of each of this rank's tensors in the destination, given this rank's shards there.
 
         There are several for a tied weight.
         """
-        slices = block_slices(*self.box, self.destination[0])
-        return [tensor[slices] for tensor in tensors.by_box[self.name, self.destination]]
+        slices = block_slices(*self.region, self.destination[0])
+        return [tensor[slices] for tensor in tensors.by_region[self.name, self.destination]]
 
 
-def overlaps(wanted: Iterable[Box], held: Iterable[Box]) -> Iterator[tuple[Box, Box, Box]]:
-    """Yield (box of `wanted`, box of `held`, the box of their common elements) for each pair that has any."""
+def overlaps(wanted: Iterable[Region], held: Iterable[Region]) -> Iterator[tuple[Region, Region, Region]]:
+    """Yield (region of `wanted`, region of `held`, the region of their common elements) for each pair that has any."""
     wanted, held = list(wanted), list(held)
     if not wanted or not held:
         return
-    first, second = (torch.tensor(boxes, dtype=torch.int64) for boxes in (wanted, held))
+    first, second = (torch.tensor(regions, dtype=torch.int64) for regions in (wanted, held))
     starts = torch.maximum(first[:, None, 0], second[None, :, 0])
     sizes = torch.minimum(first.sum(1)[:, None], second.sum(1)[None]) - starts
     pairs = (sizes > 0).all(-1).nonzero(as_tuple=True)
@@ -207,7 +209,7 @@ def overlaps(wanted: Iterable[Box], held: Iterable[Box]) -> Iterator[tuple[Box, 
 
 
 class Stream:
-    """The blocks that one rank sends to another, in one row of bytes that is cut into rounds."""
+    """The blocks that one rank sends to another, in one row of bytes that is divided into rounds."""
 
     def __init__(self, blocks: list[BlockMove]):
         # Wide dtypes come first, so that each block begins at a multiple of its itemsize.
@@ -219,7 +221,7 @@ class Stream:
         words = -(-self.starts[-1] // WORD)
         return range(words * number // rounds, words * (number + 1) // rounds)
 
-    def cut(self, message: Tensor, number: int, rounds: int) -> Iterator[tuple[BlockMove, int, Tensor]]:
+    def round_blocks(self, message: Tensor, number: int, rounds: int) -> Iterator[tuple[BlockMove, int, Tensor]]:
         """Yield the blocks, or parts of blocks, that belong to a round.
 
         Args:
@@ -302,10 +304,10 @@ class MessagePlan:
         problems = []
         for name, tensor in wanted.items():
             dtype = min(tensor.dtype, held[name].dtype, key=lambda dtype: dtype.itemsize)
-            missing = {box: prod(box[1]) for box in tensor.ranks}
-            for destination, source, box in overlaps(tensor.ranks, held[name].ranks):
-                missing[destination] -= prod(box[1])
-                block = BlockMove(name, source, destination, box, dtype)
+            missing = {region: prod(region[1]) for region in tensor.ranks}
+            for destination, source, region in overlaps(tensor.ranks, held[name].ranks):
+                missing[destination] -= prod(region[1])
+                block = BlockMove(name, source, destination, region, dtype)
                 receivers, holders = tensor.ranks[destination], held[name].ranks[source]
                 if group.rank in receivers and group.rank in holders:
                     self.copies.append(block)
@@ -361,21 +363,21 @@ class MessagePlan:
             for streams in (self.sends, self.receives)
         )
         message = torch.empty(sum(send), dtype=torch.int64, device=device)
-        for block, first, elements in self._cut(self.sends, message, send, number):
+        for block, first, elements in self._round_blocks(self.sends, message, send, number):
             for part, data in pair_views(block.source_view(source), first, elements):
                 data.copy_(part)
         message = wait(launch_all_to_all(message, send, receive, self.group), self.group)
-        for block, first, elements in self._cut(self.receives, message, receive, number):
+        for block, first, elements in self._round_blocks(self.receives, message, receive, number):
             for view in block.destination_views(destination):
                 for part, data in pair_views(view, first, elements):
                     part.copy_(data)
 
-    def _cut(
+    def _round_blocks(
         self, streams: Mapping[int, Stream], message: Tensor, words: list[int], number: int
     ) -> Iterator[tuple[BlockMove, int, Tensor]]:
         for rank, data in enumerate(message.view(torch.uint8).split([n * WORD for n in words])):
             if rank in streams:
-                yield from streams[rank].cut(data, number, self.rounds)
+                yield from streams[rank].round_blocks(data, number, self.rounds)
 
 
 class Relayout:

@@ -238,9 +238,9 @@ class CheckpointWriter(StorageWriter):
         The plan is known by now, so replicas are checked by the rank that writes them; small ones by every rank that
         has them.
         """
-        own = {item.index.fqn for item in plan.items}
+        written = {item.index.fqn for item in plan.items}
         shards = {
-            name: shard for name, shard in planner.shards.items() if name in own or prod(shard.sizes) <= SMALL_NUMEL
+            name: shard for name, shard in planner.shards.items() if name in written or prod(shard.sizes) <= SMALL_NUMEL
         }
         if nonfinite := describe_first_nonfinite({name: shard.get() for name, shard in shards.items()}):
             raise NonFiniteError(nonfinite)

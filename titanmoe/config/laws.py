@@ -309,11 +309,11 @@ def _best(config: Config) -> Iterator[Violation]:
         tasks = [Path(path).stem for path in validation.quiz.paths]
         names = [f"quiz.{task}.{name}" for task in tasks for name in QUIZ_METRICS]
         if not validation.quiz.interval or metric not in names:
-            there = f"the metrics are {', '.join(names)}" if names else "validation.quiz.paths is empty"
+            metrics = f"the metrics are {', '.join(names)}" if names else "validation.quiz.paths is empty"
             yield Violation(
                 (option, "validation.quiz.paths", "validation.quiz.interval"),
                 f'checkpoint.keep_best = "{metric}" needs validation.quiz.interval above 0, and a metric of one of its '
-                f"tasks: {there}",
+                f"tasks: {metrics}",
             )
     elif metric == "val_reward":
         if not config.rl.eval_interval:

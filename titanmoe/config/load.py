@@ -284,22 +284,26 @@ def _read_table(data: dict[str, Any], prefix: str, settings: Settings) -> None:
             settings.add_problem((path,), f"unknown {kind} {shorten(path)}: {hint}")
 
 
-def _read_own_table(settings: Settings, own: dict[str, Field]) -> None:
+def _read_own_table(settings: Settings, family_fields: dict[str, Field]) -> None:
     """Set the fields of [model.own] from recipe and command line; add a problem for each that the family does not have.
 
     Args:
         settings: the values of the table as they were read, and the settings to change.
-        own: the fields that the family has, by path.
+        family_fields: the fields that the family has, by path.
     """
     family_known = settings.refused.isdisjoint(("model.family", "model.size"))
     for path, value in settings.own.items():
-        if path in own and path in settings.on_command_line:
-            settings.put(own[path], convert_words(value, own[path]), shorten(" ".join(value)) or '""')
-        elif path in own:
-            settings.put(own[path], convert(value, own[path]), value_text(value))
+        if path in family_fields and path in settings.on_command_line:
+            settings.put(
+                family_fields[path], convert_words(value, family_fields[path]), shorten(" ".join(value)) or '""'
+            )
+        elif path in family_fields:
+            settings.put(family_fields[path], convert(value, family_fields[path]), value_text(value))
         elif family_known:
-            near = closest(path.removeprefix(f"{OWN}."), [field.name for field in own.values()])
-            known = f"the family's are {', '.join(own)}" if own else "the family has none of its own"
+            near = closest(path.removeprefix(f"{OWN}."), [field.name for field in family_fields.values()])
+            known = (
+                f"the family's are {', '.join(family_fields)}" if family_fields else "the family has none of its own"
+            )
             hint = f"did you mean {OWN}.{near}?" if near else known
             settings.add_problem((path,), f"unknown key {shorten(path)}: {hint}")
 

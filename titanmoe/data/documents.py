@@ -49,13 +49,13 @@ class Documents(Protocol):
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         """Return the weight as a label of each of tokens [start, stop) (float32); None if none are stored."""
 
-    def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
+    def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
         """Return the reference model's log-probability of each token of [start, stop), given the tokens before it.
 
         It is 0 for tokens that are no labels, and NaN for those that were not scored. None if the run reads no scores.
         """
 
-    def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
+    def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
         """Return for each of tokens [start, stop) a teacher's top-k ids and log-probabilities, given the tokens before.
 
         Record i - start is the prediction of token i. Its dtype is that of `titanmoe.data.token_scores.TopK.record`.
@@ -69,7 +69,7 @@ class Documents(Protocol):
         """
 
 
-class TokenScores(Protocol):
+class TokenLogProbs(Protocol):
     """A model's log-probabilities of all tokens of a source (titanmoe.data.token_scores)."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -103,10 +103,10 @@ class MemoryDocuments:
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return None
 
-    def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
+    def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
         return None
 
-    def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
+    def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
         return None
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:

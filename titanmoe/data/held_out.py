@@ -64,11 +64,11 @@ class DocumentsWithSplit:
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return self.parent.label_weights(start, stop)
 
-    def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self.parent.reference_scores(start, stop)
+    def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
+        return self.parent.reference_log_probs(start, stop)
 
-    def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self.parent.teacher_scores(start, stop)
+    def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
+        return self.parent.teacher_log_probs(start, stop)
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return self.parent.stored_ranges(start, stop)
@@ -111,11 +111,11 @@ class DocumentSubset:
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return self._concatenate(self.parent.label_weights, start, stop)
 
-    def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self._concatenate(self.parent.reference_scores, start, stop)
+    def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
+        return self._concatenate(self.parent.reference_log_probs, start, stop)
 
-    def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self._concatenate(self.parent.teacher_scores, start, stop)
+    def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
+        return self._concatenate(self.parent.teacher_log_probs, start, stop)
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return [ends for a, b in self._parent_ranges(start, stop) for ends in self.parent.stored_ranges(a, b)]

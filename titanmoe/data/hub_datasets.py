@@ -224,10 +224,10 @@ def _choose_split(dataset: HubDataset, folder: Path) -> list[str]:
             [f"{where} {missing}: name one, {', '.join(f'{title}:{prefix}{name}' for name in [*splits][:MOST_NAMED])}"]
         )
     if not splits.get(split):
-        found = ", ".join(sorted({PurePosixPath(name).suffix for name in names} - {"", ".md"})) or "none"
+        kinds = ", ".join(sorted({PurePosixPath(name).suffix for name in names} - {"", ".md"})) or "none"
         raise ConfigError(
             [
-                f"{title}:{prefix}{split} has no Parquet or JSONL files (the data set has {found}): the hub may offer "
+                f"{title}:{prefix}{split} has no Parquet or JSONL files (the data set has {kinds}): the hub may offer "
                 f"it as Parquet, {title}@{CONVERTED}:{dataset.subset or 'default'}/{split}"
             ]
         )

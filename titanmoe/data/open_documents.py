@@ -18,7 +18,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.formats import FORMATS
 from titanmoe.data.hub_datasets import is_hub_dataset, parse_name
 from titanmoe.data.remote import is_url
-from titanmoe.data.token_scores import TopK, open_teacher_scores
+from titanmoe.data.token_scores import TopK, open_teacher_log_probs
 from titanmoe.data.token_shards import MANIFEST, ShardDocuments, is_shards, read_manifest
 from titanmoe.data.tokenize import ShardPlan, is_unfinished, plan_shards, tokenize
 from titanmoe.data.tokenize_command import count_cores, describe_layout, summarize
@@ -186,8 +186,8 @@ def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments)
         )
 
 
-def attach_teacher_scores(config: Config, sources: Sequence[ShardDocuments]) -> None:
-    """Set `stored_teacher_scores` of each source to a teacher's stored scores, if distillation.scores names some.
+def attach_teacher_log_probs(config: Config, sources: Sequence[ShardDocuments]) -> None:
+    """Set `stored_teacher_log_probs` of each source to a teacher's stored scores, if distillation.scores names some.
 
     Raises:
         ConfigError: a source has no such scores, or they were made with other settings.
@@ -196,7 +196,7 @@ def attach_teacher_scores(config: Config, sources: Sequence[ShardDocuments]) -> 
     top_k = TopK(options.top, options.temperature, config.model.vocab_size)
     for documents in sources if options.scores else ():
         try:
-            documents.stored_teacher_scores = open_teacher_scores(
+            documents.stored_teacher_log_probs = open_teacher_log_probs(
                 documents, options.scores, top_k, config.training.seq_len
             )
         except ConfigError as error:

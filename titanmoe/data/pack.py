@@ -103,9 +103,9 @@ def _fill_labels(documents: Documents, start: int, stop: int, out: BatchArrays, 
         weights = documents.label_weights(start, stop)
         out.extra_fields[WEIGHT][n, places] = 1 if weights is None else weights[1:]
     if REFERENCE in out.extra_fields:
-        out.extra_fields[REFERENCE][n, places] = documents.reference_scores(start, stop)[1:]
+        out.extra_fields[REFERENCE][n, places] = documents.reference_log_probs(start, stop)[1:]
     if TEACHER_IDS in out.extra_fields:
-        teacher = documents.teacher_scores(start + 1, stop)
+        teacher = documents.teacher_log_probs(start + 1, stop)
         out.extra_fields[TEACHER_IDS][n, places] = teacher["ids"]
         # Only the sequences of a first epoch were scored. Epochs that split documents elsewhere have a few labels
         # without scores (NaN), which get a log-probability of -inf.
@@ -124,7 +124,9 @@ def extra_field_specs(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
     preference pairs, but not label weights.
     """
     stored = stored_documents(documents)
-    reference, teacher = (getattr(stored, name, None) for name in ("stored_reference_scores", "stored_teacher_scores"))
+    reference, teacher = (
+        getattr(stored, name, None) for name in ("stored_reference_log_probs", "stored_teacher_log_probs")
+    )
     fields = {REFERENCE: (reference.dtype, 2)} if reference else {}
     if teacher:
         ids, log_p = teacher.dtype["ids"], teacher.dtype["log_p"]

@@ -20,7 +20,7 @@ from titanmoe.data.batch import WEIGHT
 from titanmoe.data.documents import Documents, MemoryDocuments, is_masked
 from titanmoe.data.epochs import EpochOrder, count_sequences
 from titanmoe.data.held_out import split_held_out
-from titanmoe.data.open_documents import attach_teacher_scores, open_documents
+from titanmoe.data.open_documents import attach_teacher_log_probs, open_documents
 from titanmoe.data.pack import BatchArrays, BestFitPacker, Segments, StreamPacker
 from titanmoe.data.pack_chats import ChatPacker
 from titanmoe.data.pack_preferences import PreferencePacker
@@ -100,7 +100,7 @@ def open_training_sources(config: Config) -> tuple[SourceMix, Sequence[Documents
         source = Source(name, f"{name}:{vocabulary}", f"{name}, {vocabulary:,} kinds of tokens", 1.0, packer)
         return SourceMix([source], training.seed), ()
     corpora = _open_sources(config, data.paths if data.source == "files" else [STDLIB], data.fields)
-    attach_teacher_scores(config, corpora)
+    attach_teacher_log_probs(config, corpora)
     where = "data.paths" if data.source == "files" else "data.source"
     shards = [corpus for corpus in corpora if isinstance(corpus, ShardDocuments)]
     shards.sort(key=lambda corpus: not corpus.has_label_mask)  # first those of chats, which have the chat template

@@ -52,7 +52,7 @@ class TopK(NamedTuple):
 
 
 class StoredScores:
-    """A model's stored scores of all tokens of a folder of shards. Implements titanmoe.data.documents.TokenScores.
+    """A model's stored scores of all tokens of a folder of shards. Implements titanmoe.data.documents.TokenLogProbs.
 
     Files are mapped when first read, and no file is kept open.
 
@@ -189,7 +189,7 @@ def find_scores(documents: ShardDocuments, model: str, seq_len: int) -> StoredSc
     return scores if scores.seq_len >= seq_len else None
 
 
-def open_teacher_scores(documents: ShardDocuments, name: str, top_k: TopK, seq_len: int) -> StoredScores:
+def open_teacher_log_probs(documents: ShardDocuments, name: str, top_k: TopK, seq_len: int) -> StoredScores:
     """Return a teacher's stored top-k scores by the name of their folder (distillation.scores).
 
     Args:

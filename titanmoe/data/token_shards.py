@@ -26,7 +26,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.documents import TokenScores
+from titanmoe.data.documents import TokenLogProbs
 from titanmoe.data.formats.format import completions_in_manifest
 from titanmoe.data.tokenizer import FILE, OTHER_FILES
 
@@ -200,9 +200,9 @@ class ShardDocuments:
         self.names = [shard["name"] for shard in shards]
         self._first_document = np.cumsum([0, *documents], dtype=np.int64)
         self.first_token = np.cumsum([0, *tokens], dtype=np.int64)
-        self.stored_reference_scores: TokenScores | None = None
+        self.stored_reference_log_probs: TokenLogProbs | None = None
         """Log-probabilities under the reference model; set once it is known which model that is."""
-        self.stored_teacher_scores: TokenScores | None = None
+        self.stored_teacher_log_probs: TokenLogProbs | None = None
         """Top-k scores of the teacher; set if the recipe distils from stored scores."""
         self._maps: dict[tuple[int, str], np.ndarray] = {}
         self._checked: dict[tuple[int, str], np.ndarray] = {}
@@ -241,11 +241,11 @@ class ShardDocuments:
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return self._read("weights", WEIGHTS, start, stop) if self.has_label_weights else None
 
-    def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self.stored_reference_scores.read(start, stop) if self.stored_reference_scores else None
+    def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
+        return self.stored_reference_log_probs.read(start, stop) if self.stored_reference_log_probs else None
 
-    def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self.stored_teacher_scores.read(start, stop) if self.stored_teacher_scores else None
+    def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
+        return self.stored_teacher_log_probs.read(start, stop) if self.stored_teacher_log_probs else None
 
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return [(start, stop)]

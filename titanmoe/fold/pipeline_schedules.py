@@ -271,14 +271,14 @@ def simulate(
     shared = any(map(is_pass, queues[0]))
 
     def ready(rank: int, cell: Cell) -> float | None:
-        own = {result_of(action) for action in cell}
+        results = {result_of(action) for action in cell}
         inputs = [
             need
             for action in cell
             # Only the rank of the stage waits for what it sends to the others.
             if action.does not in "HLD" or action.stage in own_stages[rank]
             for need in inputs_of(action, stages, shared)
-            if need not in own or need[0] != action.stage
+            if need not in results or need[0] != action.stage
         ]
         return (
             max((finished_at[need] for need in inputs), default=0.0)

@@ -118,11 +118,12 @@ def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: in
             f"training.global_batch_size to {file_microbatches * samples}"
         )
     for stage in stages:
-        own = [(rank, action) for rank, action in actions if action.stage == stage]
-        if len({rank for rank, _ in own}) > 1:
-            problems.append(f"{path} has stage {stage} on ranks {sorted({rank for rank, _ in own})}: put it on one")
+        of_stage = [(rank, action) for rank, action in actions if action.stage == stage]
+        ranks = sorted({rank for rank, _ in of_stage})
+        if len(ranks) > 1:
+            problems.append(f"{path} has stage {stage} on ranks {ranks}: put it on one")
         for m in range(file_microbatches):
-            does = sorted(action.does for _, action in own if action.microbatch == m)
+            does = sorted(action.does for _, action in of_stage if action.microbatch == m)
             if does not in (["B", "F"], ["F", "I", "W"]):
                 problems.append(
                     f"{path}: stage {stage} does {does} on microbatch {m}; it must do F and B, or F, I and W"

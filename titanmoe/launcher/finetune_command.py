@@ -56,7 +56,7 @@ MAPPING = "parallelism.", "pipeline.", "activation_checkpoint.", "moe.dispatcher
 """Options of which the planner is not asked if one is given."""
 MOST_GPUS = 1024
 """The most GPUs that are tried for a model that does not fit."""
-KEPT = 0.99
+FITTING = 0.99
 """Fraction of the chats or pairs that have to fit in seq_len."""
 MOST_SAMPLES, MICROBATCH_TOKENS = 64, 8192
 """Most samples of a step, and most tokens of a microbatch of several samples."""
@@ -79,11 +79,11 @@ class Length(NamedTuple):
         return int(self.tokens_D.max())
 
     def seq_len(self, context: int | None) -> int:
-        """Return the smallest multiple of UNIT tokens in which the fraction KEPT of the chats or pairs fits.
+        """Return the smallest multiple of UNIT tokens in which the fraction FITTING of the chats or pairs fits.
 
         It is at most MOST_POSITIONS and, unless that is None, the model's context.
         """
-        needed = int(np.quantile(self.tokens_D, KEPT, method="higher"))
+        needed = int(np.quantile(self.tokens_D, FITTING, method="higher"))
         return min(-(-needed // UNIT) * UNIT, MOST_POSITIONS, context or MOST_POSITIONS)
 
 
@@ -287,7 +287,7 @@ def _sizes(config: Config, given: dict[str, Any], length: Length, context: int |
     machine = this_machine(config.training.device)
     ranks = given.get("job.ranks", machine.ranks)
     seq_len = given.get("training.seq_len", length.seq_len(context))
-    kind, kept = "pairs" if dpo else "chats", float((length.tokens_D <= seq_len).mean())
+    kind, fitting = "pairs" if dpo else "chats", float((length.tokens_D <= seq_len).mean())
     rounds = max(1, min(MOST_SAMPLES, length.tokens // seq_len // 50) // ranks)
     local = max(n for n in range(1, rounds + 1) if rounds % n == 0 and (n == 1 or n * seq_len <= MICROBATCH_TOKENS))
     settings: dict[str, Setting] = {
@@ -295,7 +295,7 @@ def _sizes(config: Config, given: dict[str, Any], length: Length, context: int |
         "parallelism.experts.ep": (math.gcd(ranks, config.model.num_experts), "processes that share the experts"),
         "training.seq_len": (
             seq_len,
-            f"positions of a sample: {kept:.1%} of the {kind} fit, the longest has {length.longest:,} tokens",
+            f"positions of a sample: {fitting:.1%} of the {kind} fit, the longest has {length.longest:,} tokens",
         ),
         "training.local_batch_size": (local, "samples of a process in memory at a time"),
         "training.global_batch_size": (rounds * ranks, "samples of a step"),

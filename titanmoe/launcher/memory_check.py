@@ -255,5 +255,5 @@ def similar_device(machine: Machine) -> tuple[Device, str]:
     if abs(device.memory - memory) <= MEMORY_TOLERANCE * memory:
         return device, device.name.upper() + (why and f" by memory{why}")
     device = candidates[0]
-    own = replace(device, name="", memory=memory, reserved=min(device.reserved, memory / 10))
-    return own, f"{device.name.upper()} but for memory{why}"
+    unnamed = replace(device, name="", memory=memory, reserved=min(device.reserved, memory / 10))
+    return unnamed, f"{device.name.upper()} but for memory{why}"

@@ -75,8 +75,8 @@ def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kerne
 
         return sums(scores_TE, valid_T, normalise).sum(0)
     valid_T = valid_T.to(scores_TE.dtype)
-    shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if normalise else scores_TE
-    entropy = torch.special.entr(shares_TE).sum(-1) @ valid_T
+    fractions_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if normalise else scores_TE
+    entropy = torch.special.entr(fractions_TE).sum(-1) @ valid_T
     return torch.stack((entropy, valid_T.sum())).to(torch.float64)
 
 

@@ -300,8 +300,8 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decays: _Decays) -> tu
     identity = torch.eye(widths[0], dtype=k.dtype, device=k.device)
 
     def reading() -> tuple[Tensor, Tensor]:
-        of_state, own = (q @ k.mT * decay_between @ writes).split(widths, -1)
-        return q * from_begin - of_state, own
+        of_state, of_chunk = (q @ k.mT * decay_between @ writes).split(widths, -1)
+        return q * from_begin - of_state, of_chunk
 
     return identity * through - of_state, gain, reading
 

@@ -94,8 +94,8 @@ def choose_dispatcher(
     automatic, why_not = config.moe.dispatcher == "auto", ""
     if automatic:
         symmetric = DISPATCHERS.implementation("symm_mem")
-        own = why_not_symm_mem(config, meshes.fold, node, kind(device) == "cuda")
-        why_not = first_text(own or symmetric.missing(config.training.device))
+        reason = why_not_symm_mem(config, meshes.fold, node, kind(device) == "cuda")
+        why_not = first_text(reason or symmetric.missing(config.training.device))
         config = with_dispatcher(config, "alltoall" if why_not else "symm_mem")
     try:
         buffers = reserve(config.model, config.moe, config.training, meshes, device)

@@ -115,7 +115,7 @@ class VocabularyPasses:
         self.multi_token, self.computing, self.first, self.last = multi_token, computing, ranks[0], ranks[-1]
         self.is_first, self.is_last = self.pp.rank == self.first, self.pp.rank == self.last
         self.trains_embedding = shards.embed.weight.requires_grad
-        self.runs = {
+        self.functions = {
             Pass.E: self._embed,
             Pass.H: self._send_hidden,
             Pass.S: self._statistics,
@@ -194,7 +194,7 @@ class VocabularyPasses:
             context: the state of torch's runtime in this step.
         """
         with self.computing(), region("head and loss"):
-            self.runs[action.computation_type](action.microbatch_index)
+            self.functions[action.computation_type](action.microbatch_index)
 
     def _empty(self, predictions: int = 1) -> Tensor:
         """Return uninitialized hidden states of a microbatch, for one prediction of each position or more."""
@@ -306,7 +306,7 @@ class VocabularyPasses:
         with observe.unheard(), torch.enable_grad(), self.step([batch_slice], microbatch_loss, True):
             self.outputs[0] = self._empty(self.predictions).zero_()
             self.input_grads[0] = self.next_grads[0] = self._empty().zero_()
-            for run in self.runs.values():
+            for run in self.functions.values():
                 run(0)
         for parameter, grad in grads.items():
             parameter.grad = grad

@@ -271,8 +271,9 @@ class IntegerMessages:
     ) -> tuple[Tensor, tuple[list[int], list[int]] | None, str, str]:
         """Return the n-th integer message of a rank's dispatcher: (tensor, splits, operation, group).
 
-        Splits are the rows sent to each rank of the group and the rows received from each; None unless it is an
-        all-to-all. The operation is torch's name, such as "all_to_all_single", and the group a name for `members`.
+        Splits are how many routed tokens or integers are sent to each rank of the group, and received from each; None
+        unless it is an all-to-all. The operation is torch's name, such as "all_to_all_single", and the group a name for
+        `members`.
 
         Args:
             rank: rank in the world that sends.
@@ -300,8 +301,8 @@ class IntegerMessages:
         """Return the all-to-alls of a rank's forward through one MoE layer: dispatch, with its integers, and combine.
 
         Returns:
-            For each, in order: the group's name as for `members`, the rows sent to each of its ranks, and the rows
-            received from each.
+            For each, in order: the group's name as for `members`, and how many routed tokens or integers are sent to
+            each of its ranks and received from each.
         """
         run = _DispatcherRun(-1, lambda i: self.received_integers(rank, microbatch, layer, i))
         with run, torch.no_grad(), leave_checkpointed_region():
@@ -320,11 +321,11 @@ class IntegerMessages:
     def _dispatcher(self, rank: int) -> Dispatcher:
         fold, template = self.routing.fold, self.template
         dispatcher = self.dispatcher_type(template.num_experts, "torch")
-        whole = replace(group_at(fold, "experts", ("ep", "etp"), rank), name="whole")
-        within, across = whole, NO_GROUP
+        group = replace(group_at(fold, "experts", ("ep", "etp"), rank), name="group")
+        within, across = group, NO_GROUP
         if template.ranks.across.size > 1:
             within, across = (self._group(name, rank) for name in ("within", "across"))
-        dispatcher.place(ExpertRanks(whole, fold.ep, fold.etp, within, across))
+        dispatcher.place(ExpertRanks(group, fold.ep, fold.etp, within, across))
         if self.symmetric:  # it stops before it uses any buffer
             dispatcher.memory = SharedBuffers(torch.device("cpu"))
         return dispatcher
@@ -337,15 +338,15 @@ class IntegerMessages:
         """Return the ranks of one of a rank's dispatcher groups.
 
         Args:
-            group: "whole" for all ranks of ep x etp, "within" for those on the rank's node, "across" for one of each
+            group: "group" for all ranks of ep x etp, "within" for those on the rank's node, "across" for one of each
                 node.
             rank: The rank.
         """
-        whole = list(group_of(self.routing.fold, "experts", ("ep", "etp"), rank))
-        if group == "whole":
-            return whole
-        first, place = whole[0], (rank - whole[0]) % self.node
+        ranks = list(group_of(self.routing.fold, "experts", ("ep", "etp"), rank))
+        if group == "group":
+            return ranks
+        first, place = ranks[0], (rank - ranks[0]) % self.node
         if group == "across":
-            return list(range(first + place, first + len(whole), self.node))
+            return list(range(first + place, first + len(ranks), self.node))
         start = rank - (rank - first) % self.node
         return list(range(start, start + self.node))

@@ -41,10 +41,10 @@ class RehearsedBuffers(SymmetricBuffers):
 
     def allocate(self, width: int, dtype: torch.dtype, device: torch.device) -> Buffers:
         with self.fake:
-            own = torch.empty(self.limit + 1, width, dtype=dtype)
+            buffer = torch.empty(self.limit + 1, width, dtype=dtype)
             addresses_G = torch.empty(self.group.size, dtype=torch.int64)
-        self.recorder.ledger.assign([own], SYMMETRIC)
-        return Buffers([own] * self.group.size, addresses_G)
+        self.recorder.ledger.assign([buffer], SYMMETRIC)
+        return Buffers([buffer] * self.group.size, addresses_G)
 
     def check_first_exchange(self, num_experts: int) -> None:
         recorder = self.recorder
@@ -94,8 +94,8 @@ def reserve(
         device: the device that the buffers are said to be on.
     """
     symmetric = DISPATCHERS.implementation(moe.dispatcher) is Symmetric
-    own = partial(RehearsedBuffers, recorder, fake) if symmetric else None
-    return reserve_buffers(model, moe, training, meshes, device, own)
+    make_buffers = partial(RehearsedBuffers, recorder, fake) if symmetric else None
+    return reserve_buffers(model, moe, training, meshes, device, make_buffers)
 
 
 def _any_buffer_overflows(

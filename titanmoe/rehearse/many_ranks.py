@@ -137,7 +137,7 @@ def split_mismatches(rehearsals: list[Rehearsal]) -> Iterator[str]:
             continue
         microbatches = range(1 if rehearsal.routing.by_layer else exchange.routing.microbatches)
         first = rehearsal.rank // rehearsal.fold.stage * rehearsal.fold.stage
-        groups = dict.fromkeys(tuple(exchange.members("whole", first + rank)) for rank in range(rehearsal.fold.stage))
+        groups = dict.fromkeys(tuple(exchange.members("group", first + rank)) for rank in range(rehearsal.fold.stage))
         for layer in rehearsal.moe_layers:
             if (kind := exchange.routing.key(layer)) in checked_kinds:
                 continue

@@ -209,7 +209,7 @@ def _move(
         ends = [LocalTensors(end.values()) for end in (source, destination)]
         group = Group.of(dist.group.WORLD)
         plan = MessagePlan(held, wanted, group, round_bytes)
-        recorder.ledger.assign((x for end in ends for some in end.by_box.values() for x in some), WEIGHTS)
+        recorder.ledger.assign((x for end in ends for some in end.by_region.values() for x in some), WEIGHTS)
         recorder.ledger.begin_step()
         with recorder.recording():
             plan.move(*ends, META)
@@ -223,8 +223,10 @@ def _measure(
 ) -> RankMove:
     needed = 0
     for name, tensor in wanted.items():
-        boxes, own = ([box for box, ranks in x.ranks.items() if rank in ranks] for x in (tensor, held[name]))
-        elements = sum(prod(sizes) for _, sizes in boxes) - sum(prod(sizes) for *_, (_, sizes) in overlaps(boxes, own))
+        regions, local = ([region for region, ranks in x.ranks.items() if rank in ranks] for x in (tensor, held[name]))
+        elements = sum(prod(sizes) for _, sizes in regions) - sum(
+            prod(sizes) for *_, (_, sizes) in overlaps(regions, local)
+        )
         needed += elements * min(tensor.dtype.itemsize, held[name].dtype.itemsize)
     log, memory = recorder.log, recorder.ledger.memory()
     return RankMove(

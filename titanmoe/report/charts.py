@@ -292,18 +292,18 @@ def relative_load(load_EC: np.ndarray) -> np.ndarray:
     For the picture of a layer's loads (or of ranks' times): a row per expert, a column per step. A row that stands for
     several experts has the value that is furthest from the mean, a column of several steps their mean.
     """
-    share = load_EC / np.maximum(load_EC.mean(0, keepdims=True), 1e-9)
-    if share.shape[1] > 240:
-        edges = np.linspace(0, share.shape[1], 241).astype(int)
-        share = np.stack([share[:, a:b].mean(1) for a, b in pairwise(edges)], 1)
-    if share.shape[0] > 64:
-        edges = np.linspace(0, share.shape[0], 65).astype(int)
+    relative = load_EC / np.maximum(load_EC.mean(0, keepdims=True), 1e-9)
+    if relative.shape[1] > 240:
+        edges = np.linspace(0, relative.shape[1], 241).astype(int)
+        relative = np.stack([relative[:, a:b].mean(1) for a, b in pairwise(edges)], 1)
+    if relative.shape[0] > 64:
+        edges = np.linspace(0, relative.shape[0], 65).astype(int)
         rows = []
         for a, b in pairwise(edges):
-            out = np.abs(np.log2(np.maximum(share[a:b], 1e-3))).argmax(0)
-            rows.append(np.take_along_axis(share[a:b], out[None], 0)[0])
-        share = np.stack(rows)
-    return share
+            out = np.abs(np.log2(np.maximum(relative[a:b], 1e-3))).argmax(0)
+            rows.append(np.take_along_axis(relative[a:b], out[None], 0)[0])
+        relative = np.stack(rows)
+    return relative
 
 
 def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:

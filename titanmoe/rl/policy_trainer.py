@@ -249,9 +249,9 @@ class PolicyTrainer(Trainer):
         seconds = time.monotonic() - begin
         coming, size = [], rl.prompts_per_step * rl.completions
         for first in range(0, len(rollouts), size):
-            own = rollouts[first : first + size]
-            metrics = summary(own) | {"rl.generate_s": seconds}
-            coming.append((self._batch(own), metrics))
+            of_step = rollouts[first : first + size]
+            metrics = summary(of_step) | {"rl.generate_s": seconds}
+            coming.append((self._batch(of_step), metrics))
             seconds = 0.0
         return coming
 
@@ -283,7 +283,7 @@ class PolicyTrainer(Trainer):
         begin = time.monotonic()
         with self.live.loaded() as generator:
             rollouts = self._complete(generator, self.prompts.held_out, self.step, 1, greedy=True)
-        found = summary(rollouts)
+        metrics = summary(rollouts)
         samples = [
             {
                 "prompt": self.prompts.held_out[one.prompt].text,
@@ -293,8 +293,8 @@ class PolicyTrainer(Trainer):
             }
             for one in rollouts[:SHOWN]
         ]
-        report = {"samples": samples, "val_length": found["rl.length"], "val_s": time.monotonic() - begin}
-        return report if found["rl.unrewarded"] == len(rollouts) else report | {"val_reward": found["rl.reward"]}
+        report = {"samples": samples, "val_length": metrics["rl.length"], "val_s": time.monotonic() - begin}
+        return report if metrics["rl.unrewarded"] == len(rollouts) else report | {"val_reward": metrics["rl.reward"]}
 
     def _complete(
         self, generator: Generator, records: Sequence[PromptRecord], step: int, completions: int, greedy: bool
@@ -340,7 +340,7 @@ class PolicyTrainer(Trainer):
                         encode = partial(self._encode_message, record, one)
                         futures[number] = self.rewards.submit(record.text, one.turns, record.record, encode)
             running, prompts = sorted(futures), []
-            rewards = self._share_rewards([futures[number] for number in running], step, reward_phase)
+            rewards = self._broadcast_rewards([futures[number] for number in running], step, reward_phase)
             observe.active.phase(generate, step)
             for one, reward in zip((rollouts[number] for number in running), rewards, strict=True):
                 one.add_reward(reward)
@@ -350,7 +350,7 @@ class PolicyTrainer(Trainer):
             self._write_completions(step, records, rollouts if greedy else rollouts[:completions])
         return rollouts
 
-    def _share_rewards(self, futures: Sequence[Future[Reward] | None], step: int, phase: str) -> list[Reward]:
+    def _broadcast_rewards(self, futures: Sequence[Future[Reward] | None], step: int, phase: str) -> list[Reward]:
         """Return the rewards on every rank, once all are computed. Collective over the world.
 
         Each message of rank 0 counts as progress, until no reward has come for longer than any may take. If completions
@@ -370,9 +370,9 @@ class PolicyTrainer(Trainer):
             message: list[Any] = [None, None, None]
             if self.rewards:
                 not_done = wait(futures, seconds).not_done
-                found = None if not_done else [future.result() for future in futures]
+                done = None if not_done else [future.result() for future in futures]
                 stops = bool(not_done) and phase == "reward" and self.training.checkpoints.wants_to_stop()
-                message = [len(not_done), found, stops]
+                message = [len(not_done), done, stops]
             if self.session.group:
                 dist.broadcast_object_list(message, src=0, group=self.session.group)
             now, before, (left, rewards, stops) = time.monotonic(), left, message

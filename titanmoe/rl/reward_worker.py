@@ -60,10 +60,10 @@ def find_function(name: str) -> Reward:
         return BUILT_IN[name]
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
-    found = getattr(import_module(module), function)
-    if not callable(found):
+    attribute = getattr(import_module(module), function)
+    if not callable(attribute):
         raise TypeError(f"{name} is no function")
-    return found
+    return attribute
 
 
 def call_for_lines(name: str) -> None:

@@ -186,8 +186,8 @@ def parse_reply(line: bytes) -> Reward:
         value = math.inf
     except (ValueError, KeyError, TypeError):
         text = line.strip()[:80].decode(errors="replace")
-        like = '{"reward": 1.0} or {"message": "..."}'
-        raise _Failed(f"the program wrote {text!r}, which is not like {like}") from None
+        expected = '{"reward": 1.0} or {"message": "..."}'
+        raise _Failed(f"the program wrote {text!r}, which is not like {expected}") from None
     problem = "" if abs(value) < LARGEST else f"the reward is {value}"
     return Reward(math.nan if problem else value, problem, message, role)
 

@@ -98,8 +98,8 @@ class AdapterCheckpoints(Checkpoints):
         Collective over the world.
         """
         frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
-        own = {name: p for name, p in frozen.items() if name == stored_name(name, self.model.tie_embeddings)}
-        self.run_record["base"] = frozen_digest(own, self.group)
+        without_ties = {name: p for name, p in frozen.items() if name == stored_name(name, self.model.tie_embeddings)}
+        self.run_record["base"] = frozen_digest(without_ties, self.group)
 
     # ---- adapters that PEFT made
 

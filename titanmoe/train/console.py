@@ -265,8 +265,8 @@ class LivePanel:
             cells[name] = f"[bold red]{cells[name]}[/]"
         cells = {name: cells.pop(name), "smoothed": f"{report.smoothed:.4f}", **cells}
         if "val loss" in cells:
-            found = [f"{name} {cells.pop(name)}" for name in ("perplexity", "val accuracy") if name in cells]
-            self.held_out = "  ".join([cells.pop("val loss"), *found, f"at step {report.step:,}"])
+            others = [f"{name} {cells.pop(name)}" for name in ("perplexity", "val accuracy") if name in cells]
+            self.held_out = "  ".join([cells.pop("val loss"), *others, f"at step {report.step:,}"])
         names, values = Table.grid(expand=True), list(cells)
         half = -(-len(values) // 2)
         for _ in range(half):

@@ -74,11 +74,11 @@ def teacher_problems(config: Config, world: int) -> Iterator[str]:
     except ConfigError as error:
         yield from error.problems
         return
-    size, own = teacher.config.model.vocab_size, config.model.vocab_size
-    if size != own:
+    size, vocab_size = teacher.config.model.vocab_size, config.model.vocab_size
+    if size != vocab_size:
         yield (
-            f"distillation.teacher has a vocabulary of {size}, and model.vocab_size = {own}: they must be equal: "
-            "name a teacher with this vocabulary, or set vocab_size to the teacher's"
+            f"distillation.teacher has a vocabulary of {size}, and model.vocab_size = {vocab_size}: they must be "
+            "equal: name a teacher with this vocabulary, or set vocab_size to the teacher's"
         )
     own_problems = set(violations(config, world))
     for problem in violations(teacher_config(config, teacher), world):

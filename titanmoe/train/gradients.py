@@ -157,7 +157,7 @@ class StepSums(NamedTuple):
     """Gradient norm before clipping, a scalar on the device."""
     layers: dict[int, LayerStatistics]
     """Statistics of each MoE layer by number of the layer, on the device."""
-    own: PassSums
+    local: PassSums
     """Loss, metrics and votes of this rank alone."""
     logits: Tensor | None
     """Largest attention logit of each block and head, on the device; None in a step that does not measure them."""
@@ -187,7 +187,7 @@ class Slicer:
         """
         objective = objective or self.objective
         tokens = [b.valid_BS.sum().double() for b in batches]
-        own = {
+        counts = {
             "divisor": sum(objective.count(b).double() for b in batches),
             "tokens": sum(tokens),
             "samples": sum(b.valid_BS.any(1).sum().double() for b in batches),
@@ -195,8 +195,8 @@ class Slicer:
                 n * self.work.per_token + self._attention_flops(b) for n, b in zip(tokens, batches, strict=True)
             ),
         }
-        on_device = to_device(torch.stack(list(own.values())), self.device)
-        return Totals(**sum_together(dict(zip(own, on_device, strict=True)), self.meshes.data))
+        on_device = to_device(torch.stack(list(counts.values())), self.device)
+        return Totals(**sum_together(dict(zip(counts, on_device, strict=True)), self.meshes.data))
 
     def _attention_flops(self, batch: Batch) -> float:
         """Return the attention FLOPs of a microbatch of full sequences, forward and backward, all blocks together.
@@ -269,26 +269,26 @@ class Gradients:
             wants_to_stop: returns whether this rank asks for training to end after this step.
         """
         observe.active.phase("forward_backward", self.state.step)
-        own, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
-        sums, repeats = self._finish(own, summed, work.totals, self.objective.metrics, self.objective.constant)
+        local, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
+        sums, repeats = self._finish(local, summed, work.totals, self.objective.metrics, self.objective.constant)
         return sums, first_pass is not None and first_pass.must_repeat(repeats)
 
-    def reduce(self, own: PassSums, totals: Totals, metrics: Sequence[str], constant: float) -> StepSums:
+    def reduce(self, local: PassSums, totals: Totals, metrics: Sequence[str], constant: float) -> StepSums:
         """Sum the gradients of all `add` calls of a step over the ranks, in `.grad`, and return the step's sums.
 
         Call it once. Collective over the world.
 
         Args:
-            own: the sum over these calls of what `add` returned.
+            local: the sum over these calls of what `add` returned.
             totals: counts of the step's batch.
-            metrics: names of the numbers in `own.metrics`.
+            metrics: names of the numbers in `local.metrics`.
             constant: what is added to the reported loss (`Objective.constant`).
         """
-        summed = PassSums(**sum_together(vars(own), self.meshes.world))
-        return self._finish(own, summed, totals, metrics, constant)[0]
+        summed = PassSums(**sum_together(vars(local), self.meshes.world))
+        return self._finish(local, summed, totals, metrics, constant)[0]
 
     def _finish(
-        self, own: PassSums, summed: PassSums, totals: Totals, metrics: Sequence[str], constant: float
+        self, local: PassSums, summed: PassSums, totals: Totals, metrics: Sequence[str], constant: float
     ) -> tuple[StepSums, float]:
         """Complete the sums of gradients; return the step's sums, and the number of ranks with too small buffers.
 
@@ -300,7 +300,7 @@ class Gradients:
         backward takes the losses of a tp group as one.
 
         Args:
-            own: this rank's sums.
+            local: this rank's sums.
             summed: the same, summed over the world and not yet divided by tp.
             totals: counts of the step's batch.
             metrics: names of the numbers in `summed.metrics`.
@@ -330,7 +330,7 @@ class Gradients:
             metrics={name: x / tp for name, x in zip(metrics, known["metrics"], strict=True)},
         )
         on_device = {number: self.layout.read(row) for number, row in rows.items()}
-        return StepSums(scalars, norm, on_device, own, logits), known["repeat"]
+        return StepSums(scalars, norm, on_device, local, logits), known["repeat"]
 
     def begin_step(self, totals: Totals) -> None:
         """Set the layers' counts of tokens and loads to 0, and give the layers the step's number and its totals.
@@ -401,11 +401,11 @@ class Gradients:
         """
         self.begin_step(totals)
         with first_pass.used_by(self.moe_layers.values()) if first_pass else nullcontext():
-            own = self.add(slices, self.objective, totals.divisor)
-        own.stop = torch.full_like(own.loss, wants_to_stop())
+            local = self.add(slices, self.objective, totals.divisor)
+        local.stop = torch.full_like(local.loss, wants_to_stop())
         if first_pass:
-            own.repeat = first_pass.needs_repeat.to(own.loss.dtype)
-        return own, PassSums(**sum_together(vars(own), self.meshes.world))
+            local.repeat = first_pass.needs_repeat.to(local.loss.dtype)
+        return local, PassSums(**sum_together(vars(local), self.meshes.world))
 
     @named("finish gradients")
     def finish_gradients(self) -> None:

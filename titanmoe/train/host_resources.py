@@ -86,8 +86,8 @@ def disk_shortage(config: Config, step: int = 0) -> str:
         return ""
     folder = checkpoints_folder(run, options)
     existing = len(layout.checkpoints_by_step(folder)) if is_resumable(options) else 0
-    kept = options.keep_last + bool(options.keep_best)
-    number = max(1, min(saves, kept + 1 - existing)) if options.keep_last else 1
+    most = options.keep_last + bool(options.keep_best)
+    number = max(1, min(saves, most + 1 - existing)) if options.keep_last else 1
     each, disk = checkpoint_bytes(config), next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         usage, left = shutil.disk_usage(disk), layout.leftover_bytes(folder) if is_resumable(options) else 0
@@ -98,7 +98,7 @@ def disk_shortage(config: Config, step: int = 0) -> str:
         return ""
     which = f"{number} checkpoints of about {format_bytes(each)} have" if number > 1 else ""
     which = which or f"a checkpoint of about {format_bytes(each)} has"
-    limited, best = 1 < number == kept + 1 - existing, ", the best" * bool(options.keep_best)
+    limited, best = 1 < number == most + 1 - existing, ", the best" * bool(options.keep_best)
     keeps = f" (checkpoint.keep_last = {options.keep_last}{best}, and the one being written)" if limited else ""
     lower = "lower checkpoint.keep_last, " if number > 2 else ""  # with 1 there are 2 at one time
     return (

@@ -180,9 +180,9 @@ def advise_settings(config: Config, state: int, rest: int, room: int) -> list[st
     """
     batch, mode, cp = config.training.local_batch_size, config.activation_checkpoint.mode, config.parallelism.cp
     copies, expert_copies = config.parallelism.dp_replicate, config.parallelism.experts.edp_replicate
-    experts_kept = experts_are_unsharded(config.parallelism, config.training, config.parallelism.experts.edp)
+    has_unsharded_experts = experts_are_unsharded(config.parallelism, config.training, config.parallelism.experts.edp)
     keeps_weights = not reshards_after_forward(config.parallelism) or (
-        experts_kept and has_compute_copies(config.training)
+        has_unsharded_experts and has_compute_copies(config.training)
     )
     offloads = "offload" in OPTIMIZERS.look_up(config.optimizer.name).reads
     can_offload = offloads and not config.optimizer.offload and config.training.device != "cpu"

@@ -54,6 +54,6 @@ class QKClip:
             eta = (self.limit / largest).where(largest > self.limit, 1.0)
             eta = eta.repeat_interleave(rows.heads // rows.key_heads)
             factors = [(eta**power).unsqueeze(1).expand(-1, count) for count, power in rows.parts]
-            part, offset = local_shard(parameter.detach())
-            own = torch.cat(factors, 1).flatten()[offset[0] : offset[0] + part.shape[0]]
-            part.mul_(own.to(part.dtype).view(-1, *[1] * (part.dim() - 1)))
+            shard, offset = local_shard(parameter.detach())
+            factor = torch.cat(factors, 1).flatten()[offset[0] : offset[0] + shard.shape[0]]
+            shard.mul_(factor.to(shard.dtype).view(-1, *[1] * (shard.dim() - 1)))

@@ -99,12 +99,12 @@ class Reference:
         """Return a hash of the weights without adapters, cast to the compute dtype. Collective over the world."""
         compute = getattr(torch, self.config.training.mixed_precision_param)
         tied = self.config.model.tie_embeddings
-        own = {
+        base = {
             name: parameter
             for name, parameter in self.training.parameters.items()
             if name == stored_name(name, tied) and not is_adapter(name)
         }
-        return model_digest(own, self.training.buffers, compute, self.group)
+        return model_digest(base, self.training.buffers, compute, self.group)
 
     def sources(self) -> list[ShardDocuments]:
         """Return the token shards that the training and validation data come from.
@@ -131,25 +131,25 @@ class Reference:
             model: digest of the model.
         """
 
-        def attach_stored_scores() -> bool:
+        def attach_stored_log_probs() -> bool:
             problems: list[str] = []
             for documents in sources:
                 try:
-                    documents.stored_reference_scores = find_scores(documents, model, self.config.training.seq_len)
+                    documents.stored_reference_log_probs = find_scores(documents, model, self.config.training.seq_len)
                 except ConfigError as error:
                     problems += error.problems
             if problems:
                 raise ConfigError([*dict.fromkeys(problems)])
-            return all(documents.stored_reference_scores for documents in sources)
+            return all(documents.stored_reference_log_probs for documents in sources)
 
-        complete = raise_on_all_ranks(self.group, attach_stored_scores)
+        complete = raise_on_all_ranks(self.group, attach_stored_log_probs)
         return all(on_all_ranks(self.group, lambda: complete))
 
 
 def run_scoring(config: Config, training: Training, top_k: bool) -> int:
     """Load the weights, store the model's log-probabilities of the run's data beside the token shards, and return 0.
 
-    This is `titanmoe score` on one rank; what is stored already is not computed again. Collective over the world.
+    This is `titanmoe score` on one rank; what is stored already is not recomputed. Collective over the world.
 
     Args:
         config: the resolved config.
@@ -337,8 +337,8 @@ class ScoringSteps:
             plans: assigns samples to data ranks.
             samples: samples of the step on all data ranks; None for padding.
         """
-        own, number_N = plans.samples_of_rank(samples)
-        batches = self.layout.read(plans.mix, own, number_N).chunk(self.layout.microbatches)
+        local, number_N = plans.samples_of_rank(samples)
+        batches = self.layout.read(plans.mix, local, number_N).chunk(self.layout.microbatches)
         return ScoringStep(plans.mix, samples, batches, self.layout.round_robin_N if number_N is None else number_N)
 
 

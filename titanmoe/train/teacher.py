@@ -91,12 +91,14 @@ class SlicerWithTeacher(Slicer):
         super().__init__(**vars(slicer))
         meshes, device, options = slicer.meshes, slicer.device, config.distillation
         self.teacher, self.state = find_teacher(config.distillation.teacher), run_state
-        own = teacher_config(config, self.teacher)
+        of_teacher = teacher_config(config, self.teacher)
         if loader.mix.tokenizer:
             check_tokenizer(self.teacher, loader.mix.tokenizer.identity)
         output = HeadOutput(top_k=options.top, temperature=options.temperature)
-        self.stages = build(own, meshes, loader.microbatches, device, materialize=allocate_uninitialized, output=output)
-        self.engine = make_engine(self.stages, own, meshes, loader.microbatches, device)
+        self.stages = build(
+            of_teacher, meshes, loader.microbatches, device, materialize=allocate_uninitialized, output=output
+        )
+        self.engine = make_engine(self.stages, of_teacher, meshes, loader.microbatches, device)
         self.outputs, self.one = TeacherOutputs(meshes, options.top), torch.ones((), dtype=torch.float64, device=device)
         self.note = f"{self.teacher.path}, top {options.top} ids of each position"
         self._load_weights()

@@ -88,15 +88,15 @@ def make_batch(
         )
 
     def pad(name: str, rows: Any, value: float, dtype: torch.dtype | None = None) -> Tensor:
-        found = [len(row) for row in rows]
-        if found != lengths:
+        counts = [len(row) for row in rows]
+        if counts != lengths:
             which = next(
-                (i for i, (a, b) in enumerate(zip(found, lengths, strict=False)) if a != b), min(len(found), N)
+                (i for i, (a, b) in enumerate(zip(counts, lengths, strict=False)) if a != b), min(len(counts), N)
             )
             problems.append(
-                f"{name} has {len(found)} samples and ids {N}: give one of each"
-                if len(found) != N
-                else f"{name} has {found[which]} values for {lengths[which]} ids of sample {which}: give one for each"
+                f"{name} has {len(counts)} samples and ids {N}: give one of each"
+                if len(counts) != N
+                else f"{name} has {counts[which]} values for {lengths[which]} ids of sample {which}: give one for each"
             )
             return torch.zeros(0)
         rows = [torch.as_tensor(row, dtype=dtype) for row in rows]
@@ -293,12 +293,12 @@ def _given_samples(batch: Batch | None, model: Model) -> list[int | None]:
     problem = ""
     if batch is not None and ROUTES in batch.extra_fields:
         problem = find_shape_problem(batch.extra_fields[ROUTES], batch.tokens_BS, model)
-    own = None if batch is None else len(batch.tokens_BS)
-    found: list[tuple[int | None, str]] = [(None, "")] * dist.get_world_size()
-    dist.all_gather_object(found, (own, problem))
-    if problems := [*dict.fromkeys(problem for _, problem in found if problem)]:
+    count = None if batch is None else len(batch.tokens_BS)
+    reports: list[tuple[int | None, str]] = [(None, "")] * dist.get_world_size()
+    dist.all_gather_object(reports, (count, problem))
+    if problems := [*dict.fromkeys(problem for _, problem in reports if problem)]:
         raise ConfigError(problems, "the batch")
-    return [count for count, _ in found]
+    return [count for count, _ in reports]
 
 
 def _from_any_rank(batch: Batch | None, given: list[int | None]) -> Batch:

@@ -289,7 +289,7 @@ def repeat_pass(gradients: Gradients, work: StepWork, local_sums: PassSums) -> t
     first = pass_fingerprints(gradients, local_sums)
     gradients.drop()
     sums = gradients.sums(work)
-    second = pass_fingerprints(gradients, sums.own)
+    second = pass_fingerprints(gradients, sums.local)
     own_differences = [name for name in first if first[name] != second[name]]
     differences: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(differences, own_differences)

@@ -141,7 +141,7 @@ def _cut_off(statuses: Sequence[RankStatus]) -> dict[int, str]:
     """
     ranks_of: dict[str, list[int]] = {}
     for status in statuses:
-        for address in {own for own, _ in status.connections.pairs}:
+        for address in {end for end, _ in status.connections.pairs}:
             ranks_of.setdefault(address, []).append(status.rank)
     every = {frozenset(pair) for status in statuses for pair in status.connections.unanswered}
     pairs = [pair for pair in every if len(pair) == 2 and pair <= ranks_of.keys()]

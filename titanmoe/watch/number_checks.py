@@ -68,7 +68,7 @@ class NumberChecks(Checks):
         if self.options.rerun:
             from titanmoe.watch.bit_checks import repeat_pass
 
-            second_sums, text = repeat_pass(self.passes, work, sums.own)
+            second_sums, text = repeat_pass(self.passes, work, sums.local)
             sums = second_sums
             same_bits = "the data is the cause: a second forward and backward gives the same bits on all ranks"
             self._report(f"{why}: {text or same_bits}")
@@ -108,7 +108,7 @@ class NumberChecks(Checks):
 
         self.passes.drop()
         first = self.passes.sums(self.last_work)
-        _, text = repeat_pass(self.passes, self.last_work, first.own)
+        _, text = repeat_pass(self.passes, self.last_work, first.local)
         self.passes.drop()
         return f"; two more passes over the last batch are {text or 'the same on all ranks'}"
 

@@ -111,10 +111,10 @@ class Watch:
         self.machines = Machines.meet(runtime.rank, runtime.world)
         self.heart = self.machines.own_heart
         communicators, gpu = training.meshes.communicators, device.kind(training.device) == "cuda"
-        groups, own = name_groups(communicators, training.fold), own_groups(communicators)
+        groups, local = name_groups(communicators, training.fold), own_groups(communicators)
         self.observers: list[Observer] = [HeartbeatListener(self.heart)]
         if options.stragglers and isinstance(checks, NumberChecks):
-            times = StepTimes([group.axes for group in groups], own, CudaEventTimer() if gpu else HostTimer())
+            times = StepTimes([group.axes for group in groups], local, CudaEventTimer() if gpu else HostTimer())
             checks.stragglers = Stragglers(training, times, self.machines, groups)
             self.observers.append(times)
         self.watchdog = Watchdog(
@@ -125,7 +125,7 @@ class Watch:
             limits=limits(options, checkpoint, gpu),
             folder=lambda: training.folder.path,
             dump=self._dump if gpu else lambda: "",
-            read_recorder=lambda: flight_recorder.read_recorder(own, *self.heart.step_times),
+            read_recorder=lambda: flight_recorder.read_recorder(local, *self.heart.step_times),
         )
         self._stack = ExitStack()
 

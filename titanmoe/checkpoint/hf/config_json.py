@@ -436,12 +436,12 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
             key = key_of_field["dense_hidden"]
             new_entries[key] = old_entries.get(key, model.expert_hidden)
     config = old_entries | new_entries
-    back = _interpreted(config, hf)
-    if different := differing_fields(model, back):
+    interpreted = _interpreted(config, hf)
+    if different := differing_fields(model, interpreted):
         raise ConfigError(
             [
                 f"model.{name} = {field_value(model, name)!r}, but transformers' {hf.model_type} only has "
-                f"{field_value(back, name)!r}: a model with another value cannot be exported"
+                f"{field_value(interpreted, name)!r}: a model with another value cannot be exported"
                 for name in different
             ],
             "the checkpoint's [model]",

@@ -90,11 +90,11 @@ def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, 
         CheckpointError: on all ranks, if weights cannot be read or written.
     """
     raise_on_all_ranks(group, lambda: check_output_folder(out, overwrite, (layout.MANIFEST,)))
-    own = assign_by_bytes({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
+    assigned = assign_by_bytes({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
     tensors = {
         MODEL + name: LazyTensor(shape, dtype, partial(weights.read, name))
         for name, (shape, dtype) in weights.tensors.items()
-        if name in own
+        if name in assigned
     }
     record = {
         "step": 0,
@@ -115,13 +115,13 @@ def assign_by_bytes(sizes: Mapping[str, int], group: Group) -> set[str]:
         group: ranks that share the work. Nothing is communicated.
     """
     ranks, rank = _size_and_rank(group)
-    loads, own = [0] * ranks, set()
+    loads, assigned = [0] * ranks, set()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         least = loads.index(min(loads))
         loads[least] += sizes[name]
         if least == rank:
-            own.add(name)
-    return own
+            assigned.add(name)
+    return assigned
 
 
 # ---- to Hugging Face
@@ -233,8 +233,8 @@ def _check_files(path: Path, group: Group) -> None:
 def _write(plan: FolderPlan | PeftFolder, out: Path, group: Group) -> None:
     ranks, rank = _size_and_rank(group)
     per_rank = -(-len(plan.files) // ranks)
-    own = list(plan.files)[rank * per_rank : (rank + 1) * per_rank]
-    make_folder(out, lambda unfinished: plan.write(unfinished, own), plan.complete, group)
+    files = list(plan.files)[rank * per_rank : (rank + 1) * per_rank]
+    make_folder(out, lambda unfinished: plan.write(unfinished, files), plan.complete, group)
 
 
 def make_folder(out: Path, write: Callable[[Path], None], complete: Callable[[Path], None], group: Group) -> None:

@@ -29,9 +29,9 @@ from titanmoe.checkpoint.move_in_blocks import block_slices, empty
 from titanmoe.checkpoint.read_adapters import MODEL, Adapters
 from titanmoe.checkpoint.relayout import (
     ROUND_BYTES,
-    Box,
     LocalTensors,
     MessagePlan,
+    Region,
     TensorPlaces,
     gather_places,
 )
@@ -41,7 +41,7 @@ from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Config, LoRA, Model
 from titanmoe.models.lora_spec import adapter_names, is_adapter
 
-Boxes = dict[tuple[str, Box], torch.dtype]
+Regions = dict[tuple[str, Region], torch.dtype]
 """Blocks of our tensors, and the dtype in which each is gathered."""
 
 
@@ -71,7 +71,7 @@ class HFBlock(NamedTuple):
     """Hugging Face tensors that are made together, and the blocks of our tensors to gather for them first."""
 
     names: list[str]
-    boxes: Boxes
+    regions: Regions
     plan: MessagePlan
 
 
@@ -113,9 +113,9 @@ class LiveExport:
         self.group = group or Group.of(dist.group.WORLD)
         everyone = range(self.group.size)
         self.ranks, self.block_bytes = everyone if ranks is None else ranks, block_bytes
-        own = LocalTensors(source.values())
-        self.layout = own.layout
-        (self.held,) = gather_places([own], self.group)
+        local = LocalTensors(source.values())
+        self.layout = local.layout
+        (self.held,) = gather_places([local], self.group)
         stored = {name.removeprefix(MODEL): (held.shape, held.dtype) for name, held in self.held.items()}
         weights = {name: size for name, size in stored.items() if not is_adapter(name)}
         self.gathered = self.weights = GatheredWeights(model, weights)
@@ -133,7 +133,7 @@ class LiveExport:
         self.export = Export(ExportSource(self.weights, dict(carried), seq_len), Path("the model"), dtype)
         # Biases that transformers has no place for: all ranks check them, so that all raise the same error.
         homeless = [name for name, places in self.export.map.places.items() if not places]
-        self.biases = self._plan([], {(name, self._box(name)): stored[name][1] for name in homeless}, everyone)
+        self.biases = self._plan([], {(name, self._region(name)): stored[name][1] for name in homeless}, everyone)
         self.blocks = list(self._split())
 
     def tensors(self, source: Targets) -> Iterator[tuple[str, Tensor | None]]:
@@ -149,59 +149,59 @@ class LiveExport:
             ConfigError: on all ranks, if a selection bias has an effect that transformers cannot represent.
             ValueError: if the shards have other names, shapes or dtypes than those that were planned for.
         """
-        own = LocalTensors(source.values())
-        if own.layout != self.layout:
+        local = LocalTensors(source.values())
+        if local.layout != self.layout:
             raise ValueError("these are other shards than the export was planned for")
-        self._gather(own, self.biases, True)
+        self._gather(local, self.biases, True)
         self.export.check_biases()
         receives = self.group.rank in self.ranks
         for block in self.blocks:
-            self._gather(own, block, receives)
+            self._gather(local, block, receives)
             for name in block.names:
                 shape, _ = self.export.sizes[name]
-                yield name, self.export.make(name, (0,) * len(shape), shape, own.device) if receives else None
+                yield name, self.export.make(name, (0,) * len(shape), shape, local.device) if receives else None
         self.gathered.blocks = {}
 
     def _split(self) -> Iterator[HFBlock]:
         """Split the export into blocks of Hugging Face tensors whose sources take at most `block_bytes`; yield them."""
         names: list[str] = []
-        boxes: Boxes = {}
+        regions: Regions = {}
         room = self.block_bytes
         for name, places in self.export.map.parts.items():
-            more = {key: dtype for place in places for key, dtype in self._boxes(place).items() if key not in boxes}
+            more = {key: dtype for place in places for key, dtype in self._regions(place).items() if key not in regions}
             needed = sum(prod(sizes) * dtype.itemsize for (_, (_, sizes)), dtype in more.items())
             if needed > room and names:
-                yield self._plan(names, boxes, self.ranks)
-                names, boxes, room = [], {}, self.block_bytes
+                yield self._plan(names, regions, self.ranks)
+                names, regions, room = [], {}, self.block_bytes
             names.append(name)
-            boxes |= more
+            regions |= more
             room -= needed
-        yield self._plan(names, boxes, self.ranks)
+        yield self._plan(names, regions, self.ranks)
 
-    def _boxes(self, place: HfPlace) -> Boxes:
+    def _regions(self, place: HfPlace) -> Regions:
         """Return which blocks of our tensors a Hugging Face tensor, or a slice of it, is made from.
 
         Returns:
             The dtype to gather each block in, by (our name, (offset, shape)). Adapters that are merged are included.
         """
         if place.our_name not in self.matrices:
-            return {(place.our_name, self._box(place.our_name, place.expert)): self.export.sizes[place.hf_name][1]}
+            return {(place.our_name, self._region(place.our_name, place.expert)): self.export.sizes[place.hf_name][1]}
         # Adapters are merged into what is stored, and the sum is rounded.
         names = place.our_name, *adapter_names(place.our_name)
-        return {(name, self._box(name, place.expert)): self.held[MODEL + name].dtype for name in names}
+        return {(name, self._region(name, place.expert)): self.held[MODEL + name].dtype for name in names}
 
-    def _box(self, name: str, expert: int | None = None) -> Box:
+    def _region(self, name: str, expert: int | None = None) -> Region:
         shape = self.held[MODEL + name].shape
         if expert is None:
             return (0,) * len(shape), shape
         return (expert, *[0] * (len(shape) - 1)), (1, *shape[1:])
 
-    def _plan(self, names: list[str], boxes: Boxes, ranks: Collection[int]) -> HFBlock:
+    def _plan(self, names: list[str], regions: Regions, ranks: Collection[int]) -> HFBlock:
         wanted: dict[str, TensorPlaces] = {}
-        for (name, box), dtype in boxes.items():
+        for (name, region), dtype in regions.items():
             shape = self.held[MODEL + name].shape
-            wanted.setdefault(MODEL + name, TensorPlaces(dtype, shape, {})).ranks[box] = set(ranks)
-        return HFBlock(names, boxes, MessagePlan(self.held, wanted, self.group, self.block_bytes))
+            wanted.setdefault(MODEL + name, TensorPlaces(dtype, shape, {})).ranks[region] = set(ranks)
+        return HFBlock(names, regions, MessagePlan(self.held, wanted, self.group, self.block_bytes))
 
     def _gather(self, source: LocalTensors, block: HFBlock, receives: bool) -> None:
         """Replace `gathered.blocks` by the sources of one block on ranks that receive tensors, and by {} on others.
@@ -214,7 +214,7 @@ class LiveExport:
             receives: whether this rank gets the tensors.
         """
         self.gathered.blocks = {}
-        for (name, (offset, sizes)), dtype in block.boxes.items() if receives else ():
+        for (name, (offset, sizes)), dtype in block.regions.items() if receives else ():
             shard = TensorShard(empty(sizes, dtype, source.device), offset, self.held[MODEL + name].shape)
             self.gathered.blocks.setdefault(name, []).append(shard)
         shards = [(MODEL + name, shard) for name, some in self.gathered.blocks.items() for shard in some]

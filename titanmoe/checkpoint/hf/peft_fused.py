@@ -40,9 +40,9 @@ def fuse_adapters(
     downs, ups = zip(*pairs, strict=True)
     down, begin = torch.cat(downs), 0
     up = ups[0].new_zeros(outputs, len(down))
-    for own, row in zip(ups, rows, strict=True):
-        up[row, begin : begin + own.shape[1]] = own
-        begin += own.shape[1]
+    for block, row in zip(ups, rows, strict=True):
+        up[row, begin : begin + block.shape[1]] = block
+        begin += block.shape[1]
     return down, up
 
 
@@ -58,10 +58,10 @@ def split_fused_adapters(down: Tensor, up: Tensor, rows: Mapping[str, Tensor]) -
         rows: the row numbers of each weight in the fused matrix, by the weight's name.
     """
     ups = {name: up[row] for name, row in rows.items()}
-    ups = {name: own for name, own in ups.items() if own.any()} or ups
+    ups = {name: block for name, block in ups.items() if block.any()} or ups
     rank, rest = divmod(len(down), len(ups))
     columns = {name: slice(rank * i, rank * (i + 1)) for i, name in enumerate(ups)}
-    others = (own.clone().index_fill_(1, torch.arange(len(down))[columns[name]], 0) for name, own in ups.items())
+    others = (block.clone().index_fill_(1, torch.arange(len(down))[columns[name]], 0) for name, block in ups.items())
     if rest or any(other.any() for other in others):
-        return {name: (down, own) for name, own in ups.items()}
-    return {name: (down[columns[name]], own[:, columns[name]]) for name, own in ups.items()}
+        return {name: (down, block) for name, block in ups.items()}
+    return {name: (down[columns[name]], block[:, columns[name]]) for name, block in ups.items()}

@@ -369,8 +369,8 @@ class _Reader:
             ranks: the adapter's rank here over its rank in the PEFT folder.
         """
         patterns: dict[str, Any] = self.settings.get("alpha_pattern") or {}
-        found = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", path))
-        alpha = float(next(found, self.settings.get("lora_alpha", 8)))
+        matching = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", path))
+        alpha = float(next(matching, self.settings.get("lora_alpha", 8)))
         # Roots are not exact: 12 digits make alphas that are meant to be equal so.
         return float(f"{alpha * math.sqrt(ranks):.12g}") if self.settings.get("use_rslora") else alpha * ranks
 
@@ -383,12 +383,12 @@ class _Reader:
         others = {alpha for name, alpha in self.alphas.items() if ".experts." not in name}
         experts = {name: alpha for name, alpha in self.alphas.items() if ".experts." in name}
         alpha = min(others or experts.values(), default=1.0)
-        for name, own in experts.items():
-            if own == alpha or not alpha > 0 or not own > 0 or math.frexp(own / alpha)[0] != 0.5:
+        for name, given in experts.items():
+            if given == alpha or not alpha > 0 or not given > 0 or math.frexp(given / alpha)[0] != 0.5:
                 continue
             up = adapter_names(name)[1]
             shape, dtype, read = self.tensors[up].shape, self.tensors[up].dtype, self.tensors[up].read
-            self.tensors[up] = LazyTensor(shape, dtype, partial(_times, own / alpha, read))
+            self.tensors[up] = LazyTensor(shape, dtype, partial(_times, given / alpha, read))
             self.alphas[name] = alpha
 
     def _lora(self) -> LoRA:

@@ -247,9 +247,9 @@ def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases:
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
 
     def local_digest() -> int:
-        own = sorted(name for name in weights.tensors if biases or not name.endswith(EXPERT_BIAS))[rank::ranks]
+        names = sorted(name for name in weights.tensors if biases or not name.endswith(EXPERT_BIAS))[rank::ranks]
         total = 0
-        for name in own:
+        for name in names:
             total += weight_digest.digest_in_blocks(
                 name, weights.tensors[name][0], partial(weights.read, name), frozen_dtype(name, compute)
             )

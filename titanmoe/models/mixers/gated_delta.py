@@ -167,11 +167,11 @@ class GatedDeltaSpec(MixerSpec):
         return {"tp": {f"{OWN}.linear_key_heads": Heads.of(config.model).keys}}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
-        own: dict[str, Any] = {name: config.model.own[name] for name in FIELDS}
-        for name, value in own.items():
+        options: dict[str, Any] = {name: config.model.own[name] for name in FIELDS}
+        for name, value in options.items():
             if name != "linear_gate" and value < 1:
                 yield Violation((f"{OWN}.{name}",), f"{OWN}.{name} = {value} leaves nothing: use 1 or more")
-        keys, values, gate = own["linear_key_heads"], own["linear_value_heads"], own["linear_gate"]
+        keys, values, gate = options["linear_key_heads"], options["linear_value_heads"], options["linear_gate"]
         if keys > 0 and values % keys:
             yield Violation(
                 (f"{OWN}.linear_value_heads", f"{OWN}.linear_key_heads"),

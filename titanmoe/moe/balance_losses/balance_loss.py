@@ -49,7 +49,7 @@ class RouterOutput:
     def __post_init__(self) -> None:
         self._valid_T: Tensor | None = None
         self._choices_BE: Tensor | None = None
-        self._shares_BE: Tensor | None = None
+        self._fractions_BE: Tensor | None = None
 
     @property
     def valid_T(self) -> Tensor:
@@ -76,11 +76,11 @@ class RouterOutput:
 
         Differentiable. Padding does not count. Further calls return the same tensor.
         """
-        if self._shares_BE is None:
+        if self._fractions_BE is None:
             B, E = self.count_BE.shape
             factor_T = self.valid_T / self.scores_TE.sum(-1) if self.normalises else self.valid_T
-            self._shares_BE = (factor_T.view(B, 1, -1) @ self.scores_TE.view(B, -1, E)).squeeze(1)
-        return self._shares_BE
+            self._fractions_BE = (factor_T.view(B, 1, -1) @ self.scores_TE.view(B, -1, E)).squeeze(1)
+        return self._fractions_BE
 
 
 class BalanceLoss(nn.Module):

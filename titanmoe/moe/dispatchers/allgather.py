@@ -67,7 +67,7 @@ class AllGather(Dispatcher):
         Returns:
             The chosen experts of all tokens, numbered among this rank's experts (N, K), e for an expert of another
             rank; the choices sorted by expert; the number of choices of each local expert (e,); and the sum of these
-            numbers, on its way to the host, or None if expert buffers are padded.
+            numbers, while it is copied to the host, or None if expert buffers are padded.
         """
         chosen_NK = all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts
         local = (chosen_NK >= 0) & (chosen_NK < self.local_experts)

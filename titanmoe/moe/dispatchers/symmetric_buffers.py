@@ -6,7 +6,7 @@ under torch's dispatch modes the operation `titanmoe::exchange`. A Triton kernel
 (titanmoe.ops.kernels.put), and `plain_put` and `plain_take` are its reference.
 
 Shapes: D model, G ranks of the dispatch group, N rows that leave and M that arrive, either way: S slots of the send
-buffer and R of the receive buffer on the way to experts, R and S on the way back.
+buffer and R of the receive buffer in dispatch, R and S in combine.
 """
 
 from __future__ import annotations
@@ -120,16 +120,16 @@ def allocate_shared(
 def _allocate_on_gpus(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Tensor, Any]:
-    own, problem = None, ""
+    buffer, problem = None, ""
     try:
         if symm_mem.get_backend(device) != "CUDA":
             symm_mem.set_backend("CUDA")
-        own = symm_mem.empty(*shape, dtype=dtype, device=device)
+        buffer = symm_mem.empty(*shape, dtype=dtype, device=device)
     except RuntimeError as error:
         problem = str(error)
     if problem := first_text(problem):  # before any rank waits for the others
         raise RuntimeError(problem)
-    return own, symm_mem.rendezvous(own, group.group_name)
+    return buffer, symm_mem.rendezvous(buffer, group.group_name)
 
 
 class Buffers(NamedTuple):
@@ -185,14 +185,14 @@ class SymmetricBuffers(SharedBuffers):
         """
         shape, problem = (self.limit + 1, width), ""
         try:
-            own, handle = allocate_shared(shape, dtype, device, self.group.process_group)
+            local, handle = allocate_shared(shape, dtype, device, self.group.process_group)
         except RuntimeError as error:  # a container, for example, that forbids what sharing memory takes
             if "out of memory" in str(error):
                 raise
             problem = str(error).strip().partition("\n")[0]
         if problem := first_text(problem):
             raise CannotReserve(f"PyTorch {torch.__version__} cannot share memory between these ranks: {problem}")
-        self.handles.append((own, handle))  # for as long as a peer may write
+        self.handles.append((local, handle))  # for as long as a peer may write
         of_ranks = [handle.get_remote_tensor(rank, shape, dtype) for rank in range(self.group.size)]
         return Buffers(of_ranks, torch.tensor([buffer.data_ptr() for buffer in of_ranks], device=device))
 
@@ -360,9 +360,9 @@ def _save_places(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     ctx.save_for_backward(to_N, from_M)
 
 
-def _send_back(ctx: Any, grads: list[Tensor]) -> tuple:
+def _exchange_gradients(ctx: Any, grads: list[Tensor]) -> tuple:
     to_N, from_M = ctx.saved_tensors
     return exchange_op(grads, from_M, to_N, ctx.memory), None, None, None
 
 
-exchange_op.register_autograd(_send_back, setup_context=_save_places)
+exchange_op.register_autograd(_exchange_gradients, setup_context=_save_places)

@@ -27,7 +27,7 @@ NUMBERS = 16
 WARPS = 132 * 20
 """The warps of backward's programs, whatever the device, so that dw is the same on all.
 
-20 on each multiprocessor of an H100 or H200: of those that scripts/gpu/norms.py tries, the number that is within 5 % of
+20 on each multiprocessor of an H100 or H200: the number, among those scripts/gpu/norms.py tries, that is within 5 % of
 the fastest at both widths.
 """
 

@@ -61,8 +61,8 @@ class WithLogProbs(Objective):
     def count(self, batch: Batch) -> Tensor:
         return self.inner.count(batch)
 
-    def take_metrics(self, like: Tensor) -> Tensor:
-        return self.inner.take_metrics(like)
+    def take_metrics(self, template: Tensor) -> Tensor:
+        return self.inner.take_metrics(template)
 
 
 class NoSum(Objective):

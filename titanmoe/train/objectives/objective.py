@@ -56,13 +56,13 @@ class Objective:
         """
         self._sums[id(batch_slice)] = torch.stack(sums).detach().double()
 
-    def take_metrics(self, like: Tensor) -> Tensor:
+    def take_metrics(self, template: Tensor) -> Tensor:
         """Return this rank's sums since the last call, a vector in the order of `metrics`, and reset them to 0.
 
         Args:
-            like: tensor whose device and dtype the zeros have that ranks without the head return; sums are float64.
+            template: tensor whose device and dtype the zeros have that ranks without the head return; sums are float64.
         """
-        sums, self._sums = sum(self._sums.values(), like.new_zeros(len(self.metrics))), {}
+        sums, self._sums = sum(self._sums.values(), template.new_zeros(len(self.metrics))), {}
         return sums
 
     @abstractmethod

@@ -122,10 +122,10 @@ class Muon(Optimizer):
         }
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        own = {name: {"momentum": mean} for name, mean in self.momentum.items()}
+        moments = {name: {"momentum": mean} for name, mean in self.momentum.items()}
         if self.offload is not None:
-            own = {name: {"momentum": mean} for name, (mean,) in self.offload.moments().items()}
-        return own | self.rest.moments()
+            moments = {name: {"momentum": mean} for name, (mean,) in self.offload.moments().items()}
+        return moments | self.rest.moments()
 
     def resume(self, updates: int) -> None:
         self.rest.resume(updates)
@@ -137,8 +137,8 @@ class Muon(Optimizer):
 
     @property
     def host_tensors(self) -> list[Tensor]:
-        own = [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
-        return [*own, *self.rest.host_tensors]
+        buckets = [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
+        return [*buckets, *self.rest.host_tensors]
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor | float = 0.0) -> None:
@@ -150,16 +150,16 @@ class Muon(Optimizer):
         self.rest.step(lr)  # which counts the update
         visits = iter(()) if self.offload is None else self.offload.visit_buckets()
         for one in self.rounds:
-            own = next(visits, None) or {weight.name: (self.momentum[weight.name],) for weight in one.weights}
+            momentum = next(visits, None) or {weight.name: (self.momentum[weight.name],) for weight in one.weights}
             # In the gradients' memory, where each direction becomes the update.
-            shards = {name: self._direction(name, mean) for name, (mean,) in own.items()}
+            shards = {name: self._direction(name, mean) for name, (mean,) in momentum.items()}
             for weight in one.local:
                 self._orthogonalize_local(weight, shards[weight.name], eps_norm)
             for group, weights in one.grams.items():
                 self._orthogonalize_by_gram(weights, shards, sum_grams(weights, shards, group), eps_norm)
             for exchange in one.exchanges:
                 exchange.run(shards, work, self.scale, self.dtype)
-            for name in own:
+            for name in momentum:
                 self._apply(name, shards.pop(name), lr)
         next(visits, None)  # the last bucket's copy to the host
 

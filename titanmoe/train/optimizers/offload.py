@@ -85,7 +85,7 @@ class CudaCopies(Copies):
 class Bucket:
     """The moments of a few parameters in one buffer of host memory, copied to the device and back together."""
 
-    like: dict[str, Tensor]
+    templates: dict[str, Tensor]
     """Meta tensors with the shape and dtype of each parameter's moments."""
     count: int
     """Number of moments of each parameter."""
@@ -101,10 +101,10 @@ class Bucket:
             data: bytes of all moments of the bucket, in host memory or on the device.
         """
         out, begin = {}, 0
-        for name, like in self.like.items():
-            end = begin + like.nbytes
-            out[name] = tuple(x[begin:end].view(like.dtype).view(like.shape) for x in data.view(self.count, -1))
-            begin += _align(like.nbytes)
+        for name, template in self.templates.items():
+            end = begin + template.nbytes
+            out[name] = tuple(x[begin:end].view(template.dtype).view(template.shape) for x in data.view(self.count, -1))
+            begin += _align(template.nbytes)
         return out
 
 
@@ -135,9 +135,9 @@ class Offload:
         """
         first = next(iter(local_shards.values()))
         self.copies = copies or (CudaCopies(first.device) if first.device.type == "cuda" else Copies())
-        like = {name: torch.empty_like(x, dtype=dtype, device="meta") for name, x in local_shards.items()}
-        groups = self._group_names(like, count) if bucket_names is None else bucket_names
-        self.buckets = [self._bucket({name: like[name] for name in names}, count) for names in groups]
+        templates = {name: torch.empty_like(x, dtype=dtype, device="meta") for name, x in local_shards.items()}
+        groups = self._group_names(templates, count) if bucket_names is None else bucket_names
+        self.buckets = [self._bucket({name: templates[name] for name in names}, count) for names in groups]
         most = max(bucket.host.nbytes for bucket in self.buckets)
         self.buffers = [first.new_empty(most, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self.buckets)))]
         """Buffers on the device, each large enough for the moments of any bucket."""
@@ -145,30 +145,32 @@ class Offload:
         """Event after which each buffer may be overwritten."""
 
     @staticmethod
-    def _group_names(like: dict[str, Tensor], count: int) -> Iterator[list[str]]:
+    def _group_names(templates: dict[str, Tensor], count: int) -> Iterator[list[str]]:
         """Yield the names of the parameters of each bucket: moments of at most BUCKET_BYTES bytes, or one parameter.
 
         Args:
-            like: meta tensors with the shape and dtype of each parameter's moments, by name.
+            templates: meta tensors with the shape and dtype of each parameter's moments, by name.
             count: number of moments of each parameter.
         """
         names: list[str] = []
-        for name in like:
-            if names and count * _aligned_bytes(like[n] for n in (*names, name)) > BUCKET_BYTES:
+        for name in templates:
+            if names and count * _aligned_bytes(templates[n] for n in (*names, name)) > BUCKET_BYTES:
                 yield names
                 names = []
             names = [*names, name]
         yield names
 
-    def _bucket(self, like: dict[str, Tensor], count: int) -> Bucket:
+    def _bucket(self, templates: dict[str, Tensor], count: int) -> Bucket:
         """Allocate a bucket of zeros in host memory, page-locked if a GPU reads it.
 
         Args:
-            like: meta tensors with the shape and dtype of each parameter's moments, by name.
+            templates: meta tensors with the shape and dtype of each parameter's moments, by name.
             count: number of moments of each parameter.
         """
         where = {"device": "cpu", "pin_memory": self.copies.page_locked}
-        return Bucket(like, count, torch.zeros(count * _aligned_bytes(like.values()), dtype=torch.uint8, **where))
+        return Bucket(
+            templates, count, torch.zeros(count * _aligned_bytes(templates.values()), dtype=torch.uint8, **where)
+        )
 
     def moments(self) -> dict[str, Moments]:
         """Wait for all copies to the host; return the moments of each parameter in host memory, not copied, by name."""
