@@ -77,7 +77,7 @@ def ask_transformers(folder: str) -> list[dict[str, Any]]:
     return completions
 
 
-def compare(option: str, run: str, right_answer: str) -> None:
+def compare(option: str, run: str, expected: str) -> None:
     """Export a run to exported/ with any adapters merged; exit with an error if the completions of transformers differ.
 
     It prints the completions and how many are right; wrong ones are no error.
@@ -85,7 +85,7 @@ def compare(option: str, run: str, right_answer: str) -> None:
     Args:
         option: option of `titanmoe generate` that names the run: "--checkpoint" or "--adapter".
         run: the run's folder.
-        right_answer: the right answer with {} for the capital, such as "{}.".
+        expected: the right completion with {} for the capital, such as "{}.".
     """
     exported = f"exported/{Path(run).name}"
     titanmoe("convert", "--to-hf", run, exported)
@@ -94,7 +94,7 @@ def compare(option: str, run: str, right_answer: str) -> None:
     for one, reference, capital in zip(ours, theirs, CAPITALS.values(), strict=True):
         if any(one[key] != value for key, value in reference.items()):
             raise SystemExit(f"{one['prompt']} titanmoe: {one['text']!r}, transformers: {reference['text']!r}")
-        right += one["text"] == right_answer.format(capital)
+        right += one["text"] == expected.format(capital)
         print(f"{one['prompt']} {one['text']}")
     same = f"the same in transformers with {exported}"
     print(f"{run}: {len(ours)} completions, {right} of them right, {same}", flush=True)

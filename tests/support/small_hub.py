@@ -33,7 +33,7 @@ class SmallHub:
         self.branches.setdefault(name, {})[branch] = commit
         return commit
 
-    def answer(self, path: str, token: str) -> tuple[int, dict[str, str], bytes]:
+    def respond(self, path: str, token: str) -> tuple[int, dict[str, str], bytes]:
         """Return status, headers and body of the response to a request.
 
         Args:
@@ -78,7 +78,7 @@ def serve(hub: SmallHub) -> Iterator[SmallHub]:
             path = urlsplit(self.path).path
             hub.requests.append(f"{self.command} {path}")
             token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            status, headers, body = hub.answer(path, token)
+            status, headers, body = hub.respond(path, token)
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(body))}).items():
                 self.send_header(name, value)

@@ -89,16 +89,16 @@ def describe_unexpected(error: Exception) -> str:
     return f"rank {dist.get_rank() if dist.is_initialized() else 0} raised {type(error).__name__}: {error}"
 
 
-def raise_unexpected(own: Exception | None, lines: Iterable[str]) -> None:
+def raise_unexpected(error: Exception | None, lines: Iterable[str]) -> None:
     """Raise this rank's own exception, or a RuntimeError with those of other ranks; return if there is none.
 
     The RuntimeError is no CheckpointError, because callers go on after some of those, which the rank at fault does not.
 
     Args:
-        own: the exception that this rank has caught.
+        error: the exception that this rank has caught.
         lines: `describe_unexpected` of each rank; "" for a rank without.
     """
-    if own is not None:
-        raise own
-    if found := "; ".join(filter(None, lines)):
-        raise RuntimeError(found)
+    if error is not None:
+        raise error
+    if text := "; ".join(filter(None, lines)):
+        raise RuntimeError(text)

@@ -222,8 +222,8 @@ def locate_data(block: StoredBlock, dtype: torch.dtype, file: BinaryIO) -> Strid
     """
     saved = read_saved_tensor(_BlockFile(file, block))
     if (saved.shape, saved.dtype) != (block.shape, dtype):
-        there = f"{saved.shape} of {saved.dtype}"
-        raise ValueError(f"a block is {there}, and {TENSOR_INDEX} says {block.shape} of {dtype}")
+        described = f"{TENSOR_INDEX} says {block.shape} of {dtype}"
+        raise ValueError(f"a block is {saved.shape} of {saved.dtype}, and {described}")
     numbers = StridedData(block.start + saved.start, saved.strides, dtype)
     if numbers.end(block.shape) > block.start + min(saved.end, block.bytes):
         raise ValueError(f"the numbers of a block do not fit into {block.bytes:,} bytes")

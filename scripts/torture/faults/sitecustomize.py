@@ -194,8 +194,8 @@ class Nan:
     def __init__(self, module, place, at, microbatch, of, once, parameter="", **_):
         self.module, self.place, self.parameter, self.once = module, place, parameter, once
         self.seen, self.struck = 0, {microbatch, of + microbatch}
-        """Number of computations so far, and the indices of those that get the NaN: the microbatch, and the same one
-        when the step is repeated."""
+        """Number of computations so far, and the indices of the computations that get the NaN: that of the microbatch,
+        and the same one when the step is repeated."""
         self.target, self.hooked, self.due = None, False, at == 0
         after_steps(lambda optimizer, made: setattr(self, "due", made == at))
         modules = sys.modules["torch.nn.modules.module"]
