@@ -307,7 +307,8 @@ class GeneratorCosts:
     def _activations(self, fold: Fold, prompts: int) -> int:
         """Return the most bytes that a forward of the longest prompts of a data rank holds besides weights and caches.
 
-        They are those of experts (titanmoe.plan.memory, "forward of the last block's experts") or of a dense network.
+        They are those of experts (titanmoe.plan.peak_moments, "forward of the last block's experts") or of a dense
+        network.
         """
         model, D, longest = self.model, self.model.dim, self.config.training.seq_len
         if self.config.rl.max_turns == 1:  # later turns read the earlier ones, too

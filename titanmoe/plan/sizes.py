@@ -6,7 +6,7 @@ its experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -76,6 +76,15 @@ class WeightUnit:
     def sharded_size(self, ranks: int) -> int:
         """Return the elements that the first of `ranks` data ranks stores of the sharded tensors."""
         return self.shard_size(ranks) - sum(self.replicated)
+
+    def stored_bytes(self, ranks: int, width: int) -> int:
+        """Return the bytes that the first of `ranks` data ranks stores. Routers are in float32 at least.
+
+        Args:
+            width: bytes of a number.
+        """
+        wide = sum(self.replicated)
+        return (self.shard_size(ranks) - wide) * width + wide * max(width, 4)
 
     def __len__(self) -> int:
         return len(self.shapes) + len(self.replicated)
@@ -219,6 +228,16 @@ class Sizes:
         return _unit(1, [((dim,), None)] * 3 + [((dim, 2 * dim), None)], (), frozen)
 
 
+class Stage(NamedTuple):
+    """A pipeline stage."""
+
+    layers: range
+    is_first: bool
+    """Whether it has the embedding."""
+    is_last: bool
+    """Whether it has the head, and so the blocks of multi-token prediction."""
+
+
 def units_of_stage(
     config: Config, sizes: Sizes, layers: range, first: bool, last: bool
 ) -> tuple[list[WeightUnit], int]:
@@ -327,9 +346,8 @@ def state_bytes(
     config: Config,
     fold: Fold,
     units: ShardedUnits,
-    stages: list[tuple[range, bool, bool]],
+    stages: list[Stage],
     blocks: list[int],
-    stored: Callable[[WeightUnit, int, int], int],
 ) -> int:
     """Return the bytes of the optimizer's state on a rank.
 
@@ -337,9 +355,8 @@ def state_bytes(
         config: recipe.
         fold: degrees of `config`.
         units: weight units of the rank, each with the number of data ranks that shard it.
-        stages: layers of each stage of the rank, whether it has the embedding, and whether it has the head.
+        stages: stages of the rank.
         blocks: indices of the rank's blocks.
-        stored: function (unit, data ranks, bytes of a number) that returns the bytes of a unit's shard.
     """
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     as_weights, width = WIDTHS[config.training.dtype], optimizer.moment_width(config)
@@ -348,7 +365,7 @@ def state_bytes(
         """Return the bytes of one number for each trained weight."""
         if width < as_weights:  # routers' too, which are stored wider
             return sum(unit.trained.shard_size(n) for unit, n in units) * width
-        return sum(stored(unit.trained, n, width) for unit, n in units)
+        return sum(unit.trained.stored_bytes(n, width) for unit, n in units)
 
     matrices, out = optimizer.matrices(config), 0
     if matrices:
@@ -360,20 +377,20 @@ def state_bytes(
 
 
 def _units_without(
-    config: Config, fold: Fold, stages: list[tuple[range, bool, bool]], blocks: list[int], patterns: tuple[str, ...]
+    config: Config, fold: Fold, stages: list[Stage], blocks: list[int], patterns: tuple[str, ...]
 ) -> ShardedUnits:
     """Return the rank's weight units with the tensors that `patterns` match marked as frozen.
 
     Args:
         config: recipe.
         fold: degrees of `config`.
-        stages: layers of each stage of the rank, whether it has the embedding, and whether it has the head.
+        stages: stages of the rank.
         blocks: indices of the rank's blocks.
         patterns: patterns of names, as in training.freeze.
     """
     model, tuning = config.model, Tuning((*config.training.freeze, *patterns))
     sizes = Sizes(model, fold, tuning, vocabulary_ranks(config, fold))
-    dense = [unit for layers, first, last in stages for unit in units_of_stage(config, sizes, layers, first, last)[0]]
+    dense = [unit for stage in stages for unit in units_of_stage(config, sizes, *stage)[0]]
     dense += shared_vocabulary(config, sizes)
     experts = [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
     return [(unit, fsdp(fold)) for unit in dense] + experts
