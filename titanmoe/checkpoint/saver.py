@@ -71,7 +71,9 @@ class Saver:
         self.world = dist.group.WORLD if several else None
         """The group for wait(): the writing thread may be stuck in a collective of self.group."""
         self.first = dist.get_rank() == 0
-        self.saved_step = self._best_step = -1
+        self._best_step = -1
+        self.begun_step = -1
+        """Number of the step whose save began last, complete or not; -1 for none."""
         self._target = folder
         self._thread: threading.Thread | None = None
         self._progress, self._deadline, self._failure = SaveProgress(), 0.0, ""
@@ -126,7 +128,7 @@ class Saver:
         self._thread.start()
         if self.options.save == "sync":
             self.wait()
-        self.saved_step = step
+        self.begun_step = step
         return time.monotonic() - start
 
     @property

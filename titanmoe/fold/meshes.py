@@ -204,6 +204,8 @@ def build_meshes(
             ranks,
             mesh_dim_names=tuple(axes),
         )
+        # A placeholder has one rank, whatever the mesh says: with this name a collective along the axis raises instead
+        # of returning what it was given.
         for i, (size, is_used) in enumerate(zip(sizes, used, strict=True)):
             if size > 1 and not is_used:
                 device_mesh._dim_group_names[i] = SILENT

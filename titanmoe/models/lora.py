@@ -153,61 +153,61 @@ class AdaptedExperts(Experts):
     adapters_scale: float
     """alpha / r, or rsLoRA's alpha / sqrt(r): the factor of the adapters' product."""
 
-    def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
+    def gate_and_up(self, multiplier: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up of the routed tokens, adapters included: (R, F) each, or side by side in one (R, 2F).
 
         Args:
-            products: multiplies routed tokens by their experts' matrices. Its `index_R` is set to the tokens' global
+            multiplier: multiplies routed tokens by their experts' matrices. Its `index_R` is set to the tokens' global
                 indices, or None without dropout.
             x_RD: the routed tokens, sorted by expert, with their indices in further columns if there is dropout.
         """
         weights = self.hidden_weights()
-        pairs = {name: self.adapter_pair(name, products) for name in weights if hasattr(self, f"{name}_lora_A")}
-        x_RD, products.index_R = take_indices(x_RD, self.w1.shape[-1])
-        outputs = products.up(x_RD, *weights.values(), *(a for a, _ in pairs.values() if products.index_R is None))
+        pairs = {name: self.adapter_pair(name, multiplier) for name in weights if hasattr(self, f"{name}_lora_A")}
+        x_RD, multiplier.index_R = take_indices(x_RD, self.w1.shape[-1])
+        outputs = multiplier.up(x_RD, *weights.values(), *(a for a, _ in pairs.values() if multiplier.index_R is None))
         hidden, narrow = outputs[: len(weights)], list(outputs[len(weights) :])
-        if products.index_R is not None:
-            narrow = [self.up_after_dropout(name, products, x_RD, a) for name, (a, _) in pairs.items()]
+        if multiplier.index_R is not None:
+            narrow = [self.up_after_dropout(name, multiplier, x_RD, a) for name, (a, _) in pairs.items()]
         for name, y_RF in zip(weights, hidden, strict=True):
             if name in pairs:  # in place, so that no more of them exist than without adapters
-                y_RF.add_(products.up(self.adapters_scale * narrow.pop(0), pairs[name][1])[0])
+                y_RF.add_(multiplier.up(self.adapters_scale * narrow.pop(0), pairs[name][1])[0])
         return hidden
 
-    def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
+    def down(self, multiplier: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
         """Return the down projection of the routed tokens (R, D), adapters included; with etp this rank's summand.
 
         Args:
-            products: multiplies routed tokens by their experts' matrices; the one that `gate_and_up` got.
+            multiplier: multiplies routed tokens by their experts' matrices; the one that `gate_and_up` got.
             hidden: gate and up of the routed tokens, (R, F) each, or side by side in one tensor (R, 2F).
             weight_R1: routing weight of each routed token.
         """
         if not hasattr(self, "w2_lora_A"):
-            return super().down(products, hidden, weight_R1)
-        a, b = self.adapter_pair("w2", products)
-        if products.index_R is None:
-            y_RD, narrow_Rr = products.down(hidden, weight_R1, to_local(self.w2), a)
+            return super().down(multiplier, hidden, weight_R1)
+        a, b = self.adapter_pair("w2", multiplier)
+        if multiplier.index_R is None:
+            y_RD, narrow_Rr = multiplier.down(hidden, weight_R1, to_local(self.w2), a)
         else:
-            (y_RD,) = products.down(hidden, weight_R1, to_local(self.w2))
-            narrow_Rr = self.up_after_dropout("w2", products, products.down_input(hidden, weight_R1), a)
-        y_RD += products.up(self.adapters_scale * narrow_Rr, b)[0]
+            (y_RD,) = multiplier.down(hidden, weight_R1, to_local(self.w2))
+            narrow_Rr = self.up_after_dropout("w2", multiplier, multiplier.down_input(hidden, weight_R1), a)
+        y_RD += multiplier.up(self.adapters_scale * narrow_Rr, b)[0]
         return y_RD
 
-    def up_after_dropout(self, name: str, products: ExpertProducts, x: Tensor, a: Tensor) -> Tensor:
+    def up_after_dropout(self, name: str, multiplier: ExpertProducts, x: Tensor, a: Tensor) -> Tensor:
         """Return the product (R, r) of routed tokens, after dropout, with A (e, r, inputs) of a matrix such as "w1".
 
         Args:
             name: the matrix, "w1", "w2" or "w3".
-            products: multiplies routed tokens by their experts' matrices; dropout draws by its `index_R`.
+            multiplier: multiplies routed tokens by their experts' matrices; dropout draws by its `index_R`.
             x: inputs of the matrix for the routed tokens, before dropout.
             a: this rank's shard of A.
         """
-        return products.up(getattr(self, f"{name}_dropout")(x, products.index_R, self.etp_rank), a)[0]
+        return multiplier.up(getattr(self, f"{name}_dropout")(x, multiplier.index_R, self.etp_rank), a)[0]
 
-    def adapter_pair(self, name: str, products: ExpertProducts) -> tuple[Tensor, Tensor]:
+    def adapter_pair(self, name: str, multiplier: ExpertProducts) -> tuple[Tensor, Tensor]:
         """Return this rank's shards of the adapter's A and B of a matrix, such as "w1".
 
-        They are padded with zeros to a rank that the products can multiply.
+        They are padded with zeros to a rank that its kernels take.
         """
         a, b = (to_local(getattr(self, adapter)) for adapter in adapter_names(name))
-        missing = -a.shape[1] % products.width_multiple(a.dtype)
+        missing = -a.shape[1] % multiplier.width_multiple(a.dtype)
         return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

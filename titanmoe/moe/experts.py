@@ -97,13 +97,13 @@ class Experts(nn.Module):
             weight_R1: their routing weights.
             count_e: the number of each local expert's tokens.
         """
-        products = self.choose_products(x_RD, count_e)
-        hidden = self.gate_and_up(products, x_RD)
+        multiplier = self.choose_products(x_RD, count_e)
+        hidden = self.gate_and_up(multiplier, x_RD)
         if self.w1_bias is None:
-            return self.down(products, hidden, weight_R1)
+            return self.down(multiplier, hidden, weight_R1)
         member_Re = expert_one_hot(count_e, x_RD.shape[0], self.w2.dtype)
         hidden = self.add_up_bias(hidden, member_Re, count_e)
-        return self.add_down_bias(self.down(products, hidden, weight_R1), member_Re * weight_R1)
+        return self.add_down_bias(self.down(multiplier, hidden, weight_R1), member_Re * weight_R1)
 
     def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | TracedProducts:
         """Return the object that multiplies in this call: eager, traced by torch.compile, or in 8 bits.
@@ -124,29 +124,29 @@ class Experts(nn.Module):
         method = "loop" if emulated else method
         return EightBitProducts(method=method, emulated=emulated, rounded=self.rounded, **common)
 
-    def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
+    def gate_and_up(self, multiplier: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
         """Compute gate and up without biases, (R, F) each, or side by side in one tensor (R, 2F). Differentiable.
 
         The activation is not applied.
 
         Args:
-            products: multiplies routed tokens by their experts' matrices.
+            multiplier: multiplies routed tokens by their experts' matrices.
             x_RD: the routed tokens, sorted by expert.
         """
         weights = self.hidden_weights()
-        return products.up(x_RD, *weights.values(), sums=[self.sums.get(name) for name in weights])
+        return multiplier.up(x_RD, *weights.values(), sums=[self.sums.get(name) for name in weights])
 
-    def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
+    def down(self, multiplier: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
         """Compute the activation times the routing weights, and its down projection without bias: (R, D).
 
         Differentiable.
 
         Args:
-            products: the object that multiplies, from `choose_products`.
+            multiplier: the object that multiplies, from `choose_products`.
             hidden: gate and up, (R, F) each, or one tensor with both side by side.
             weight_R1: the routing weights.
         """
-        (y_RD,) = products.down(hidden, weight_R1, to_local(self.w2), add=self.sums.get("w2"))
+        (y_RD,) = multiplier.down(hidden, weight_R1, to_local(self.w2), add=self.sums.get("w2"))
         return y_RD
 
     def add_up_bias(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:

@@ -92,6 +92,7 @@ class MoE(nn.Module):
             sender if expert buffers are padded, else 0.
         """
         logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
+        # The same weights, to which the gradients of the balance losses are attached.
         weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
         if self.capacity is None:
             return weights_TK, chosen_TK, 0

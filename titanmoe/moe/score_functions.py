@@ -30,8 +30,8 @@ class ScoreFunction(Spec):
     """The key of titanmoe.ops.kernels.route.SCORE_KERNELS whose kernel computes it; "" if only the plain formulas do.
 
     A subclass with formulas of its own does not inherit it."""
-    scores_sum_to_one = True
-    """Whether a token's scores add up to 1. Balance losses and the entropy normalise them if not."""
+    scores_sum_to_one = False
+    """Whether a token's scores add up to 1 by themselves. Balance losses and the entropy normalise them if not."""
     weights_sum_to_one = False
     """Whether a token's routing weights add up to 1 without norm_topk."""
     scores_per_group = 1
@@ -79,6 +79,7 @@ class Softmax(ScoreFunction):
 
     help = "softmax takes the softmax over all experts, before the choice."
     kernel_mode = "softmax"
+    scores_sum_to_one = True
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         return logits_TE.softmax(-1)
@@ -102,7 +103,6 @@ class Sigmoid(ScoreFunction):
 
     help = "sigmoid scores each expert by itself (DeepSeek-V3)."
     kernel_mode = "sigmoid"
-    scores_sum_to_one = False
     scores_per_group = 2
 
     def scores(self, logits_TE: Tensor) -> Tensor:

@@ -49,9 +49,10 @@ def _on_model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
 
 
 def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
-    """Replace the parameters of a stage's experts by DTensors that are replicated over edp, in place; return these.
+    """Replace parameters of a stage's experts by DTensors that edp_replicate and edp replicate, in place; return these.
 
-    `model` is the stage, on meta; parameters that ep or etp divide stay divided. No communication.
+    For experts that no two data ranks shard: edp is 1. `model` is the stage, on meta; parameters that ep or etp divide
+    stay divided. No communication.
     """
     layers = [moe.experts for moe in model.moe_layers().values()]
     for experts in layers:

@@ -17,7 +17,11 @@ from titanmoe.comm.collectives import Group, all_reduce
 
 
 def replicas(parameter: nn.Parameter) -> int:
-    """Return the number of ranks of the pipeline stage, this rank included, that have the same shard of a parameter."""
+    """Return the number of ranks of the pipeline stage, this rank included, that have the same shard of a parameter.
+
+    FSDP and the plan have put every parameter on a mesh of all ranks of the stage. A plain tensor counts as this rank's
+    alone.
+    """
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

@@ -57,7 +57,8 @@ def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list
 SummedOver = Literal["tp", "etp", "stage"]
 """Ranks over which `sum_replicated` sums the gradient of a replicated parameter, once per step.
 
-"stage" is all ranks of the pipeline stage, for what FSDP does not shard. Gradients of other parameters are summed over
+"stage" is all ranks of the pipeline stage, cp x tp (`Meshes.sequence`) and then data ranks (`Meshes.data`), for what
+FSDP does not shard. Gradients of other parameters are summed over
 data ranks by FSDP, or by titanmoe.parallel.unsharded.
 """
 
@@ -247,14 +248,14 @@ def parallelize(model: Transformer | VocabularyShards, plan: Plan, meshes: Meshe
         by_name["pp x tp"] = meshes.vocabulary_mesh["vocabulary"]
     for name, mesh in by_name.items():
         parallelize_module(model, mesh, {path: style for path, style in rows.items() if style.mesh == name})
-    model.summed_over = summed_over(rows, meshes.tp.size)
+    model.summed_over = summing_ranks(rows, meshes.tp.size)
     model.tie()
 
 
 # ---- gradients
 
 
-def summed_over(rows: Plan, tp: int) -> dict[str, SummedOver]:
+def summing_ranks(rows: Plan, tp: int) -> dict[str, SummedOver]:
     """Return by full name, for each parameter that the plan replicates, the ranks that sum its gradient.
 
     Args:

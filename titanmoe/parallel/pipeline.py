@@ -432,15 +432,7 @@ class Pipeline:
         """
         self.microbatch_loss, losses = microbatch_loss, []
         if self.cold:
-            first = slices[0]  # in validation without what multi-token prediction reads, so with any ids and labels
-            tokens = first.tokens._replace(next_BS=first.ids_BS, later_BS=first.labels_BS)
-            first = first._replace(tokens=tokens)
-            for stage in self.stages:
-                with observe.unheard(), stage.unsharded_experts.use_computed_weights(accumulate=False):
-                    warm_up(stage.submod, self.hidden, first, self.device, self._loss)
-            if self.vocabulary is not None:
-                self.vocabulary.warm_up(first, microbatch_loss)
-            self.cold = False
+            self._warm_up(slices[0])
         self.schedule._has_backward = backward
         for stage in self.stages:
             stage.has_backward = backward
@@ -463,3 +455,15 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         losses = losses if self.vocabulary is None else self.vocabulary.losses
         return sum((loss.detach() for loss in losses), total)
+
+    def _warm_up(self, first: BatchSlice) -> None:
+        """Compile the kernels of this rank's stages before the first message, on a microbatch of the step's shapes."""
+        # In validation without what multi-token prediction reads, so with any ids and labels.
+        tokens = first.tokens._replace(next_BS=first.ids_BS, later_BS=first.labels_BS)
+        first = first._replace(tokens=tokens)
+        for stage in self.stages:
+            with observe.unheard(), stage.unsharded_experts.use_computed_weights(accumulate=False):
+                warm_up(stage.submod, self.hidden, first, self.device, self._loss)
+        if self.vocabulary is not None:
+            self.vocabulary.warm_up(first, self.microbatch_loss)
+        self.cold = False

@@ -112,7 +112,8 @@ def _checkpoint_products(moe: MoE) -> None:
 def _dispatch_once(moe: MoE) -> None:
     """Exclude a layer's dispatch from the checkpointed region around it, in place.
 
-    Backward, which recomputes the region, sends no routed tokens then.
+    Backward, which recomputes the region, sends no routed tokens then. It needs none: the products, which are a region
+    of their own, saved them, and torch ends the recomputation before anything reads the exchange.
     """
     plain = moe.dispatcher.dispatch
 
@@ -247,10 +248,10 @@ def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_on
             _recompute_moe(block, block.moe, parts.dispatch, in_one_graph)
 
 
-def _recompute_moe(block: Block, moe: MoE, dispatch: bool, in_one_graph: bool) -> None:
-    if not dispatch:
+def _recompute_moe(block: Block, moe: MoE, dispatches_twice: bool, in_one_graph: bool) -> None:
+    if not dispatches_twice:
         _checkpoint_products(moe)
     if in_one_graph:
         return
     _checkpoint_feed(block)
-    (_end_at_products if dispatch else _dispatch_once)(moe)
+    (_end_at_products if dispatches_twice else _dispatch_once)(moe)

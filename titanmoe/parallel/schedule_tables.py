@@ -34,8 +34,12 @@ def make_schedule(
 ) -> tuple[torch_schedules._PipelineScheduleRuntime, list[list[Cell]]]:
     """Return torch's runtime of the schedule with its tables, and each pipeline rank's cells.
 
-    The cells become `pipeline_order`, of which torch makes `pipeline_order_with_comms`. A class of torch's has made
-    both itself, and they stay unless the vocabulary's passes change the order.
+    schedule                  class                       cells from       pipeline_order from
+    GPipe, 1F1B               torch's runtime, plain      `single_order`   the cells
+    a CSV file                torch's runtime, plain      the file         the cells
+    others                    torch's for the schedule    its tables       the class; the cells if there are passes
+
+    Of `pipeline_order` torch makes `pipeline_order_with_comms`.
 
     Args:
         stages: this rank's stages.

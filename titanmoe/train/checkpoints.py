@@ -152,7 +152,7 @@ class Checkpoints:
         self._copy_files(lambda: layout.carried_files(beginning.path))
         step = self.state.step
         if self.saver and beginning.path.parent == self.saver.folder:
-            self.saver.saved_step = step  # it is on disk already
+            self.saver.begun_step = step  # it is on disk already
         origin = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
         return {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
 
@@ -403,7 +403,7 @@ class Checkpoints:
     @property
     def is_due(self) -> bool:
         """True if checkpoint.interval or keep_best asks for a save after the step just made."""
-        if self.saver and self.state.step in (self.start_step, self.saver.saved_step):
+        if self.saver and self.state.step in (self.start_step, self.saver.begun_step):
             return False  # the loop has been stopped before it made a step
         is_best = self.best is not None and self.best.keeps and self.best.step == self.state.step
         at_interval = self.options.interval and self.state.step % self.options.interval == 0
@@ -412,7 +412,7 @@ class Checkpoints:
     @property
     def has_saved(self) -> bool:
         """True if a checkpoint is on disk, or being written, from which the run can continue after a NumericalFault."""
-        return bool(self.saver and self.saver.saved_step >= 0)
+        return bool(self.saver and self.saver.begun_step >= 0)
 
     def after_step(self) -> dict[str, float]:
         """Save if checkpoint.interval or keep_best asks for it after this step. Collective over the world.
@@ -455,7 +455,7 @@ class Checkpoints:
             return 0
         if self.state.step != self.start_step:
             self.saver.wait()
-            if self.saver.saved_step != self.state.step:
+            if self.saver.begun_step != self.state.step:
                 self._save()
                 self.saver.wait()
             folder = self.saver.folder

@@ -215,7 +215,15 @@ class Slicer:
 
 @dataclass(eq=False, kw_only=True)
 class Gradients:
-    """Computation of a step's gradients, summed over all ranks, and of the numbers reported with them."""
+    """Computation of a step's gradients, summed over all ranks, and of the numbers reported with them.
+
+        sums                    a step of the trainer, made twice if a buffer was too small
+          forward_backward        begin_step, add, sums of scalars over the ranks
+            add                     the engine's microbatches, divided by the step's divisor
+          _finish                 finish_gradients, the norm, and one transfer of all scalars to the host
+
+    titanmoe.session calls begin_step, add and reduce instead, which ends in _finish too.
+    """
 
     stages: list[Transformer]
     engine: WithoutPipeline | Pipeline
@@ -367,7 +375,8 @@ class Gradients:
         """
         divisor = divisor.where(divisor > 0, 1)
 
-        # The objective's sums are divided here alone. Every reduction is a sum, so nothing is scaled twice.
+        # Sums of losses are divided here alone: before backward, so that gradients are too, those of multi-token
+        # prediction included, and what is reported below. Every reduction is a sum, so nothing is scaled twice.
         def microbatch_loss(scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
             return objective(scores_NBS, batch_slice) / divisor
 

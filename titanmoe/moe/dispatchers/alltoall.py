@@ -65,16 +65,16 @@ class AllToAll(Dispatcher):
             return self.dispatch_locally(x_TD, weights_TK, chosen_TK)
         choice_S, slot_CX, count_E, counts = self.assign(chosen_TK, slots_per_expert)
         in_graph = counts is not None and torch.compiler.is_compiling()
-        if in_graph:
+        if in_graph:  # the used size is known before the buffer is filled
             count_Ge, send, receive = counts.read()
             choice_S, slot_CX = choice_S.narrow(0, 0, sum(send)), slot_CX.clamp(max=sum(send))
         # Rows that are reordered when they arrive are packed with their weights, and unpacked, on the way.
         packed = G > 1 and e > 1 and can_pack(x_TD, self.kernels)
         x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot_CX, self.kernels, packed)
-        if counts is None:
-            send = receive = None  # the same size to and from every rank
+        if counts is None:  # padded: the same size to and from every rank
+            send = receive = None
             count_Ge = count_E.new_full((G, e), slots_per_expert)
-        elif not in_graph:
+        elif not in_graph:  # the buffer was filled while counts were in flight; drop what is unused
             interleave.yield_in_backward(x_SD)
             count_Ge, send, receive = counts.read()  # the layer's only host sync
             x_SD, route = truncate_buffer(x_SD, sum(send)), truncate_route(route, sum(send))

@@ -17,7 +17,7 @@ from titanmoe.train.objectives.objective import Objective
 
 
 class CrossEntropy(Objective):
-    """Mean cross-entropy over all labels."""
+    """Cross-entropy of all labels: its sum and their number, by which the step divides."""
 
     def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
         return scores.loss_BS.sum()
@@ -27,7 +27,7 @@ class CrossEntropy(Objective):
 
 
 class WeightedCrossEntropy(Objective):
-    """Mean cross-entropy over all labels, weighted by the data's label weights."""
+    """Cross-entropy times the data's label weights: its sum, and the sum of the weights, by which the step divides."""
 
     def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
         return (scores.loss_BS * batch_slice.extra_fields[WEIGHT]).sum()
