@@ -25,7 +25,7 @@ CALLS_CUDA |= {"moe/dispatchers/symmetric_buffers.py", "checkpoint/saver.py", "p
 CALLS_CUDA |= {"train/optimizers/offload.py", "train/out_of_memory.py"}
 CALLS_CUDA |= {"launcher/fit_ranks.py", "launcher/check_cluster.py"}
 CALLS_CUDA |= {
-    "rank.py",
+    "plan/planned_overlap.py",
     "parallel/pipeline.py",
     "train/header.py",
 }  # kernels that are still to be loaded; the allocator's answer

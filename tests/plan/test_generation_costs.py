@@ -231,5 +231,5 @@ def test_the_fastest_mapping_is_the_same_however_many_are_shown() -> None:
     """Beside the one that trains fastest only a slower generator fits."""
     config = read("qwen3_30b_a3b", LARGE, "--generation.offload_training false")
     device = replace(read_device("h100"), memory=52e9)
-    (first,), (same, second) = (search(config, 16, device, Factors(), count).best for count in (1, 2))
+    (first,), (same, second) = (search(config, 16, device, Factors(), count=count).best for count in (1, 2))
     assert first.config == same.config and same.price.step > second.price.step

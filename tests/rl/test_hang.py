@@ -37,7 +37,7 @@ rank.run()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
-@pytest.mark.parametrize(("phase", "rank", "place"), [("generate", 1, ""), ("reward", 0, "_share_rewards")])
+@pytest.mark.parametrize(("phase", "rank", "place"), [("generate", 1, ""), ("reward", 0, "_broadcast_rewards")])
 def test_the_phase_and_rank_that_hang_are_named(phase: str, rank: int, place: str, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1 +"}\n{"prompt": "2 +"}\n')
     (tmp_path / "stuck.py").write_text(STUCK)

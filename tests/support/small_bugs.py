@@ -411,7 +411,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "(save_number(path), path.name == latest_name, path.name)",
             "(path.name == latest_name, save_number(path), path.name)",
         ),
-        ("compute_crc32", "a checksum covers only a file's first block", "size - len(block)", "0"),
+        ("stream_crc32", "a checksum covers only a file's first block", "size - len(block)", "0"),
     ],
     "tests/data/test_shuffle.py": [
         ("permute", "a permutation reaches one number too far", "out_N[outside] >= size", "out_N[outside] > size"),

@@ -178,7 +178,7 @@ from titanmoe.components import COMPONENTS
 from titanmoe.train import launch
 
 def overlap(config, runtime):
-    assert runtime.world == 1 and config.moe.overlap == "none"
+    assert runtime.world == 1 and config.moe.overlap == "auto"
     return replace(config, moe=replace(config.moe, overlap="halves")), f"halves, because of {runtime.device}"
 
 launch.main(sys.argv[1:], COMPONENTS, overlap=overlap)
@@ -187,6 +187,7 @@ launch.main(sys.argv[1:], COMPONENTS, overlap=overlap)
 
 def test_a_run_overlaps_as_it_is_told_and_its_header_says_why(tmp_path: Path) -> None:
     changes = {"model.num_layers": 1, "training.steps": 1, "data.source": "synthetic", "metrics.console": "lines"}
+    changes["moe.overlap"] = "auto"
     words = parity.arguments(parity.TINY | changes | {"job.dump_folder": str(tmp_path)})
     run = processes.run(["-c", OVERLAP, *words])
     assert run.returncode == 0, run.stderr
