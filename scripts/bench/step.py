@@ -142,6 +142,9 @@ def serve(root: str, options: list[str]) -> None:
     Args:
         root: The checkout, from which titanmoe must be imported.
         options: The options of the run.
+
+    Raises:
+        SystemExit: titanmoe was imported from elsewhere.
     """
     from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters

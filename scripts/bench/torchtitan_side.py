@@ -119,7 +119,7 @@ def before_2_13() -> bool:
 
 
 def _shard_one_by_one(fsdp: types.ModuleType) -> None:
-    """Make FSDP shard each module of a list by itself where TorchTitan shards them together.
+    """Replace `fsdp.fully_shard`, so that each module of a list is sharded by itself; TorchTitan shards them together.
 
     Together, the chunked loss frees the last norm's weight before its backward ("data is not allocated yet", on 2.11).
     """
@@ -134,7 +134,10 @@ def _shard_one_by_one(fsdp: types.ModuleType) -> None:
 
 
 def _pad_values(attention: Any) -> None:
-    """Pad values to the width of keys, as torch's flash kernel for CPUs needs: a tenth faster than the plain one."""
+    """Replace `attention.forward`, to pad values to the width of keys, as torch's flash kernel for CPUs needs.
+
+    It is a tenth faster than the plain one.
+    """
     import torch.nn.functional as F
 
     forward = attention.forward
@@ -147,7 +150,10 @@ def _pad_values(attention: Any) -> None:
 
 
 def _balance_shards(router: Any) -> None:
-    """Let each rank balance the tokens it has: under tp the switch would mix plain tensors with DTensors."""
+    """Replace the balancing method of class `router`, to let each rank balance the tokens it has.
+
+    Under tp TorchTitan's own would mix plain tensors with DTensors.
+    """
     from torch.distributed.tensor import DTensor
 
     balanced = router._debug_force_load_balance_routing

@@ -162,8 +162,8 @@ def elements(dims: Any) -> int:
 def floor(operation: dict[str, Any], peak: float, bandwidth: float) -> float:
     """Return the least microseconds that an operation can take by its FLOPs and the bytes of its inputs; 0 if unknown.
 
-    A trace has neither attention's mask, nor which rows an index selects, nor what our own autograd functions read
-    besides their arguments.
+    It is 0 for attention, indexing and all that is not aten's, such as our own autograd functions: a trace has neither
+    attention's mask, nor which rows an index selects, nor what these functions read besides their arguments.
 
     Args:
         operation: the operation's event in the trace.

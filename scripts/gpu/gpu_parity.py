@@ -258,6 +258,9 @@ def resumed(side: Side, name: str, *more: str) -> Result:
         side: the device of both.
         name: folder for the runs.
         more: options of both runs.
+
+    Raises:
+        RuntimeError: if a run fails or does not report each step's loss.
     """
     uninterrupted, rest = (Path(scratch().name) / name / run_name for run_name in ("uninterrupted", "resumed"))
     outputs([training_command(uninterrupted, side, *more)])

@@ -37,6 +37,9 @@ def enter_namespace(spaces: str, rank: int | str = "lan") -> None:
     Args:
         spaces: common prefix of the names of the run's namespaces.
         rank: the rank, or "lan".
+
+    Raises:
+        OSError: there is no such namespace, or this process may not enter it.
     """
     with open(f"/run/netns/{spaces}-{rank}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):

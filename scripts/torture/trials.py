@@ -53,7 +53,10 @@ def kill_ranks(run: Run, number: int) -> None:
 
 
 def start_and_kill_launcher(run: Run, first: int = INTERVAL + 1) -> None:
-    """Start the run and kill its launcher at a random step from `first` on, which ends all ranks."""
+    """Start the run, kill its launcher at a random step from `first` on, and wait until all ranks have ended.
+
+    Raises Missed if the run ends first.
+    """
     run.start()
     run.wait_for_random_step(first)
     run.kill_launcher()
@@ -79,7 +82,10 @@ def kill_between_renames(run: Run) -> None:
 
 
 def flip_checkpoint_bit(run: Run) -> None:
-    """Kill the run, flip a bit in a file of its newest checkpoint, and start it again."""
+    """Kill the run, flip a bit in a file of its newest checkpoint, and start it again, without waiting for its end.
+
+    Sets `run.saved_step` to the checkpoint before. Raises Missed if there is none, or if the run ends first.
+    """
     start_and_kill_launcher(run, 2 * INTERVAL + 1)
     checkpoints = layout.checkpoints_by_step(run.checkpoints)
     if len(checkpoints) < 2:  # a save is late: there would be no earlier one to go back to
@@ -109,7 +115,10 @@ def fill_disk(run: Run) -> None:
 
 
 def slow_disk_and_kill(run: Run) -> None:
-    """Slow the disk down, check that training continues during a save without a hang event, then kill a rank."""
+    """Slow the disk down, raise Wrong unless steps are made during a save without a hang event, and kill a rank.
+
+    Raises Missed if the run ends before the kill.
+    """
     seconds = run.rng.uniform(0.05, 0.2)
     run.start(3, {"do": "slow", "on": TO_DISK, "times": 10**9, "path": "/checkpoints", "seconds": seconds})
     during: dict[Path, set[int]] = {}
@@ -145,7 +154,10 @@ def fail_writes(run: Run) -> None:
 
 
 def send_sigterm(run: Run) -> None:
-    """Stop the launcher with SIGTERM, raise Wrong unless the run saves its last step, and start it again."""
+    """Stop the launcher with SIGTERM, raise Wrong unless the run saves its last step, and start it again.
+
+    Sets `run.last_step` and `run.saved_step` to the step at which it stopped. Raises Missed if the run ends first.
+    """
     run.start()
     run.wait_for_random_step()
     run.agent.terminate()
@@ -185,7 +197,10 @@ def hang_disk(run: Run) -> None:
 
 
 def slow_link(run: Run) -> None:
-    """Delay the packets between two ranks, to the end, at first for seconds but less than a collective's time-out."""
+    """Delay the packets between two ranks, to the end, at first for seconds but less than a collective's time-out.
+
+    Waits for the end of the run; raises Missed if it comes before the first of these packets.
+    """
     run.start()
     run.wait_for_random_step()
     ends, stall = tuple(run.rng.sample(range(RANKS), 2)), run.rng.uniform(1, 0.6 * TIMEOUT_S)
@@ -207,7 +222,10 @@ def wait_at_barrier(run: Run) -> None:
 
 
 def hang_at_end(run: Run) -> None:
-    """Make a rank hang when it closes its loader at the end of the run, and check that the report names it."""
+    """Make a rank hang when it closes its loader at the end of the run; raise Wrong unless the report names it.
+
+    Sets the run's checkpoint.timeout_s to 3 s. Raises Missed if the run ends before the fault strikes.
+    """
     run.options |= {"checkpoint.timeout_s": 3}
     run.start(0, {"do": "slow", "on": ["signal"], "rank": run.rank, "path": CLOSE, "seconds": 1000})
     run.wait_for_random_step()
@@ -268,9 +286,10 @@ def sample_number(run: Run, microbatch: int) -> int:
 
 
 def flip_memory_bit(run: Run) -> None:
-    """Flip a bit of a weight or moment that several ranks hold, and check that an event names who differs.
+    """Flip a bit of a weight or moment that several ranks hold; raise Wrong unless an event names who differs.
 
-    If only two ranks hold it, both must be named. The run must return to its last checkpoint by itself.
+    If only two ranks hold it, both must be named. The run must return to its last checkpoint by itself; sets its
+    options debug.replicas_every and debug.on_difference. Raises Missed if the run ends first.
     """
     every, at = 2, run.rng.randint(INTERVAL + 1, STEPS - INTERVAL)
     names = {"router.weight": [4, 16]}  # held by all ranks of a stage

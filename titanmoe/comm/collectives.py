@@ -90,7 +90,10 @@ def _dtensor_of(shard: Tensor, spec: Any) -> DTensor:
 
 
 def gradient_from_local(parameter: DTensor, shard: Tensor) -> DTensor:
-    """Wrap this rank's shard of a parameter's gradient as a DTensor with the parameter's mesh and placements."""
+    """Wrap this rank's shard of a parameter's gradient as a DTensor with the parameter's mesh and placements.
+
+    No communication.
+    """
     return _dtensor_of(shard, parameter._spec)
 
 

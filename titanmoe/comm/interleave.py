@@ -72,7 +72,8 @@ def yield_in_backward(x: Tensor) -> None:
 
     So two microbatches that take turns on one device switch there. Needed for each `yield_to_other` of a forward:
     otherwise forward would yield three times a layer and backward twice, and soon forward would become active without
-    anything to compute each time backward has just sent its gradients.
+    anything to compute each time backward has just sent its gradients. Does nothing if x has no grad_fn, or under
+    torch.compile.
     """
     if not torch.compiler.is_compiling() and x.grad_fn is not None:
         x.grad_fn.register_hook(lambda *_: yield_to_other())

@@ -135,7 +135,10 @@ class RecordReader:
         return f"{place()}: has no field {self.field!r}, {_list_fields(names)}, and chats have {wanted}: {advice}"
 
     def read_all(self) -> bytes:
-        """Return all bytes of the span's file, decompressed. Raises a ConfigError above the limit of a document."""
+        """Return all bytes of the span's file, decompressed, and set `at`, and `empty` if there are none.
+
+        Raises a ConfigError above the limit of a document.
+        """
         with open_decompressed(self.span.file) as (stream, _):
             data = stream.read(self.max_bytes + 1)
         if len(data) > self.max_bytes:

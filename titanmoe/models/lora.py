@@ -154,7 +154,7 @@ class AdaptedExperts(Experts):
     """alpha / r, or rsLoRA's alpha / sqrt(r): the factor of the adapters' product."""
 
     def gate_and_up(self, multiplier: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
-        """Return gate and up of the routed tokens, adapters included: (R, F) each, or side by side in one (R, 2F).
+        """Return gate and up of the routed tokens, adapters included: (R, F) each, or with `w1_and_w3` one (R, 2F).
 
         Args:
             multiplier: multiplies routed tokens by their experts' matrices. Its `index_R` is set to the tokens' global

@@ -125,9 +125,9 @@ class Experts(nn.Module):
         return EightBitProducts(method=method, emulated=emulated, rounded=self.rounded, **common)
 
     def gate_and_up(self, multiplier: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
-        """Compute gate and up without biases, (R, F) each, or side by side in one tensor (R, 2F). Differentiable.
+        """Compute gate and up without biases, (R, F) each, or with `w1_and_w3` side by side in one tensor (R, 2F).
 
-        The activation is not applied.
+        The activation is not applied. Differentiable.
 
         Args:
             multiplier: multiplies routed tokens by their experts' matrices.

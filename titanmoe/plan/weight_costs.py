@@ -139,7 +139,10 @@ class WeightCosts(BlockCosts):
         return microbatch / rate, step / rate
 
     def gathers_often(self, config: Config, fold: Fold) -> bool:
-        """Return whether weights are gathered for each microbatch, rather than once a step."""
+        """Return whether weights are gathered for each microbatch, rather than once a step.
+
+        As parallelism.reshard_after_forward says, also where nothing is sharded; "auto" is "always" without a pipeline.
+        """
         choice = config.parallelism.reshard_after_forward
         return choice == "always" or (choice == "auto" and fold.pp == 1)
 

@@ -133,7 +133,7 @@ class Routing:
         return self._index[rank] + microbatch * self.fold.dp * training.local_batch_size * training.seq_len
 
     def chosen_experts(self, rank: int, microbatch: int, layer: int) -> Tensor:
-        """Return the experts (tokens, top_k) of the tokens that a rank owns in a microbatch, in one MoE layer."""
+        """Return the experts (tokens, top_k) of the tokens that a rank owns in a microbatch, in block `layer`."""
         key = rank, microbatch, self.key(layer)
         if key not in self._chosen_experts:
             self._chosen_experts[key] = self.assumed.choose(layer, self.index(rank, microbatch))

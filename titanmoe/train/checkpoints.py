@@ -179,7 +179,7 @@ class Checkpoints:
             find: called on rank 0; returns the path of each file by the name of the copy.
 
         Raises:
-            ConfigError: on all ranks, if a file cannot be found or copied.
+            ConfigError: on all ranks, if `find` raises a CheckpointError or OSError, or a file cannot be copied.
         """
         self.find_carried = find
         try:

@@ -365,7 +365,8 @@ class Gradients:
         """Run microbatches forward and backward, add gradients to `.grad`, and return this rank's loss and metrics.
 
         Both are divided by `divisor`, and 0 on ranks without the last pipeline stage. Collective over the stage and the
-        pipeline. Gradients of replicated parameters are not yet summed over ranks.
+        pipeline. Gradients of replicated parameters are not yet summed over ranks. Call `begin_pass` before each
+        further call in a step.
 
         Args:
             slices: this rank's microbatches, at most as many as the recipe's step has; with a pipeline, just as many.

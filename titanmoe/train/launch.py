@@ -56,7 +56,7 @@ def resolve(
         config: the config as given, whose degrees are legal on `world` ranks.
         world: number of ranks.
         read_record: returns what the checkpoint that the run resumes from records besides tensors; {} without one. A
-            global batch size of -1 becomes that of the record.
+            global batch size of -1 becomes that of the record; without one, local_batch_size for each data rank.
 
     Raises:
         ConfigError: the record's global batch size cannot be used on so many ranks, or the data cannot be counted.

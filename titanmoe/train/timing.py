@@ -87,7 +87,7 @@ class Clock(Observer):
             self._begun[me] = begun[0], self._mark()
 
     def take(self, steps: int) -> dict[str, float]:
-        """Return mean seconds per step by phase or region, of the intervals that ended since the last call.
+        """Return and reset mean seconds per step by phase or region, of the intervals that ended since the last call.
 
         On a GPU, intervals that the GPU has not completed yet are included in a later call.
 

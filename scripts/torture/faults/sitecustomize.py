@@ -56,7 +56,7 @@ class Fault:
         vars(self).update(fault)
 
     def meet(self, event, path):
-        """Kill, fail or sleep if a disk event is one that the fault is set for.
+        """Kill this process, raise an OSError, sleep or wait for a file if the fault is set for this disk event.
 
         Args:
             event: kind of the event, such as "write".

@@ -123,7 +123,11 @@ class _Reader:
         self.problems: list[str] = []
 
     def adapters(self) -> Adapters:
-        """Return the folder's adapters, whose tensors are read later; ConfigError with everything that is wrong."""
+        """Return the folder's adapters, whose tensors are read later. Call it once.
+
+        Raises:
+            ConfigError: with everything that is wrong, which is also in `problems`.
+        """
         self.problems += unsupported_settings(self.settings)
         self.problems += self._mistyped()
         if not self.problems:

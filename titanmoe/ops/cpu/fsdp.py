@@ -117,7 +117,7 @@ class ReduceScatter:
         """Return an uninitialised tensor of `size` for gradients. Called by FSDP2.
 
         FSDP2 calls it alternately for the gradients to send and for this rank's shard of the sum, which is smaller by
-        the factor `ranks`. Tells the two apart by `size`, and so has to be called for both.
+        the factor `ranks`. Tells the two apart by `size` and that of the call before, and so has to be called for both.
         """
         numbers = math.prod(size)
         is_sum = numbers * self.ranks == self._message_numbers

@@ -150,7 +150,7 @@ def split_ends(dk_BSHh: Tensor, dv_BSHv: Tensor, cos_bS1p: Tensor, sin_bS1p: Ten
 
     Returns:
         The gradients of the keys' parts without positions and of values, side by side (B, S, H, n + v); and the
-        gradient of the shared key before its rotation (B, S, 1, p), summed over heads.
+        gradient of the shared key before its rotation (B, S, 1, p), summed over heads. Both in the dtype of dk_BSHh.
     """
     dk, dv, cos, sin = (
         adjacent_numbers(dk_BSHh),
