@@ -192,6 +192,15 @@ def test_an_archive_cut_or_changed_anywhere_is_refused_or_harmless() -> None:
     assert refused > len(data)
 
 
+def test_an_entry_beyond_the_end_of_the_archive_is_refused() -> None:
+    torch.save(torch.ones(3), stream := io.BytesIO())
+    data = bytearray(stream.getvalue())
+    first = data.index(b"PK\1\2")  # in the archive's directory, whose offset of the contents is at byte 42
+    data[first + 42 : first + 46] = len(data).to_bytes(4, "little")
+    with pytest.raises(ValueError, match=r"data\.pkl is not where the list of files says"):
+        read_saved_tensor(io.BytesIO(data))
+
+
 # ---- names
 
 NAMES = [

@@ -84,13 +84,13 @@ def read_saved_tensor(file: BinaryIO) -> SavedTensor:
 def _contents_range(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
     """Return the positions in `file` of the first byte of a zip entry's contents, and of the byte after their last.
 
-    Moves the position of `file`. Raises a ValueError if the entry does not begin where the archive's directory says,
-    or a struct.error if the file ends there.
+    Moves the position of `file`. Raises a ValueError if the entry does not begin where the archive's directory says.
     """
     file.seek(entry.header_offset)
-    mark, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if mark != b"PK\3\4":
+    header = file.read(_LOCAL_HEADER.size)
+    if len(header) < _LOCAL_HEADER.size or not header.startswith(b"PK\3\4"):
         raise ValueError(f"{entry.filename} is not where the list of files says")
+    _, name, extra = _LOCAL_HEADER.unpack(header)
     start = entry.header_offset + _LOCAL_HEADER.size + name + extra
     return start, start + entry.file_size
 
