@@ -37,7 +37,6 @@ EXCEPTIONS = {
     ("titanmoe/rl/rollouts.py", "cut"): "texts that a limit cuts off",
     ("titanmoe/train/report_targets.py", "board"): "TensorBoard",
     ("titanmoe/watch/late_ranks.py", "cut"): "ranks that the network cuts off",
-    ("titanmoe/plan/generation_costs.py", "own"): "what the generator has beside training",
     ("titanmoe/rl/reward_worker.py", "found"): "whatever a function of the user returns",
     ("scripts/gpu/symmetric.py", "share"): "a verb: torch's share_memory",
     **{

@@ -173,7 +173,7 @@ def test_seconds_follow_texts_and_mapping() -> None:
     assert long.tokens == 2 * short.tokens and long.reading == short.reading and long.copying == short.copying
     several = planned(replace(config, rl=replace(config.rl, updates=2)), 16, TextLengths(512, 256), ep=8)
     assert several.components["copying weights"] == pytest.approx(short.copying / 2)
-    assert several.rows == 64 and short.rows == 32
+    assert several.texts == 64 and short.texts == 32
     alone, divided = planned(config, 1), planned(config, 16, ep=16)
     assert alone.copying == pytest.approx(4 * alone.weights / (3.35e12 * Factors().memory))
     assert divided.weights < alone.weights / 8

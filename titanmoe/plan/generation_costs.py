@@ -102,7 +102,7 @@ class GeneratorPlan:
     """Number of forwards of one more token in a round."""
     updates: int
     """Steps of a round."""
-    rows: int
+    texts: int
     """Completions that a data rank generates at a time."""
     lengths: TextLengths
 
@@ -125,7 +125,7 @@ class GeneratorPlan:
             "seconds": self.seconds,
             "time": self.components,
             "token": {"device": self.token, "host": self.launches},
-            "rows": self.rows,
+            "texts": self.texts,
             "lengths": self.lengths._asdict(),
             "memory": {"weights": self.weights, "cache": self.cache, "activations": self.activations},
         }
@@ -150,9 +150,9 @@ class GeneratorPlan:
         if self.offloads:
             resting |= {"weights": 0, "moments": 0}
         buffers = {"communicators of the generator": round(self.communicators)}
-        own = buffers | {"weights of the generator": self.weights}
-        copying = own | {"weights": memory.weights, "messages": self.messages}
-        generating = own | {"cache of completions": self.cache, "activations": self.activations}
+        generator = buffers | {"weights of the generator": self.weights}
+        copying = generator | {"weights": memory.weights, "messages": self.messages}
+        generating = generator | {"cache of completions": self.cache, "activations": self.activations}
         moments = {
             memory.peak_during: memory.components | buffers,
             GENERATING[0]: resting | copying,
@@ -258,11 +258,11 @@ class GeneratorCosts:
         )
         prompts = ceil(rl.prompts_per_step * rl.updates / fold.dp)
         at_once = min(prompts, generation.batch_size // rl.completions)
-        rounds, rows = ceil(prompts / at_once), at_once * rl.completions
+        rounds, texts = ceil(prompts / at_once), at_once * rl.completions
         stack = self.blocks.stack
         launches = self.model.num_layers * LAUNCHES * (stack.host_tp if fold.tp > 1 else stack.host)
         token, text = cache_bytes(self.model, fold.tp, self.w)
-        most, most_prompts = rows, at_once
+        most, most_prompts = texts, at_once
         # An evaluation has a text of each prompt, and may have as many prompts as there are texts at a time. So has a
         # turn after the first: each completion is a prompt of its own, which is read again.
         if rl.eval_interval:
@@ -282,11 +282,11 @@ class GeneratorCosts:
             communicators=self._communicators(fold),
             copying=self._copy(weights, ceil(weights / ROUND_BYTES)),
             reading=rounds * max(self._read(fold, at_once), launches),
-            token=self._token(config, fold, rows, token, text),
+            token=self._token(config, fold, texts, token, text),
             launches=launches,
             tokens=rounds * self.lengths.completion,
             updates=rl.updates,
-            rows=rows,
+            texts=texts,
             lengths=self.lengths,
         )
 
@@ -342,13 +342,13 @@ class GeneratorCosts:
         costs = (blocks.attention_and_ffn(fold, prompts, i, choice) for i in range(self.model.num_layers))
         return sum(attention[0].seconds + ffn[0].seconds for attention, ffn in costs)
 
-    def _token(self, config: Config, fold: Fold, rows: int, token: int, text: int) -> float:
+    def _token(self, config: Config, fold: Fold, texts: int, token: int, text: int) -> float:
         """Return the device's seconds of a forward of one more token of each completion of a data rank.
 
         Args:
             config: the config to generate with.
             fold: its degrees.
-            rows: completions of the data rank.
+            texts: completions of the data rank.
             token: bytes that a rank caches of a token.
             text: bytes that a rank caches of each text in addition, whatever its length.
         """
@@ -363,16 +363,16 @@ class GeneratorCosts:
             return max(weights * self.w / self.bandwidth, 2 * multiplied / self.rate)
 
         dense = sum(sizes.block(i).full_size for i in range(layers)) + sizes.head.full_size
-        seconds = products(dense, dense * rows)
+        seconds = products(dense, dense * texts)
         cached = token * (self.lengths.prompt + self.lengths.completion / 2)
-        seconds += rows * (READS * cached + 2 * text) / self.bandwidth
+        seconds += texts * (READS * cached + 2 * text) / self.bandwidth
         networks = layers - moe + moe * (model.shared_hidden > 0)  # that tp divides, as it does attention
-        hidden = rows * model.dim * self.w
+        hidden = texts * model.dim * self.w
         tp, routed = LinkGroup(fold.tp, 1), LinkGroup(fold.ep * fold.etp, 1)
         seconds += 2 * (layers + networks) * self.links.gather(tp, hidden)
-        seconds += self.links.gather(tp, rows * model.vocab_size * self.w)
+        seconds += self.links.gather(tp, texts * model.vocab_size * self.w)
         if moe:
-            tokens = rows / fold.tp  # that a rank owns
+            tokens = texts / fold.tp  # that a rank owns
             chosen = 1 - (1 - model.top_k / model.num_experts) ** (tokens * routed.size)
             weights = sizes.experts.full_size
             multiplied = tokens * model.top_k * fold.etp * self.blocks.imbalance * weights

@@ -205,7 +205,7 @@ def generation_lines(mapping: PricedMapping) -> list[str]:
         f"The completions of a step, {rl.completions} of each of {rl.prompts_per_step} prompts, take "
         f"{generator.seconds:.3g} s if prompts have {generator.lengths.prompt:,} tokens and completions "
         f"{generator.lengths.completion:,}{turn}. This is a roofline; on one H200 they took twice as long.",
-        f"A token of {generator.rows} completions on each data rank takes the device {generator.token * 1000:.3g} ms "
+        f"A token of {generator.texts} completions on each data rank takes the device {generator.token * 1000:.3g} ms "
         f"and the host {generator.launches * 1000:.3g} ms:",
         "",
     ]
