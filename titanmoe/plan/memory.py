@@ -15,7 +15,7 @@ from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.peak_moments import PeakMoments
 from titanmoe.plan.saved_bytes import Widths
-from titanmoe.plan.sizes import ModelKey, Stage
+from titanmoe.plan.sizes import ModelKey, StageLayers
 from titanmoe.train.find_teacher import find_teacher, teacher_config
 
 
@@ -65,7 +65,9 @@ def rank_memories(
         copies = [memory.weights for memory in rank_memories(frozen, fold, only_ends=only_ends)]
     memories = []
     for rank, copy, teacher in zip(ranks, copies, teachers or [0] * len(ranks), strict=True):
-        stages = [Stage(layers[i], i == 0, i == len(owners) - 1) for i, owner in enumerate(owners) if owner == rank]
+        stages = [
+            StageLayers(layers[i], i == 0, i == len(owners) - 1) for i, owner in enumerate(owners) if owner == rank
+        ]
         moments = PeakMoments(s, rank, stages, teacher, copy)
         peak = max(moments.all(), key=lambda moment: moment.total)
         components = {name: size for name, size in peak.components.items() if size}

@@ -23,7 +23,7 @@ from titanmoe.plan.muon_work import matrix_buffer_bytes
 from titanmoe.plan.saved_bytes import SavedBytes, Widths, input_bytes, mode_of, saved_bytes
 from titanmoe.plan.schedule_cost import FORWARDS_FIRST, BackwardLoad, backward_loads, largest_loads
 from titanmoe.plan.sizes import (
-    Stage,
+    StageLayers,
     WeightUnit,
     fsdp,
     shared_vocabulary,
@@ -72,7 +72,7 @@ class BlockInBackward:
 class PeakMoments:
     """Moments of a step at which a pipeline rank may need most memory."""
 
-    def __init__(self, s: Widths, rank: int, stages: list[Stage], teacher: int, reference: int):
+    def __init__(self, s: Widths, rank: int, stages: list[StageLayers], teacher: int, reference: int):
         """Compute what a rank holds during the whole step.
 
         Args:
@@ -162,7 +162,7 @@ class PeakMoments:
             return dense + sum(unit.trained.full_size for unit in self.experts) * copies
         return dense + (0 if self.reshards else sum(unit.full_size for unit in self.experts))
 
-    def _saved_of(self, stage: Stage) -> float:
+    def _saved_of(self, stage: StageLayers) -> float:
         """Return the bytes that one microbatch in flight has saved in a stage."""
         s, model = self.s, self.s.model
         extra = range(model.num_layers, model.num_layers + model.mtp_depth * stage.is_last)
@@ -173,7 +173,7 @@ class PeakMoments:
         rope = 2 * s.X * rotary_width(model) * 4
         return sum(self.saved[i].attention + self.saved[i].ffn for i in [*stage.layers, *extra]) + rope + edges + mtp
 
-    def _gradients_of(self, stage: Stage) -> int:
+    def _gradients_of(self, stage: StageLayers) -> int:
         """Return the elements of a stage's gradients on a rank before data ranks shard them."""
         s, model = self.s, self.s.model
         extra = range(model.num_layers, model.num_layers + model.mtp_depth * stage.is_last)

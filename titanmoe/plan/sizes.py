@@ -228,8 +228,8 @@ class Sizes:
         return _unit(1, [((dim,), None)] * 3 + [((dim, 2 * dim), None)], (), frozen)
 
 
-class Stage(NamedTuple):
-    """A pipeline stage."""
+class StageLayers(NamedTuple):
+    """The layers of a pipeline stage, and whether it is the first or the last."""
 
     layers: range
     is_first: bool
@@ -346,7 +346,7 @@ def state_bytes(
     config: Config,
     fold: Fold,
     units: ShardedUnits,
-    stages: list[Stage],
+    stages: list[StageLayers],
     blocks: list[int],
 ) -> int:
     """Return the bytes of the optimizer's state on a rank.
@@ -377,7 +377,7 @@ def state_bytes(
 
 
 def _units_without(
-    config: Config, fold: Fold, stages: list[Stage], blocks: list[int], patterns: tuple[str, ...]
+    config: Config, fold: Fold, stages: list[StageLayers], blocks: list[int], patterns: tuple[str, ...]
 ) -> ShardedUnits:
     """Return the rank's weight units with the tensors that `patterns` match marked as frozen.
 
