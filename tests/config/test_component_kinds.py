@@ -72,7 +72,7 @@ def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ComponentKind:
     (tmp_path / "broken_component.py").write_text("import nothing_of_this_name\n")
     monkeypatch.chdir(tmp_path)
     return ComponentKind(
-        "moe.dispatcher", {"alltoall": Usual(), "whole": "own_components:Whole"}, members=("dispatch",)
+        "moe.dispatcher", {"alltoall": Usual(), "whole": "own_components:Whole"}, Spec, members=("dispatch",)
     )
 
 

@@ -39,7 +39,7 @@ class ThreeSizes(Spec):
         return {f"model.{name}": value for name, value in SHAPES.get(size, {}).items()}
 
 
-COMPONENTS = Components((ComponentKind("model.family", {"mixtral": ThreeSizes()}), DISPATCHERS))
+COMPONENTS = Components((ComponentKind("model.family", {"mixtral": ThreeSizes()}, Spec), DISPATCHERS))
 
 
 def read(*argv, check=lambda config: [], resolve=None):

@@ -35,7 +35,7 @@ def read():
         return ModelFile("there/config.json", FIXED, DEFAULTS)
 
     def read(*words):
-        kinds = (ComponentKind("model.family", {"mixtral": Family()}), DISPATCHERS)
+        kinds = (ComponentKind("model.family", {"mixtral": Family()}, Spec), DISPATCHERS)
         return load(words, Components(kinds, read_model_file=read_model_file), lambda config: [])
 
     return read

@@ -53,17 +53,23 @@ def region_contexts() -> tuple[_Pass, _Pass]:
     return _Pass(cache, recomputes=False), _Pass(cache, recomputes=True)
 
 
+def _running_pass() -> _Pass | None:
+    """Return the call of a checkpointed region that is running; None outside, and in code that torch.compile traces."""
+    return None if torch.compiler.is_compiling() else _current_pass.get()
+
+
 def in_checkpointed_region() -> bool:
     """Return whether the caller is in a checkpointed region, in its forward or while backward recomputes it.
 
     Always False in code that torch.compile traces.
     """
-    return not torch.compiler.is_compiling() and _current_pass.get() is not None
+    return _running_pass() is not None
 
 
 def recomputing() -> bool:
     """Return whether backward is now recomputing a checkpointed region, so that nothing uses the region's output."""
-    return in_checkpointed_region() and _current_pass.get().recomputes
+    current = _running_pass()
+    return current is not None and current.recomputes
 
 
 def cached(make: Callable[[], Value]) -> Value:
@@ -72,9 +78,9 @@ def cached(make: Callable[[], Value]) -> Value:
     Outside of a checkpointed region `make` is always called. Recomputation must make the same calls of this function in
     the same order, up to where it ends. Calls of `cached` inside `make` cache nothing. Not differentiable.
     """
-    if not in_checkpointed_region():
+    current = _running_pass()
+    if current is None:
         return make()
-    current = _current_pass.get()
     if current.recomputes:
         return next(current.unread)
     with _outside_checkpointed_region():

@@ -84,7 +84,7 @@ def add_allow_code(parser: argparse.ArgumentParser) -> None:
 class _Allow(argparse.Action):
     """The argparse action of --allow-code, which allows the name while the command line is parsed."""
 
-    def __call__(self, parser: Any, namespace: Any, name: str, option: Any = None) -> None:
+    def __call__(self, parser: Any, namespace: Any, name: Any, option: Any = None) -> None:
         if ":" not in name:
             parser.error(f"{OPTION} {name} is not MODULE:NAME")
         allow_code([name])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from titanmoe.config.model_file import ModelFile
 from titanmoe.config.ranges import Violation
@@ -85,6 +85,9 @@ class Spec:
         yield from ()
 
 
+SpecType = TypeVar("SpecType", bound=Spec)
+
+
 def single_name(value: Any) -> list[str]:
     """Return a list with the value as the only name: the default of `ComponentKind.names`.
 
@@ -94,21 +97,21 @@ def single_name(value: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class ComponentKind:
+class ComponentKind(Generic[SpecType]):
     """A kind of component: the field of a recipe that names one, the table of names, and how they are looked up."""
 
     field: str
     """Path of the recipe's field, such as moe.dispatcher."""
-    table: Mapping[str, Spec | str]
+    table: Mapping[str, SpecType | str]
     """Specs by name. "module:NAME" stands for a spec, or an implementation with a spec, imported on look-up."""
-    spec: type[Spec] = Spec
+    spec: type[SpecType]
     """The class that the specs of this kind have to be instances of."""
     members: tuple[str, ...] = ()
     """Names of the members that an implementation has to have."""
     names: Callable[[Any], list[str]] = single_name
     """A function that returns the names in a value of the field; raises ComponentError if it cannot be read."""
 
-    def specs_of(self, value: Any) -> list[Spec]:
+    def specs_of(self, value: Any) -> list[SpecType]:
         """Return the specs of all components that a value of the field names, in its order.
 
         Args:
@@ -127,7 +130,7 @@ class ComponentKind:
             raise ComponentError((self.field,), "; ".join(problems))
         return specs
 
-    def look_up(self, name: str) -> Spec:
+    def look_up(self, name: str) -> SpecType:
         """Return the spec of a component, after importing it if necessary.
 
         Args:
@@ -216,7 +219,7 @@ class Components(NamedTuple):
     Empty in a Config that was not read from a recipe.
     """
 
-    kinds: tuple[ComponentKind, ...] = ()
+    kinds: tuple[ComponentKind[Any], ...] = ()
     laws: tuple[Callable[[Config], Iterator[Violation]], ...] = ()
     """Functions that yield a violation for each set of fields that contradict each other, for any components."""
     read_model_file: Callable[[Mapping[str, Any]], ModelFile] | None = None
@@ -227,7 +230,7 @@ class Components(NamedTuple):
     input_checks: tuple[Callable[[Config], None], ...] = ()
     """Functions that check what a run reads, from the resolved config, before ranks start. They raise ConfigError."""
 
-    def kind_of(self, field: str) -> ComponentKind | None:
+    def kind_of(self, field: str) -> ComponentKind[Any] | None:
         """Return the kind whose components a field names, such as that of moe.dispatcher; None for other fields."""
         return next((kind for kind in self.kinds if kind.field == field), None)
 

@@ -67,7 +67,7 @@ def tables() -> dict[str, type]:
     """Return the class of every TOML table by its path, in the schema's order, outer tables before nested ones."""
 
     def walk(cls: type, prefix: str) -> dict[str, type]:
-        paths = {}
+        paths: dict[str, type] = {}
         for name, kind in type_hints(cls).items():
             if _is_table(kind):
                 paths |= {prefix + name: kind, **walk(kind, f"{prefix}{name}.")}
@@ -210,9 +210,9 @@ def docstrings() -> dict[str, str]:
     docs: dict[tuple[str, str], str] = {}
     for cls in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
         if isinstance(cls, ast.ClassDef):
-            for field, below in zip(cls.body, cls.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    docs[cls.name, field.target.id] = " ".join(ast.literal_eval(below.value).split())
+            for statement, below in zip(cls.body, cls.body[1:], strict=False):
+                if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    docs[cls.name, ast.unparse(statement.target)] = " ".join(ast.literal_eval(below.value).split())
     texts = {}
     for path, field in fields().items():
         text = docs.get((tables()[field.table].__name__, field.name), "")
@@ -262,8 +262,9 @@ def help_page(
             if field.table == table:
                 origin = f"   ({origins[field.path]})" if field.path in origins else ""
                 kind = components.kind_of(field.path)
-                names = kind and not field.item
-                placeholder = "{" + ",".join([*kind.table, "MODULE:NAME"]) + "}" if names else _placeholder(field)
+                placeholder = _placeholder(field)
+                if kind and not field.item:
+                    placeholder = "{" + ",".join([*kind.table, "MODULE:NAME"]) + "}"
                 lines.append(f"  --{field.path} {placeholder} = {toml_value(values[field.path])}{origin}")
                 text = docstrings().get(field.path, "")
                 lines += (
@@ -284,7 +285,7 @@ def markdown() -> str:
     """Return the reference of docs/config.md: a Markdown table for each TOML table, with defaults and docstrings."""
     lines = []
     for table, cls in tables().items():
-        lines += [f"### `[{table}]`", "", cls.__doc__, ""]
+        lines += [f"### `[{table}]`", "", cls.__doc__ or "", ""]
         if cls is Own:
             continue
         lines += [

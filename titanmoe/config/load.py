@@ -148,7 +148,7 @@ class Draft:
         if self.config is None:
             raise ConfigError(self.problems, self.source)
         if self.command_line.help:
-            self._print_help_and_exit()
+            self._print_help_and_exit(self.config)
         values, refused = flatten(self.config), self.settings.refused
         problems = [*self.problems, *(_mention_fallbacks(problem, refused, values) for problem in check(self.config))]
         if problems:
@@ -158,11 +158,11 @@ class Draft:
             _print_and_exit(to_toml(config))
         return config
 
-    def _print_help_and_exit(self) -> NoReturn:
+    def _print_help_and_exit(self, config: Config) -> NoReturn:
         import shutil
 
         settings = self.settings
-        values = self.fallback | settings.values | {"job.name": self.config.job.name}
+        values = self.fallback | settings.values | {"job.name": config.job.name}
         origins = {path: settings.place_of(path) for path in settings.values}
         width = min(shutil.get_terminal_size().columns, 120)
         _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width, self.components))
@@ -373,7 +373,8 @@ def _fallback(settings: Settings, components: Components, model_file: ModelFile 
         components: kinds of components, which have presets.
         model_file: the published model of model.hf; None without one.
     """
-    defaults, presets, fixed, from_file = flatten(Config()), {}, {}, {}
+    defaults, fixed, from_file = flatten(Config()), {}, {}
+    presets: dict[str, Any] = {}
     if model_file:
         from_file = model_file.defaults | model_file.fixed
         changes = changed_paths(settings.values.get("model.change", []))

@@ -71,8 +71,8 @@ def rename(config: dict[str, Any]) -> None:
         _table(config, new.path, create=True).setdefault(new.path.rpartition(".")[2], value)
     for path in OLD_VALUES:
         table, name = _table(config, path), path.rpartition(".")[2]
-        if new := new_value(path, table.get(name)):
-            table[name] = new
+        if present := new_value(path, table.get(name)):
+            table[name] = present
 
 
 def new_value(path: str, value: Any) -> str:

@@ -7,7 +7,7 @@ use the divisors to suggest legal values.
 from __future__ import annotations
 
 from math import isqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Violation(NamedTuple):
@@ -35,7 +35,7 @@ class Range(NamedTuple):
     instead: str = ""
     """Advice in place of a value outside the range, for the message."""
 
-    def __contains__(self, value: object) -> bool:
+    def __contains__(self, value: Any) -> bool:
         if self.derived and value == -1:
             return True
         above = value > self.low if self.without_low else value >= self.low

@@ -15,7 +15,7 @@ from titanmoe.config.component_kinds import ComponentError, ComponentKind
 from titanmoe.config.load import ConfigError, format_problems
 from titanmoe.data.chat_layouts import DESCRIPTIONS
 from titanmoe.data.formats import format_option
-from titanmoe.data.formats.format import completions_in_manifest
+from titanmoe.data.formats.format import FormatSpec, completions_in_manifest
 
 EPILOG = """\
 If the command is killed, giving it again resumes from the last finished shard and ends with the same bytes. What is in
@@ -71,7 +71,7 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
     )
 
 
-def add_format(parser: argparse.ArgumentParser, formats: ComponentKind) -> None:
+def add_format(parser: argparse.ArgumentParser, formats: ComponentKind[FormatSpec]) -> None:
     """Add the option --format to a command: a name of these formats or MODULE:NAME, "auto" by default; not checked."""
     names = ",".join([*formats.table, "MODULE:NAME"])
     parser.add_argument("--format", metavar=f"{{{names}}}", default="auto", help=formats.summary())

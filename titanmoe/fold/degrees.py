@@ -151,8 +151,8 @@ def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int
     pp = degrees["pp"]
     if world % pp:
         fix = choices_text("pp", divisors(world), pp)
-        remainder = f"{world} % {pp} = {world % pp}"
-        problems.append(f"parallelism.pp = {pp} does not divide the world of {world} ranks ({remainder}): use {fix}")
+        division = f"{world} % {pp} = {world % pp}"
+        problems.append(f"parallelism.pp = {pp} does not divide the world of {world} ranks ({division}): use {fix}")
         return degrees, problems
 
     stage = degrees["stage"] = world // pp

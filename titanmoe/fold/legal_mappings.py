@@ -198,7 +198,11 @@ def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
     fit["edp"] = expert_data_ranks // fit["edp_replicate"]
     changed = {name: n for name, n in fit.items() if degrees[name] not in (-1, n)}
     experts = replace(parallelism.experts, **{name: n for name, n in changed.items() if name.startswith("edp")})
-    attention = {name: n for name, n in changed.items() if name.startswith("dp")}
     changes_text = ", ".join(f"{DEGREE_PATHS[name]} {degrees[name]} -> {n}" for name, n in changed.items())
-    fitted = replace(parallelism, **attention, experts=experts)
+    fitted = replace(
+        parallelism,
+        dp_replicate=changed.get("dp_replicate", parallelism.dp_replicate),
+        dp_shard=changed.get("dp_shard", parallelism.dp_shard),
+        experts=experts,
+    )
     return fitted, f"restarted on {world} rank{'s' * (world > 1)}: {changes_text}; the global batch stays"

@@ -191,7 +191,8 @@ def divided_fields(config: Config) -> dict[str, dict[str, int]]:
 
     A size of 0 is not checked. A Replicable size may also divide the degree.
     """
-    model, divided = config.model, {"tp": {}}
+    model = config.model
+    divided: dict[str, dict[str, int]] = {"tp": {}}
     for spec in config.components.specs(config):
         for degree, fields in spec.divided(config).items():
             divided.setdefault(degree, {}).update(fields)

@@ -152,7 +152,7 @@ class Meshes:
         Only if the vocabulary is sharded over pp and tp.
         """
         mesh = self.vocabulary_mesh
-        return mesh["fsdp"] if self.fold.dp_replicate == 1 else mesh["dp_replicate", "fsdp"]
+        return mesh["fsdp"] if self.fold.dp_replicate == 1 else mesh["dp_replicate", "fsdp"]  # type: ignore[index]
 
 
 def build_meshes(
@@ -194,11 +194,11 @@ def build_meshes(
         sizes = [len(group_of(fold, view, parts, 0)) for _, parts in axes.values()]
         stage = coordinates(fold, view, dist.get_rank())["pp"] * fold.stage
         ranks = torch.arange(stage, stage + fold.stage).view(sizes) if ranks is None else ranks
-        used = [kind is not None and (trains or kind == "blocking") for kind, _ in axes.values()]
+        kinds = [kind if trains or kind == "blocking" else None for kind, _ in axes.values()]
         device_mesh = DeviceMesh.from_group(
             [
-                group_over(kind, view, *parts) if is_used else communicators.placeholder
-                for (kind, parts), is_used in zip(axes.values(), used, strict=True)
+                group_over(kind, view, *parts) if kind else communicators.placeholder
+                for kind, (_, parts) in zip(kinds, axes.values(), strict=True)
             ],
             device_type,
             ranks,
@@ -206,8 +206,8 @@ def build_meshes(
         )
         # A placeholder has one rank, whatever the mesh says: with this name a collective along the axis raises instead
         # of returning what it was given.
-        for i, (size, is_used) in enumerate(zip(sizes, used, strict=True)):
-            if size > 1 and not is_used:
+        for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
+            if size > 1 and kind is None:
                 device_mesh._dim_group_names[i] = SILENT
         return device_mesh
 
@@ -253,7 +253,7 @@ def build_meshes(
         within=within,
         across=across,
         stages=Group.of(group_over("blocking", "attention", "pp")) if vocabulary else NO_GROUP,
-        vocabulary=Group.of(vocabulary_mesh.get_group("vocabulary")) if vocabulary else NO_GROUP,
+        vocabulary=Group.of(vocabulary_mesh.get_group("vocabulary")) if vocabulary_mesh is not None else NO_GROUP,
         vocabulary_mesh=vocabulary_mesh,
     )
 
@@ -279,5 +279,5 @@ def _expert_groups(fold: Fold, communicators: Communicators, node: int) -> tuple
     size = len(members)
     within = [range(first, first + node) for first in range(0, fold.world, node)]
     across = [range(first + i, first + size, node) for first in range(0, fold.world, size) for i in range(node)]
-    node_groups = (Group.of(communicators.group("dispatch", map(tuple, parts))) for parts in (within, across))
-    return Group(SILENT, size, members.index(rank)), *node_groups
+    inside, between = (Group.of(communicators.group("dispatch", map(tuple, parts))) for parts in (within, across))
+    return Group(SILENT, size, members.index(rank)), inside, between

@@ -183,10 +183,10 @@ def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
     return rows
 
 
-def alternate(forward: list[Cell], backward: list[Cell], warmup: int) -> list[Cell]:
+def alternate(forward: Sequence[Cell], backward: Sequence[Cell], warmup: int) -> list[Cell]:
     """Return a rank's cells: `warmup` forward cells, then backward and forward in turn, then the remaining backward."""
     steady = [cell for pair in zip(backward, forward[warmup:], strict=False) for cell in pair]
-    return forward[:warmup] + steady + backward[len(forward) - warmup :]
+    return [*forward[:warmup], *steady, *backward[len(forward) - warmup :]]
 
 
 def result_of(action: Action) -> tuple[int, str, int]:

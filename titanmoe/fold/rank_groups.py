@@ -162,7 +162,7 @@ def _sizes_and_strides(fold: Fold, view: View) -> dict[str, tuple[int, int]]:
 
 def _axis_names(fold: Fold, view: View, axes: str | tuple[str, ...]) -> set[str]:
     view_axes = _axes(fold, view)
-    names = set()
+    names: set[str] = set()
     for name in (axes,) if isinstance(axes, str) else axes:
         parts = COMBINED_AXES.get(name, (name,))
         if not all(part in view_axes for part in parts):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.component_kinds import ComponentKind, Spec
@@ -122,4 +122,4 @@ def score_function_of(model: Model) -> ScoreFunction:
     Raises:
         ComponentError: if it is unknown, or the module cannot be imported.
     """
-    return cast(ScoreFunction, SCORE_FUNCTIONS.look_up(model.score_function))
+    return SCORE_FUNCTIONS.look_up(model.score_function)

@@ -115,7 +115,7 @@ def choose_device(gpu: str) -> Device:
 def known_device(gpu: str) -> Device | None:
     """Return the shipped device whose name is a word of `gpu`, as in "NVIDIA H100 80GB HBM3"; None if none is."""
     named = next((name for name in names() if re.search(rf"\b{name}\b", gpu, re.IGNORECASE)), None)
-    return named and read_device(named)
+    return read_device(named) if named else None
 
 
 def read_device(name: str) -> Device:
@@ -158,8 +158,8 @@ def read_device(name: str) -> Device:
         )
     if problems:
         raise ConfigError(problems, str(path))
-    figures |= {key: int(figures[key]) for key in INTEGERS}
-    return Device(path.stem, **figures, curve=points, sources=sources)
+    node, domain = (int(figures.pop(key)) for key in INTEGERS)
+    return Device(path.stem, node=node, domain=domain, **figures, curve=points, sources=sources)
 
 
 def _figure(data: dict[str, Any], key: str) -> tuple[float, str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from math import ceil, comb
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from titanmoe.config.schema import Model
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
@@ -45,8 +45,8 @@ class DispatchChoice(NamedTuple):
         return 1 + self.halves
 
     @property
-    def overlap(self) -> str:
-        """The value of moe.overlap: "halves", "pairs" or "none"."""
+    def overlap(self) -> Literal["none", "halves", "pairs"]:
+        """The value of moe.overlap."""
         return "halves" if self.halves else "pairs" if self.hidden else "none"
 
 
@@ -110,6 +110,7 @@ class DispatchCosts:
     stack: Stack
     w: int
     """Bytes of a number in the compute dtype."""
+    routed_token_bytes: int
 
     def move_seconds(self, count: float) -> float:
         """Return the seconds of memory-bound work.

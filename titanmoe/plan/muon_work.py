@@ -37,8 +37,7 @@ class Alike(NamedTuple):
     """Last part of their names."""
     shape: Shape
     """Shape of one weight, unsharded."""
-    count: int
-    """Number of weights."""
+    num_weights: int
     flops: int
     """FLOPs of one Newton-Schulz step of all matrices in the last two dims of one weight."""
     copied: bool
@@ -87,7 +86,7 @@ def muon_work(config: Config, fold: Fold) -> MuonWork:
     sliced = model.num_experts // fold.ep % fold.edp != 0
     flops, dense_bytes, expert_bytes = 0.0, 0.0, 0.0
     for alike in _weights(ModelKey.of(model), fold.tp, options.by_head, options.router_matrix, Tuning.of(config)):
-        work, count = options.ns_steps * alike.flops * alike.count, alike.count
+        work, count = options.ns_steps * alike.flops * alike.num_weights, alike.num_weights
         if ".experts." in alike.name:
             local = alike.shape[0] // fold.ep
             flops += work * local / experts

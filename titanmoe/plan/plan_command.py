@@ -242,7 +242,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
             enough = f"{gpus} GPUs are enough" if gpus < MOST_GPUS else f"nor are {MOST_GPUS:,} GPUs enough"
             helps += f", which is still too much: {enough}"
     rank = nearest.memory[nearest.fullest]
-    largest = max(rank.components, key=rank.components.get)
+    largest = max(rank.components, key=rank.components.__getitem__)
     return (
         f"no mapping of {args.ranks} {device.name} fits into {format_bytes(available(nearest))} a device: the one that "
         f"needs least, {_short(nearest)}, needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import RL, Config
 from titanmoe.files import format_bytes
 from titanmoe.fold.degrees import DEGREE_PATHS, Fold
 from titanmoe.plan.communicators import communicators, nccl_bytes, usable_bytes
@@ -188,7 +188,7 @@ def table(result: Search, device: Device, world: int) -> list[str]:
     if best.generator:
         lines += [
             "",
-            *generation_lines(best),
+            *generation_lines(best.generator, best.config.rl),
             "",
             "The fastest mappings as in a recipe:",
             "",
@@ -197,9 +197,8 @@ def table(result: Search, device: Device, world: int) -> list[str]:
     return lines
 
 
-def generation_lines(mapping: PricedMapping) -> list[str]:
-    """Return the lines on a step's completions, for a mapping with a generator: time by component, text lengths."""
-    generator, rl = mapping.generator, mapping.config.rl
+def generation_lines(generator: GeneratorPlan, rl: RL) -> list[str]:
+    """Return the lines on a step's completions, of a generator under one mapping: time by component, text lengths."""
     turn = " in one turn" if rl.max_turns > 1 else ""
     lines = [
         f"The completions of a step, {rl.completions} of each of {rl.prompts_per_step} prompts, take "
@@ -261,7 +260,7 @@ def explanation(mapping: PricedMapping, device: Device) -> list[str]:
         lines[-1:] = [f"It is over {TIGHT:.0%} of the usable memory: {RETRIES}.", ""]
     components = sorted(rank.components.items(), key=lambda item: -item[1])
     lines += columns([(name, format_bytes(n), f"{n / rank.peak:.1%}") for name, n in components], right=(1, 2))
-    return [*lines, "", *generation_lines(mapping)] if mapping.generator else lines
+    return [*lines, "", *generation_lines(mapping.generator, mapping.config.rl)] if mapping.generator else lines
 
 
 def budget(mapping: PricedMapping, tokens: float, device: Device) -> list[str]:

@@ -26,7 +26,7 @@ ON_CPUS = 'none, because moe.overlap = "auto" plans for GPUs alone'
 
 
 def with_overlap(config: Config, overlap: str) -> Config:
-    return replace(config, moe=replace(config.moe, overlap=overlap))
+    return replace(config, moe=replace(config.moe, overlap=overlap))  # type: ignore[arg-type]
 
 
 def planned_overlap(config: Config, world: int, device: Device) -> tuple[Config, str]:

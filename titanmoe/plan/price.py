@@ -50,7 +50,7 @@ class Price:
     def bottleneck(self) -> str:
         """Key in `components` of what takes the most time after matrix work, such as "bubble"."""
         rest = {name: t for name, t in self.components.items() if name != "matrix work"}
-        return max(rest, key=rest.get)
+        return max(rest, key=rest.__getitem__)
 
 
 NAMES = {

@@ -365,10 +365,20 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str)
     table, single = config.parallelism, SCHEDULES[candidate.schedule].stages_per_rank == 1
     choice = candidate.dispatch_choice
     experts = replace(table.experts, ep=fold.ep, etp=fold.etp, edp=-1, edp_replicate=-1)
-    axes = dict(pp=fold.pp, dp_replicate=fold.dp_replicate, dp_shard=-1, cp=fold.cp, tp=fold.tp)
+    parallelism = replace(
+        table,
+        pp=fold.pp,
+        dp_replicate=fold.dp_replicate,
+        dp_shard=-1,
+        cp=fold.cp,
+        tp=fold.tp,
+        vocab="tensor",
+        experts=experts,
+        reshard_after_forward=reshard,  # type: ignore[arg-type]
+    )
     pipeline = replace(
         config.pipeline,
-        schedule=candidate.schedule,
+        schedule=candidate.schedule,  # type: ignore[arg-type]
         virtual_stages=-1 if single else candidate.stages,
         schedule_csv="",
         layers_per_stage=[],
@@ -376,10 +386,10 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str)
     return replace(
         config,
         training=replace(config.training, local_batch_size=candidate.samples),
-        parallelism=replace(table, **axes, vocab="tensor", experts=experts, reshard_after_forward=reshard),
+        parallelism=parallelism,
         pipeline=pipeline,
         moe=replace(config.moe, dispatcher=choice.dispatcher, overlap=choice.overlap),
-        activation_checkpoint=ActivationCheckpoint(candidate.mode),
+        activation_checkpoint=ActivationCheckpoint(candidate.mode),  # type: ignore[arg-type]
     )
 
 

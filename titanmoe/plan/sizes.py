@@ -45,7 +45,7 @@ class WeightUnit:
         count = len(self.shapes)
         trained_indices = [i for i in range(count) if not self.frozen[i]]
         replicated = tuple(n for n, off in zip(self.replicated, self.frozen[count:], strict=True) if not off)
-        shapes, dims = (tuple(values[i] for i in trained_indices) for values in (self.shapes, self.dims))
+        shapes, dims = tuple(self.shapes[i] for i in trained_indices), tuple(self.dims[i] for i in trained_indices)
         return WeightUnit(shapes, dims, replicated)
 
     @cached_property

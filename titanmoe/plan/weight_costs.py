@@ -191,5 +191,5 @@ class WeightCosts(BlockCosts):
         backwards = (m - 1) * self.links.exposed(each, backward) + self.links.exposed(each + after, backward)
         # Nothing hides the first gather of a forward and the last reduction of a backward.
         units = sum(count for count, _ in blocks.values()) + 1
-        ends = (gather * (m if gathers else 1) + reduce * (m if reduces else 1)) / units
-        return (m if gathers else 1) * self.links.exposed(gather, forward) + backwards + ends
+        end_seconds = (gather * (m if gathers else 1) + reduce * (m if reduces else 1)) / units
+        return (m if gathers else 1) * self.links.exposed(gather, forward) + backwards + end_seconds

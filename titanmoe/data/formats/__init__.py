@@ -73,7 +73,7 @@ def completions_in(path: str, config: Config) -> int:
         return 1
 
 
-def format_option(conversations: bool) -> ComponentKind:
+def format_option(conversations: bool) -> ComponentKind[FormatSpec]:
     """Return the allowed values of a command's option --format: all formats but token shards.
 
     Args:

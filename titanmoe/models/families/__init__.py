@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from titanmoe.config.component_kinds import ComponentKind
 from titanmoe.config.schema import OWN, Model, Own
 from titanmoe.models.families.family import Family
@@ -37,7 +35,7 @@ def family_of(name: str) -> Family:
     Raises:
         ComponentError: if there is none.
     """
-    return cast(Family, FAMILIES.look_up(name))
+    return FAMILIES.look_up(name)
 
 
 def shipped() -> dict[str, Family]:

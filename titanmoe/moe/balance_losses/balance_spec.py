@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from titanmoe.config.component_kinds import ComponentError, ComponentKind, Spec
 from titanmoe.config.ranges import Violation
@@ -146,7 +146,7 @@ def active_losses(moe: MoE) -> list[Term]:
     """
     keys = [Entry(name, getattr(moe, name)) for name in BALANCE_LOSSES.table if name in KEYS]
     return [
-        Term(*entry, cast(BalanceSpec, BALANCE_LOSSES.look_up(entry.name)))
+        Term(*entry, BALANCE_LOSSES.look_up(entry.name))
         for entry in [*keys, *parse_entries(moe.balance_losses)]
         if entry.coefficient
     ]

@@ -42,9 +42,12 @@ class ExchangeCosts(Protocol):
     """Interface through which a dispatcher's spec asks the planner for the costs of messages in the planned mapping."""
 
     model: Model
-    links: Network
     routed_token_bytes: int
     """The bytes of one routed token's activations."""
+
+    @property
+    def links(self) -> Network:
+        """The planner's estimates of the messages' seconds."""
 
     def expert_group(self, ep: int, etp: int) -> Any:
         """Return the dispatch group (ep x etp ranks), as the methods of `links` take a group."""

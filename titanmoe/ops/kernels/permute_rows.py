@@ -105,8 +105,8 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
     (T, J), (R, D) = slot.shape, y.shape
     out = y.new_empty(T, D)
     weighted = weight_grad is not None
-    weight_out = weight_grad.new_empty(T, K) if weighted else out
-    weight_grad = weight_grad if weighted else out
+    weight_out = out if weight_grad is None else weight_grad.new_empty(T, K)
+    weight_grad = out if weight_grad is None else weight_grad
     rows, columns = tile_shape(D, TILE)
     if T:
         _sum_rows[(cdiv(T, rows),)](
