@@ -14,11 +14,11 @@ INSTALL := $(BIN)/python -m pip install $(if $(shell command -v nvidia-smi),,-c 
 help:
 	@echo 'make train   set up .venv if needed and train a small folded MoE on this machine'
 	@echo '             options of the run: make train ARGS="--training.steps 20"'
-	@echo 'make test    set up .venv if needed, check style, run the tests'
+	@echo 'make test    set up .venv if needed, check style and types, run the tests'
 	@echo '             options of pytest:  make test ARGS="-k fold -x"'
 	@echo 'make slow    run the tests that make test leaves out because they are long, and property tests with a new seed'
-	@echo 'make check   for every edit, in less than a minute: style, mappings, configs, one parity case of each axis'
-	@echo 'make lint    check style only (ruff)'
+	@echo 'make check   for every edit, in less than a minute: style, types, mappings, configs, one parity case of each axis'
+	@echo 'make lint    check style and types only (ruff, mypy)'
 	@echo 'make docs    make a site of README.md and docs/ in build/site, and check its links'
 	@echo 'make setup   set up .venv only'
 	@echo
@@ -43,6 +43,7 @@ train: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # One thread per process: the tests run many processes, and threads that share a core wait for each other. Two workers,
 # each with ranks of its own: where those of one wait for messages, those of the other compute.
