@@ -1,6 +1,7 @@
 """Drawing primitives of the report as SVG. A role is a colour with a meaning, in a light and a dark theme.
 
-Called by titanmoe.report.charts. A drawing is a list of strokes, areas, words and bitmaps.
+Called by titanmoe.report.charts. A drawing is a list of strokes, areas, words and bitmaps. No plotting library: the
+report is one file, readable in both themes and without scripts of megabytes.
 """
 
 from __future__ import annotations
