@@ -2,7 +2,7 @@
 
 The model passes it to every layer. Shapes: B samples of the microbatch, S positions of this rank's slice of the
 sequence in attention (the sequence / cp), L full sequence, T tokens that this rank owns (B * sequence / (cp * tp),
-flattened): the disjoint set of tokens that the MoE layer gets.
+flattened): the disjoint set of tokens that the MoE layer gets; N MoE layers, K top-k.
 """
 
 from __future__ import annotations

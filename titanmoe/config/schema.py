@@ -174,7 +174,7 @@ class Data:
     """The training data."""
 
     source: Literal["stdlib", "files", "synthetic"] = "stdlib"
-    """Where the training text comes from. stdlib: the source code of this machine's Python standard library. files: the entries of `paths`. synthetic: random tokens, for benchmarks."""
+    """Source of the training text. stdlib: the source code of this machine's Python standard library. files: the entries of `paths`. synthetic: random tokens, for benchmarks."""
     paths: list[str] = field(default_factory=list)
     """Files, folders, globs, folders of token shards (made by `titanmoe tokenize`, recommended for large runs), or data sets on the hub ("hf:OWNER/NAME:SPLIT"), for source = "files". Each entry is one source of the mix."""
     weights: Annotated[list[float], NOT_NEGATIVE] = field(default_factory=list)
@@ -188,15 +188,15 @@ class Data:
     label_weights: bool = False
     """Whether to read a loss weight for each label, for training.objective = "weighted_cross_entropy": in a chat, the `weight` of each message (default 1). If false, a message's weight must be 0 (no loss on that assistant message) or 1."""
     bad_lines: Literal["error", "skip"] = "error"
-    """What to do with a line that is not UTF-8, not JSON or lacks the field. error: stop and name the line. skip: omit it and report how many were omitted."""
+    """Handling of a line that is not UTF-8, not JSON or lacks the field. error: stop and name the line. skip: omit it and report how many were omitted."""
     max_document_mb: Annotated[int, Range(1, 2**20)] = 128
     """Maximum size in MiB, uncompressed, of a text file, a line of JSONL or a value of Parquet; anything larger is an error, whatever bad_lines is. It prevents a small compressed file from exhausting memory. Raise it for larger documents; reading one takes several times its size in memory."""
     cache: str = "cache"
     """Folder for the token shards that a run writes at its first start when `paths` are text, JSONL or Parquet; relative to job.dump_folder unless absolute. For large data run `titanmoe tokenize` beforehand."""
     packing: Literal["stream", "documents", "best_fit"] = "stream"
-    """How documents are packed into sequences of seq_len tokens. stream: documents are concatenated and split anywhere, and tokens attend to earlier documents: fastest, usual in pre-training. documents: split the same way, but attention, positions and labels stay within each document. best_fit: like documents, but only documents longer than seq_len are split and the others are packed as units, at the price of some padding: for fine-tuning, and the default for chats and preference pairs (format = "chat" or "preference", and token shards made from them)."""
+    """Packing of documents into sequences of seq_len tokens. stream: documents are concatenated and split anywhere, and tokens attend to earlier documents: fastest, usual in pre-training. documents: split the same way, but attention, positions and labels stay within each document. best_fit: like documents, but only documents longer than seq_len are split and the others are packed as units, at the price of some padding: for fine-tuning, and the default for chats and preference pairs (format = "chat" or "preference", and token shards made from them)."""
     long_chats: Literal["drop", "cut", "refuse"] = "drop"
-    """What happens to chats longer than training.seq_len under packing = "best_fit". drop: they are omitted. cut: each is truncated after the last assistant message that fits, so that it keeps its system prompt and first turns, and is omitted if the first one does not fit. refuse: the run does not start. The header and the report give their number and the tokens lost."""
+    """Handling of chats longer than training.seq_len under packing = "best_fit". drop: they are omitted. cut: each is truncated after the last assistant message that fits, so that it keeps its system prompt and first turns, and is omitted if the first one does not fit. refuse: the run does not start. The header and the report give their number and the tokens lost."""
     share_prefixes: bool = False
     """Whether the prompt of a preference pair is computed once for both completions, for format = "preference" (docs/fine-tuning.md). Loss and gradients are unchanged. A prompt that is 3/4 of each sequence saves 3/8 of the tokens, and correspondingly longer pairs fit into seq_len. Everything that counts tokens counts the prompt once as well: balance losses, expert capacities and selection biases (docs/moe.md)."""
     balance_work: bool = False
@@ -238,7 +238,7 @@ class Samples:
     path: str = ""
     """JSONL file with more prompts. A line is a string, {"prompt": "..."}, or a chat: {"messages": [...]}, or a list of messages as "prompt", up to the last message that is not the assistant's. Empty: none."""
     format: Literal["auto", "text", "chat"] = "auto"
-    """How a prompt that is a string is read. text: the model continues it. chat: it is what a user says, and the chat template writes it. auto: chat if the training data are chats or preference pairs, else text."""
+    """Format of a prompt that is a string. text: the model continues it. chat: it is what a user says, and the chat template writes it. auto: chat if the training data are chats or preference pairs, else text."""
     every: Annotated[int, COUNT] = 1
     """Prompts are completed after every n-th validation, and after the last step."""
     max_tokens: Annotated[int, Range(1, TOKENS)] = 64
@@ -246,9 +246,9 @@ class Samples:
     temperature: Annotated[float, NOT_NEGATIVE] = 0.0
     """Temperature that logits are divided by, as in `titanmoe generate`. 0: always the most probable token."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0
-    """With a temperature: only this many of the most probable tokens are drawn. 0: all."""
+    """Number of most probable tokens to draw from, with a temperature. 0: all."""
     top_p: Annotated[float, Range(0, 1, without_low=True)] = 1.0
-    """With a temperature: only the most probable tokens whose probabilities add up to this are drawn."""
+    """Sum of probabilities of the most probable tokens to draw from, with a temperature."""
 
 
 @dataclass
@@ -368,7 +368,7 @@ class RL:
     divide_by_std: bool = True
     """Whether advantages are divided by the standard deviation of their prompt's rewards (GRPO). false: Dr. GRPO (arXiv 2503.20783)."""
     normalisation: Literal["token", "sample", "constant"] = "token"
-    """What the loss is a mean over. token: all tokens (DAPO). sample: completions, each the mean over its tokens (GRPO, GSPO). constant: completions, each the sum over its tokens / generation.max_tokens (Dr. GRPO)."""
+    """Terms of the loss's mean. token: all tokens (DAPO). sample: completions, each the mean over its tokens (GRPO, GSPO). constant: completions, each the sum over its tokens / generation.max_tokens (Dr. GRPO)."""
     clip_low: Annotated[float, NOT_NEGATIVE] = 0.2
     """Lower clip of the ratio to the old policy: no gradient below 1 - clip_low. Has an effect with updates above 1."""
     clip_high: Annotated[float, NOT_NEGATIVE] = 0.2
@@ -380,7 +380,7 @@ class RL:
     kl: Annotated[float, NOT_NEGATIVE] = 0.0
     """Coefficient of the KL divergence (estimator k3) from the frozen base weights, which needs [lora]. 0: none."""
     cut: Literal["keep", "mask"] = "keep"
-    """How truncated completions (at generation.max_tokens or rl.max_turns) enter the loss. keep: normally. mask: no loss; their rewards still count in the mean."""
+    """Loss of truncated completions (at generation.max_tokens or rl.max_turns). keep: as usual. mask: none; their rewards still count in the mean."""
     cut_penalty: Annotated[float, NOT_NEGATIVE] = 0.0
     """Subtracted from the reward of a truncated completion."""
     replay: Literal["off", "old", "rollout"] = "rollout"
@@ -457,9 +457,9 @@ class Optimizer:
     skip_spikes: Annotated[float, NOT_NEGATIVE] = 0.0
     """Standard deviations above the mean of earlier steps from which a loss or gradient norm is a spike; 6 is usual. The update of a step with a spike or a number that is not finite is skipped: weights, moments and selection biases do not change, the learning rate schedule continues, and `events.jsonl` names the samples. For long runs on unchecked data. 0: no step is skipped, and a number that is not finite ends the run."""
     skip_window: Annotated[int, Range(4, 2**16)] = 128
-    """With skip_spikes: number of steps over which mean and deviation are computed, without skipped ones. Until half as many have been seen, only steps with numbers that are not finite are skipped."""
+    """Number of steps over which skip_spikes computes mean and deviation, without skipped ones. Until half as many have been seen, only steps with numbers that are not finite are skipped."""
     skip_limit: Annotated[int, COUNT] = 10
-    """With skip_spikes: number of consecutive skipped steps that end the run, because bad batches alone do not explain so many."""
+    """Number of consecutive steps skipped by skip_spikes that end the run, because bad batches alone do not explain so many."""
     momentum: Annotated[float, BELOW_ONE] = 0.95
     """muon only: decay of the running mean of gradients. 0.95 is usual."""
     nesterov: bool = True
@@ -487,9 +487,9 @@ class Optimizer:
     qk_clip: Annotated[float, NOT_NEGATIVE] = 0.0
     """QK-Clip: largest attention logit allowed. After a step in which a head exceeded it, the head's query and key weights are scaled down so that its largest logit would have been this. Kimi-K2 used 100 with Muon, under which logits can grow without bound. Refused with model.qk_norm, which undoes the scaling. 0: none."""
     qk_clip_every: Annotated[int, COUNT] = 1
-    """With qk_clip: steps between measuring and clipping. A measurement costs about half of attention's forward pass, and with cp a message with the keys."""
+    """Steps between measuring and clipping, with qk_clip. A measurement costs about half of attention's forward pass, and with cp a message with the keys."""
     qk_clip_measure: Literal["exact", "bound"] = "exact"
-    """How the largest attention logits are measured, also for metrics.max_logit_every. exact: by a product of queries and keys. bound: by the log-sum-exp that attention kernels return anyway, which costs almost nothing. It exceeds the largest logit by at most ln(number of keys that a query sees), so heads are clipped up to that much earlier, and `max_logit` reports the bound."""
+    """Measurement of the largest attention logits, also for metrics.max_logit_every. exact: by a product of queries and keys. bound: by the log-sum-exp that attention kernels return anyway, which costs almost nothing. It exceeds the largest logit by at most ln(number of keys that a query sees), so heads are clipped up to that much earlier, and `max_logit` reports the bound."""
     groups: list[dict] = field(default_factory=list)
     """Groups of parameters with another peak learning rate or weight decay: one table `[[optimizer.groups]]` per group, with `match`, a list of name patterns as in training.freeze, and `lr` or `weight_decay` or both. Two groups may not match the same name."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
@@ -549,7 +549,7 @@ class Parallelism:
     cp_kind: Literal["ring", "ulysses", "allgather"] = "ring"
     """Algorithm of context parallel attention. ring: least memory, any number of heads. ulysses: fewest bytes while cp <= heads / tp. allgather: simplest, every rank gathers the full keys and values."""
     cp_placement: Literal["zigzag", "contiguous"] = "zigzag"
-    """Which chunks of the sequence a cp rank has. zigzag: an early and a late one, so that the work of causal attention is even. contiguous: one."""
+    """Chunks of the sequence that a cp rank has. zigzag: an early and a late one, so that the work of causal attention is even. contiguous: one."""
     attention_backend: Literal["auto", "torch", "plain"] = "auto"
     """Implementation of attention, with or without cp. auto: on GPUs torch's where it supports the run (its ring attention; flex_attention for documents, windows and sinks), else titanmoe's. torch: torch's, or the run is refused; on CPUs only the ring. plain: always titanmoe's, to compare or where torch's fails."""
     attention_kernel: Literal["auto", "fa2", "fa3", "fa4", "cudnn"] = "auto"
@@ -580,15 +580,15 @@ class MoE:
     """Router, load balance, dispatch and expert computation. The architecture (top_k, score_function, ...) is in [model]."""
 
     dispatcher: str = "alltoall"
-    """How routed tokens are sent to their experts and back. {components}"""
+    """Transport of routed tokens to their experts and back. {components}"""
     symm_mem_factor: Annotated[float, COUNT] = 2.0
-    """For symm_mem, also if "auto" chooses it: capacity of a rank's receive buffer for routed tokens, as a multiple of what arrives under even routing. If a rank would receive more, the step is rerun with alltoall, with exact results (metric overflow_reruns). Raise it if that happens often, lower it to save memory. With values of ep or more it never happens."""
+    """Capacity of a rank's receive buffer for routed tokens in symm_mem, also if "auto" chooses it, as a multiple of what arrives under even routing. If a rank would receive more, the step is rerun with alltoall, with exact results (metric overflow_reruns). Raise it if that happens often, lower it to save memory. With values of ep or more it never happens."""
     overlap: Literal["none", "halves", "pairs", "auto"] = "none"
-    """What is computed while the dispatcher's all-to-all is in flight. Results do not change. none: the shared expert only. halves: each block processes its microbatch in two halves, and attention or experts of one half are computed while the routed tokens of the other are in flight. For slow dispatch and microbatches of 2 samples or more; matrix products are half as large, and there can be no capacity. pairs: the forward of one microbatch overlaps with the backward of another, with the schedule DualPipeV or a schedule_csv with pairs such as (0F4;3B1)OVERLAP_F_B. For networks that are slow compared with the experts' products; needs ep x etp > 1. halves and pairs need the dispatcher alltoall or hierarchical. auto: on GPUs what the planner estimates to be fastest for the run's mapping (no run on GPUs has confirmed its times), with the choice and the reason in the header; none on CPUs."""
+    """Computation while the dispatcher's all-to-all is in flight. Results do not change. none: the shared expert only. halves: each block processes its microbatch in two halves, and attention or experts of one half are computed while the routed tokens of the other are in flight. For slow dispatch and microbatches of 2 samples or more; matrix products are half as large, and there can be no capacity. pairs: the forward of one microbatch overlaps with the backward of another, with the schedule DualPipeV or a schedule_csv with pairs such as (0F4;3B1)OVERLAP_F_B. For networks that are slow compared with the experts' products; needs ep x etp > 1. halves and pairs need the dispatcher alltoall or hierarchical. auto: on GPUs what the planner estimates to be fastest for the run's mapping (no run on GPUs has confirmed its times), with the choice and the reason in the header; none on CPUs."""
     capacity_factor: Annotated[float, NOT_NEGATIVE] = 0.0
     """Capacity of an expert, as a multiple of its routed tokens under even routing: at most ceil(capacity_factor * top_k * tokens / num_experts) per scope are processed, the others dropped. 0: dropless."""
     drop_policy: Literal["probability", "position"] = "probability"
-    """Which routed tokens are dropped above the capacity. probability: those with the lowest routing weights (compared in bfloat16; of equal ones the last). position: the last ones."""
+    """Routed tokens that are dropped above the capacity. probability: those with the lowest routing weights (compared in bfloat16; of equal ones the last). position: the last ones."""
     capacity_scope: Literal["sub_sequence", "full_sequence"] = "sub_sequence"
     """Tokens among which the capacity applies. sub_sequence: those of one rank, without extra communication. full_sequence: those of one sample, with the same result under every mapping."""
     pad_to_capacity: bool = False
@@ -596,7 +596,7 @@ class MoE:
     router_dtype: Literal["float32", "float64"] = "float32"
     """Smallest precision of the router's product and scores."""
     router_product: Literal["auto", "float32"] = "auto"
-    """How the router's product is computed for a bfloat16 input. auto: on GPUs the weights are split into three bfloat16 terms and the products summed in float32, several times as fast as a float32 product and as exact (docs/moe.md). float32: a float32 product, to compare."""
+    """Computation of the router's product for a bfloat16 input. auto: on GPUs the weights are split into three bfloat16 terms and the products summed in float32, several times as fast as a float32 product and as exact (docs/moe.md). float32: a float32 product, to compare."""
     jitter: Annotated[float, BELOW_ONE] = 0.0
     """Router jitter: its input is multiplied by uniform noise of 1 +- jitter, for exploration. 0.01 is usual."""
     force_balance: bool = False
@@ -614,7 +614,7 @@ class MoE:
     bias_update_rate: Annotated[float, NOT_NEGATIVE] = 0.0
     """Auxiliary-loss-free balance: after each step, the selection bias of an expert with more load than average is lowered by this much, and that of one with less is raised (DeepSeek-V3: 0.001)."""
     grouped_mm: Literal["auto", "grouped", "loop"] = "auto"
-    """How the experts' matrix products are computed. grouped: torch's grouped_mm. loop: one product per expert. auto: grouped where dtype and sizes allow it, else loop."""
+    """Computation of the experts' matrix products. grouped: torch's grouped_mm. loop: one product per expert. auto: grouped where dtype and sizes allow it, else loop."""
     expert_dtype: Literal["compute", "fp8", "fp8_emulated"] = "compute"
     """Precision of the experts' products. compute: training.mixed_precision_param. fp8: 8 bits with a scale per row, on Hopper GPUs, for large experts; gradients of weights, the router and everything else are computed as before. fp8_emulated: the same rounding on any device, slowly, to see its effect on the loss."""
     accumulate_weight_gradients: bool = False
@@ -682,11 +682,11 @@ class Debug:
     replicas_every: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between bitwise comparisons of all state that several ranks have copies of (weights, moments, routers, selection biases, counts), which find a flipped bit and name its rank. The copies are also compared before each checkpoint. 100 has no noticeable cost. 0: never."""
     on_difference: Literal["stop", "restore"] = "stop"
-    """What to do when replicas differ. stop: end the run; the launcher's restart then resumes from the last checkpoint, whose replicas were equal. restore: reload that checkpoint at once, up to three times."""
+    """Action when replicas differ. stop: end the run; the launcher's restart then resumes from the last checkpoint, whose replicas were equal. restore: reload that checkpoint at once, up to three times."""
     rerun: bool = False
     """Whether a suspicious step is repeated: forward and backward run a second time, and the report says whether the results are bitwise equal or on which rank they differ. The second pass counts. Suspicious are a loss or gradient norm that is not finite or far above earlier ones (optimizer.skip_spikes, else 6 deviations), and replicas that differ. Needs training.deterministic."""
     culprit: Literal["none", "name"] = "none"
-    """What to do when a step's loss or gradients are not finite. name: repeat it and report the first layer whose output or gradient is not finite, its rank and its samples. none: nothing more."""
+    """Action when a step's loss or gradients are not finite. name: repeat it and report the first layer whose output or gradient is not finite, its rank and its samples. none: nothing more."""
 
 
 @dataclass
@@ -700,7 +700,7 @@ class Checkpoint:
     interval: Annotated[int, NOT_NEGATIVE] = 500
     """Steps between checkpoints: as many as you can afford to repeat. 0: only at the end and on a signal."""
     save: Literal["async", "sync"] = "async"
-    """How checkpoints are written. async: the state is copied to CPU memory and written while training continues. sync: training waits for the disk; no copy is needed."""
+    """Mode of writing checkpoints. async: the state is copied to CPU memory and written while training continues. sync: training waits for the disk; no copy is needed."""
     keep_last: Annotated[int, NOT_NEGATIVE] = 3
     """Number of latest checkpoints to keep. 0: all."""
     keep_every: Annotated[int, NOT_NEGATIVE] = 0

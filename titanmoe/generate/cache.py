@@ -4,7 +4,8 @@
 each prompt or text only. The caches of attention and of linear attention are in `cached_attention` and `cached_state`.
 
 Shapes: T tokens of a forward, P new prompts, B texts of this rank, n new tokens of each, W vectors to store, N pages of
-a text, L positions, G key heads of this rank, h the width of a vector, D model, V vocabulary.
+a text, L positions, G key heads of this rank, h the width of a vector, D model, V vocabulary, s owned tokens (T over
+tp), S positions, K candidate ids.
 """
 
 from __future__ import annotations

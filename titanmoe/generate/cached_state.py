@@ -1,7 +1,8 @@
 """The cache of linear attention: its state, and the last inputs of its convolution.
 
-Shapes: T tokens of a forward, B texts of this rank, n new tokens of each, w earlier ones that the convolution
-sees, C channels of queries, keys or values, K key heads and H value heads of this rank, k and v the widths of a head.
+Shapes: T tokens of a forward, P new prompts, B texts of this rank, n new tokens of each, w earlier ones that the
+convolution sees, C channels of queries, keys or values, K key heads and H value heads of this rank, k and v the widths
+of a head.
 """
 
 from __future__ import annotations

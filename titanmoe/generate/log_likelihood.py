@@ -3,7 +3,8 @@
 `Scorer` shares the model with a `Generator`: one forward reads a batch of sequences, as it reads prompts, and a head
 computes the log-probability of every scored token instead of the last token's logits.
 
-Shapes: T tokens of a forward, P scored tokens, V vocabulary, D model.
+Shapes: T tokens of a forward, P scored tokens, V vocabulary, D model, s owned tokens (T over tp), c scored tokens of a
+chunk, B samples, S positions, K candidate ids.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A prompt enters as soon as texts before it have ended, and its completions share
 prompt begins like the text before it, only what differs is computed: earlier turns of a conversation are cached. Every
 rank runs every forward, with or without tokens of its own, because any may have experts.
 
-Shapes: T tokens of a forward, P new prompts, B texts of this rank that go on, V vocabulary, N MoE layers, K
-top-k, n tokens of a text, R ranks.
+Shapes: T tokens of a forward, P new prompts, B texts of this rank that go on, V vocabulary, N MoE layers, K top-k, n
+tokens of a text, R ranks, S = T positions.
 """
 
 from __future__ import annotations

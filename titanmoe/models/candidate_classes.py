@@ -5,8 +5,8 @@ logits of ids that are no candidates, never one minus the others, so it is exact
 id is a candidate. Full logits are never in memory, as in `titanmoe.models.vocabulary`. Logits are divided by a
 temperature.
 
-Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it, K candidate ids of each token, C = K + 1 classes,
-the rest last.
+Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it, K candidate ids of each token, n values of a
+token, C = K + 1 classes, the rest last.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In the second case, [parallelism] vocab = "pipeline", they are in no stage (titanmoe.models.vocabulary_shards).
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), T = B * S tokens, D model, V this
-rank's vocabulary, v a slice of it, N values that the head returns for each label, K candidate ids.
+rank's vocabulary, v a slice of it, N values that the head returns for each label, K candidate ids, C = K + 1 classes.
 """
 
 from __future__ import annotations

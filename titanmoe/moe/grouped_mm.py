@@ -3,7 +3,8 @@
 Three of each, for the same numbers: by torch's grouped product, by a loop over experts, and by one batched product if
 all experts have the same number of tokens. `titanmoe.moe.expert_products` chooses among them.
 
-Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
+Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert; H
+weights side by side, N = H * F.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ while the experts compute the other:
 
     attend 1 | route 1, dispatch 1 | attend 2 | route 2, dispatch 2 | shared 1, 2 | experts 1 | experts 2 | combine 1, 2
 
-Shapes as in titanmoe.moe.layer, and: h samples and t tokens of a half.
+Shapes: h samples and t = h * s owned tokens of a half, s owned positions, D model, E experts, K top-k, R routed tokens
+of this rank's experts.
 """
 
 from __future__ import annotations

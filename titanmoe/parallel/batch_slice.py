@@ -3,7 +3,8 @@
 All tp, cp and pp ranks of a data rank get the same samples. The sequence is split over cp, which gives a rank its
 attention slice, and that over tp, which gives it the tokens that it owns.
 
-Shapes: B samples, S positions of the attention slice, L sequence, T owned tokens.
+Shapes: B samples, S positions of the attention slice, L sequence, T owned tokens, N MoE layers, K top-k or candidate
+ids.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 code determines the split sizes: `IntegerMessages` runs it for each rank of a group on rows of width zero, and delivers
 the integers that it sends.
 
-Shapes as in titanmoe.moe.dispatchers.dispatcher.
+Shapes: T tokens this rank owns, K top-k.
 """
 
 from __future__ import annotations

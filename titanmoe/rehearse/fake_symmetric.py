@@ -1,6 +1,6 @@
 """Symmetric memory in a rehearsal: buffers are fake tensors, and puts are recorded as messages.
 
-`reserve` takes the place of training's own reservation of buffers. Shapes as in titanmoe.moe.dispatchers.symm_mem.
+`reserve` takes the place of training's own reservation of buffers. Shapes: E experts, G ranks of the dispatch group.
 """
 
 from __future__ import annotations

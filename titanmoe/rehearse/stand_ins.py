@@ -2,6 +2,9 @@
 
 A stand-in has the result shapes of the GPU's kernel and saves the same tensors for backward. Stand-ins of kernels that
 decide shapes compute their integers too.
+
+Shapes: B samples, S positions of the attention slice, L sequence, H query heads, G key heads or ranks of the dispatch
+group, h head, D model, N choices (tokens times top-k), e local experts.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A reduce-scatter brings sums back. Per rank and direction: T * (G - 1) rows of D
 each rank. Useful for a group of about two, or if top_k is near ep.
 
 Shapes: T tokens this rank owns, N = T * G tokens of the dispatch group's G ranks, D model, K top-k, E experts, e local
-experts, C = N * K choices with X = 1 slot each, R routed tokens of this rank's experts. Slots are filled after the
-tokens have arrived, so those of `titanmoe.moe.send_slots`, S, are R.
+experts, C = N * K choices with X = 1 slot each, J = K slots of a token, R routed tokens of this rank's experts. Slots
+are filled after the tokens have arrived, so those of `titanmoe.moe.send_slots`, S, are R.
 """
 
 from __future__ import annotations

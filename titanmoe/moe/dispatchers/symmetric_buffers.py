@@ -5,8 +5,8 @@ Every rank of a dispatch group maps the receive buffers of the others. `exchange
 under torch's dispatch modes the operation `titanmoe::exchange`. A Triton kernel writes the rows
 (titanmoe.ops.kernels.put), and `plain_put` and `plain_take` are its reference.
 
-Shapes: D model, G ranks of the dispatch group, N rows that leave and M that arrive, either way: S slots of the send
-buffer and R of the receive buffer in dispatch, R and S in combine.
+Shapes: D model, E experts, G ranks of the dispatch group, N rows that leave and M that arrive, either way: S slots of
+the send buffer and R of the receive buffer in dispatch, R and S in combine.
 """
 
 from __future__ import annotations

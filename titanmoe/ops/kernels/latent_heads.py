@@ -5,8 +5,8 @@ nothing else. A key is written from its own part and from the rotated key that a
 gradient over the heads, in float32 at least, and writes the gradients of keys and values where the product's backward
 reads them. Rotations are those of `titanmoe.ops.kernels.rotate`.
 
-Shapes: B samples, S positions, H heads, h head, n its part without positions, p its rotated part, v value, m = n + v;
-b samples of cos and sin: B or 1.
+Shapes: B samples, S positions, H heads, h head, n its part without positions, p its rotated part, v value, m = n + v,
+X = H * h; b samples of cos and sin: B or 1.
 """
 
 from __future__ import annotations

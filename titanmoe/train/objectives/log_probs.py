@@ -1,6 +1,6 @@
 """Objectives of `titanmoe.session.Session`: a function of log-probabilities, and passes that record log-probabilities.
 
-They have no name in recipes. Shapes: B samples, L positions of a full sample.
+They have no name in recipes. Shapes: B samples, S positions of the attention slice, L positions of a full sample.
 """
 
 from __future__ import annotations
