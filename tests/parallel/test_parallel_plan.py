@@ -24,7 +24,7 @@ from titanmoe.models.families.family import Family
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.lora import add_adapters
 from titanmoe.models.transformer import Block, Transformer
-from titanmoe.parallel.parallel_plan import Plan, Sharded, TensorParallel, expand, make_plan, summed_over
+from titanmoe.parallel.parallel_plan import Plan, Sharded, TensorParallel, expand, make_plan, summing_ranks
 
 FAMILY = Family({"debug": qwen2_moe.SIZES["debug"]}, plan={"moe.shared.w?.weight": None})
 """A family whose shared experts are replicated over tp and see only the rank's own tokens."""
@@ -62,7 +62,7 @@ def test_each_replicated_parameter_names_the_ranks_that_sum_its_gradient() -> No
     config = replace(config_of("mixtral"), lora=LoRA(rank=2))
     model, plan = stage(config, range(2), True, True)
     rows, heads = expand(plan, model), config.model.num_kv_heads
-    few, many = (summed_over(rows, tp) for tp in (heads, 2 * heads))
+    few, many = (summing_ranks(rows, tp) for tp in (heads, 2 * heads))
     assert {name for name, ranks in few.items() if ranks == "stage"} == {
         name for name, _ in model.named_parameters() if ".router." in name
     }
