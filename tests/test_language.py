@@ -51,7 +51,7 @@ EXCEPTIONS = {
         )
     },
 }
-"""Where such a word is the right one, by file and word, with the reason."""
+"""Reasons why a name in a file may contain such a word, by file and word."""
 PHRASES = re.compile(
     r"\b(on (?:its|their) way|computed again|rows travel|the same, but|as above|of those that|likeliest)\b",
     re.IGNORECASE,

@@ -144,7 +144,7 @@ ROWS = {
     "__main__": "cli",
 }
 ARROWS = {room: set(names.split()) for room, names in ROWS.items()}
-"""By room, or file beside the rooms: what it imports, in functions too, or names in strings. It names rows above it."""
+"""Rooms and files that each room, or file beside the rooms, imports or names in strings; all stand in rows above it."""
 OPEN = ("titanmoe", "titanmoe.open_session")
 """The one import from below: titanmoe.open, for users' code, when it is called; titanmoe itself is only a version."""
 

@@ -169,7 +169,7 @@ def test_a_rank_of_a_group_answers_for_all_of_it() -> None:
 
 
 def errors_after_one_rank_fails() -> list[str]:
-    """What every rank raises if the work of rank 1 raises an error that nobody expected, by all three functions."""
+    """Return the error of this rank under each of the three functions, after the work of rank 1 raised a KeyError."""
 
     def work() -> int:
         return {}["weights"] if dist.get_rank() == 1 else 0

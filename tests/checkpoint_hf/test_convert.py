@@ -216,7 +216,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
 
 
 def test_transformers_stops_after_an_assistant_message(qwen, tmp_path, bpe):
-    """What ends a text and what ends an assistant message are both named, beside what the folder named before."""
+    """The exported eos_token_id lists the ends of a text and of an assistant message, and the folder's earlier ids."""
     from transformers import AutoConfig, GenerationConfig
 
     (qwen / "generation_config.json").write_text('{"eos_token_id": 5, "top_k": 7}')

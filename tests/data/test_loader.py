@@ -281,7 +281,7 @@ def test_best_fit_pads_little_and_cuts_only_what_is_too_long(config):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_labels_that_do_not_count_are_ignored(config, packing, monkeypatch):
-    """As in a chat, where only assistant messages count. Here even tokens count."""
+    """Only even tokens are labels here, as in a chat only those of assistant messages are."""
     tokens = np.arange(3000) % 250
     documents = MemoryDocuments("chat", tokens, np.arange(0, 3001, 20), tokens % 2 == 0)
     monkeypatch.setattr("titanmoe.data.sources._open_sources", lambda config, paths, fields: [documents])

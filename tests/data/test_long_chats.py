@@ -42,7 +42,7 @@ def chats(*turns: Sequence[int]) -> MemoryDocuments:
 
 
 SOME = chats((3, 4), (5, 6, 5, 4), (5, 6, 5, 5), (19, 3), (4, 2, 6, 5, 2, 9))
-"""Their positions: 7, 20, 21, 22 and 28; 11 and 17 come before the end of an assistant message in the two long ones."""
+"""Chats of 7, 20, 21, 22 and 28 positions. In those of 21 and 28 an assistant message ends after 11 and 17."""
 
 
 def trained(packer: BestFitPacker) -> dict[int, tuple[int, int]]:

@@ -22,7 +22,7 @@ from titanmoe.tokens import IGNORE
 
 
 def documents(sizes: list[tuple[int, int, int]]) -> MemoryDocuments:
-    """Of prompts and both completions. All begin with a 1; the last token of each completion is its end, 2."""
+    """Tokens of prompts and both completions. All begin with a 1; the last token of each completion is its end, 2."""
     draw, tokens, counted, starts = np.random.default_rng(0), [], [], [0]
     for prompt, *completions in sizes:
         stem = [1, *draw.integers(3, 30, prompt - 1).tolist()]
@@ -74,7 +74,7 @@ def test_each_completion_sees_what_it_did_with_a_prompt_of_its_own() -> None:
 
 
 def test_a_pair_is_cut_where_what_it_shares_does_not_fit() -> None:
-    """Of 8 + 2 * 7 positions, and of 8 + 2 * 5 that are shared: the longer completion gives way."""
+    """Pairs of 8 + 2 * 7 positions, where 8 + 2 * 5 fit with a shared prompt: the longer completion is truncated."""
     packer, out = packed(documents([(9, 3, 12)]), 16, share=True)
     assert packer.note == (
         "pairs: of 1, 1 with a truncated completion (seq_len 16); "

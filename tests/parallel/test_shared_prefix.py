@@ -32,7 +32,7 @@ BASE = {"training.seq_len": LENGTH, "training.global_batch_size": 4}
 
 
 def sizes(number: int) -> tuple[int, list[int]]:
-    """Of a sample's prompt, and of its completions."""
+    """Lengths of a sample's prompt and of its completions."""
     return 5 + number, [3 + number % 3, 6 - number]
 
 
@@ -65,7 +65,7 @@ def shared(config: Config, number: int) -> Batch:
 
 
 def numbered(completion: np.ndarray) -> dict[str, torch.Tensor]:
-    """What DPO reads; the document that follows counts as a completion without another."""
+    """DPO's pairs; the document after them counts as a completion without a partner."""
     places = torch.from_numpy(completion).unsqueeze(0)
     return {COMPLETION: places, PAIRS: torch.tensor([1]), REFERENCE: -places.double()}
 

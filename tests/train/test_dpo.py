@@ -61,7 +61,7 @@ def objective(kind: Any, *more: Any) -> Any:
 
 
 def test_the_gradient_is_that_of_weighted_cross_entropy() -> None:
-    """With the weights -beta sigmoid(-D) of the rejected completion's labels, beta sigmoid(-D) of the chosen one's."""
+    """DPO's gradient weighs log-probabilities by beta sigmoid(-D): chosen labels up, rejected ones down."""
     loss, batch_slice = pieces(3)
     dpo = objective(DPO, BETA)
     (grad,) = torch.autograd.grad(dpo.sum(HeadScores(loss), batch_slice), loss)

@@ -23,7 +23,7 @@ FOLDED = {"parallelism.cp": 2, "parallelism.tp": 2, "parallelism.experts.ep": 4}
 
 
 LENGTHS = (10, 20), (16, 10), (6, 8), (9, 5), (4, 10), (5, 5), (3, 7)
-"""Of the chosen and the rejected completion: 80 positions take other pairs than 64, both have all in 3 sequences."""
+"""Lengths of the chosen and the rejected completion: pairs fit 80 positions otherwise than 64, in 3 sequences each."""
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ Group = Any
 
 
 class _Outcome(NamedTuple):
-    """What a rank sends to the others after its work."""
+    """Outcome of a rank's work, as it is sent to the others."""
 
     result: Any
     reason: str
