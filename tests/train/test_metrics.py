@@ -105,6 +105,17 @@ def test_rates_cover_the_time_since_the_last_line_and_the_first_step_stands_apar
         assert part in steps[1]
 
 
+def test_an_evaluation_without_a_loss_is_reported_too(config, clock):
+    """As those of reinforcement learning and of prompts are."""
+    config.metrics.log_every, config.training.steps = 10, 20
+    run = make(config)
+    for step, seconds in enumerate([{}, {"val_s": 3.0, "val_reward": 0.5}, {"samples_s": 4.0}, {}], 1):
+        clock[0] += 1.0 + sum(value for name, value in seconds.items() if name.endswith("_s"))
+        run.log(step, VALUES | seconds)
+    run.close()
+    assert [(line["step"], line["step_time_s"]) for line in lines(run.folder)] == [(1, 1.0), (2, 1.0), (3, 1.0)]
+
+
 def test_a_validation_is_always_reported_and_its_time_is_in_no_other_figure(config, clock, capsys):
     config.metrics.log_every, config.training.steps = 4, 9
     run = make(config)

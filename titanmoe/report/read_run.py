@@ -27,7 +27,17 @@ from titanmoe.config.parse_json import MAX_DEPTH, TooDeep, parse_json
 from titanmoe.config.recipe import MAX_BYTES, Recipe, RecipeError, parse_recipe
 from titanmoe.config.schema import QUIZ_METRICS, Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
-from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, OLD_QUIZ, QUIZ, RANKS, ROLLOUTS
+from titanmoe.train.run_folder import (
+    CONFIG,
+    EVALUATION_TIMES,
+    EVENTS,
+    EXPERTS,
+    METRICS,
+    OLD_QUIZ,
+    QUIZ,
+    RANKS,
+    ROLLOUTS,
+)
 
 EVENT_TEXTS = ("kind", "text", "time")
 LARGE = 1e15
@@ -73,11 +83,11 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of reported steps, validations and quizzes, without start-ups and repeated steps; None if unknown."""
+        """Seconds of reported steps and evaluations, without start-ups and repeated steps; None if unknown."""
         total, last_step = 0.0, None
         for line in self.lines:
             steps = 1 if last_step is None else max(1, line["step"] - last_step)
-            total += steps * line.get("step_time_s", 0.0) + line.get("val_s", 0.0) + line.get("quiz_s", 0.0)
+            total += steps * line.get("step_time_s", 0.0) + sum(line.get(name, 0.0) for name in EVALUATION_TIMES)
             last_step = line["step"]
         return total or None
 

@@ -33,7 +33,17 @@ from titanmoe.train.alarms import DivergenceAlarm, ExpectedLoss, LoadAlarm, Spik
 from titanmoe.train.header import Header
 from titanmoe.train.launch_messages import show_status
 from titanmoe.train.report_targets import LineFile, Report, ReportTarget, RetriedWriter, TensorBoardWriter, WandbWriter
-from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, QUIZ, RANKS, SAMPLE, typed_command
+from titanmoe.train.run_folder import (
+    CONFIG,
+    EVALUATION_TIMES,
+    EVENTS,
+    EXPERTS,
+    METRICS,
+    QUIZ,
+    RANKS,
+    SAMPLE,
+    typed_command,
+)
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.timing import Clock
 
@@ -247,12 +257,11 @@ class Metrics(Observer):
         self._tokens, self._flops = self._tokens + values["tokens"], self._flops + values["flops"]
         for line in quiz:
             self._quiz.put(lambda file, line=line: file.write(json.dumps(line, separators=(",", ":"))))
-        evaluation_s = sum(values.get(name, 0.0) for name in ("val_s", "quiz_s", "samples_s"))
-        if not (self._due(step, self.options.log_every) or values.keys() & {"val_loss", "quiz_s"}):
+        evaluation_s = [values[name] for name in EVALUATION_TIMES if name in values]
+        if not (self._due(step, self.options.log_every) or evaluation_s):
             return
         now, first = time.monotonic(), self._last_step is None
-        # The times of evaluations are reported as val_s, quiz_s and samples_s, and are not part of the step's.
-        seconds, steps = max(now - self._since - evaluation_s, 1e-9), 1 if first else step - self._last_step
+        seconds, steps = max(now - self._since - sum(evaluation_s), 1e-9), 1 if first else step - self._last_step
         if not first:
             self._steady_seconds += seconds
             self._steady_steps += steps

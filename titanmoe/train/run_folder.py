@@ -33,6 +33,8 @@ ROUNDS = "rounds.jsonl"
 """File with the number of completions of each round of reinforcement learning, written when the round begins."""
 FILES = METRICS, EXPERTS, RANKS, QUIZ, OLD_QUIZ, EVENTS, ROLLOUTS, ROUNDS
 """JSONL files of a run, of whose lines each has a step."""
+EVALUATION_TIMES = "val_s", "quiz_s", "samples_s"
+"""Metrics of metrics.jsonl that are the seconds of an evaluation, which step_time_s leaves out."""
 REPEATED_EVENTS = "spike", "skip", "divergence", "samples", "reward"
 """Kinds of events that a step writes that is made a second time after a resume."""
 COMMAND = "TITANMOE_COMMAND"
