@@ -263,6 +263,7 @@ def make_folder(out: Path, write: Callable[[Path], None], complete: Callable[[Pa
 def _publish(complete: Callable[[Path], None], unfinished: Path, out: Path) -> None:
     complete(unfinished)
     replaced = out.with_name(out.name + layout.REMOVING)
+    shutil.rmtree(replaced, ignore_errors=True)  # of a process that was killed in the last line
     if out.exists():
         os.rename(out, replaced)
     os.rename(unfinished, out)
