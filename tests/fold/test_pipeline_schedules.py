@@ -191,6 +191,9 @@ def test_a_file_is_held_to_the_step_and_the_ranks(tmp_path: Path) -> None:
     assert "runs 4 microbatches, but the step has 5: set training.global_batch_size to 24" in batches
     assert "cannot be read: No such file" in of(2, 4, str(tmp_path / "absent.csv"))[0]
     assert "is not a schedule" in of(2, 4, write(tmp_path / "words.csv", [["forward", "back"]]))[0]
+    assert "is not a schedule: it is not CSV" in of(2, 4, write(tmp_path / "long.csv", [["0" * 150_000]]))[0]
+    (far,) = of(2, 4, write(tmp_path / "far.csv", [["0F0", "0B0", "0F99999999"], ["1F0", "1B0"]]))
+    assert "runs 100000000 microbatches, but the step has 4" in far  # said once, and not of each microbatch
 
 
 BAD = {

@@ -93,7 +93,10 @@ def read_csv(path: str) -> list[list[Cell]]:
     Raises ValueError if the file is not a schedule, and OSError if it cannot be read.
     """
     with open(path, newline="") as file:
-        return [[parse_cell(text) for text in row] for row in csv.reader(file) if row]
+        try:
+            return [[parse_cell(text) for text in row] for row in csv.reader(file) if row]
+        except csv.Error as error:
+            raise ValueError(f"it is not CSV: {error}") from None
 
 
 def stage_ranks(options: Pipeline, pp: int) -> list[int]:

@@ -113,10 +113,11 @@ def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: in
         return [*problems, f"{path} names the stages {stages}: number them from 0 without a gap"]
     file_microbatches = 1 + max(action.microbatch for _, action in actions)
     if file_microbatches != microbatches:
-        problems.append(
+        return [
+            *problems,
             f"{path} runs {file_microbatches} microbatches, but the step has {microbatches}: set "
-            f"training.global_batch_size to {file_microbatches * samples}"
-        )
+            f"training.global_batch_size to {file_microbatches * samples}",
+        ]
     for stage in stages:
         of_stage = [(rank, action) for rank, action in actions if action.stage == stage]
         ranks = sorted({rank for rank, _ in of_stage})
