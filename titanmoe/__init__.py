@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 def open(recipe, changes=None, trains=True, ids=0):
     """Return a `titanmoe.session.Session` of a recipe, to be trained from your code.
 
-    Collective over the world.
+    Collective over the world. Raises a ConfigError with every problem of the recipe.
 
     Args:
         recipe: a TOML file, or the name of a shipped recipe.

@@ -140,7 +140,7 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
 
 
 def run_fold(args: argparse.Namespace) -> int:
-    """Run `titanmoe fold`, which draws or lists mappings onto ranks; return 0, or 2 if the mapping is refused."""
+    """Run `titanmoe fold`, which draws or lists mappings onto ranks; return 0, or 2 after an error."""
     from titanmoe.components import COMPONENTS
 
     degrees = {name: getattr(args, name) for name in DEGREE_PATHS if getattr(args, name) is not None}
@@ -216,11 +216,11 @@ def _read_model(args: argparse.Namespace) -> tuple[Config | None, list[str], str
 
 
 def _with_degrees(degrees: dict[str, int], config: Config | None = None) -> Parallelism:
-    """Return the config's parallelism with the degrees of the command line set in it; they may be illegal.
+    """Return the config's parallelism, of no config the default, with these degrees set in it; they may be illegal.
 
     Args:
         degrees: number of ranks by name of the axis, such as "tp".
-        config: the config; None for the defaults.
+        config: the recipe, which is not changed.
     """
     table = config.parallelism if config else Parallelism()
     experts = {name: degrees[name] for name in EXPERT_DEGREES if name in degrees}
@@ -229,7 +229,7 @@ def _with_degrees(degrees: dict[str, int], config: Config | None = None) -> Para
 
 
 def _describe_nearest(world: int, parallelism: Parallelism, config: Config | None) -> str:
-    """Return text on the legal mappings nearest to an illegal one: what would change, and all degrees.
+    """Return text on the legal mappings nearest to an illegal one: changes and all degrees, or that there is none.
 
     Args:
         world: number of ranks.
@@ -253,7 +253,7 @@ def _print_mappings(args: argparse.Namespace, world: int, degrees: dict[str, int
     """Print every legal mapping that has the degrees of the command line; return 0, or 2 if there is none.
 
     Args:
-        args: the command line.
+        args: the command line, with --json and --node.
         world: number of ranks.
         degrees: number of ranks by name of the axis, such as "tp"; -1 for any.
         config: the config, whose model and batch restrict mappings; None without a model.
@@ -291,8 +291,7 @@ def _rank_groups(fold: Fold) -> dict[str, dict[str, list[tuple[int, ...]]]]:
 def _describe_sharding(config: Config, fold: Fold) -> list[str]:
     """Return lines on how the model is sharded (`titanmoe fold --plan`).
 
-    There is a line for each module, with its style, mesh and sharded dims, and one on the layers of each pipeline
-    stage.
+    One for each module, with its style, mesh and sharded dims, and with a pipeline one on the layers of its stages.
     """
     from titanmoe.parallel.parallel_plan import make_plan, vocabulary_plan
 
@@ -352,7 +351,7 @@ def _svg(text: Text, title: str) -> str:
 
 
 def _print_json_rows(rows: Iterator[dict[str, int]]) -> None:
-    """Print dicts as a JSON list, each as soon as it is generated, because a large world has millions."""
+    """Print dicts, at least one, as a JSON list, each as soon as it is generated: a large world has millions."""
     start = "["
     for row in rows:
         print(f"{start}{json.dumps(row)}", end="")

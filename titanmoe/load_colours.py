@@ -14,33 +14,22 @@ DOUBLINGS = 2.0
 
 
 def strength(ratio: np.ndarray) -> np.ndarray:
-    """Return how strongly to colour experts' loads, between -1 and 1.
+    """Return how strongly to colour ratios of experts' loads to the mean load of their layer; any shape.
 
-    -1 stands for a quarter of the mean load or less, 0 for the mean, 1 for four times or more; logarithmic in between.
-
-    Args:
-        ratio: load of each expert over the mean load of the layer; any shape.
+    -1 for a quarter of the mean load or less, 0 for the mean, 1 for four times or more; logarithmic in between.
     """
     return np.clip(np.log2(np.maximum(ratio, 2**-DOUBLINGS)) / DOUBLINGS, -1, 1)
 
 
 def opaque_colours(ratio: np.ndarray) -> np.ndarray:
-    """Return the colour of each expert's load as RGB bytes (..., 3), for light backgrounds.
-
-    Args:
-        ratio: load of each expert over the mean load of the layer.
-    """
+    """Return a colour for each ratio of an expert's load to the mean as RGB bytes (..., 3), for light backgrounds."""
     amount = np.abs(strength(ratio))[..., None]
     end = np.where((ratio < 1)[..., None], LOW, HIGH)
     return (MEAN * (1 - amount) + end * amount).round().astype(np.uint8)
 
 
 def transparent_colours(ratio: np.ndarray) -> np.ndarray:
-    """Return the colour of each expert's load as RGBA bytes (..., 4), transparent at the mean load.
-
-    Args:
-        ratio: load of each expert over the mean load of the layer.
-    """
+    """Return a colour for each ratio of an expert's load to the mean as RGBA bytes (..., 4), transparent at 1."""
     end = np.where((ratio < 1)[..., None], LOW, HIGH)
     alpha = 255 * np.abs(strength(ratio))[..., None]
     return np.concatenate([end, alpha], -1).round().astype(np.uint8)

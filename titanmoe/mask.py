@@ -34,10 +34,7 @@ class OnHost:
 
     @cached_property
     def halves(self) -> tuple[OnHost, OnHost]:
-        """The masks of the first and of the second half of the samples.
-
-        Cached, because block pairs are cached by the identity of the mask.
-        """
+        """The masks of the first and second half of the samples: always the same objects, as keys of cached pairs."""
         depths = (None, None) if self.depth_BL is None else np.array_split(self.depth_BL, 2)
         first, second = (OnHost(*half) for half in zip(np.array_split(self.until_BL, 2), depths, strict=True))
         return first, second
@@ -110,9 +107,9 @@ class Mask(NamedTuple):
         return sees(self.until_BL, self.depth_BL, self.window, b.view(-1, 1, 1), q.view(1, -1, 1), k)
 
     def bias(self, pair: BlockPair, template: Tensor) -> Tensor | None:
-        """Return what to add to the attention logits of a block: 0, or -inf for hidden keys; None for nothing.
+        """Return what to add to the attention logits of a block: 0, or -inf for hidden keys; None if it hides none.
 
-        It is None for a block with `pair.causal`: the caller applies the causal mask.
+        It is None for a block with `pair.causal` too: the caller applies the causal mask.
 
         Args:
             pair: the block.
@@ -130,7 +127,7 @@ class Mask(NamedTuple):
     def pairs(self, chunk: int, chunks: int, query_chunks: Sequence[int], key_chunks: Sequence[int]) -> list[BlockPair]:
         """Return the blocks of queries and keys that attention has to compute; all other pairs are hidden.
 
-        They are computed on the host, without waiting for the device, and cached.
+        They are computed on the host, without waiting for the device. The list is cached: do not change it.
 
         Args:
             chunk: number of positions of a chunk.
@@ -232,7 +229,7 @@ def _pairs(
     query_chunks: Sequence[int],
     key_chunks: Sequence[int],
 ) -> list[BlockPair]:
-    """Return the blocks of queries and keys to compute, by sample, query and key. The cache's key is all arguments.
+    """Return the blocks of `Mask.pairs`, by sample, query and key. All arguments are hashed, as the cache's key.
 
     Args:
         host: the mask in host memory; None for all samples under a causal mask.
@@ -240,7 +237,7 @@ def _pairs(
         chunk: number of positions of a chunk.
         chunks: number of chunks of the sequence.
         query_chunks: indices of the chunks of queries, a tuple in the order of their tensor.
-        key_chunks: indices of the chunks of keys, a tuple in the order of their tensor.
+        key_chunks: indices of the chunks of keys, likewise.
     """
     every_sample, place = slice(None), np.arange(chunk * chunks)
     samples_masks = [(every_sample, np.full_like(place, len(place)), place)]
@@ -264,11 +261,11 @@ def _pairs(
 
 
 def _query_blocks(chunk: slice, until: np.ndarray, most: int) -> Iterator[slice]:
-    """Yield ranges of queries that are computed together: several short branches, or a long one in blocks.
+    """Yield ranges of queries, in order, that are computed together: several short branches, or a long one in blocks.
 
     Args:
         chunk: positions of the chunk of queries.
-        until: end of each position's branch.
+        until: end of the branch of each position of the sequence.
         most: largest number of positions of a block of a long branch.
     """
     begin, borders = chunk.start, chunk.start + 1 + np.flatnonzero(np.diff(until[chunk]))
@@ -294,8 +291,8 @@ def _key_ranges(
     Args:
         queries: positions of the block's queries.
         keys: positions of a chunk of keys.
-        until: position before which queries see each key.
-        depth: position of each key within its text.
+        until: for each position of the sequence, the position before which queries see it as a key.
+        depth: for each position of the sequence, the position within its text.
         window: number of positions that a query sees; 0 for all.
 
     Yields:

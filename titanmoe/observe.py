@@ -65,11 +65,7 @@ class Observer:
         """
 
     def waits(self, group: str) -> None:
-        """Note that this rank begins to wait for a message of a process group.
-
-        Args:
-            group: name that torch gave the group (`group_name`).
-        """
+        """Note that this rank begins to wait for a message of a process group, named as torch does (`group_name`)."""
 
     def arrived(self) -> None:
         """Note that the message has come for which this rank has waited since the last call of `waits`."""
@@ -122,11 +118,7 @@ class _SeveralObservers(Observer):
 
 
 def _call_all(hear: list[Callable[..., None]]) -> Callable[..., None]:
-    """Return a function that calls the same method of several observers, one after the other, with its own arguments.
-
-    Args:
-        hear: the bound methods.
-    """
+    """Return a function that calls these bound methods of several observers in turn, with its own arguments."""
 
     def announce(*args: Any, **more: Any) -> None:
         for one in hear:
@@ -193,21 +185,17 @@ def _listening() -> tuple[Observer, ...]:
 def products(experts: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     """Tell all active observers that a layer's experts have computed the routed tokens on this rank.
 
-    Does nothing in code that torch.compile traces.
-
-    Args:
-        experts: the module.
-        inputs: the routed tokens that the rank received (R, D), and their routing weights (R, 1).
-        output: the experts' output (R, D), before it is sent back.
+    Does nothing in code that torch.compile traces. With R routed tokens, `inputs` are these tokens (R, D) and their
+    routing weights (R, 1), and `output` is (R, D).
     """
     if not is_compiling():
         active.products(experts, inputs, output)
 
 
 def waits(group: str) -> None:
-    """Tell all active observers that this rank begins to wait for a message of a process group.
+    """Tell all active observers that this rank begins to wait for a message of a process group, by torch's name of it.
 
-    `group` is the name that torch gave it (`group_name`). Does nothing in code that torch.compile traces.
+    Does nothing in code that torch.compile traces.
     """
     if not is_compiling():
         active.waits(group)

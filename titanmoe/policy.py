@@ -1,15 +1,12 @@
 """Policy objectives of reinforcement learning, for `titanmoe.session.Session`: advantages, weights of tokens, losses.
 
-    advantages = group_advantages(rewards, groups)                                   # of N completions
-    weight = token_weights(completion_tokens, "token")
-    batch = run.batch(ids, labels, advantage=..., weight=weight, old=old_log_probs)
-    counts = run.count(batch, loss, divisor=1)                                       # the weights are divided already
-    run.forward_backward(batch, loss, counts=counts)                                 # loss = PolicyLoss()
+    weight = token_weights(completion_tokens, "token")                              # divided already
+    batch = run.batch(ids, labels, advantage=..., weight=weight, old=old_log_probs) # of `group_advantages`
+    run.forward_backward(batch, loss, counts=run.count(batch, loss, divisor=1))     # loss = PolicyLoss()
 
-Rewards, groups and weights are of all samples of a step, so groups may lie on any ranks. The caller divides each column
-of weights ("weight", "sft_weight", "kl_weight") by the count of its term.
-
-Shapes: N samples, B samples of a microbatch, L positions, S those of the attention slice, G documents of a sample.
+Rewards, groups and weights are of all samples of a step. The caller divides each column of weights ("weight",
+"sft_weight", "kl_weight") by the count of its term.
+Shapes: N samples, B samples of a microbatch, L positions, S those of the attention slice, G groups.
 """
 
 from __future__ import annotations
@@ -143,7 +140,7 @@ class PolicyLoss:
 
         Args:
             log_p_BL: log-probability of each label under the model.
-            batch: the microbatch with its columns.
+            batch: the microbatch, with the columns "advantage" and "weight", and others as its class says.
         """
         has_label_BL = batch.labels_BS != IGNORE
         log_p_BL = log_p_BL.where(has_label_BL, 0)
@@ -164,9 +161,7 @@ class PolicyLoss:
     def ratio(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
         """Return at each label, (B, L), the probability under the model over the old policy's, by token or completion.
 
-        Args:
-            log_p_BL: log-probability of each label under the model.
-            batch: the microbatch, with the column "old".
+        `log_p_BL` has each label's log-probability under the model. The batch needs the column "old".
         """
         apart_BL = (log_p_BL - batch.extra_fields["old"]).where(batch.labels_BS != IGNORE, 0)
         return (apart_BL if self.level == "token" else _over_completions(apart_BL, batch, mean=True)).exp()
@@ -174,10 +169,7 @@ class PolicyLoss:
     def importance(self, batch: Batch) -> Tensor:
         """Return at each label, (B, L), the old policy's probability over the generator's, at most `truncation`.
 
-        Only if `truncation` is set: with 0 all are 0.
-
-        Args:
-            batch: the microbatch, with the columns "old" and "generator".
+        Only if `truncation` is set: with 0 all are 0. The batch needs the columns "old" and "generator".
         """
         column = batch.extra_fields
         apart_BL = (column["old"] - column["generator"]).where(batch.labels_BS != IGNORE, 0)
@@ -188,9 +180,7 @@ class PolicyLoss:
     def divergence(self, log_p_BL: Tensor, batch: Batch) -> Tensor:
         """Return at each label, (B, L), the estimate (`estimator`) of the divergence from the reference model.
 
-        Args:
-            log_p_BL: log-probability of each label under the model.
-            batch: the microbatch, with the column "reference".
+        `log_p_BL` has each label's log-probability under the model. The batch needs the column "reference".
         """
         apart_BL = (batch.extra_fields["reference"] - log_p_BL).where(batch.labels_BS != IGNORE, 0)
         return -apart_BL if self.estimator == "k1" else apart_BL.exp() - apart_BL - 1
@@ -205,7 +195,7 @@ class PolicyLoss:
         "policy.mismatch" and "policy.mismatch_max" the mean and largest absolute difference of log-probabilities
         between generator and old policy; with the column "age" (N,), steps made since a sample's generator got its
         weights, "policy.age" and "policy.age_max" its mean and largest value; with "routes"
-        "policy.routes_not_recorded" the fraction of tokens whose routers choose themselves. Computed on the host.
+        "policy.routes_not_recorded" the fraction of tokens whose routers choose themselves.
 
         Args:
             log_probs_NL: log-probability of each label, as `forward_backward` returned them.

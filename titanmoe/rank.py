@@ -52,11 +52,9 @@ def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
 
 
 def sample_completions(config: Config, model: RankModel) -> Evaluation | None:
-    """Build the evaluation that completes the recipe's prompts; None if it has none. Collective over the world.
+    """Build the evaluation that completes the recipe's prompts with this rank's stages; None if it has no prompts.
 
-    Args:
-        config: the recipe.
-        model: this rank's stages of the model, which the evaluation generates with.
+    Collective over the world.
     """
     if not has_samples(config):
         return None
@@ -66,13 +64,7 @@ def sample_completions(config: Config, model: RankModel) -> Evaluation | None:
 
 
 def make_loader(config: Config, data_rank: int, data_ranks: int) -> Loader:
-    """Return a data rank's loader of the run's data, or of the prompts of [rl] if the recipe has an rl.reward.
-
-    Args:
-        config: the recipe.
-        data_rank: index of the data rank, from 0.
-        data_ranks: number of data ranks, among which the batch is divided.
-    """
+    """Return the loader of data rank `data_rank` (from 0): of the run's data, or of [rl]'s prompts with rl.reward."""
     if config.rl.reward:
         from titanmoe.rl.policy_trainer import PromptLoader
 

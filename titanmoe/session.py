@@ -1,8 +1,7 @@
 """A training run as an object: forward and backward, update, log-probabilities and checkpoints, called from your code.
 
     run = titanmoe.open("recipe.toml", {"training.steps": 100})     # on every rank, under torchrun
-    batch = run.batch(ids)                                          # ids of any number of samples
-    run.forward_backward(batch)                                     # any number of times in a step
+    run.forward_backward(run.batch(ids))                            # any number of times in a step
     metrics = run.optim_step()
 
 All methods but `batch` are collective over the world: every rank calls them, in the same order.
@@ -345,9 +344,9 @@ class Session:
             local: this data rank's microbatches.
             objective: what is computed from the head's output.
             divisor: count that the loss is divided by, a scalar.
-            log_probs: whether to gather log-probabilities, and entropies if the head computes them.
+            log_probs: whether to gather log-probabilities, and inside `_head_options(entropy=True)` entropies.
             routes: whether to gather the experts that routers choose.
-            backward: whether to compute gradients.
+            backward: whether to compute gradients, and add them to `.grad`.
         """
         training, most = self.training, self.training.loader.microbatches
         computed = WithLogProbs(objective) if log_probs else objective
@@ -381,7 +380,7 @@ class Session:
 
     @contextmanager
     def _head_options(self, temperature: float, entropy: bool = False) -> Iterator[None]:
-        """Inside the context the head divides logits by a temperature, and returns entropies if asked for.
+        """Make the head divide logits by a temperature inside the context, and return entropies if asked for.
 
         Raises:
             ConfigError: the temperature is not above 0, or the objective's head can do neither.

@@ -5,9 +5,8 @@
     start_all_to_all      sends                   waits for the gradients
     finish_all_to_all     waits                   sends the gradients
 
-Dispatchers send routed tokens in two calls. The result of `start_all_to_all` is in flight when it returns, but nothing
-can touch it before `finish_all_to_all`. On a group of one rank all do nothing. All ranks of the group call each
-function together.
+Dispatchers send routed tokens in two calls: nothing can touch the result of the first before the second. On a group of
+one rank all do nothing. All ranks of the group call each function together.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def start_all_to_all(
 ) -> InFlight:
     """Start an all-to-all of the rows of x (along dim 0); return without waiting. Differentiable.
 
-    What is computed between this and `finish_all_to_all` overlaps with the message, in backward too: autograd runs the
-    newest ready node first. So it reaches the backward of `finish_all_to_all`, which sends the gradients, then
-    everything that was computed in between, and finally the backward of this function, which waits for the gradients.
+    What is computed between this and `finish_all_to_all` overlaps with the message, in backward too: autograd reaches
+    the backward of `finish_all_to_all`, which sends the gradients, then that of everything computed in between, and
+    finally that of this function, which waits for the gradients.
 
     Args:
         x: the rows, sorted by receiving rank; not written to before `finish_all_to_all`.
@@ -78,7 +77,7 @@ def start_reverse_all_to_all(x: Tensor, flight: InFlight) -> InFlight:
     `finish_all_to_all` of the result gives each rank a row for each row that it sent, in their order.
 
     Args:
-        x: the rows to return, in the order in which `finish_all_to_all(flight)` gave rows; of any width.
+        x: the rows to return, of any width, in the order in which `finish_all_to_all(flight)` gave rows.
         flight: the all-to-all, finished, whose numbers of rows are reversed.
     """
     transfer = flight.transfer
@@ -113,22 +112,18 @@ class _Transfer:
     """
 
     def __init__(self, send: list[int], receive: list[int], group: Group, is_cached: bool):
-        """Store how many rows go to and come from each rank.
+        """Store how many of x's rows go to each rank and come from it in forward; backward reverses them.
 
-        Args:
-            send: numbers of x's rows that go to each rank in forward.
-            receive: numbers of rows that come from each rank in forward.
-            group: the ranks.
-            is_cached: whether recomputation uses the rows that arrived in forward, and sends nothing.
+        With `is_cached`, recomputation uses the rows that arrived in forward, and sends nothing.
         """
         self.send, self.receive, self.group, self.is_cached = send, receive, group, is_cached
         self.in_flight: Tensor | None = None
 
     def launch(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Start to send the rows of x, and return an empty tensor as the transfer's mark in the autograd graph.
+        """Start to send the rows of x, gradients in backward; return an empty tensor, its mark in the autograd graph.
 
         Args:
-            x: the rows, in forward, or their gradients, in backward.
+            x: the rows.
             send: the number of rows of x for each rank; in backward the transfer's `receive`.
             receive: the number of rows from each rank, which `finish` returns; in backward the transfer's `send`.
         """
@@ -139,7 +134,7 @@ class _Transfer:
     def finish(self) -> Tensor:
         """Wait for the rows in flight, and return them, by sender. Call it once per `launch`.
 
-        The other side of an interleaved pair may compute first.
+        In an interleaved pair the other side may compute first.
         """
         interleave.yield_if_sent()  # meanwhile another microbatch may compute
         in_flight, self.in_flight = self.in_flight, None

@@ -30,10 +30,7 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a process group and this rank's place among them, as plain values that compiled code can hold.
-
-    Usually the ranks that share one mesh axis, or several, with this rank.
-    """
+    """The ranks of a process group and this rank's place among them, as plain values that compiled code can hold."""
 
     name: str
     size: int
@@ -134,10 +131,9 @@ def wait(in_flight: Tensor, group: Group) -> Tensor:
 
 
 def first_text(text: str) -> str:
-    """Return the first non-empty text of all ranks, in rank order; "" if all are empty. Collective over the world.
+    """Return the first non-empty text of all ranks, such as an error, in rank order; "" if all are empty.
 
-    Args:
-        text: this rank's text, such as its error message.
+    Collective over the world.
     """
     texts = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)
@@ -147,12 +143,12 @@ def first_text(text: str) -> str:
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce x over the group. Not differentiable: for counts, losses and other constants of the backward pass.
 
-    While backward recomputes a checkpointed region, the result that forward cached is returned and nothing is sent
-    (titanmoe.comm.recomputation).
+    x is not changed, and on a group of one rank returned itself. While backward recomputes a checkpointed region, the
+    result that forward cached is returned and nothing is sent (titanmoe.comm.recomputation).
 
     Args:
-        x: this rank's summand, which is not changed.
-        group: the ranks that call this function together; of one rank, x itself is returned.
+        x: this rank's summand.
+        group: the ranks.
         op: how elements are combined: "sum", "max", "min" or another name that torch's collectives know.
     """
     return x if group.size == 1 else cached(lambda: _all_reduce(x, group, op))
@@ -166,9 +162,9 @@ def launch_broadcast(x: Tensor, source: int, group: Group) -> Tensor:
     """Start to send the source rank's x to every rank of the group. Call `wait` on the result before it is used.
 
     Args:
-        x: the values on the source rank; on other ranks a tensor of the same shape and dtype, whose values are ignored.
+        x: the values on the source rank; on other ranks a tensor of the same shape and dtype. Not written to.
         source: the rank in the group whose values are sent.
-        group: the ranks that call this function together.
+        group: the ranks.
     """
     return _ops.broadcast(x.contiguous(), source, group.name)
 
@@ -176,13 +172,13 @@ def launch_broadcast(x: Tensor, source: int, group: Group) -> Tensor:
 def launch_reduce(x: Tensor, destination: int, group: Group) -> Callable[[], Tensor]:
     """Start to sum x over the group, in place on the destination rank; on others the values are undefined afterwards.
 
-    Returns:
-        A function that waits for the message and returns x.
-
     Args:
         x: this rank's summand, contiguous, which nothing else uses meanwhile.
         destination: the rank in the group that gets the sum.
-        group: the ranks that call this function together.
+        group: the ranks.
+
+    Returns:
+        A function that waits for the message and returns x; every rank calls it.
     """
     work = dist.reduce(x, group=group.process_group, group_dst=destination, async_op=True)
 
@@ -226,8 +222,7 @@ def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 def _move_chunks(x: Tensor, old_dim: int, new_dim: int, chunks: int) -> Tensor:
     """Cut x into equal chunks along dim `old_dim`, and return them concatenated along dim `new_dim`.
 
-    Copies x, unless each chunk has a single element along the dims from the first of the two to the one before the
-    last.
+    The result is contiguous; it may be x, or share its memory.
     """
     if old_dim == new_dim:
         # Not `x.contiguous()` of what is contiguous: torch 2.11 drops the gradient of a compiled autograd.Function
@@ -290,16 +285,10 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_gather_autograd(x: Tensor, dim: int, group: Group, small: bool = False) -> Tensor:
-    """Concatenate every rank's x, all of one shape, along dim in rank order.
+    """Concatenate every rank's x, all of one shape, along dim in rank order. Backward reduce-scatters the gradients.
 
-    Backward reduce-scatters: it sums the gradients of x over the ranks.
-
-    Args:
-        x: this rank's tensor.
-        dim: the dim of x to concatenate along.
-        group: the ranks; all of them call this. One rank gets x itself.
-        small: whether x is so small that in a checkpointed region the result is cached, so that recomputation does not
-            gather again.
+    That is, it sums the gradients of x over the ranks. With `small`, for an x that takes little memory, the result is
+    cached in a checkpointed region, so that recomputation does not gather again.
     """
     return x if group.size == 1 else _AllGather.apply(x, dim, group, small and in_checkpointed_region())
 

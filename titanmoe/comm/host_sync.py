@@ -81,11 +81,11 @@ class CountExchange:
         self.in_flight = cached(lambda: launch_all_to_all(send_Ge, each, each, group)) if group.size > 1 else None
 
     def read(self) -> tuple[Tensor, list[int], list[int]]:
-        """Wait for the other ranks' counts. The host blocks until it knows them.
+        """Wait for the other ranks' counts. The host blocks until it knows them, also on a GPU.
 
         Returns:
             The number of routed tokens from each rank for each local expert, a tensor (G, e); the number that this rank
-            sends to each rank; and the number that it receives from each rank.
+                sends to each rank; and the number that it receives from each rank.
         """
         return cached(self._wait)
 

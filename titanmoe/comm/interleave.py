@@ -31,10 +31,7 @@ class OtherSideFailed(Exception):
 
 
 def mark_sent() -> None:
-    """Note that the active side has started a message, so that its next `yield_if_sent` hands over to the other side.
-
-    The sides are two computations that take turns on one device. Without such a pair it does nothing.
-    """
+    """Note that the active side has started a message, so that its next `yield_if_sent` lets the other side run."""
     if _active_pair is not None:
         _active_pair.has_sent[_active_pair.turn] = True
 
@@ -42,11 +39,7 @@ def mark_sent() -> None:
 def yield_if_sent() -> None:
     """Let the other side run, if the active side has sent a message since it became active.
 
-    Called before the active side waits for a message. The sides are two computations that take turns on one device.
-    Without such a pair it does nothing.
-
-    Raises:
-        OtherSideFailed: if the other side has failed.
+    Called before the active side waits for a message. Raises OtherSideFailed if the other side has failed.
     """
     if _active_pair is not None:
         _active_pair.yield_if_sent()
@@ -55,9 +48,8 @@ def yield_if_sent() -> None:
 def yield_to_other() -> None:
     """Let the other side run. Called before the host waits for anything but routed tokens, such as for their counts.
 
-    The sides are two computations that take turns on one device. Without such a pair it does nothing; also in the first
-    side until the second has run for the first time: until the first side has routed tokens in flight, it has no wait
-    that the second side's computation could fill.
+    It does nothing in the first side until the second has run for the first time: until the first side has routed
+    tokens in flight, it has no wait that the second side's computation could fill.
 
     Raises:
         OtherSideFailed: if the other side has failed.
@@ -70,10 +62,8 @@ def yield_to_other() -> None:
 def yield_in_backward(x: Tensor) -> None:
     """Call `yield_to_other` during backward, once the operation that made x has passed its gradient on.
 
-    So two microbatches that take turns on one device switch there. Needed for each `yield_to_other` of a forward:
-    otherwise forward would yield three times a layer and backward twice, and soon forward would become active without
-    anything to compute each time backward has just sent its gradients. Does nothing if x has no grad_fn, or under
-    torch.compile.
+    Needed for each `yield_to_other` of a forward, so that the backward of one microbatch yields as often as the forward
+    of the other that it is interleaved with. Does nothing if x has no grad_fn, or under torch.compile.
     """
     if not torch.compiler.is_compiling() and x.grad_fn is not None:
         x.grad_fn.register_hook(lambda *_: yield_to_other())
@@ -149,10 +139,9 @@ class InterleavedPair:
             raise OtherSideFailed("the other side of this pair failed")
 
     def wait_for_turn(self, side: int) -> None:
-        """Let the other side run, and block this thread until the other side yields.
+        """Let the other side run, which must not have ended, and block this thread until the other side yields or ends.
 
-        Args:
-            side: the side that calls: 0 for the first, 1 for the second.
+        `side` is the side that calls: 0 for the first, 1 for the second.
         """
         with self.while_waiting():
             self._switch(side)

@@ -117,7 +117,6 @@ def save_tensors() -> AbstractContextManager[Any]:
     """Return a context in which a checkpointed region saves tensors for backward instead of recomputing them.
 
     For small tensors such as indices, so that recomputation may end before them. Outside of a region it does nothing.
-    (Of nested hooks for saved tensors torch calls the innermost ones alone, and so not those of the region.)
     """
     return torch.autograd.graph.saved_tensors_hooks(_same, _same) if in_checkpointed_region() else nullcontext()
 
