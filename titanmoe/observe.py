@@ -44,13 +44,13 @@ class Observer:
         """Note that this rank begins a microbatch's forward or backward in a pipeline stage.
 
         Args:
-            stage: number of the stage.
-            number: number of the microbatch in the step.
+            stage: number of the stage in the pipeline.
+            number: index of the microbatch among those that run together, the step's in training.
             backward: whether it is the backward.
         """
 
     def layer(self, number: int) -> None:
-        """Note that forward or backward has reached the layer with this number in the model."""
+        """Note that forward or backward has reached the block with this number in the full model."""
 
     def region(self, name: str) -> AbstractContextManager[None] | None:
         """Return a context manager to be entered while a named region of code runs, such as "dispatch"; or None."""

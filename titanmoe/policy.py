@@ -1,12 +1,13 @@
 """Policy objectives of reinforcement learning, for `titanmoe.session.Session`: advantages, weights of tokens, losses.
 
-    weight = token_weights(completion_tokens, "token")                              # divided already
-    batch = run.batch(ids, labels, advantage=..., weight=weight, old=old_log_probs) # of `group_advantages`
-    run.forward_backward(batch, loss, counts=run.count(batch, loss, divisor=1))     # loss = PolicyLoss()
+    weight = token_weights(completion_tokens, "token")                              # those of a mean
+    batch = run.batch(ids, labels, advantage=..., weight=weight, old=old_log_probs) # by `group_advantages`
+    counts = run.count(batch, loss, divisor=1)                                      # the weights are divided already
+    run.forward_backward(batch, loss, counts=counts)                                # loss = PolicyLoss()
 
-Rewards, groups and weights are of all samples of a step. The caller divides each column of weights ("weight",
-"sft_weight", "kl_weight") by the count of its term.
-Shapes: N samples, B samples of a microbatch, L positions, S those of the attention slice, G groups.
+Rewards, groups and weights are of all samples of a step, so groups may lie on any ranks. The caller divides "weight",
+"sft_weight" and "kl_weight" by the count of their term. Shapes: N samples, B samples of a microbatch, L positions, S
+those of the attention slice, G groups.
 """
 
 from __future__ import annotations

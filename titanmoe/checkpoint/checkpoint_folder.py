@@ -238,9 +238,12 @@ def write_checkpoint(
         path: the checkpoint's folder, which is made.
         tensors: what this rank writes of each tensor, by the tensor's name in the checkpoint.
         record: the record of manifest.json: the model's config, the step and the like.
-        overwrite: replace an existing folder; otherwise it raises a CheckpointError.
+        overwrite: replace an existing folder.
         carried: paths of files to copy into the checkpoint's subfolder hf/, by the name of the copy.
         group: the ranks that write together; None for a single process.
+
+    Raises:
+        CheckpointError: the folder exists without `overwrite`; on all ranks, if anything cannot be written on one.
     """
     target = Path(path)
     if target.exists() and not overwrite:

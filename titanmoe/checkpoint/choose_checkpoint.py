@@ -31,13 +31,9 @@ def run_folder(job: Job) -> Path:
 
 
 def checkpoints_folder(run: Path, options: Options) -> Path:
-    """Return the folder that holds a run's checkpoints.
+    """Return the folder that holds a run's checkpoints, given the run's folder and [checkpoint] of its config.
 
     It is in the run's folder, or under checkpoint.folder by the run's name if that option is an absolute path.
-
-    Args:
-        run: the run's folder.
-        options: [checkpoint] of the run's config.
     """
     folder = Path(options.folder)
     return folder / run.name if folder.is_absolute() else run / folder
@@ -73,10 +69,10 @@ class StartPoint:
 def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
     """Return the checkpoint that checkpoint.load asks for, or with "auto" the run's newest intact one.
 
-    Its path is None for "none", and for "auto" in a run without checkpoints. A number in checkpoint.load is a step of
-    the run's own checkpoints. A path counts only until there are such, and alone makes `model_only` true, by
-    checkpoint.model_only. With checkpoint.enable = false own checkpoints are not looked for. Not collective, unless
-    `damage` is.
+    Its path is None for "none", and for "auto" in a run without checkpoints. A number is a step of the run's own
+    checkpoints. A path counts only until the run has checkpoints; a start from it alone is `model_only`, if
+    checkpoint.model_only says so. With checkpoint.enable = false the run's own are not looked for. Not collective,
+    unless `damage` is.
 
     Args:
         options: [checkpoint] of the run's config.
@@ -199,9 +195,9 @@ def _check_intact(path: Path, damage: Callable[[Path], list[str]]) -> None:
 def record_to_resume(config: Config) -> dict[str, Any]:
     """Return the manifest's record of the checkpoint that this run will resume from; {} if it resumes from none.
 
-    The record has the config, mapping, step and tokens of the run that saved. Only manifests are read, before the model
-    is built; damage to other files is found when they are loaded. Also {} if only weights are loaded, and if
-    checkpoints are damaged or absent, which loading reports. Not collective: every rank looks.
+    The record has the config, mapping, step and tokens of the run that saved. Only manifests are read. Also {} if only
+    weights are loaded, and if checkpoints are damaged or absent, which loading reports. Not collective: every rank
+    looks.
 
     Raises:
         ConfigError: the file system does not answer, so it is unknown whether there is a checkpoint.

@@ -1,16 +1,12 @@
 """The layout of checkpoints on disk: where they are, when one counts as complete, which is the latest. Without torch.
 
-    RUN/checkpoints/
-        latest                    the name of the last one made, for people; what counts is the number in manifests
-        step-00000120/            complete, because it gets this name in one rename, after every byte is on disk
-            manifest.json         format, step, record (config, mapping, loader, ...), bytes and CRC-32 of every file
-            tensors.json          shape and dtype of each tensor, and where its blocks are
-            *.distcp              blocks of tensors, spread over the ranks
-            hf/, .metadata        tokenizer and config.json, if any; for tools of PyTorch, never read
-        step-00000180.writing/    being written; the next writer gives it its name if it is complete, else removes it
-        step-00000060.removing/, step-00000150.passed-over/
+    RUN/checkpoints/latest            name of the last one made, for people; what counts is the number in manifests
+    RUN/checkpoints/step-00000120/    complete: it gets this name in one rename, after every byte is on disk
+        manifest.json, tensors.json   step, record, bytes and CRC-32 of every file; where the blocks of tensors are
+        *.distcp, hf/, .metadata      blocks of tensors; tokenizer and config.json; for tools of PyTorch, never read
 
-The last two: being removed; could not be read when the run resumed from another, never removed.
+Suffixes: .writing (the next start gives it its name if it is complete, else removes it), .removing, and .passed-over
+(could not be read when the run resumed from another, never removed).
 """
 
 from __future__ import annotations
@@ -158,7 +154,7 @@ def save_number(path: Path) -> float:
 
 
 def find_damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
-    """Return a line for each file of a checkpoint that is missing or damaged; an empty list if all are intact.
+    """Return a line for each file of a checkpoint that is missing or damaged; [] if all are intact.
 
     Args:
         folder: the checkpoint.
@@ -178,11 +174,7 @@ def find_damage(folder: Path, files: Iterable[str] | None = None, contents: bool
 def _damage_of(folder: Path, name: str, expected: Checksum, contents: bool) -> str:
     """Return a line on what is wrong with one file of a checkpoint; "" if it is intact.
 
-    Args:
-        folder: the checkpoint.
-        name: the file's path in it.
-        expected: the size and CRC-32 that the file must have.
-        contents: whether to read the file and compare the CRC-32, and not only the size.
+    Unreadable if the disk does not answer. Without `contents` only the size is compared.
     """
     file = folder / name
     try:
@@ -252,13 +244,10 @@ def require_regular(folder: Path, name: str) -> Path:
 
 
 def clean_up_interrupted(folder: Path) -> list[str]:
-    """Complete or remove the unfinished checkpoints that killed writers left; return lines for the log.
+    """Complete or remove what killed writers left in the folder of a run's checkpoints; return lines for the log.
 
     A checkpoint that lacks only its final name is renamed, or set aside under another name if it is damaged; all others
     are deleted. One rank calls it when a run starts, before anything is saved.
-
-    Args:
-        folder: the folder of a run's checkpoints.
     """
     notes = []
     for name in _entries(folder):
@@ -303,23 +292,14 @@ def erase_incomplete(unfinished: Path) -> None:
 
 
 def leftover_bytes(folder: Path) -> int:
-    """Return the bytes on disk that the next start of a run will free: of interrupted saves and removals.
-
-    Args:
-        folder: the folder of a run's checkpoints.
-    """
+    """Return the bytes in a run's checkpoints folder that its next start will free: interrupted saves and removals."""
     names = [name for name in _entries(folder) if _LEFT.search(name) and not os.path.islink(folder / name)]
     left = [folder / name for name in names if not os.path.lexists(folder / name / MANIFEST) or WRITING not in name]
     return sum(file.lstat().st_size for entry in left for file in entry.rglob("*") if file.is_file())
 
 
 def check_files(folder: Path, files: dict[str, Checksum]) -> dict[str, Checksum]:
-    """Read files back from disk and return `files`; CheckpointError if one has another size or CRC-32.
-
-    Args:
-        folder: the folder of the files.
-        files: the size and CRC-32 that each file must have, by name.
-    """
+    """Read files of a folder back from disk and return `files`; CheckpointError if one has another size or CRC-32."""
     if broken := [
         line for name, expected in files.items() if (line := _damage_of(folder, name, expected, contents=True))
     ]:
@@ -388,7 +368,10 @@ def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int, best
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint to NAME.passed-over, which no start reads and no retention removes; return its new path."""
+    """Rename a checkpoint to NAME.passed-over, which no start reads and no retention removes; return its new path.
+
+    A number follows if that name is taken.
+    """
     return _rename_with_suffix(path, PASSED_OVER)
 
 

@@ -75,12 +75,8 @@ def _sha256(data: bytes) -> bytes:
 def parse(data: bytes, source: Path) -> Manifest:
     """Parse and check the contents of a manifest.json; old option names in its config are replaced by current ones.
 
-    Args:
-        data: the contents.
-        source: the file's path, for messages.
-
     Raises:
-        CheckpointError: in one line that names `source`, whatever the bytes are.
+        CheckpointError: in one line that names `source`, the file's path, whatever the bytes are.
     """
     try:
         if data.startswith(HEAD) and data[AT:END] != _sha256(data[:AT] + data[END:]):
@@ -186,11 +182,9 @@ def flatten_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
-    """Raise a CheckpointError if a checkpoint has only LoRA adapters, without their base weights.
+    """Raise a CheckpointError if by its record a checkpoint has LoRA adapters alone, without their base weights.
 
-    Args:
-        record: the manifest's record.
-        source: path of the checkpoint or its manifest, for the message.
+    `source` is the path of the checkpoint or its manifest, for the message.
     """
     if "base" in record:
         raise CheckpointError(
@@ -202,8 +196,7 @@ def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
 def unknown_fields(recorded: Mapping[str, Any]) -> list[str]:
     """Return one error line that names up to 8 fields of a recorded config that this version does not know; [] if none.
 
-    Args:
-        recorded: the config in a checkpoint's record, by dotted path.
+    The config is given as `flatten_record` returns it, by dotted path.
     """
     known = fields() | own_fields(recorded)
     unknown = [f"{path} = {value_text(value)}" for path, value in recorded.items() if path not in known]

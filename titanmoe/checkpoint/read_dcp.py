@@ -63,14 +63,11 @@ class DcpFolder(StoredTensors):
             raise safe_files.read_error(path / layout.DCP_METADATA, error) from None
 
     def _entries(self, metadata: Any, begins: tuple[str, ...]) -> dict[str, Any]:
-        """Translate a parsed Metadata of torch to entries as in tensors.json.
+        """Translate a parsed Metadata of torch to entries as in tensors.json, dicts by tensor name.
 
         Args:
             metadata: what the pickle in .metadata describes.
             begins: prefixes of the names of the tensors to read; names of other entries are added to `others`.
-
-        Returns:
-            By tensor name: a dict with the tensor's "dtype", "shape" and "blocks".
 
         Raises:
             ValueError: something in it is not what torch writes, or the files are compressed or encrypted.

@@ -52,11 +52,7 @@ class LocalTensors:
     """This rank's shards by stored name and region, and the device of its messages."""
 
     def __init__(self, shards: Iterable[tuple[str, TensorShard]]):
-        """Sort shards by name and region.
-
-        Args:
-            shards: stored names and shards, the values of `Targets`.
-        """
+        """Sort shards by name and region, given as the values of `Targets`: stored names and shards."""
         self.layout: Layout = {}
         self.by_region: dict[tuple[str, Region], list[Tensor]] = {}
         """Several tensors in one region are copies of a tied weight."""
@@ -75,9 +71,7 @@ class LocalTensors:
 def gather_places(sets: Sequence[LocalTensors], group: Group) -> list[dict[str, TensorPlaces]]:
     """Return, for each of this rank's sets of shards, those of all ranks by stored name. Collective over the group.
 
-    Args:
-        sets: this rank's sets of shards, such as source and destination; all ranks pass as many, in the same order.
-        group: the ranks.
+    All ranks pass as many sets, in the same order, such as source and destination.
 
     Raises:
         ConfigError: on all ranks, if ranks have the same tensor in different dtypes or shapes.
@@ -108,10 +102,7 @@ def unpack(packed: bytes) -> Layout:
 
 
 def merge_layouts(packed: Sequence[bytes]) -> dict[str, TensorPlaces]:
-    """Return the shards of all ranks by stored name. Replicas have equal layouts, each of which is read once.
-
-    Args:
-        packed: the Layout of each rank, as `pack` returns it.
+    """Return the shards of all ranks by stored name, given the Layout of each rank, packed. Not collective.
 
     Raises:
         ConfigError: ranks have a tensor in different dtypes or full shapes.
@@ -222,12 +213,9 @@ class Stream:
         return range(words * number // rounds, words * (number + 1) // rounds)
 
     def round_blocks(self, message: Tensor, number: int, rounds: int) -> Iterator[tuple[BlockMove, int, Tensor]]:
-        """Yield the blocks, or parts of blocks, that belong to a round.
+        """Yield the blocks, or parts of blocks, that belong to round `number` of `rounds`, counted from 0.
 
-        Args:
-            message: this stream's bytes of the round, uint8, in full words.
-            number: number of the round, from 0.
-            rounds: number of rounds.
+        `message` has this stream's bytes of the round, uint8, in full words.
 
         Yields:
             The block, the row-major index in it of its first element in this round, and its elements in this round: a
@@ -350,13 +338,7 @@ class MessagePlan:
     def _round(self, number: int, source: LocalTensors, destination: LocalTensors, device: torch.device) -> None:
         """Send and receive what belongs to round `number`, counted from 0. Collective over the group.
 
-        A method, so that its messages are freed at its end.
-
-        Args:
-            number: the round.
-            source: this rank's shards in the source.
-            destination: the shards to fill in place.
-            device: where messages are made.
+        Fills shards of the destination in place. A method, so that its messages, on `device`, are freed at its end.
         """
         send, receive = (
             [len(streams[rank].words(number, self.rounds)) if rank in streams else 0 for rank in range(self.group.size)]

@@ -146,15 +146,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def open_in(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file in a folder and return its descriptor. The folder itself may be a link.
+    """Open a regular file in a folder with flags of os.open; return its descriptor. The folder itself may be a link.
 
-    Each component is opened relative to the one before and not followed if it is a link, so nothing that is put in its
-    place meanwhile leads elsewhere.
-
-    Args:
-        folder: the folder.
-        name: the file's path in the folder.
-        flags: flags of os.open.
+    Each component of `name`, a path in the folder, is opened relative to the one before and not followed if it is a
+    link, so nothing that is put in its place meanwhile leads elsewhere.
 
     Raises:
         NotRegularFile: it is a link, a pipe, a folder or a device.
@@ -209,7 +204,7 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 
 
 def write(folder: Path, name: str, data: bytes) -> None:
-    """Write `data` to a file in a folder, replacing an existing file; OSError if the file is a link."""
+    """Write `data` to a file in a folder, replacing an existing file; OSError if it is a link or cannot be written."""
     with open(open_in(folder, name, WRITE), "wb") as stream:
         stream.write(data)
 

@@ -133,7 +133,7 @@ class Saver:
 
     @property
     def failed_or_late(self) -> bool:
-        """True if on this rank the current save has failed or exceeded checkpoint.timeout_s. Not collective."""
+        """Whether on this rank the current save has failed or exceeded checkpoint.timeout_s. Not collective."""
         late = self._thread is not None and self._thread.is_alive() and time.monotonic() > self._deadline
         return bool(self._failure) or late
 
@@ -221,10 +221,8 @@ class Saver:
     def carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
         """Copy config and tokenizer of the model that the run started from to the folder hf/ beside its checkpoints.
 
-        Every checkpoint gets a copy of that folder. Collective over all ranks.
-
-        Args:
-            find: returns the files' paths by name; called on rank 0 alone.
+        Every checkpoint gets a copy of that folder. Collective over all ranks; `find`, which returns the files' paths
+        by name, is called on rank 0 alone.
 
         Raises:
             CheckpointError: on all ranks, if a file cannot be copied, or hf/ is a link.

@@ -1,12 +1,12 @@
 """The state of a run as named tensors that do not depend on the mapping; and which options a resume may change.
 
-    model.NAME                  parameters and the routers' expert biases; layers by their number in the full model
-    optimizer.exp_avg.NAME      AdamW's moments (another optimizer's have names of its own); its step is the run's
-    optimizer.exp_avg_sq.NAME
-    optimizer.momentum.NAME     Muon's, of weights that are made of matrices
+    model.NAME                                         parameters and expert biases; layers numbered in the full model
+    optimizer.exp_avg.NAME, optimizer.exp_avg_sq.NAME  AdamW's moments; another optimizer's have names of its own
+    optimizer.momentum.NAME                            Muon's, of weights that are made of matrices
 
-All else is numbers, kept in the manifest's record: step, tokens, loader, config, mapping. Random numbers are functions
-of (seed, step, index), so seed and step are the whole state of every generator.
+All else is numbers, in the manifest's record: step, tokens, loader, config, mapping. Random numbers are functions of
+(seed, step, index), so seed and step are the whole state of every generator. In the checks of a resume `old` is the
+config of the run that saved, and `new` or `now` that of this run, both by dotted path.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ def shards_to_load(
 def shards_to_save(named_shards: Targets) -> dict[str, TensorShard]:
     """Return the shards to write by the stored tensor's name; of tied weights only the one that has this name itself.
 
-    Args:
-        named_shards: this rank's shards, as `shards_to_load` returns them.
+    They are chosen from this rank's shards, as `shards_to_load` returns them.
     """
     return {stored: shard for name, (stored, shard) in named_shards.items() if name == stored}
 
@@ -111,12 +110,8 @@ DEFAULT_OPTIMIZER = "adamw"
 def keeps_weights(name: str, family: str) -> bool:
     """Return whether a model has weights of the same names and shapes after this field of [model] is changed.
 
-    The field full_attention_every keeps them in families whose other layers are attention with a window, but not in
-    those with linear attention, which has weights of its own.
-
-    Args:
-        name: the field's name, without "model.".
-        family: the model's family.
+    The field is named without "model.". full_attention_every keeps weights in families whose other layers are attention
+    with a window, but not in those with linear attention, which has weights of its own.
     """
     if name == "full_attention_every":
         return family_of(family).mixer is attention
@@ -131,9 +126,7 @@ def _determines_shapes(path: str, family: str) -> bool:
 def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return an error line for each changed field of [model] with which the checkpoint's weights do not fit the model.
 
-    Args:
-        old: the config of the run that saved, by dotted path.
-        new: the config of this run, by dotted path.
+    Both configs are by dotted path: `old` of the run that saved, `new` of this run.
     """
     return [
         f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
@@ -216,11 +209,7 @@ def refused_record(
 def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return an error line if checkpoint.initial_hf names another model than when the resumed run began; else [].
 
-    Also if the run began from random weights. [] if it is "" now.
-
-    Args:
-        old: the config of the run that saved, by dotted path.
-        new: the config of this run, by dotted path.
+    Also if the run began from random weights. [] if the option is "" in `new`, or not in `old`.
     """
     path = "checkpoint.initial_hf"
     before, now = old.get(path), new[path]
@@ -239,10 +228,7 @@ def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> list[str]:
     """Return an error line if training.freeze has changed, so that the checkpoint lacks moments of parameters; else [].
 
-    Args:
-        old: the config of the run that saved, by dotted path.
-        new: the config of this run, by dotted path.
-        path: the checkpoint's folder, for the message.
+    `path` is the checkpoint's folder, for the message.
     """
     before, now = old.get("training.freeze", []), new["training.freeze"]
     if sorted(before) == sorted(now):
@@ -257,12 +243,8 @@ def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -
 def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Path) -> list[str]:
     """Return an error line if the checkpoint has other optimizer state than this run keeps; else [].
 
-    That is so if optimizer.name has changed, or optimizer.router_matrix.
-
-    Args:
-        old: the config of the run that saved, by dotted path.
-        new: the config of this run, by dotted path.
-        path: the checkpoint's folder, for the message.
+    That is so if optimizer.name has changed, or optimizer.router_matrix. `path` is the checkpoint's folder, for the
+    message.
     """
     before, now = old.get("optimizer.name", DEFAULT_OPTIMIZER), new["optimizer.name"]
     routers = "optimizer.router_matrix"
@@ -285,10 +267,6 @@ def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return lines for the log on fields that differ between two configs, and notes on what the changes lead to.
 
     Fields of [checkpoint], [job] and [metrics] are left out.
-
-    Args:
-        old: the config of the run that saved, by dotted path.
-        new: the config of this run, by dotted path.
     """
     changed = [
         f"{path}: {toml_value(old[path])} -> {toml_value(new[path])}"
@@ -299,12 +277,7 @@ def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _grouping_notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return lines for the log on losses and token drops that change because samples or tokens are grouped differently.
-
-    Args:
-        old: the config of the run that saved, by dotted path.
-        new: the config of this run, by dotted path.
-    """
+    """Return lines for the log on losses and token drops that change as samples or tokens are grouped differently."""
     notes = []
     if old.get("training.global_batch_size") != new["training.global_batch_size"]:
         notes.append("note: the global batch has changed; the loss curve differs from here on")

@@ -63,9 +63,7 @@ def to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
 def from_json(data: bytes, files: Mapping[str, Checksum]) -> dict[str, StoredTensor]:
     """Parse the contents of tensors.json; ValueError, KeyError or TypeError if `to_json` cannot have written them.
 
-    Args:
-        data: the contents.
-        files: size and CRC-32 of the checkpoint's files by name; blocks must lie within these sizes.
+    Blocks must lie within the sizes of the checkpoint's files, which `files` has by name.
     """
     return parse_entries(parse_json(data), files)
 
@@ -170,7 +168,7 @@ class StridedData(NamedTuple):
     dtype: torch.dtype
 
     def read(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
-        """Return a block of the tensor, read from an open file; it may be a strided view.
+        """Return a block of the tensor, not empty, read from an open file; it may be a strided view.
 
         It reads all bytes from the block's first element to its last, or splits the block if most of them are not the
         block's.
@@ -210,15 +208,10 @@ class StridedData(NamedTuple):
 
 
 def locate_data(block: StoredBlock, dtype: torch.dtype, file: BinaryIO) -> StridedData:
-    """Return where in its file the elements of a stored block are.
-
-    Args:
-        block: the block, as tensors.json describes it.
-        dtype: the tensor's dtype in tensors.json.
-        file: the open file that has the block.
+    """Return where in its file, which is open, the elements of a stored block are.
 
     Raises:
-        ValueError: the file does not have a tensor of this shape and dtype there.
+        ValueError: the file does not have a tensor of the block's shape and this dtype there.
     """
     saved = read_saved_tensor(_BlockFile(file, block))
     if (saved.shape, saved.dtype) != (block.shape, dtype):
@@ -233,10 +226,7 @@ def locate_data(block: StoredBlock, dtype: torch.dtype, file: BinaryIO) -> Strid
 def intersection(block: StoredBlock, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:
     """Return the overlap of a stored block with a shard as offset in the full tensor and sizes; None if empty.
 
-    Args:
-        block: the stored block.
-        offset: where the shard begins in the full tensor.
-        sizes: the shard's shape.
+    `offset` is where the shard begins in the full tensor, `sizes` its shape.
     """
     starts, common = [], []
     for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True):

@@ -82,7 +82,7 @@ def frozen_digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
 
     Args:
         frozen: the frozen parameters on this rank, by their names in checkpoints.
-        group: the ranks that hold the model between them.
+        group: the ranks that hold the model between them; None for a single process.
     """
 
     def local_digest() -> int:

@@ -279,8 +279,7 @@ class CheckpointWriter(StorageWriter):
     def copy_files(self, files: Mapping[str, Path]) -> None:
         """Copy files into the checkpoint's subfolder hf/, and add their checksums to `sums`. One rank calls it.
 
-        Args:
-            files: paths of the files, by the name of the copy.
+        `files` has their paths by the name of the copy.
 
         Raises:
             CheckpointError: a file has more than 1 GiB, is a link, or cannot be read or copied.
@@ -311,10 +310,8 @@ class CheckpointWriter(StorageWriter):
 def describe_first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
     """Return a text that names the first tensor with NaN or infinite elements and counts these; "" if all are finite.
 
-    Tensors of integers are passed over.
-
-    Norms of all tensors come from one fused pass, and are finite only if every element is. A norm of finite elements
-    can overflow too, so tensors with an infinite norm are checked element by element. Synchronises with the device.
+    Tensors of integers are passed over. Synchronises with the device: norms of all tensors come from one fused pass,
+    and a tensor is checked element by element only if its norm is not finite.
     """
     nonempty = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     if not nonempty:

@@ -1,13 +1,13 @@
 """Save what recomputation must not repeat in checkpointed regions: messages of sizes and indices, and host waits.
 
-titanmoe.parallel.recompute makes checkpointed regions with `torch.utils.checkpoint`, which saves a region's inputs and
+titanmoe.parallel.recompute makes such regions with `torch.utils.checkpoint`, which saves a region's inputs and
 recomputes it up to the last tensor that autograd saved in it. Two kinds of values are saved besides:
 
     cached(make)    what was received or read by the host; the collectives, counts and host reads of this room call it
     save_tensors()  small tensors that autograd saves inside, such as indices: so recomputation may end before them
 
-Each call of a region has a cache of its own, because forwards of other microbatches may lie between its forward and its
-backward, and schedules that split backward recompute it twice. Autograd's graph owns the cache.
+Each call of a region has a cache of its own, owned by autograd's graph: forwards of other microbatches may lie between
+its forward and backward, and schedules that split backward recompute it twice.
 """
 
 from __future__ import annotations

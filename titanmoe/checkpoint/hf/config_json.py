@@ -141,7 +141,7 @@ def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) 
     Args:
         config: the contents.
         source: the file's name, for messages.
-        dense: expect a model without experts, to be upcycled.
+        dense: expect a model without experts, to be upcycled; others are refused then, and dense ones otherwise.
 
     Raises:
         ConfigError: with everything in it that [model] cannot express.
@@ -242,13 +242,8 @@ def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> d
     text model that stand only beside text_config are left out, because transformers does not look for them there. Other
     models' dicts are returned unchanged. The value of model_type becomes that of the text model.
 
-    Args:
-        config: the contents of config.json.
-        hf: the family's format.
-        source: the file's name, for messages.
-
     Raises:
-        ConfigError: a multimodal model has no text_config.
+        ConfigError: a multimodal model has no text_config; the message names `source`.
     """
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return config
@@ -263,11 +258,7 @@ def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> d
 def misplaced_keys(config: dict[str, Any], hf: HuggingFace) -> list[str]:
     """Return a multimodal model's keys that stand beside text_config and not in it, where transformers ignores them.
 
-    Only keys that its text model would read; [] for other models.
-
-    Args:
-        config: the contents of config.json.
-        hf: the family's format.
+    Only keys that its text model would read; [] for other models. `config` has the contents of config.json.
     """
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return []
@@ -303,11 +294,7 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
 def _oversized(values: dict[str, Any], source: str) -> list[str]:
     """Return an error line for each number beyond the limit of its field of [model], or for too many experts in all.
 
-    Checked before lists of that length are made.
-
-    Args:
-        values: values by field of [model].
-        source: name of the config.json, for messages.
+    Checked before lists of that length are made. `values` are by field of [model], `source` is the file's name.
     """
     numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
     problems = []
@@ -328,10 +315,7 @@ def _oversized(values: dict[str, Any], source: str) -> list[str]:
 def _mistyped(hf: HuggingFace, values: dict[str, Any], source: str) -> list[str]:
     """Return an error line for each value of a wrong type. Integers become floats in place where a float is needed.
 
-    Args:
-        hf: the family's format.
-        values: values by field of [model].
-        source: name of the config.json, for messages.
+    `values` are by field of [model], `source` is the file's name.
     """
     kinds = {f.name: type(getattr(Model(), f.name)) for f in fields(Model)}
     kinds |= {f"{OWN_PREFIX}{name}": type(default) for name, default in family_of(hf.family).own.items()}

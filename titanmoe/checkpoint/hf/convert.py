@@ -110,9 +110,7 @@ def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, 
 def assign_by_bytes(sizes: Mapping[str, int], group: Group) -> set[str]:
     """Return the names of the tensors that this rank handles, so that all ranks have about as many bytes.
 
-    Args:
-        sizes: bytes of each tensor by name, the same on all ranks.
-        group: ranks that share the work. Nothing is communicated.
+    Nothing is communicated: `sizes`, the bytes of each tensor by name, are the same on all ranks.
     """
     ranks, rank = _size_and_rank(group)
     loads, assigned = [0] * ranks, set()
@@ -238,10 +236,10 @@ def _write(plan: FolderPlan | PeftFolder, out: Path, group: Group) -> None:
 
 
 def make_folder(out: Path, write: Callable[[Path], None], complete: Callable[[Path], None], group: Group) -> None:
-    """Make a folder that appears under its name once it is complete. Collective over the group.
+    """Make a folder that appears under its name once it is complete, or replace one. Collective over the group.
 
     Args:
-        out: the folder to make, or to replace.
+        out: the folder.
         write: called on every rank with the unfinished folder; writes safetensors files into it.
         complete: called on the first rank with the unfinished folder; writes all other files.
         group: ranks that share the work.

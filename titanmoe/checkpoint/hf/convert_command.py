@@ -123,7 +123,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise a ConfigError with every option that does not belong to the chosen conversion."""
+    """Raise a ConfigError with every option that is missing, of a wrong value, or not of the chosen conversion."""
     kinds_of_option = dict.fromkeys(("--max-shard-gb", "--tokenizer"), ("to_hf",)) | {"--hf-assets": ("from_dcp",)}
     kinds_of_option["--drop"] = ("from_hf", "from_dcp", "to_peft")
     kinds_of_option |= dict.fromkeys(("--dtype", "--base"), ("to_hf", "to_peft"))

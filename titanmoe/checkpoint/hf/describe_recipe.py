@@ -23,8 +23,7 @@ CONTEXT = 4096
 def write_recipe(name: str) -> str:
     """Return the text of a TOML recipe that trains a Hugging Face model; the user fills in data and steps.
 
-    Args:
-        name: a Hugging Face folder, hub name or URL; config.json and tokenizer are fetched.
+    `name` is a folder, hub name or URL, from which config.json and tokenizer are fetched.
 
     Raises:
         ConfigError: they cannot be fetched, or [model] cannot express the model.

@@ -117,12 +117,7 @@ class FolderPlan(NamedTuple):
     """Text of the model card; "": there is none."""
 
     def write(self, folder: Path, files: Sequence[str]) -> None:
-        """Write safetensors files of the plan; each rank writes some.
-
-        Args:
-            folder: where to write.
-            files: names of the files to write.
-        """
+        """Write the safetensors files of these names into a folder; each rank writes some."""
         for name in files:
             write_file(folder / name, self.files[name], self.export.make)
 

@@ -1,6 +1,6 @@
 """Find the folder of a model on this machine, from its name. Without torch.
 
-A name is a folder, OWNER/MODEL[@REVISION] on the hub, or a URL. What is remote is fetched into a cache once, by one
+A `name` is a folder, OWNER/MODEL[@REVISION] on the hub, or a URL. What is remote is fetched into a cache once, by one
 process of each machine; the others wait for it.
 """
 
@@ -37,8 +37,7 @@ CACHE = "TITANMOE_CACHE"
 def describing_folder(name: str) -> Path:
     """Return a local folder with a model's config.json and tokenizer, fetched if need be; ConfigError if that fails.
 
-    Args:
-        name: OWNER/MODEL[@REVISION] on the hub, a URL, or a folder, whose path is returned unchecked.
+    The path of a name that is a folder is returned unchecked.
     """
     return _folder(name, DESCRIBING_FILES, lambda folder: (folder / CONFIG).is_file())
 
@@ -46,11 +45,7 @@ def describing_folder(name: str) -> Path:
 def weights_folder(name: str) -> Path:
     """Return a local folder with a model's config.json, tokenizer and weights, fetched if need be.
 
-    Args:
-        name: OWNER/MODEL[@REVISION] on the hub, a URL, or a folder, whose path is returned unchecked.
-
-    Raises:
-        ConfigError: it cannot be fetched.
+    The path of a name that is a folder is returned unchecked. ConfigError if fetching fails.
     """
     return _folder(name, (*DESCRIBING_FILES, "*.safetensors"), _has_weights)
 
@@ -59,9 +54,6 @@ def local_folder(name: str) -> Path | None:
     """Return the local folder of a model with its weights, or of a checkpoint; None if there is none. Fetch nothing.
 
     Of a name that is a path only whether it is a folder is checked.
-
-    Args:
-        name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
     """
     if is_url(name):
         folder = _url_cache() / _url_key(name)
@@ -77,9 +69,6 @@ def resolve_place(name: str) -> str:
     """Return the resolved path of a model on this machine, or its name if it is not here. Fetch nothing.
 
     Two names with equal results stand for the same model.
-
-    Args:
-        name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
     """
     folder = local_folder(name)
     return str(folder.resolve()) if folder else name
@@ -96,11 +85,8 @@ def short_name(name: str) -> str:
 def pin_revision(name: str, folder: Path) -> str:
     """Return OWNER/MODEL@COMMIT for a model on the hub, with which exactly this folder can be fetched once more.
 
-    Folders and URLs have no revision: their names are returned unchanged.
-
-    Args:
-        name: the model's name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
-        folder: the folder where it is on this machine.
+    `folder` is where the model is on this machine. Folders and URLs have no revision: their names are returned
+    unchanged.
     """
     hub = _hub_name(name)
     return f"{hub.name}@{folder.name}" if hub else name
@@ -109,11 +95,7 @@ def pin_revision(name: str, folder: Path) -> str:
 def fingerprint(name: str, folder: Path) -> str:
     """Return a hash of a model's name and revision, config.json and tensor index, as 16 hexadecimal digits.
 
-    Weights are not read.
-
-    Args:
-        name: the model's name: a folder, OWNER/MODEL[@REVISION] on the hub, or a URL.
-        folder: the folder where it is on this machine.
+    `folder` is where the model is on this machine. Weights are not read.
     """
     digest = blake2b(pin_revision(name, folder).encode(), digest_size=8)
     for file in (CONFIG, INDEX):
@@ -126,11 +108,7 @@ def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
     """Fetch the weights of checkpoint.initial_hf if a run that has no checkpoint of its own begins from them.
 
     Called before the process group is made, so that no collective waits for a download. Every rank may call it: one
-    process of each machine fetches.
-
-    Args:
-        config: the config.
-        say: called with a line for the console before a fetch.
+    process of each machine fetches. `say` is called with a line for the console before a fetch.
 
     Raises:
         ConfigError: they cannot be fetched, or it is unknown whether the run has begun.

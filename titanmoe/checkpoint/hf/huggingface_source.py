@@ -113,9 +113,8 @@ class HuggingFaceSource:
     def _model_problems(self) -> list[str]:
         """Return an error line for each field of [model] that differs from config.json and may not.
 
-        It may if model.change lists it and it keeps the weights' shapes. If families differ, the only line says so.
-
-        model.mtp_after_norm must be true for multi-token prediction, unless model.change lists it.
+        It may if model.change lists it and it keeps the weights' shapes. If families differ, the only line says so. For
+        multi-token prediction model.mtp_after_norm must be true, unless model.change lists it.
         """
         file, file_model = self.path / configs.CONFIG, self.parsed.model
         if configs.hf_format_of(self.model.family).model_type != configs.hf_format_of(file_model.family).model_type:
@@ -169,8 +168,7 @@ class HuggingFaceSource:
     def _depth_problem(self, in_files: Iterable[str]) -> tuple[list[str], set[int]]:
         """Return an error line if the files have more or fewer layers than config.json says, and these layers.
 
-        Args:
-            in_files: names of the tensors in the files.
+        `in_files` are the names of the tensors in the files.
 
         Returns:
             The line, and the layers that are missing or too many; ([], set()) if the depth is right or cannot be told.
@@ -193,11 +191,8 @@ class HuggingFaceSource:
     def _skip(self, names: set[str]) -> set[str]:
         """Return those of the names that the model should have a place for, and record the others in `skipped`.
 
-        Others are tensors that are left out on purpose, such as dropped multi-token prediction or a copy of a tied
-        embedding.
-
-        Args:
-            names: names of tensors in the files that are not part of the model.
+        The names are of tensors in the files that are not part of the model. Others are left out on purpose, such as
+        dropped multi-token prediction or a copy of a tied embedding.
         """
         reasons, hf_tensors = {}, self.parsed.hf.hf_tensors
         for name in names:
@@ -220,7 +215,7 @@ class HuggingFaceSource:
 
     @property
     def has_mtp(self) -> bool:
-        """True if the files have the weights of multi-token prediction."""
+        """Whether the files have the weights of multi-token prediction."""
         return any(self._is_mtp(name) for name in self.weights.tensors)
 
     def _is_mtp(self, name: str) -> bool:
@@ -233,13 +228,9 @@ class HuggingFaceSource:
         return name.startswith(("mtp.", "mtp_layers.")) or (layer is not None and first <= layer < first + count)
 
     def _equal(self, a: str, b: str) -> bool:
-        """Return whether two matrices in the files are equal in shape, dtype and values.
+        """Return whether two matrices in the files, by their names there, are equal in shape, dtype and values.
 
         Reads them in blocks of rows.
-
-        Args:
-            a: Hugging Face name of one.
-            b: Hugging Face name of the other.
         """
         tensors = self.weights.tensors
         if tensors[a] != tensors[b]:
@@ -258,12 +249,8 @@ def _layer(name: str) -> int | None:
 def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> HuggingFaceSource:
     """Open a Hugging Face folder to read its weights as a model of ours. Whether they fit it is not checked.
 
-    ConfigError if config.json or the headers of the files cannot be read.
-
-    Args:
-        folder: the folder.
-        model: the [model] to read the weights as.
-        drop: ("mtp",) leaves multi-token prediction out.
+    ConfigError if config.json or the headers of the files cannot be read. `drop` of ("mtp",) leaves multi-token
+    prediction out.
     """
     path = Path(folder)
     return HuggingFaceSource(path, configs.describe_folder(path), model, drop)

@@ -57,8 +57,8 @@ class GatheredWeights:
 
         Args:
             name: our name of the tensor.
-            offset: index, in the full tensor, of the block's first element in each dim.
-            shape: sizes of the block.
+            offset: where the block begins in the full tensor.
+            shape: the block's shape.
         """
         for shard in self.blocks[name]:
             ends = zip(offset, shape, shard.offset, shard.sizes, strict=True)
@@ -206,12 +206,7 @@ class LiveExport:
     def _gather(self, source: LocalTensors, block: HFBlock, receives: bool) -> None:
         """Replace `gathered.blocks` by the sources of one block on ranks that receive tensors, and by {} on others.
 
-        Collective over the group.
-
-        Args:
-            source: this rank's shards of the model.
-            block: the block.
-            receives: whether this rank gets the tensors.
+        `receives` says which this rank is; `source` has its shards of the model. Collective over the group.
         """
         self.gathered.blocks = {}
         for (name, (offset, sizes)), dtype in block.regions.items() if receives else ():

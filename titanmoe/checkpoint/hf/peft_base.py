@@ -68,13 +68,15 @@ def _refuse_other_name(adapters: Adapters, base_name: str) -> None:
 
 
 def compare_base(adapters: Adapters, weights: Weights, base_name: str, group: Group) -> str:
-    """Compare base weights with those that PEFT's adapters name; return a line on what was compared. Collective.
+    """Compare base weights with those that PEFT's adapters name; return a line on what was compared.
+
+    Collective over the group, whose ranks share the reading.
 
     Args:
         adapters: the adapters.
         weights: the base weights to use.
         base_name: the name of `weights`, as the user gave it.
-        group: ranks that share the work.
+        group: the ranks; None for a single process.
 
     Raises:
         ConfigError: the weights differ, or have another name and cannot be compared.
@@ -91,13 +93,9 @@ def compare_base(adapters: Adapters, weights: Weights, base_name: str, group: Gr
 
 
 def _compare_weights(adapters: Adapters, weights: Weights, base_name: str, group: Group) -> str:
-    """Compare the digests of the given weights and of the base model that adapter_config.json names. Collective.
+    """Compare the digests of `weights`, named `base_name`, and of the base model that adapter_config.json names.
 
-    Args:
-        adapters: the adapters.
-        weights: the base weights to use.
-        base_name: the name of `weights`, as the user gave it.
-        group: ranks that share the reading.
+    Collective over the group, whose ranks share the reading.
 
     Returns:
         A line for the log that they are the same.

@@ -207,8 +207,7 @@ class _Reader:
     def _add_fused(self, names: list[str]) -> None:
         """Split the adapter of a fused matrix into those of our weights; add these to `tensors` and `alphas`.
 
-        Args:
-            names: our names of the weights in the fused matrix.
+        `names` are our names of the weights in the matrix. Does nothing if it has no adapter.
         """
         place = self.map.places[names[0]][0]
         if not (keys := self._tensor_keys(names[0], self.map.hf_shapes[place.hf_name][0])):
@@ -247,8 +246,7 @@ class _Reader:
     def _find_stacked(self, block: str) -> None:
         """Add a layer's stacked adapters to `stacks`, if it has any; add lines on missing or wrong ones to `problems`.
 
-        Args:
-            block: our name of the layer's experts, such as layers.0.moe.experts.
+        `block` is our name of the layer's experts, such as layers.0.moe.experts.
         """
         layer = block.split(".")[1]
         path = f"model.layers.{layer}.{STACKED}"

@@ -37,20 +37,15 @@ class AdapterPair(NamedTuple):
 def from_peft(down: Tensor, up: Tensor, experts: int) -> AdapterPair:
     """Return A (experts, r, inputs) and B (experts, outputs, r), from A and B in the shapes of PEFT's files.
 
-    Args:
-        down: A, (experts * r, inputs).
-        up: B, (outputs, r * experts).
-        experts: number of experts.
+    Those are (experts * r, inputs) and (outputs, r * experts).
     """
     return AdapterPair(down.unflatten(0, (experts, -1)), up.unflatten(1, (-1, experts)).permute(2, 0, 1))
 
 
 def _gate_and_up_rows(hidden: int, interleaved: bool) -> tuple[slice, slice]:
-    """Return the slices of the rows of gate, then of up, in the weight that fuses them.
+    """Return the slices of the rows of gate, then of up, in the weight that fuses them: `hidden` rows of each.
 
-    Args:
-        hidden: rows of gate, and of up.
-        interleaved: whether gate and up rows alternate; if not, gate's come first.
+    With `interleaved` gate and up rows alternate; if not, gate's come first.
     """
     if interleaved:
         return slice(0, None, 2), slice(1, None, 2)
@@ -75,11 +70,8 @@ def fuse_gate_up(gate: AdapterPair, up: AdapterPair, interleaved: bool) -> Adapt
 def is_block_diagonal(both: AdapterPair, interleaved: bool) -> bool:
     """Return whether B has zeros where gate's half of the rank would change up's outputs, and up's half gate's.
 
-    False if the rank is odd.
-
-    Args:
-        both: adapters of the weight that fuses gate and up.
-        interleaved: whether gate and up rows alternate in it; if not, gate's come first.
+    `both` are adapters of the weight that fuses gate and up, whose rows alternate if `interleaved`. False if the rank
+    is odd.
     """
     first, second = _gate_and_up_rows(both.up.shape[1] // 2, interleaved)
     rank, rest = divmod(both.up.shape[2], 2)

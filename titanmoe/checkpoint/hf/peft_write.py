@@ -49,12 +49,7 @@ def module_of(place: HfPlace) -> str:
 
 
 def is_stacked(map_: TensorMap, name: str) -> bool:
-    """Return whether the family's Hugging Face files have this weight of all experts in one tensor.
-
-    Args:
-        map_: the map of the model's tensors.
-        name: our name of the weight.
-    """
+    """Return whether Hugging Face's files of the family have one tensor for all experts of this weight (our name)."""
     return ".experts." in name and map_.places[name][0].expert is None
 
 
@@ -75,12 +70,7 @@ class PeftFolder(NamedTuple):
         return {WEIGHTS: FilePlan({name: (x.shape, self.dtype or x.dtype) for name, x in self.tensors.items()})}
 
     def write(self, folder: Path, files: list[str]) -> None:
-        """Write safetensors files of the plan; each rank writes some.
-
-        Args:
-            folder: where to write.
-            files: names of the files to write.
-        """
+        """Write the safetensors files of these names into a folder; each rank writes some."""
         for name in files:
             write_file(folder / name, self.files[name], self.make)
 
@@ -195,14 +185,14 @@ class _Paths:
         return path.split(".", 3)[3] if kinds <= self.in_all_layers | self.in_no_layer else path
 
     def target_module(self, name: str) -> str:
-        """Return the entry of target_modules that gives a weight an adapter; "" if target_parameters does that."""
+        """Return the entry of target_modules for a weight, by our name; "" if it is in target_parameters alone."""
         if ".attention." in name:
             return self.leaf(name) if name_in_block(name) in self.in_all_layers else self.pattern(name)
         apart = ".experts." in name and not is_stacked(self.map, name) and name_in_block(name) in self.in_all_layers
         return self.leaf(name) if apart and self.leaf(name) not in self.linear else ""
 
     def target_parameter(self, name: str) -> str:
-        """Return the entry of target_parameters that gives a weight an adapter; "" if target_modules does that."""
+        """Return the entry of target_parameters for a weight, by our name; "" for weights of attention."""
         if ".attention." in name:
             return ""
         return self.pattern(name) if ".experts." in name else f"{self.pattern(name)}.weight"

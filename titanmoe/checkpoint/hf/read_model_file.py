@@ -31,10 +31,8 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
     """Return the fields of a recipe that config.json of model.hf fixes, and defaults of fields that follow from it.
 
     The file is fetched if model.hf is remote. A run that has a checkpoint of its own no longer needs the model's
-    folder: if it is gone, the checkpoint's record is used.
-
-    Args:
-        values: the recipe's fields by path, with defaults for the others.
+    folder: if it is gone, the checkpoint's record is used. `values` has the recipe's fields by path, with defaults for
+    the others.
 
     Raises:
         ConfigError: there is neither a config.json nor a checkpoint, or [model] cannot express the model.
@@ -69,8 +67,7 @@ def _tokenizer(file: Path) -> dict[str, Any]:
 def _read_from_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
     """Return the fixed fields and defaults from the record of the checkpoint that the run resumes from; None if none.
 
-    Args:
-        values: the recipe's fields by path.
+    `values` has the recipe's fields by path.
 
     Raises:
         ConfigError: its record, or the tokenizer that it carries, cannot be read.

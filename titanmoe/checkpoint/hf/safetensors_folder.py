@@ -188,10 +188,7 @@ def index_json(files: Mapping[str, FilePlan]) -> dict[str, Any]:
 def write_file(file: Path, tensors: FilePlan, make: Callable[[str, Shape, Shape], Tensor]) -> None:
     """Write a safetensors file block by block; the library's own writer needs all tensors at once.
 
-    Args:
-        file: the file to write.
-        tensors: its contents.
-        make: returns a block of a tensor in its planned dtype on the CPU, given its name, offset and shape.
+    `make` returns a block of a tensor in its planned dtype on the CPU, given its name, offset and shape.
     """
     with safetensors_writer(file, tensors) as write:
         for name, (shape, dtype) in tensors.sizes.items():
@@ -206,10 +203,6 @@ def safetensors_writer(file: Path, tensors: FilePlan) -> Iterator[Callable[[str,
     The function takes a tensor's name, and the tensor in one or more CPU blocks that follow each other in the file.
     Each block is freed once it is written. Tensors are written in any order, each once; in the file those of wide
     dtypes come first, so that all are aligned. It raises a RuntimeError if dtype or bytes are not those planned.
-
-    Args:
-        file: the file to write.
-        tensors: its contents.
 
     Raises:
         RuntimeError: at the end, if a planned tensor was not written; its bytes would be zeros.
@@ -254,9 +247,7 @@ def safetensors_writer(file: Path, tensors: FilePlan) -> Iterator[Callable[[str,
 def config_and_tokenizer_files(folder: Path) -> dict[str, Path]:
     """Return the paths of the config and tokenizer files in a Hugging Face folder, by name, with links resolved.
 
-    Raises:
-        CheckpointError: a link leads elsewhere than to Hugging Face's cache; its target would be copied into
-            checkpoints.
+    CheckpointError if a link leads elsewhere than to Hugging Face's cache: its target would be copied into checkpoints.
     """
     names = (file.name for pattern in CARRIED for file in sorted(folder.glob(pattern)))
     return {name: layout.require_regular(folder, name) for name in names}

@@ -80,12 +80,12 @@ class TorchTitanFolder:
         self.tensors = {ours: StoredSlice(path, *size, 0) for ours, size in sizes.items()}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """Return a block of a tensor in its stored dtype on the CPU.
+        """Return a block of a tensor in its stored dtype on the CPU; CheckpointError if it cannot be read.
 
         Args:
             name: our name of the tensor.
-            offset: index, in the full tensor, of the block's first element in each dim.
-            shape: sizes of the block.
+            offset: where the block begins in the full tensor.
+            shape: the block's shape.
         """
         return self.dcp.read(self.names[name], offset, shape)
 
@@ -157,12 +157,7 @@ def _torchtitan_tensors(hf_tensors: Mapping[str, HFTensor]) -> dict[str, HFTenso
 
 
 def _torchtitan_tensor(ours: str, hf_tensor: HFTensor) -> HFTensor:
-    """Return name and layout of a tensor in TorchTitan's checkpoints, from those in Hugging Face's files.
-
-    Args:
-        ours: our name of the tensor.
-        hf_tensor: name and layout in Hugging Face's files.
-    """
+    """Return name and layout of a tensor of ours in TorchTitan's checkpoints, from those in Hugging Face's files."""
     if hf_tensor.stride > 1:  # gate and up of gpt-oss alternate: columns in Hugging Face's files, rows there
         name = ours.replace(".w3", ".w1")
         if not hf_tensor.transposed:

@@ -1,14 +1,12 @@
 """Upcycle a dense model: give it experts so that it computes the same (`titanmoe convert --upcycle`).
 
-Each block's feed-forward network becomes E experts. With granularity G its hidden width is split into G slices, whose
-outputs y_g add up to y; the experts are E / G copies of the G slices (arXiv 2410.07524; G8T8 of arXiv 2504.14960 is G =
-8, top 8 of 64). Router rows are random for each copy and equal for its slices, so T chosen experts are T / G full
-copies: ties of two copies do not mix them, because lower expert numbers win. With W2 of each slice multiplied by G, and
-weights w_c that sum to one over the copies,
+Each block's feed-forward network becomes E experts: E / G copies of the G slices (granularity) of its hidden width,
+whose outputs y_g add up to y (arXiv 2410.07524; G8T8 of arXiv 2504.14960 is G = 8, top 8 of 64). Router rows are random
+for each copy and equal for its slices, so T chosen experts are T / G full copies: ties of two copies do not mix them,
+because lower expert numbers win. With W2 of each slice multiplied by G, exact for a power of two, and weights w_c that
+sum to one over the copies, whatever the router says,
 
-    sum over copies c, slices g of  w_c / G * (G * y_g)  =  sum over c of w_c * y  =  y
-
-whatever the router says. A power of two multiplies without rounding.
+    sum over copies c, slices g of  w_c / G * (G * y_g)  =  sum over c of w_c * y  =  y.
 """
 
 from __future__ import annotations

@@ -64,11 +64,7 @@ class CheckpointWeights:
 
 
 def recorded_model(record: Mapping[str, Any], path: Path) -> Model:
-    """Return the [model] in a checkpoint's record.
-
-    Args:
-        record: the manifest's record.
-        path: the checkpoint's folder, for messages.
+    """Return the [model] in a checkpoint's record; messages name the manifest in the checkpoint's folder, `path`.
 
     Raises:
         ConfigError: the record has no [model].
@@ -84,13 +80,7 @@ class MergedWeights:
     """Base weights with adapters merged: W + alpha / r B A, in float32 or wider, to be rounded once when written."""
 
     def __init__(self, adapters: Adapters, base: HuggingFaceSource | CheckpointWeights, name: str):
-        """Prepare to merge adapters into base weights; nothing is computed yet.
-
-        Args:
-            adapters: the adapters.
-            base: the base weights.
-            name: the name of the base weights, as the user gave it.
-        """
+        """Prepare to merge adapters into base weights, which have this name; nothing is computed yet."""
         self.adapters, self.base, self.name = adapters, base, name
         self.model, self.tensors = base.model, base.tensors
         self.matrices = set(adapters.matrices)
@@ -172,11 +162,9 @@ def open_adapters(path: Path, base_name: str = "") -> tuple[Adapters, str]:
 
 
 def open_base_weights(adapters: Adapters, base_name: str) -> HuggingFaceSource | CheckpointWeights:
-    """Open the base weights of adapters; ConfigError if these are random weights, which no file has.
+    """Open the base weights of adapters by name; ConfigError if it is "": random weights, which no file has.
 
-    Args:
-        adapters: the adapters.
-        base_name: name of the base weights; "" for random ones.
+    Raises ConfigError and CheckpointError as well if they cannot be read or do not fit the adapters' model.
     """
     if not base_name:
         raise ConfigError(
@@ -234,9 +222,9 @@ def config_and_tokenizer_of(weights: HuggingFaceSource | CheckpointWeights) -> d
 
 
 def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases: bool = False) -> str:
-    """Return a digest of weights in the dtypes that they have when frozen, as 16 hexadecimal digits. Collective.
+    """Return a digest of weights in the dtypes that they have when frozen, as 16 hexadecimal digits.
 
-    It is equal to the digest that a run with adapters records of its frozen base weights.
+    It is equal to the digest that a run with adapters records of its frozen base weights. Collective over the group.
 
     Args:
         weights: the full weights; each rank reads some of the tensors.
@@ -261,9 +249,9 @@ def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases:
 def check_digest(
     adapters: Adapters, weights: HuggingFaceSource | CheckpointWeights, base_name: str, group: Group
 ) -> None:
-    """Raise a ConfigError unless `weights` are those that the adapters were trained on, by their digest. Collective.
+    """Raise a ConfigError unless `weights` are those that the adapters were trained on, by their digest.
 
-    PEFT folders have no digest: nothing is checked for them.
+    Collective over the group. PEFT folders have no digest: nothing is checked, or read, for them.
 
     Args:
         adapters: the adapters.
