@@ -216,7 +216,7 @@ def _read_model(args: argparse.Namespace) -> tuple[Config | None, list[str], str
 
 
 def _with_degrees(degrees: dict[str, int], config: Config | None = None) -> Parallelism:
-    """Return the config's parallelism, of no config the default, with these degrees set in it; they may be illegal.
+    """Return the config's parallelism, or the default without a config, with some degrees set; they may be illegal.
 
     Args:
         degrees: number of ranks by name of the axis, such as "tp".
@@ -331,7 +331,7 @@ def _format_ranges(numbers: Iterable[int]) -> str:
 
 
 def _print_texts(texts: Iterable[Text]) -> None:
-    """Print texts one after the other, in colour on a terminal, else plain."""
+    """Print texts one after the other, in colour on a terminal, else plain; in ASCII if the output is not UTF."""
     console = Console(highlight=False, soft_wrap=True)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     for text in texts:

@@ -128,7 +128,7 @@ def _call_all(hear: list[Callable[..., None]]) -> Callable[..., None]:
 
 
 def _call_all_regions(hear: list[Callable[[str], Any]]) -> Callable[[str], AbstractContextManager[None] | None]:
-    """Return a function from the name of a region to one context that enters the contexts of several observers."""
+    """Return a function from a region's name to one context that enters those of several observers, or to None."""
 
     @contextmanager
     def together(contexts: list[AbstractContextManager[None]]) -> Iterator[None]:

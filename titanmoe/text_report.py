@@ -39,7 +39,8 @@ def print_report(problems: list[str], report: Callable[[], Report]) -> int:
 
     Args:
         problems: messages on what is wrong with the command line; if there are any, only these are printed.
-        report: returns a Report (lines, files, exit code), or raises a ConfigError, which is then printed.
+        report: returns the lines to print, the text of each file by its path (one under None is not written), and the
+            exit code; may raise a ConfigError, which is then printed.
     """
     if problems:
         print(format_problems(problems), file=sys.stderr)

@@ -1,8 +1,8 @@
 """Metadata of a microbatch's tokens on one rank: positions, samples, padding, mask.
 
 The model passes it to every layer. Shapes: B samples of the microbatch, S positions of this rank's slice of the
-sequence in attention (the sequence / cp), L full sequence, T tokens that this rank owns (B * sequence / (cp * tp),
-flattened): the disjoint set of tokens that the MoE layer gets; N MoE layers, K top-k.
+sequence in attention (the sequence / cp), T tokens that this rank owns (B * sequence / (cp * tp), flattened): the
+disjoint set of tokens that the MoE layer gets; N MoE layers, K top-k.
 """
 
 from __future__ import annotations

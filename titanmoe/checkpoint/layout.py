@@ -224,7 +224,10 @@ def carried_files(folder: Path) -> dict[str, Path]:
 
 
 def files_in(folder: Path) -> dict[str, Path]:
-    """Return the paths of a folder's files by name; {} if there is no folder. CheckpointError if a file is a link."""
+    """Return the paths of a folder's files by name, without subfolders; {} if there is no folder.
+
+    CheckpointError if a file is a link.
+    """
     names = (name for name in sorted(_entries(folder)) if not (folder / name).is_dir())
     return {name: require_regular(folder.parent, f"{folder.name}/{name}") for name in names}
 
@@ -311,7 +314,7 @@ def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
     """Write the manifest of a checkpoint whose other files are on disk, then rename its folder to `target`.
 
     A kill at any moment leaves either no manifest, or a complete checkpoint that lacks only its name. What `target` was
-    before is removed.
+    before is removed. Raises a CheckpointError or OSError if that fails.
     """
     new_file = unfinished / f"{MANIFEST}.new"
     write_text(new_file, manifest.text())
@@ -417,7 +420,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def next_save_number(folder: Path) -> int:
-    """Return the number for a new checkpoint's manifest: one more than the highest among the folder's checkpoints."""
+    """Return the number for a new checkpoint's manifest: one more than the highest readable one in the folder, or 1."""
     numbers = [0]
     for path in checkpoints_by_step(folder).values():
         with contextlib.suppress(CheckpointError):

@@ -85,7 +85,7 @@ def _outcome(work: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
 
 
 def describe_unexpected(error: Exception) -> str:
-    """Return a line for the other ranks on an exception of this rank."""
+    """Return a line for the other ranks on an exception of this rank, with its rank in the world, type and message."""
     return f"rank {dist.get_rank() if dist.is_initialized() else 0} raised {type(error).__name__}: {error}"
 
 

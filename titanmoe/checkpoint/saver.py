@@ -46,7 +46,7 @@ ALIGNED = 64
 
 
 def page_lock(memory: Tensor) -> bool:
-    """Page-lock a CPU tensor until it is freed; return whether the driver did so.
+    """Page-lock a CPU tensor until it is freed; return whether the CUDA driver did so.
 
     pin_memory=True would round the allocation up to a power of two.
     """

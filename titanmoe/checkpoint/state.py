@@ -124,10 +124,7 @@ def _determines_shapes(path: str, family: str) -> bool:
 
 
 def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return an error line for each changed field of [model] with which the checkpoint's weights do not fit the model.
-
-    Both configs are by dotted path: `old` of the run that saved, `new` of this run.
-    """
+    """Return an error line for each changed field of [model] by which the model needs weights of other shapes."""
     return [
         f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
         "the weights do not fit; use that value, or start a new run"

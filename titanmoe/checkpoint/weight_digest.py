@@ -27,7 +27,7 @@ INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_first_copy(parameter: nn.Parameter) -> bool:
-    """Return whether this rank is the first that holds the same shard of a parameter."""
+    """Return whether this rank is the first that holds the same shard of a DTensor parameter; True for a plain one."""
     if not isinstance(parameter, DTensor):
         return True
     place = parameter.device_mesh.get_coordinate()

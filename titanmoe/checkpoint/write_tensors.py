@@ -58,7 +58,7 @@ class TensorShard:
 
     @property
     def blocks(self) -> list[tuple[Sizes, Sizes]]:
-        """Offset and sizes of the block to write; none if the shard is empty."""
+        """Offset and sizes of the block to write; [] if the shard is empty."""
         return [(self.offset, self.sizes)] if self.tensor.numel() else []
 
     def get(self) -> Tensor:

@@ -143,7 +143,7 @@ def first_text(text: str) -> str:
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce x over the group. Not differentiable: for counts, losses and other constants of the backward pass.
 
-    x is not changed, and on a group of one rank returned itself. While backward recomputes a checkpointed region, the
+    x is not changed; on a group of one rank it is returned itself. While backward recomputes a checkpointed region, the
     result that forward cached is returned and nothing is sent (titanmoe.comm.recomputation).
 
     Args:
@@ -285,10 +285,10 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_gather_autograd(x: Tensor, dim: int, group: Group, small: bool = False) -> Tensor:
-    """Concatenate every rank's x, all of one shape, along dim in rank order. Backward reduce-scatters the gradients.
+    """Concatenate every rank's x, all of one shape, along dim in rank order.
 
-    That is, it sums the gradients of x over the ranks. With `small`, for an x that takes little memory, the result is
-    cached in a checkpointed region, so that recomputation does not gather again.
+    Backward reduce-scatters: it sums the gradients of x over the ranks. `small` says that x is so small that in a
+    checkpointed region the result is cached, so that recomputation does not gather again.
     """
     return x if group.size == 1 else _AllGather.apply(x, dim, group, small and in_checkpointed_region())
 

@@ -32,7 +32,10 @@ class HostCopy:
         self.numbers, self.event = cached(partial(_copy, x))
 
     def tensor(self) -> Tensor:
-        """Wait until the copy has finished, and return it: a tensor on the host. Of an x on the host it is x itself."""
+        """Wait until the copy has finished, and return it: a tensor on the host. Of an x on the host it is x itself.
+
+        While backward recomputes a checkpointed region, it is forward's copy.
+        """
         if self.event is not None:
             self.event.synchronize()
         return self.numbers
@@ -82,6 +85,8 @@ class CountExchange:
 
     def read(self) -> tuple[Tensor, list[int], list[int]]:
         """Wait for the other ranks' counts. The host blocks until it knows them, also on a GPU.
+
+        While backward recomputes a checkpointed region, what forward read is returned without a wait.
 
         Returns:
             The number of routed tokens from each rank for each local expert, a tensor (G, e); the number that this rank
