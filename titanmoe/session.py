@@ -156,10 +156,10 @@ class Session:
     def batch(
         self, ids: Samples, labels: Samples | None = None, *, documents: Samples | None = None, **columns: Any
     ) -> Batch:
-        """Check any number of samples and return them as a batch, padded to training.seq_len. Not collective.
+        """Check samples and return them as a batch on the CPU, padded to training.seq_len. Not collective.
 
         Args:
-            ids: token ids of the samples.
+            ids: token ids of any number of samples.
             labels: next token of each position, -100 where there is no loss; None: every next token of a document.
             documents: ascending number of the document of each position; None: each sample is one document.
             columns: further fields that the objective reads, by name: numbers per position, or a number per sample.

@@ -310,12 +310,12 @@ class CheckpointWriter(StorageWriter):
 def describe_first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
     """Return a text that names the first tensor with NaN or infinite elements and counts these; "" if all are finite.
 
-    Tensors of integers are passed over. Synchronises with the device: norms of all tensors come from one fused pass,
-    and a tensor is checked element by element only if its norm is not finite.
+    Tensors of integers are passed over. Synchronises with the device.
     """
     nonempty = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     if not nonempty:
         return ""
+    # One fused pass. A norm that is not finite may be an overflow of finite elements: these are then checked.
     norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(nonempty.values()))]).tolist()
     for (name, tensor), norm in zip(nonempty.items(), norms, strict=True):
         if not math.isfinite(norm) and (bad := tensor.numel() - int(tensor.isfinite().sum())):

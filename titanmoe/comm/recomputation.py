@@ -118,6 +118,7 @@ def save_tensors() -> AbstractContextManager[Any]:
 
     For small tensors such as indices, so that recomputation may end before them. Outside of a region it does nothing.
     """
+    # Of nested hooks for saved tensors torch calls the innermost ones alone, and so not those of the region.
     return torch.autograd.graph.saved_tensors_hooks(_same, _same) if in_checkpointed_region() else nullcontext()
 
 

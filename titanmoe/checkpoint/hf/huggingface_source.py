@@ -91,7 +91,10 @@ class HuggingFaceSource:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the log on what the user should know although the files fit the model, such as tensors left out."""
+        """Lines for the log on what the user should know although the files fit the model, such as tensors left out.
+
+        The latter are those that `check` found: call it first.
+        """
         file, file_model = self.path / configs.CONFIG, self.parsed.model
         notes = [f"left out {len(names)} tensors: {reason}" for reason, names in self.skipped.items()]
         if "mtp" in self.drop and not self.has_mtp:
