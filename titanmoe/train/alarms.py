@@ -69,10 +69,6 @@ def warn_of_no_balancing(model: Model, moe: MoE) -> str:
 
     No warning either if the model has no choice of experts, or moe.force_balance is set. The text is printed in the
     table of settings at the start of a run.
-
-    Args:
-        model: the recipe's [model].
-        moe: the recipe's [moe].
     """
     balanced = moe.bias_update_rate or any(term.spec.evens_loads for term in active_losses(moe))
     a_choice = moe_blocks(model) and model.num_experts > model.top_k
@@ -99,7 +95,7 @@ class LoadAlarm:
         the same experts. A layer's loads are added when the iterator comes to it, so the caller goes on to the end.
 
         Args:
-            loads: number of tokens that each of all experts received in this step, over all ranks, by layer number.
+            loads: by number of the block, how many tokens each of all experts received in this step, over all ranks.
         """
         for layer, load in loads.items():
             mean = sum(load) / len(load)
@@ -183,8 +179,6 @@ class DivergenceAlarm:
         in between. A loss that is not finite is ignored.
 
         Args:
-            step: number of the step.
-            loss: loss of the step.
             smoothed: running average of the loss, this step's included.
         """
         if not math.isfinite(loss):  # the step was skipped

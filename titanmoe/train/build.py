@@ -77,8 +77,6 @@ def build_training(
     first six keyword arguments let tests and tools replace an object of the run.
 
     Args:
-        config: the resolved config.
-        runtime: this process, its rank and device.
         loader: makes the data loader from the config, the data rank and the number of data ranks.
         garbage: makes the garbage collection from training.gc_every.
         checks: makes the numerical checks from the config and the model with its gradients and optimizer.
@@ -213,11 +211,6 @@ def build_model(
 
     Args:
         config: the resolved config, with a dispatcher chosen.
-        runtime: this process, its rank and device.
-        fold: the degrees of parallelism.
-        meshes: the device meshes of the run.
-        loader: this data rank's data loader.
-        objective: the loss to minimise.
         build: makes this rank's stages; has the signature of titanmoe.parallel.apply.build.
         first_pass: buffers of fixed size for a step's first forward and backward; None if the dispatcher needs none.
         returns_top_k: whether the head returns the top-k ids and their log-probabilities instead of a loss.
@@ -271,11 +264,7 @@ def build_model(
 def prepare_reference(config: Config, training: Training) -> dict[str, str]:
     """Give the loader a DPO run's reference log-probabilities; compute and store them beside the data unless there.
 
-    Called once the weights are loaded, and before the first step. Collective over the world.
-
-    Args:
-        config: the recipe.
-        training: the built training, whose weights are the reference and whose loader gets the log-probabilities.
+    Called once the weights, which are the reference, are loaded, and before the first step. Collective over the world.
 
     Returns:
         A line for the startup header: {"reference": text}.
@@ -299,8 +288,6 @@ def make_evaluations(
     """Build the validation and the quiz that the recipe asks for; None in place of one that it does not ask for.
 
     Args:
-        config: the resolved config.
-        model: this rank's model and data.
         slicer_for: called as slicer_for(objective=...); makes the Slicer that takes this rank's part of a batch.
     """
     data, loader, last = model.meshes.data, model.loader, config.training.steps
@@ -330,14 +317,7 @@ def make_evaluations(
 
 
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:
-    """Build the object that prints the header and writes metrics and events on rank 0. Opens no file yet.
-
-    Args:
-        config: the recipe, which is printed and recorded.
-        runtime: this process's rank and device.
-        fold: degrees of the mapping.
-        clock: clock that gives the seconds of a step's phases.
-    """
+    """Build the object that prints the header and writes metrics and events on rank 0. Opens no file yet."""
     name, count = device_name(runtime.device), parameters(config.model)
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(name, config.training.mixed_precision_param)
     known = OBJECTIVES.look_up(config.training.objective).uniform_guess_loss(config)

@@ -81,9 +81,6 @@ class Checkpoints:
         With checkpoint.enable the checkpoints' folder is created, and files of interrupted saves are removed from it.
         Collective over the world.
 
-        Args:
-            run: the run's folder.
-
         Raises:
             ConfigError: checkpoints are saved, and their folder cannot be written to.
         """
@@ -142,10 +139,7 @@ class Checkpoints:
     def _start_from_checkpoint(self, beginning: StartPoint) -> dict[str, str]:
         """Load a checkpoint, or with `beginning.model_only` its weights alone; return lines of the header by label.
 
-        Collective over the world.
-
-        Args:
-            beginning: the start, whose `path` is set.
+        `beginning.path` must be set. Collective over the world.
         """
         self.origin = beginning.path
         changes = self.load(Checkpoint(beginning.path), beginning.model_only)
@@ -171,7 +165,7 @@ class Checkpoints:
         return context_note(folder, self.model, self.run_record["config"]["training"]["seq_len"])
 
     def _copy_files(self, find: Callable[[], Mapping[str, Path]]) -> None:
-        """Copy config and tokenizer files to the run's folder, from which each checkpoint gets a copy.
+        """Copy config and tokenizer files into the checkpoints' folder, from where each checkpoint gets a copy.
 
         Collective over the world. A run that saves no checkpoints only stores `find`, for exports.
 
@@ -238,7 +232,7 @@ class Checkpoints:
             choose: called on rank 0; it may call `find_damage`, for which each rank verifies some of the files.
 
         Raises:
-            ConfigError: on all ranks, if `choose` raises a CheckpointError.
+            ConfigError: on all ranks, if `choose` raises a CheckpointError or OSError.
         """
         try:
             while isinstance(choice := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
@@ -251,9 +245,6 @@ class Checkpoints:
         """Return one line for each damaged file of a checkpoint; [] if it is intact.
 
         Only rank 0 calls it, in the `choose` of `choose_start`, where the other ranks wait to verify some of the files.
-
-        Args:
-            path: the checkpoint's folder.
 
         Raises:
             CheckpointError: the folder is no checkpoint.
@@ -286,7 +277,6 @@ class Checkpoints:
         and the best values so far.
 
         Args:
-            saved: the checkpoint.
             model_only: whether to load the weights alone, and start at step 0 with a new optimizer.
 
         Returns:
@@ -337,8 +327,6 @@ class Checkpoints:
         Collective over the world.
 
         Args:
-            saved: the checkpoint.
-            targets: this rank's shards to load.
             model_only: whether moments in the checkpoint may remain unused.
         """
         names = {
@@ -357,7 +345,6 @@ class Checkpoints:
         """Return one message for each reason why the run cannot start from a checkpoint; [] if it can.
 
         Args:
-            saved: the checkpoint.
             now: fields of the run's config by path, such as "model.dim".
             model_only: whether only the weights are loaded.
         """
@@ -384,10 +371,6 @@ class Checkpoints:
         """Return this rank's shards of what the run loads from a checkpoint, in the live tensors' memory.
 
         They are the run's own, whatever the checkpoint contains: `_check_names` compares.
-
-        Args:
-            saved: the checkpoint.
-            with_moments: whether to add the optimizer's moments.
 
         Returns:
             By "model.NAME" or "optimizer.MOMENT.NAME": the stored tensor's name, and a TensorShard.

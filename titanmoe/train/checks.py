@@ -29,7 +29,6 @@ class Checks(Observer):
 
         Args:
             why: what is unusual, as text.
-            work: the step's microbatches.
             sums: the step's loss, gradient norm and statistics over all ranks.
 
         Returns:

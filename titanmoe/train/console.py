@@ -51,8 +51,6 @@ def open_console(style: str, run: ConsoleSettings, name: str, console: Console |
 
     Args:
         style: metrics.console: "live", "lines", or "auto" for the panel on a terminal that can show it.
-        run: settings of the recipe to show.
-        name: name of the run, the panel's title.
         console: rich's console to draw the panel on; None makes one of standard output.
     """
     console = console or Console(highlight=False)
@@ -62,20 +60,15 @@ def open_console(style: str, run: ConsoleSettings, name: str, console: Console |
 
 
 def judged_metric(record: Mapping[str, float]) -> tuple[str, float]:
-    """Return the metric by which a run is judged: ("reward", its value), or ("loss", its value) without rewards.
+    """Return the metric by which a run is judged, of a step's metrics: ("reward", its value), else ("loss", its value).
 
-    Args:
-        record: metrics of a step by name: "rl.reward" or "loss", and others.
+    The reward's name in `record` is "rl.reward".
     """
     return ("reward", record["rl.reward"]) if "rl.reward" in record else ("loss", record["loss"])
 
 
 def format_metrics(record: dict[str, float]) -> dict[str, str]:
-    """Select the metrics that the console shows and return them as text by label, such as {"tokens/s": "12,345"}.
-
-    Args:
-        record: one line of metrics.jsonl, by name of the metric.
-    """
+    """Return what the console shows of a line of metrics.jsonl, as text by label, such as {"tokens/s": "12,345"}."""
     name, value = judged_metric(record)
     shown = {
         name: f"{value:.4f}",
@@ -112,10 +105,8 @@ def format_metrics(record: dict[str, float]) -> dict[str, str]:
 def format_rl_seconds(record: dict[str, float]) -> dict[str, str]:
     """Return the seconds of a step of [rl] as text, such as "2.1 s", by "generate", "rewards" and "learn".
 
-    {} for other runs. A step that learns from completions of an earlier step has "learn" alone.
-
-    Args:
-        record: one line of metrics.jsonl, by name of the metric; times are under "time.PHASE", in seconds.
+    {} for other runs. A step that learns from completions of an earlier step has "learn" alone. `record` is a line of
+    metrics.jsonl.
     """
     if "rl.reward" not in record:
         return {}
@@ -152,7 +143,6 @@ def print_closing_line(
         last: the metric after the last step.
         seconds: how long this process trained.
         checkpoint: where the last checkpoint is, as text, such as "saved as FOLDER".
-        folder: the run's folder.
         wrong: what is wrong with the loss and what to change; "" if nothing is.
     """
     began, value = first
@@ -169,12 +159,7 @@ def print_closing_line(
 
 
 def describe_last_checkpoint(options: Checkpoint, run: Path) -> str:
-    """Return where the newest complete checkpoint is, as text for the last line that a run prints.
-
-    Args:
-        options: the recipe's [checkpoint].
-        run: the run's folder.
-    """
+    """Return where the newest complete checkpoint is, as text for the last line that a run prints."""
     if not options.enable:
         return "nothing was saved (checkpoint.enable = false)"
     folder = checkpoints_folder(run, options)
@@ -295,13 +280,10 @@ def draw_curve(values: deque[float]) -> str:
 
 
 def format_phases(record: dict[str, float]) -> str:
-    """Return the phases of a step with the percentage of the step's time that each takes, in one line.
+    """Return the phases in a line of metrics.jsonl with the percentage of the step's time that each takes, as text.
 
     Phases below 0.5 % are left out. The time of dispatch is part of that of forward and backward, and is shown in
     parentheses after it.
-
-    Args:
-        record: one line of metrics.jsonl; times are under "time.PHASE", in seconds.
     """
     phases = {name.removeprefix("time."): value for name, value in record.items() if name.startswith("time.")}
     dispatch, total = phases.pop("dispatch", 0.0), sum(phases.values())
@@ -314,11 +296,7 @@ def format_phases(record: dict[str, float]) -> str:
 
 
 def print_header(rows: dict[str, str | Text]) -> None:
-    """Print the settings of a run as a table.
-
-    Args:
-        rows: the text of each line, by label.
-    """
+    """Print the settings of a run, texts by label, as a table."""
     table = Table.grid(padding=(0, 2))
     for name, text in rows.items():
         table.add_row(Text(name, style="bold"), Text(text, overflow="fold") if isinstance(text, str) else text)
@@ -329,9 +307,7 @@ def describe_saving(options: Checkpoint, each: int, run: Path) -> Text:
     """Return text on when and where the run saves, for the header; red if nothing is saved or the disk is too full.
 
     Args:
-        options: the recipe's [checkpoint].
         each: bytes of one checkpoint.
-        run: the run's folder.
     """
     if not options.enable:
         return Text("saves nothing (checkpoint.enable = false)", "bold red", overflow="fold")
@@ -347,11 +323,7 @@ def describe_saving(options: Checkpoint, each: int, run: Path) -> Text:
 
 
 def format_mapping(axes: dict[str, int]) -> str:
-    """Return the axes with more than one rank as text, such as "dp_shard 4 x tp 2"; "one rank" if there is none.
-
-    Args:
-        axes: number of ranks by name of the axis.
-    """
+    """Return the axes with more than one rank as text, such as "dp_shard 4 x tp 2"; "one rank" if there is none."""
     return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
 
 

@@ -35,12 +35,13 @@ from titanmoe.train.run_state import RunState
 def forward_only(
     samples: Iterable[list[Batch]], slicer: Slicer, gradients: Gradients
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run the forward pass over batches without gradients, one step's batches after another. Collective over the world.
+    """Run the forward pass over batches without gradients, one step's batches each time that the caller asks.
+
+    Collective over the world.
 
     Args:
         samples: for each step a list of microbatches, on this data rank.
         slicer: takes this rank's slices of the microbatches, and has the objective to evaluate.
-        gradients: has the stages and the engine that runs them.
 
     Yields:
         For each step the objective's sum on this rank (0 without the last pipeline stage) and its divisor over all
@@ -115,7 +116,8 @@ class Validation(ForwardEvaluation):
     def measure(self) -> tuple[float, dict[str, float]]:
         """Return the mean loss over the validation set, and the objective's own metrics by name.
 
-        Collective over the world. A metric "preference.accuracy" gets the name "preference.val_accuracy".
+        Collective over the world. A metric "preference.accuracy" gets the name "preference.val_accuracy". Does not
+        change `best`.
         """
         meshes, objective = self.slicer.meshes, self.slicer.objective
         total, divisor = (torch.zeros((), dtype=torch.float64, device=self.slicer.device) for _ in range(2))
@@ -139,12 +141,7 @@ class ChoiceSums(CrossEntropy):
     """
 
     def clear(self, choices: int, device: torch.device) -> None:
-        """Reset the sums of log-probabilities to 0, before a quiz.
-
-        Args:
-            choices: number of choices of all questions together.
-            device: device of the sums.
-        """
+        """Set `sums_C` to zeros, before a quiz; `choices` is the number of choices of all questions together."""
         self.sums_C = torch.zeros(choices + 1, dtype=torch.float64, device=device)
         """Log-probability of each choice; padding is added to one more entry at the end."""
 
@@ -158,7 +155,6 @@ def score_question(question: Question, log_p: np.ndarray) -> dict[str, float]:
     """Return the metrics of one multiple-choice question: bits_per_byte, margin, accuracy and accuracy_norm.
 
     Args:
-        question: the question, its choices and the number of the right one.
         log_p: log-probability of each choice in nats, summed over the choice's tokens, shape (choices,).
 
     Returns:

@@ -40,13 +40,9 @@ def find_teacher(folder: str) -> FullModel:
 
 
 def teacher_config(config: Config, teacher: FullModel) -> Config:
-    """Return the config under which the teacher runs in this run: with the run's mapping and batches, nothing trained.
+    """Return the config under which the teacher runs: its own [model], with the run's mapping and batches.
 
     All weights are frozen, nothing is recomputed, and no tokens are dropped.
-
-    Args:
-        config: the run's config.
-        teacher: the teacher, whose [model] is used.
     """
     return replace(
         config,
@@ -61,12 +57,7 @@ def teacher_config(config: Config, teacher: FullModel) -> Config:
 
 
 def teacher_problems(config: Config, world: int) -> Iterator[str]:
-    """Yield one message for each reason why the run's teacher (distillation.teacher) cannot be used.
-
-    Args:
-        config: the run's config; nothing is yielded if it names no teacher.
-        world: number of ranks.
-    """
+    """Yield a message for each reason why the run's teacher cannot be used; none without distillation.teacher."""
     if not config.distillation.teacher:
         return
     try:
@@ -87,13 +78,9 @@ def teacher_problems(config: Config, world: int) -> Iterator[str]:
 
 
 def check_tokenizer(teacher: FullModel, identity: str) -> None:
-    """Raise a ConfigError if the teacher was trained with another tokenizer than the data's.
+    """Raise a ConfigError if the teacher was trained with a tokenizer of another digest than `identity`, the data's.
 
-    Nothing is raised if either tokenizer is unknown.
-
-    Args:
-        teacher: the teacher.
-        identity: digest of the data's tokenizer.
+    Nothing is raised if the teacher's is unknown.
     """
     its_own, file = teacher.identity, teacher.path / FILE
     if its_own is None and teacher.step is None:

@@ -42,7 +42,7 @@ from titanmoe.train.run_state import RunState
 
 @dataclass
 class Totals:
-    """Counts of a step's batch, summed over all data ranks."""
+    """Counts of a step's batch, summed over all data ranks: float64 scalars on the device."""
 
     divisor: Tensor
     """Divisor of the objective's sum, such as the number of labels (`Objective.count`)."""
@@ -80,7 +80,7 @@ class StepScalars:
     """Divisor of the objective's sum, such as the number of labels."""
     flops: float
     layers: dict[int, LayerStatistics]
-    """Statistics of each MoE layer, by number of the layer."""
+    """Statistics of each MoE layer of the model, by number of the block."""
     max_logits: list[float]
     """Largest attention logit of each block; [] in a step that does not measure them."""
     metrics: dict[str, float]
@@ -156,7 +156,7 @@ class StepSums(NamedTuple):
     norm: Tensor
     """Gradient norm before clipping, a scalar on the device."""
     layers: dict[int, LayerStatistics]
-    """Statistics of each MoE layer by number of the layer, on the device."""
+    """Statistics of each MoE layer of the model by number of the block, on the device."""
     local: PassSums
     """Loss, metrics and votes of this rank alone."""
     logits: Tensor | None
@@ -165,7 +165,7 @@ class StepSums(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Slicer:
-    """Takes from a data rank's microbatches what this rank works on: its slice of the sequence, on its device."""
+    """Cutter of a data rank's microbatches: takes what this rank works on, its slice of the sequence, to its device."""
 
     meshes: Meshes
     placement: Placement
@@ -253,7 +253,6 @@ class Gradients:
         Collective over the world. If a buffer of fixed size was too small, forward and backward are made twice.
 
         Args:
-            work: the step's microbatches.
             wants_to_stop: returns whether this rank asks for training to end after this step; called after the
                 backward. The decision of all ranks is `scalars.stop` of the result.
         """
@@ -272,9 +271,7 @@ class Gradients:
         Collective over the world.
 
         Args:
-            work: the step's microbatches.
             first_pass: buffers of fixed size that the dispatchers use; None for none.
-            wants_to_stop: returns whether this rank asks for training to end after this step.
         """
         observe.active.phase("forward_backward", self.state.step)
         local, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
@@ -300,17 +297,12 @@ class Gradients:
     ) -> tuple[StepSums, float]:
         """Complete the sums of gradients; return the step's sums, and the number of ranks with too small buffers.
 
-        Collective over the world. All scalars come to the host in one transfer, the only one of a step outside its
-        dispatchers; the norm and the statistics of the MoE layers are returned on the device too.
-
-        All ranks of a tp group of the last stage compute the same loss, and other stages none. So a loss or a metric
-        that is summed over the world is tp times what it should be, and is divided by tp here. Gradients are not, for
-        backward takes the losses of a tp group as one.
+        Collective over the world. Waits for all scalars, in one transfer to the host, the only one of a step outside
+        its dispatchers; the norm and the statistics of the MoE layers are returned on the device too.
 
         Args:
             local: this rank's sums.
             summed: the same, summed over the world and not yet divided by tp.
-            totals: counts of the step's batch.
             metrics: names of the numbers in `summed.metrics`.
             constant: what is added to the reported loss (`Objective.constant`).
         """
@@ -324,6 +316,9 @@ class Gradients:
         by_block = {} if logits is None else {"max_logits": logits.amax(1)}
         by_layer = {f"layer {number}": row for number, row in rows.items()}
         known = to_host(vars(totals) | vars(summed) | {"norm": norm} | by_layer | by_block)
+        # All ranks of a tp group of the last stage compute the same loss, and other stages none. So a loss or a metric
+        # that is summed over the world is tp times what it should be, and is divided by tp here. Gradients are not, for
+        # backward takes the losses of a tp group as one.
         tp = self.meshes.tp.size
         scalars = StepScalars(
             loss=known["loss"] / tp + constant,
@@ -344,6 +339,7 @@ class Gradients:
         """Set the layers' counts of tokens and loads to 0, and give the layers the step's number and its totals.
 
         Dropout layers get the number, and the measurement of attention logits begins anew if this step is measured.
+        Call it before the first `add` of a step.
         """
         if self.logits:
             self.logits.begin_step(self.state.step)
@@ -403,11 +399,8 @@ class Gradients:
         Collective over the world. `finish_gradients` has yet to complete the gradients.
 
         Args:
-            slices: this rank's microbatches.
-            totals: counts of the step's batch.
             first_pass: buffers of fixed size that the dispatchers use; None for none.
-            wants_to_stop: returns whether this rank asks for training to end after this step; called after the
-                backward.
+            wants_to_stop: called after backward; returns whether this rank asks for training to end after this step.
         """
         self.begin_step(totals)
         with first_pass.used_by(self.moe_layers.values()) if first_pass else nullcontext():

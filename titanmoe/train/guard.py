@@ -77,7 +77,6 @@ class Guard:
         """Decide whether the step's gradients become an update. Collective over the world.
 
         Args:
-            work: the step's microbatches.
             sums: the step's loss, gradient norm and statistics over all ranks; the gradients are in `.grad`.
 
         Returns:
@@ -101,13 +100,9 @@ class Guard:
         return self.state.skips.find_outlier(scalars.loss, scalars.norm, self.options.skip_spikes or DEFAULT_SIGMAS)
 
     def _skip(self, why: str, batches: list[Batch]) -> None:
-        """Free the gradients, count the step as skipped, and write an event that lists its samples.
+        """Free the gradients, count the step as skipped, and write an event with the reason and all ranks' samples.
 
         Collective over the world.
-
-        Args:
-            why: what is unusual about the step.
-            batches: this data rank's microbatches.
 
         Raises:
             NumericalFault: on all ranks, after optimizer.skip_limit such steps in a row.
@@ -126,8 +121,8 @@ class Guard:
     def check_finite(self, loss: float, norm: float) -> None:
         """Raise NonFinite on all ranks if the loss or the gradient norm of the step is not finite.
 
-        All ranks call it with the same numbers. The message names the first parameter with a non-finite gradient and
-        the first non-finite weight of any rank.
+        All ranks call it with the same numbers; collective over the world if they are not finite. The message names the
+        first parameter with a non-finite gradient and the first non-finite weight of any rank.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             return
@@ -174,7 +169,6 @@ class Guard:
         """Write the event "restore" or "stop" for an error that ends training; return the error to raise.
 
         Args:
-            error: the error that a check raised.
             has_saved: whether a checkpoint of the run exists. Without one a Restore becomes a plain NumericalFault.
         """
         restores = isinstance(error, Restore) and has_saved

@@ -43,7 +43,6 @@ class Header:
 
         Args:
             notes: lines that are known once the run is built and its checkpoint loaded, by label.
-            run: the run's folder.
         """
         where = {"run folder": str(run), "checkpoint": describe_saving(self.checkpoint, self.checkpoint_bytes, run)}
         return self.mapping | notes | self.batches | where | self.routing
@@ -53,8 +52,6 @@ def make_header(config: Config, fold: Fold, parameters: Parameters, device_name:
     """Return the lines of the header on model, mapping, devices, batch and data.
 
     Args:
-        config: the resolved config.
-        fold: the degrees of parallelism.
         parameters: numbers of the model's parameters, total and active per token.
         device_name: the device's name as PyTorch gives it.
         peak: peak FLOP/s of one device; None if unknown.
@@ -117,11 +114,8 @@ def setup_rows(
     """Return the header's lines on PyTorch, GPU memory, compilation, the pipeline and recomputation, by label.
 
     Args:
-        config: the resolved config.
         pp: number of pipeline ranks.
-        microbatches: number of microbatches in a step.
         engine: runs the stages; a pipeline's knows the fraction of time in which ranks are idle.
-        device: the device of this rank.
     """
     rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)

@@ -78,7 +78,6 @@ def disk_shortage(config: Config, step: int = 0) -> str:
     count as free space, because the start removes them.
 
     Args:
-        config: the resolved config.
         step: the step that the run resumes from, or 0.
     """
     options, run = config.checkpoint, run_folder(config.job)

@@ -54,7 +54,6 @@ def resolve(
 
     Args:
         config: the config as given, whose degrees are legal on `world` ranks.
-        world: number of ranks.
         read_record: returns what the checkpoint that the run resumes from records besides tensors; {} without one. A
             global batch size of -1 becomes that of the record; without one, local_batch_size for each data rank.
 
@@ -84,7 +83,6 @@ def _steps_of_epochs(config: Config, record: dict[str, Any]) -> int:
     """Return the number of steps that training.epochs take, those before a resume included.
 
     Args:
-        config: the config.
         record: what the checkpoint that the run resumes from records besides tensors; {} without one.
 
     Raises:
@@ -115,9 +113,7 @@ def fit_to_world(config: Config, node: int, world: int) -> tuple[Config, str]:
     The mapping of a run that starts for the first time is not changed.
 
     Args:
-        config: the config as given.
         node: ranks per machine, if parallelism.node is not set; -1 if unknown.
-        world: number of ranks.
 
     Returns:
         The config, and one line on what changed in the mapping, "" if nothing did.
@@ -140,7 +136,6 @@ def read_config(argv: list[str], world: int, components: Components, check_input
 
     Args:
         argv: arguments of the command line, such as ["recipe.toml", "--training.steps", "10"].
-        world: number of ranks.
         components: the components (optimizers, dispatchers, ...) that a recipe may name.
         check_inputs: whether to check the files that the run reads, too; one rank does so for all.
 

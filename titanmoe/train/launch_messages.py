@@ -59,7 +59,7 @@ def exit_code_of(run: Callable[[], int]) -> int:
 
 
 def show_status(what: str) -> None:
-    """Show what the run is waiting for on the last line of the terminal, if this is rank 0; "" removes the line."""
+    """Show what the run is waiting for on the last line of rank 0's terminal, if it has one; "" removes the line."""
     if not is_rank_0() or os.environ.get("TERM") == "dumb":
         return
     with contextlib.suppress(OSError, ValueError):  # a console that fails, or is closed, must not end the run
@@ -98,7 +98,7 @@ def pass_config(checked: CheckedConfig) -> Iterator[Path]:
 
 
 def read_passed_config(components: Components) -> CheckedConfig | None:
-    """Return the config that the launcher has written for its ranks; None if this process has no such launcher."""
+    """Return the config that the launcher has passed by `pass_config`; None if this process has no such launcher."""
     if not (file := os.environ.get(CONFIG_FILE)):
         return None
     values = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -126,9 +126,9 @@ def write_failure_note(
     during: Mapping[int, str] | None = None,
     following: Iterable[int] = (),
 ) -> bool:
-    """Write a file that tells the launcher why this rank failed; return False if no launcher reads it.
+    """Write a file that tells the launcher why this rank failed; return whether it was written.
 
-    A file that cannot be written returns False too.
+    False without a launcher that reads it, too.
 
     Args:
         text: the message for the user.
@@ -185,10 +185,9 @@ def notes_in_memory() -> Iterator[None]:
 
 
 def write_memory_advice(make: Callable[[], str]) -> None:
-    """Write advice that the launcher prints if the kernel kills this rank for lack of memory.
+    """Write the advice that `make` returns, which the launcher prints if the kernel kills this rank for lack of memory.
 
-    Args:
-        make: returns the advice; called only if this process has a launcher that reads it.
+    Without a launcher that reads it, `make` is not called.
     """
     if file := os.environ.get(NOTE_FILE):
         _write(Path(f"{file}{ADVICE_SUFFIX}"), make())
@@ -204,7 +203,7 @@ def exit_refused(error: ConfigError) -> NoReturn:
 def write_error_note(error: BaseException) -> None:
     """Write a failure note of one line: the error, and the last frame of titanmoe's code that it passed.
 
-    Does nothing if no launcher reads it.
+    It counts as a consequence if another rank caused the error. Does nothing if no launcher reads it.
     """
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/titanmoe/" in frame.filename] or frames

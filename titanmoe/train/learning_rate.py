@@ -24,13 +24,7 @@ USUAL_LR = {
 
 
 def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
-    """Return the learning rate of a step as a fraction of the peak rate.
-
-    Args:
-        step: number of the step, from 1 to `steps`.
-        steps: number of steps of the run.
-        options: the recipe's [lr_schedule].
-    """
+    """Return the learning rate of a step, from 1 to the run's number of `steps`, as a fraction of the peak rate."""
     if step <= options.warmup_steps:
         return step / options.warmup_steps
     floor = options.min_ratio
@@ -85,7 +79,6 @@ def describe_rate_change(step: int, before: Mapping[str, Any], rate: LearningRat
     Args:
         step: the step that the run resumes from.
         before: fields of the config that the checkpoint was saved with, by path, such as "optimizer.lr".
-        rate: the learning rate of the resumed run.
     """
     try:
         names = [field.name for field in dataclasses.fields(LRSchedule)]

@@ -199,11 +199,7 @@ class Metrics(Observer):
             )
 
     def _describe_machine(self, step: int) -> None:
-        """Write the "start" event, which names the machine, the software and the mapping, or after a resume "restart".
-
-        Args:
-            step: number of steps that the run has made already; 0 for a new run.
-        """
+        """Write the event "start", or if `step` is not 0 "restart", with the machine, the software and the mapping."""
         fold, device = self.fold, device_name(self.runtime.device)
         machine = {
             "ranks": fold.world,
@@ -230,14 +226,12 @@ class Metrics(Observer):
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Record a step's metrics, write the events that they cause, and report them if metrics.log_every asks for it.
 
-        The first and the last step and those with a validation or a quiz are reported as well.
+        The first step of this process, the last one, and those with a "val_loss" or a quiz are reported as well.
 
         Args:
-            step: the number of the step just made.
             values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A
-                list under "layers.N.load" has the number of tokens of each expert; "quiz" has the lines for quiz.jsonl,
-                and "samples" the completions of the prompts of [validation.samples]. These two are removed from the
-                dict.
+                list under "layers.N.load" has the number of tokens of each expert of block N. "quiz" has the lines for
+                quiz.jsonl, "samples" the completions of [validation.samples]; these two are removed from the dict.
         """
         if not self.writes:
             return
@@ -293,8 +287,6 @@ class Metrics(Observer):
         """Add a loss or reward to the running average; return the text of the divergence alarm's event, or "".
 
         Args:
-            step: number of the step.
-            value: the loss or reward of the step.
             steps: number of steps since the last one that was added.
         """
         if math.isfinite(value):
@@ -318,7 +310,6 @@ class Metrics(Observer):
         """Record how long each rank took in some steps; write means over several steps to ranks.jsonl. On rank 0 alone.
 
         Args:
-            steps: numbers of the steps.
             seconds: by phase of the step, an array of shape (steps, ranks).
         """
         every = math.ceil(self.steps / RANK_LINES)
@@ -334,7 +325,6 @@ class Metrics(Observer):
         """Write an event to events.jsonl, the console and the other report targets. On rank 0 alone, after `begin`.
 
         Args:
-            step: number of the step.
             kind: start, restart, save, spike, skip, divergence, collapse, stop, ... (docs/watching.md).
             text: what happened, for the user.
             more: further fields of the line in events.jsonl.
@@ -396,11 +386,7 @@ def read_losses(file: Path) -> Iterator[tuple[int, str, float]]:
 
 
 def read_last_environment(events: Path) -> dict[str, Any]:
-    """Return the machine, software and mapping of the last "start" or "restart" event; {} if none can be read.
-
-    Args:
-        events: path of an events.jsonl.
-    """
+    """Return machine, software and mapping of the last start or restart in an events.jsonl; {} if none can be read."""
     try:
         with open(safe_files.open_in(events.parent, events.name), encoding="utf-8") as stream:
             lines = [json.loads(line) for line in stream if "environment" in line]

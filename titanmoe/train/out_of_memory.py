@@ -54,10 +54,6 @@ def memory_advice(training: Training, config: Config) -> str:
     """Return text for the case that the kernel kills this rank: bytes that it holds, and settings that save memory.
 
     The launcher prints it (launch_messages.write_memory_advice).
-
-    Args:
-        training: the built training, whose weights and device are measured.
-        config: the recipe, whose settings the advice changes.
     """
     state = _state_bytes(*_weights(training), config, training.device)
     size, room = sum(state.values()), _capacity(training.device)
@@ -69,10 +65,7 @@ def explain(error: BaseException, training: Training | None, rank: int, config: 
     """Return the message for a rank that is out of memory: what it was doing, what holds how much, what would help.
 
     Args:
-        error: PyTorch's error.
         training: the run; None if it was still being built.
-        rank: number of this rank.
-        config: the resolved config.
     """
     step = training.state.step if training else 0
     where = f"step {step}, {_activity(error, 'a block')}" if step else _activity(error, "starting")
@@ -102,7 +95,6 @@ def _state_bytes(weights: int, trained: int, config: Config, device: torch.devic
     Args:
         weights: bytes of this rank's weights.
         trained: bytes of this rank's trained weights.
-        config: the resolved config.
         device: device of the model; optimizer state that is offloaded from a GPU counts 0.
     """
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
@@ -117,7 +109,6 @@ def _activity(error: BaseException, otherwise: str) -> str:
     """Return what titanmoe was doing when an error was raised, as "in attention" or "in backward of attention".
 
     Args:
-        error: the error with its traceback.
         otherwise: text in place of "attention" if no frame of the traceback is known.
     """
     frames = traceback.extract_tb(error.__traceback__)
@@ -173,7 +164,6 @@ def advise_settings(config: Config, state: int, rest: int, room: int) -> list[st
     None of them changes what the model learns.
 
     Args:
-        config: the resolved config.
         state: bytes of this rank's weights, gradients and moments.
         rest: bytes of everything else that this rank holds.
         room: bytes that this rank may use; 0 if unknown.

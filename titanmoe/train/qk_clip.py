@@ -4,7 +4,7 @@ A head whose largest logit m exceeds the limit is scaled by eta = limit / m. Que
 largest m among them. Query and key weights of one head are each multiplied by sqrt(eta). In latent attention the RoPE
 rows of the queries are multiplied by eta, because all heads share the RoPE key.
 
-Shapes: L layers, H query heads.
+Shapes: L blocks of the model, H query heads.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class QKClip:
         """Scale the query and key weights of each head whose largest logit exceeds the limit, in place.
 
         Args:
-            largest_LH: largest attention logit of the step, of each layer and query head, over all ranks.
+            largest_LH: largest attention logit of the step, of each block of the model and query head, over all ranks.
         """
         for layer, rows, parameter in self.targets:
             # Query heads that share a key head are neighbours.

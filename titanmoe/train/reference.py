@@ -5,8 +5,8 @@ adapters, and the teacher of another run (`titanmoe score`). Stored are the log-
 ids and their log-probabilities (data.token_scores). Sequences are those of a run's first epoch, batched as the run
 does, so that its first step finds bitwise equal numbers; then those of the validation set.
 
-Shapes: G samples of a step over all data ranks, N of one data rank, M microbatches, B samples of a microbatch, S
-positions of the attention slice, L of the full sequence, R numbers per label: 1, or K ids and K + 1 log-probabilities.
+Shapes: G samples of a step, N those of one data rank, M microbatches, B samples of each, S positions of the attention
+slice, L of the full sequence, R numbers per label (N in scores_NBS): 1, or K ids and K + 1 log-probabilities.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Reference:
             {"reference": the model's digest, and whether its numbers were stored before or computed now}.
 
         Raises:
-            ConfigError: if a resumed run finds none of the model that it began with, or the data are not token shards.
+            ConfigError: on all ranks, if the data are not token shards, stored numbers do not fit them, or a resumed
+                run finds none of the model that it began with.
         """
         training, run_record = self.training, self.training.checkpoints.run_record
         goes_on = REFERENCE in run_record and not self.config.lora.rank
@@ -107,7 +108,7 @@ class Reference:
         return model_digest(base, self.training.buffers, compute, self.group)
 
     def sources(self) -> list[ShardDocuments]:
-        """Return the token shards that the training and validation data come from.
+        """Return the token shards of each source of the training data, then of the validation data.
 
         Raises:
             ConfigError: if some data does not come from token shards.
@@ -124,11 +125,8 @@ class Reference:
     def _load_scores(self, sources: list[ShardDocuments], model: str) -> bool:
         """Give the loader the stored log-probabilities of a model; return whether all ranks found those of all shards.
 
-        Collective over the world. Raises a ConfigError if files are found that do not fit the shards.
-
-        Args:
-            sources: the token shards.
-            model: digest of the model.
+        `model` is its digest. Collective over the world. Raises a ConfigError on all ranks if files do not fit the
+        shards.
         """
 
         def attach_stored_log_probs() -> bool:
@@ -152,8 +150,6 @@ def run_scoring(config: Config, training: Training, top_k: bool) -> int:
     This is `titanmoe score` on one rank; what is stored already is not recomputed. Collective over the world.
 
     Args:
-        config: the resolved config.
-        training: the model and its data, as built.
         top_k: whether to store the top-k ids of each position, which the head must return, instead of the labels'
             log-probabilities.
 
@@ -202,7 +198,6 @@ def compute_scores(config: Config, training: Training, model: str, top_k: TopK |
     One rank of each machine writes. Collective over the world.
 
     Args:
-        config: the resolved config.
         training: the model and its data. Its adapters count, unless the caller is within `without_adapters`.
         model: digest of the model, part of the files' names.
         top_k: the top-k ids that the head returns; None for the log-probabilities of labels.
@@ -242,11 +237,10 @@ def compute_scores(config: Config, training: Training, model: str, top_k: TopK |
 
 
 def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.ndarray) -> None:
-    """Write the scores of a step's samples at the positions of their tokens in the shards.
+    """Write the scores of a step's samples, but padding, at the positions of their tokens in the shards.
 
     Args:
-        writers: writer of each folder of token shards, by folder.
-        step: the samples.
+        writers: writers by folder of token shards.
         scores_GL: one record of the stored dtype for each label of each sample.
     """
     for sample, score_L in zip(step.samples, scores_GL, strict=True):
@@ -331,10 +325,9 @@ class ScoringSteps:
                 yield self._step(plans, samples)
 
     def _step(self, plans: StepPlans, samples: list[Sample | None]) -> ScoringStep:
-        """Read this data rank's microbatches of a step.
+        """Read this data rank's microbatches of a step; return the step.
 
         Args:
-            plans: assigns samples to data ranks.
             samples: samples of the step on all data ranks; None for padding.
         """
         local, number_N = plans.samples_of_rank(samples)
@@ -349,9 +342,6 @@ def _forward(slicer: Slicer, training: Training, step: ScoringStep, top_k: TopK 
     ids, their K log-probabilities and that of all other ids. Collective over the world.
 
     Args:
-        slicer: takes this rank's slices of the microbatches.
-        training: the model.
-        step: the step's samples and microbatches.
         top_k: the top-k ids that the head returns; None if it returns the loss of labels.
     """
     gradients, meshes, device = training.gradients, training.meshes, training.device

@@ -64,7 +64,6 @@ def machine_problems(config: Config, world: int) -> Iterator[str]:
     """Yield a message for each thing that the recipe asks for and this machine, its PyTorch or its packages lack.
 
     Args:
-        config: the recipe.
         world: number of ranks, from which degrees that are left open follow.
     """
     moe, options, training = config.moe, config.parallelism, config.training
@@ -202,10 +201,9 @@ def _choose_start(config: Config) -> tuple[StartPoint, dict[str, Any]]:
 def _check_first_weights(config: Config, start: StartPoint, record: dict[str, Any]) -> None:
     """Raise a ConfigError if the Hugging Face model or PEFT adapters that the run begins from cannot be used.
 
-    Nothing is checked if this start does not read them.
+    Nothing is checked if this start does not read them. A model on the hub is fetched.
 
     Args:
-        config: the config.
         start: the checkpoint that the run starts from, if any.
         record: what that checkpoint records besides tensors.
     """

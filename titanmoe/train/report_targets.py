@@ -28,7 +28,7 @@ class Report(NamedTuple):
     record: dict[str, float]
     """Metrics by name, as a line of metrics.jsonl has them."""
     load: dict[int, list[float]]
-    """Number of tokens that each expert received in this step, by layer."""
+    """Number of tokens that each expert received in this step, by number of the block."""
     smoothed: float
     """Average of the loss over about ten steps."""
     eta: float | None
@@ -179,11 +179,9 @@ class TensorBoardWriter:
         """Open the event file.
 
         Args:
-            folder: the run's folder.
             recipe: the resolved config as TOML.
             step: the number of steps that the run has made already.
             steps: the step at which the run ends.
-            balance_losses: names of the metrics of the balance losses.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -271,7 +269,7 @@ class WandbWriter:
 
 
 def _wandb_id(folder: Path) -> str:
-    """Return the W&B id in the file wandb-id of a run's folder, which is drawn at random the first time."""
+    """Return the W&B id in the file wandb-id of a run's folder; the first time draw it at random and write the file."""
     file = folder / "wandb-id"
     if not file.exists():
         safe_files.write(folder, file.name, uuid.uuid4().hex[:12].encode())

@@ -42,11 +42,7 @@ COMMAND = "TITANMOE_COMMAND"
 
 
 def typed_command(without: str = "") -> str:
-    """Return the shell command that started this run, with the option `without` and its value left out.
-
-    Args:
-        without: name of an option, such as "--checkpoint.load"; "" to leave out nothing.
-    """
+    """Return the shell command that started this run, without an option such as "--checkpoint.load" and its value."""
     typed, words = iter(shlex.split(os.environ.get(COMMAND, "")) or sys.argv), []
     for word in typed:
         if without and word == without:
@@ -119,7 +115,6 @@ def claim_folder(job: Job, continues: bool, checkpoints: str = "checkpoints") ->
     one.
 
     Args:
-        job: the recipe's [job].
         continues: whether the run continues from its own checkpoints.
         checkpoints: checkpoint.folder: the checkpoints' folder, within the run's or absolute; it may contain links.
 
@@ -211,14 +206,10 @@ def refuse_live_folder(config: Config) -> None:
 
 
 def rewind(folder: Path, step: int) -> None:
-    """Remove lines of steps after `step` from the JSONL files of a resumed run; at step 0 rename the files instead.
+    """Remove lines after `step`, from which the run resumes, from its JSONL files; at step 0 rename the files instead.
 
     Of later events only those of REPEATED_EVENTS are removed: that the run was started or saved remains true. Renamed
     files are metrics-1.jsonl, experts-1.jsonl, ..., or with the next number that is free. Only one rank may call this.
-
-    Args:
-        folder: the run's folder.
-        step: the step that the run resumes from.
     """
     if step == 0 and (folder / METRICS).exists() and (folder / METRICS).stat().st_size:
         n = 1
@@ -238,12 +229,7 @@ def rewind(folder: Path, step: int) -> None:
 
 
 def read_records(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Return the parsed lines of a run's JSONL file, without one that was cut off by a kill; [] without the file.
-
-    Args:
-        folder: the run's folder.
-        name: name of the file, such as "metrics.jsonl".
-    """
+    """Return the parsed lines of a run's JSONL file, without those that a kill cut off; [] if there is no such file."""
     records = []
     for line in _read_lines(folder, name) if (folder / name).exists() else []:
         with contextlib.suppress(ValueError):

@@ -40,11 +40,9 @@ class SkipRule:
         """Return a text on what is unusual about a step's loss or gradient norm; "" if nothing is.
 
         A value that is not finite always is. The mean counts only once half of optimizer.skip_window steps are known,
-        and that of the loss only with `judges_loss`.
+        and that of the loss only with `judges_loss`. Records nothing: `skip` or `accept` does.
 
         Args:
-            loss: loss of the step.
-            norm: gradient norm of the step.
             sigmas: number of standard deviations above the mean of recent steps from which a value is unusual.
         """
         for (name, before), value in zip(self.before.items(), (loss, norm), strict=True):
@@ -73,7 +71,6 @@ class SkipRule:
         """Raise a NumericalFault if optimizer.skip_limit steps in a row made no update.
 
         Args:
-            step: number of the step.
             why: why the last of these steps was skipped, for the message.
         """
         if self.in_a_row >= self.options.skip_limit:

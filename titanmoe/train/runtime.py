@@ -65,13 +65,9 @@ class Runtime:
     """Whether time-outs must not change, because other runs use the process groups after this one."""
 
     def steady_timeout(self, seconds: int, patient: Sequence[ProcessGroup] = ()) -> None:
-        """Set the time-out of the process groups once the slow first step is over, unless `keep_timeouts` is set.
+        """Set the time-out of all process groups but the `patient` ones, once the slow first step is over.
 
-        Collective over the world.
-
-        Args:
-            seconds: the new time-out.
-            patient: process groups that keep their time-out.
+        Does nothing if `keep_timeouts` is set. Collective over the world.
         """
         if self.keep_timeouts:
             return
@@ -135,11 +131,8 @@ def was_restarted() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Ask the kernel to kill this rank when its torchrun dies; do nothing without torchrun.
-
-    Orphaned ranks would keep the run's folder locked and the GPUs busy, and the next start would be refused. A run
-    started by hand may outlive its shell.
-    """
+    """Ask the kernel to kill this rank when its torchrun dies; do nothing without torchrun."""
+    # Orphaned ranks would keep the run's folder locked and the GPUs busy. A run started by hand may outlive its shell.
     if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     launcher = os.getppid()
@@ -151,9 +144,9 @@ def die_with_launcher() -> None:
 def use_expandable_segments() -> None:
     """Set expandable_segments:True for PyTorch's CUDA allocator, unless the environment has settings for it.
 
-    The number of routed tokens changes in every step, and segments of fixed size would leave gaps. PyTorch reads the
-    setting once, so this has no effect after the first use of CUDA (`describe_segments` tells).
+    PyTorch reads the setting once, so this has no effect after the first use of CUDA (`describe_segments` tells).
     """
+    # The number of routed tokens changes in every step, and segments of fixed size would leave gaps.
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
@@ -184,7 +177,7 @@ def start(config: Config) -> Runtime:
 
     Raises:
         ConfigError: with one line, if this machine lacks the device, MASTER_PORT cannot be used, or not all ranks join
-            within training.first_step_timeout_s seconds. It may be raised on some ranks alone, which the others await.
+            within training.first_step_timeout_s seconds. It may be raised on some ranks alone; the others then wait.
     """
     environment = read_environment()
     device = _choose_device(config.training.device, environment)
@@ -198,7 +191,7 @@ def start(config: Config) -> Runtime:
 
 
 def _choose_device(choice: str, environment: Environment) -> torch.device:
-    """Return this rank's device, of which a GPU becomes the current one: "auto" is the CPU if there is no GPU.
+    """Return this rank's device, and make a GPU the current one; "auto" is the CPU if there is no GPU.
 
     Raises:
         ConfigError: if `choice` is "cuda" and there is no GPU, or the machine has more ranks than GPUs.
@@ -238,10 +231,8 @@ def uses_gpu(choice: str) -> bool:
 
 
 def _raise_open_file_limit() -> None:
-    """Raise the limit of open files to what the system allows.
-
-    On a thousand ranks gloo, the store and the data workers open more files than the usual limit of 1,024.
-    """
+    """Raise this process's limit of open files to what the system allows; do nothing on systems other than Linux."""
+    # On a thousand ranks gloo, the store and the data workers open more files than the usual limit of 1,024.
     if sys.platform.startswith("linux"):
         import resource
 
@@ -292,12 +283,12 @@ def _init_process_group(environment: Environment, device: torch.device, timeout:
 def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -> str:
     """Return a prefix for keys of the store that no earlier attempt of this run has used. Collective over the world.
 
-    torchrun's agents keep one store for all attempts (pytorch#135712), so restarted ranks would find the addresses of
-    dead ones. No variable identifies the attempt on all nodes: each agent counts its own restarts, and does not count
-    those for a node that joined. So each rank stores a random token, and rank 0 writes the name under each token. It
-    does so repeatedly, because the token that it read may be that of a dead rank. After `timeout` it raises a
-    RuntimeError.
+    Rank 0 raises a RuntimeError if not all ranks have joined after `timeout`.
     """
+    # torchrun's agents keep one store for all attempts (pytorch#135712), so restarted ranks would find the addresses of
+    # dead ones. No variable identifies the attempt on all nodes: each agent counts its own restarts, and does not count
+    # those for a node that joined. So each rank stores a random token, and rank 0 writes the name under each token,
+    # repeatedly, because the token that it read may be that of a dead rank.
     token = uuid.uuid4().hex
     store.set(f"rank {environment.rank}", token)
     if environment.rank:
@@ -355,11 +346,9 @@ def stop(abandon: bool = False) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Flush the output and exit with this code, without the interpreter's shutdown.
-
-    If a gloo thread releases a Python object during the shutdown, the process dies of SIGABRT (torch 2.13, about one
-    run in ten with 4 ranks), and a run that succeeded would count as failed.
-    """
+    """Flush the output and exit with this code, without the interpreter's shutdown."""
+    # If a gloo thread releases a Python object during the shutdown, the process dies of SIGABRT (torch 2.13, about one
+    # run in ten with 4 ranks), and a run that succeeded would count as failed.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the disk behind it may be full
             stream.flush()
@@ -379,10 +368,7 @@ def print_rank_0(*parts: object) -> None:
 
 
 class GarbageCollection:
-    """Garbage collection in the same steps on all ranks. Making one turns Python's automatic collection off.
-
-    With that each rank would pause in a different step and stall the others.
-    """
+    """Garbage collection in the same steps on all ranks. Making one turns Python's automatic collection off."""
 
     def __init__(self, every: int):
         self.every = every
@@ -401,7 +387,10 @@ SECOND_CTRL_C_S = 3.0
 
 
 class Signals:
-    """Context in which the first SIGTERM or SIGINT only sets `number`, and a second Ctrl-C raises KeyboardInterrupt."""
+    """Context in which the first SIGTERM or SIGINT only sets `number`, and on rank 0 prints a line.
+
+    A second Ctrl-C, more than SECOND_CTRL_C_S (3) seconds later, raises KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         self.number = 0

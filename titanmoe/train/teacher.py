@@ -76,8 +76,8 @@ class TeacherOutputs(CrossEntropy):
 class SlicerWithTeacher(Slicer):
     """Slicer that runs the teacher on each microbatch and adds its distributions to the slices (distillation).
 
-    Only ranks with the last pipeline stage get the distributions. Making one loads the teacher's weights, and is
-    collective over the world.
+    Only ranks with the last pipeline stage get the distributions. Making one loads the teacher's weights, is collective
+    over the world, and raises a ConfigError if the teacher cannot be used.
     """
 
     def __init__(
@@ -121,12 +121,9 @@ class SlicerWithTeacher(Slicer):
             raise ConfigError([f"distillation.teacher: {error}"]) from None
 
     def slices(self, batches: list[Batch]) -> list[BatchSlice]:
-        """Run the teacher on the microbatches; return this rank's slices of them, with the teacher's distributions.
+        """Run the teacher on this data rank's microbatches; return this rank's slices with its distributions.
 
         Collective over the world.
-
-        Args:
-            batches: this data rank's microbatches.
         """
         slices = super().slices(batches)
         for moe in (moe for stage in self.stages for moe in stage.moe_layers().values()):

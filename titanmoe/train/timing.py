@@ -87,12 +87,9 @@ class Clock(Observer):
             self._begun[me] = begun[0], self._mark()
 
     def take(self, steps: int) -> dict[str, float]:
-        """Return and reset mean seconds per step by phase or region, of the intervals that ended since the last call.
+        """Return and reset mean seconds per step by phase or region, of the `steps` steps since the last call.
 
         On a GPU, intervals that the GPU has not completed yet are included in a later call.
-
-        Args:
-            steps: number of steps since the last call.
         """
         self._read()
         seconds, self._seconds = self._seconds, Counter()
@@ -135,9 +132,6 @@ class Profiler:
         """Start to record the history of GPU memory, if the recipe asks for it.
 
         Args:
-            options: the recipe's [profile].
-            run: the run's folder.
-            runtime: this process.
             all_threads: whether the step runs in several threads, as with moe.overlap = "pairs".
         """
         self.options, self.device, self.all_threads = options, runtime.device, all_threads
@@ -151,12 +145,8 @@ class Profiler:
     def step(self, number: int) -> Iterator[None]:
         """Profile the step made in this context if the recipe's [profile] names it and this rank.
 
-        The trace and a table of operations are written to the folder `profile` of the run's folder.
-
+        The trace and a table of operations are written to the folder `profile` of the run's folder, and an event.
         If the GPU's memory runs out and its history is recorded, write that before the error is raised again.
-
-        Args:
-            number: number of the step.
         """
         chosen = number in self.options.steps
         try:

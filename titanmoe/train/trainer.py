@@ -31,9 +31,7 @@ def update(training: Training, work: StepWork, sums: StepSums, rate: float) -> d
 
     Args:
         training: the run, whose `state.step` is this step already.
-        work: the step's microbatches.
         sums: loss, gradient norm and statistics of the step, whose gradients are in `.grad`.
-        rate: learning rate of the step.
 
     Raises:
         NumericalFault: on all ranks, if the run cannot go on, such as with a loss that is not finite.
@@ -79,7 +77,7 @@ class Trainer:
         return self.step >= self.training.steps or self.stopping or (best is not None and best.stops)
 
     def train(self) -> int:
-        """Train until the last step or a signal. Collective over the world.
+        """Train until the last step, a signal, or training.stop_after ends it. Collective over the world.
 
         Returns:
             The number of the signal that stopped training, or 0.
@@ -197,10 +195,9 @@ class Trainer:
         return update(training, work, sums, training.rate(state.step))
 
     def _count_labels(self, divisor: float) -> None:
-        """Count steps with and without labels; write an event at the 1st, 2nd, 4th, 8th, ... step without any.
+        """Count a step as one with or without labels; write an event at the 1st, 2nd, 4th, 8th, ... without.
 
-        Args:
-            divisor: number of labels of the step, or another divisor of its objective.
+        `divisor` is its number of labels, or another divisor of the objective.
         """
         self.labelled += divisor > 0
         self.unlabelled += not divisor

@@ -4,8 +4,8 @@
 rank d, with j = (m * data_ranks + d) * local_batch_size + b, as in a run with a loader; what remains is padding. Such
 a run has a `NoLoader`.
 
-Shapes: N samples of a call, L ids of the longest, S positions of the recipe (training.seq_len), B samples of a
-microbatch, K top-k.
+Shapes: N samples of a call, L ids of the longest (in experts_NSLK MoE layers), S positions of the recipe
+(training.seq_len), s those that a rank owns, B samples of a microbatch, T tokens that a rank owns, K top-k.
 """
 
 from __future__ import annotations
@@ -175,9 +175,6 @@ class DataRankBatch:
         Args:
             values_of_microbatch: this rank's numbers of each microbatch (B, attention slice); [] on ranks without the
                 last pipeline stage. The ranks of a tp group have the same ones.
-            meshes: the device meshes of the run.
-            placement: which chunks of the sequence each rank of cp has.
-            device: device of the numbers.
 
         Returns:
             Float64 numbers of all samples, or if each data rank gave its own, of this data rank's samples.
@@ -199,8 +196,6 @@ class DataRankBatch:
             routes_of_microbatch: what this rank's routers wrote for its owned tokens of each microbatch (T, MoE
                 layers of the model, K), and NO_EXPERT where they wrote nothing. The result has NO_EXPERT for padding,
                 too.
-            meshes: the device meshes of the run.
-            placement: which chunks of the sequence each rank of cp has.
         """
         S = self.microbatches[0].tokens_BS.shape[1]
         written = torch.stack(list(routes_of_microbatch))
@@ -236,8 +231,6 @@ def data_rank_batch(
     Args:
         batch: all samples, on every rank or on some, None on the others; with `per_data_rank` this data rank's own
             samples.
-        meshes: the device meshes of the run.
-        model: the recipe's [model].
         rows: number of samples in a microbatch (training.local_batch_size).
         multiple: number that the number of microbatches must be a multiple of.
         offset: number of samples of the step in earlier calls.
@@ -285,7 +278,7 @@ def data_rank_batch(
 
 
 def _given_samples(batch: Batch | None, model: Model) -> list[int | None]:
-    """Return how many samples each rank gives; None for a rank without a batch. Collective over the world.
+    """Return how many samples each rank of the world gives, None for one without a batch. Collective over the world.
 
     Raises:
         ConfigError: on all ranks, if one gives routes that are none for its samples or the model.
@@ -307,7 +300,6 @@ def _from_any_rank(batch: Batch | None, given: list[int | None]) -> Batch:
     If every rank has one, each returns its own, and nothing is sent.
 
     Args:
-        batch: this rank's batch.
         given: number of samples of each rank's batch; None where there is none.
 
     Raises:

@@ -3,7 +3,6 @@
 The step's loss is the sum over all microbatches and ranks, divided once by the divisor, the sum of what `count`
 returns for each. Only ranks with the last pipeline stage have a sum, and all ranks of a tp group have the same; each cp
 rank has some of a sample's labels.
-
 If the loss of a sample is not a sum over its labels, as in DPO, `sum` first adds up each sample's labels over the cp
 ranks (titanmoe.comm.collectives.all_reduce_autograd), and then returns the loss divided by meshes.cp.size.
 
@@ -79,7 +78,6 @@ class Objective:
     def count(self, batch: Batch) -> Tensor:
         """Return what a microbatch adds to the divisor of the loss, such as its number of labels, a scalar on the host.
 
-        Args:
-            batch: the microbatch of a data rank, before it is sliced over cp and tp.
+        The microbatch is a data rank's, not sliced over cp and tp.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `count`")

@@ -51,7 +51,6 @@ class Rounding:
         """Record where this rank's shards are in the full tensors.
 
         Args:
-            parameters: the weights, by name.
             seed: seed of the random bits; None to round to nearest.
             tied: whether the head shares the embedding's weight.
         """
@@ -61,12 +60,7 @@ class Rounding:
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], config: Config) -> Rounding:
-        """Make the recipe's rounding: stochastic with optimizer.stochastic_rounding, else to nearest.
-
-        Args:
-            parameters: the weights that are updated, by name.
-            config: the recipe.
-        """
+        """Make the recipe's rounding: stochastic with optimizer.stochastic_rounding, else to nearest."""
         seed = config.training.seed if config.optimizer.stochastic_rounding else None
         return cls(parameters, seed, config.model.tie_embeddings)
 
@@ -121,7 +115,6 @@ class AdamW(Optimizer):
 
         Args:
             parameters: this rank's trained weights, by name.
-            options: the recipe's [optimizer].
             groups: rates of the parameters that are in [[optimizer.groups]], by name.
             lr: peak rate of the other parameters; None for optimizer.lr.
             rounding: how bfloat16 tensors are rounded; None to round to nearest.
@@ -158,7 +151,8 @@ class AdamW(Optimizer):
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's shards of the moments "exp_avg" and "exp_avg_sq", by name of the parameter.
 
-        They are not copies, are zeros before the first step, and are in host memory with optimizer.offload.
+        They are not copies, and are zeros before the first step. With optimizer.offload they are in host memory, and
+        this waits for copies to it.
         """
         states = self._states()
         if self.offload is not None:

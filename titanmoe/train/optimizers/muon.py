@@ -37,9 +37,10 @@ MAX_ELEMENTS = 1 << 27
 def muon_weights(parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None) -> list[ShardedWeight]:
     """Return this rank's weights that Muon trains, each with its matrices and the ranks that hold its other shards.
 
+    Collective over the world, because it makes process groups.
+
     Args:
         parameters: this rank's trained weights, by name.
-        config: the resolved config.
         meshes: the device meshes of the run; None for a single rank.
     """
     attention = experts = NOT_SHARDED
@@ -71,7 +72,6 @@ class Muon(Optimizer):
 
         Args:
             parameters: this rank's trained weights, by name.
-            options: the recipe's [optimizer].
             weights: the weights among them that Muon trains.
             groups: rates of the parameters that are in [[optimizer.groups]], by name.
             rounding: how bfloat16 tensors are rounded; None to round to nearest.
@@ -167,9 +167,7 @@ class Muon(Optimizer):
         """Apply weight decay and an update to this rank's shard of a weight, in place.
 
         Args:
-            name: name of the weight.
             update: this rank's shard of the orthogonalized and scaled update.
-            lr: learning rate of the step.
         """
         shard, options, group = self.local_shards[name], self.options, self.groups.get(name, GroupRates())
         usual = options.weight_decay if options.decay_all or has_weight_decay(name, shard) else 0.0
@@ -196,7 +194,6 @@ class Muon(Optimizer):
         is None afterwards.
 
         Args:
-            name: name of the weight.
             momentum: this rank's shard of the weight's momentum, which is updated in place.
         """
         parameter, mean, mu = self.parameters[name], to_float32(momentum), self.options.momentum
@@ -210,7 +207,6 @@ class Muon(Optimizer):
         """Orthogonalize and scale in place the matrices of a weight that this rank has in full.
 
         Args:
-            weight: the weight.
             shard: this rank's shard of the update's direction.
             eps_norm: what is added to a matrix's norm before it is divided by that.
         """
@@ -233,7 +229,6 @@ class Muon(Optimizer):
         """Orthogonalize and scale in place this rank's rows or columns of matrices that are sharded over ranks.
 
         Args:
-            weights: the weights.
             shards: this rank's shards of the update's directions, by name of the weight.
             grams: Gram matrix of each full matrix, summed over the ranks, in the order of weights and their matrices.
             eps_norm: what is added to a matrix's norm before it is divided by that.

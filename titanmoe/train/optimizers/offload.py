@@ -95,11 +95,7 @@ class Bucket:
     """Event that ends the last copy to the host; None before the first."""
 
     def unpack(self, data: Tensor) -> dict[str, Moments]:
-        """Return the moments of each parameter as views of `data`, by name.
-
-        Args:
-            data: bytes of all moments of the bucket, in host memory or on the device.
-        """
+        """Return the moments of each parameter as views of the bucket's bytes, on the host or the device, by name."""
         out, begin = {}, 0
         for name, template in self.templates.items():
             end = begin + template.nbytes
@@ -146,11 +142,9 @@ class Offload:
 
     @staticmethod
     def _group_names(templates: dict[str, Tensor], count: int) -> Iterator[list[str]]:
-        """Yield the names of the parameters of each bucket: moments of at most BUCKET_BYTES bytes, or one parameter.
+        """Yield the names of the parameters of each bucket: at most BUCKET_BYTES bytes of moments, or one parameter.
 
-        Args:
-            templates: meta tensors with the shape and dtype of each parameter's moments, by name.
-            count: number of moments of each parameter.
+        A parameter has `count` moments like its meta tensor in `templates`.
         """
         names: list[str] = []
         for name in templates:
@@ -161,11 +155,9 @@ class Offload:
         yield names
 
     def _bucket(self, templates: dict[str, Tensor], count: int) -> Bucket:
-        """Allocate a bucket of zeros in host memory, page-locked if a GPU reads it.
+        """Allocate a bucket of `count` moments like each meta tensor in `templates`, by name of the parameter.
 
-        Args:
-            templates: meta tensors with the shape and dtype of each parameter's moments, by name.
-            count: number of moments of each parameter.
+        They are zeros in host memory, page-locked if a GPU reads them.
         """
         where = {"device": "cpu", "pin_memory": self.copies.page_locked}
         return Bucket(
@@ -182,8 +174,8 @@ class Offload:
     def visit_buckets(self) -> Iterator[dict[str, Moments]]:
         """Yield the moments of one bucket after another, on the device: a tuple of tensors by name of the parameter.
 
-        The caller updates them in place before it asks for the next bucket; then they are copied to the host. It
-        goes on until the iterator ends, or the last bucket is not copied.
+        The caller updates them in place before it asks for the next bucket; then they are copied to the host, without
+        waiting. It has to go on until the iterator ends, or the last bucket is not copied.
         """
         arrived = self._fetch(0)
         for number, bucket in enumerate(self.buckets):
@@ -197,7 +189,7 @@ class Offload:
             self.free[slot] = bucket.copied_out = self.copies.copy("host", bucket.host, every, self.copies.mark())
 
     def _fetch(self, number: int) -> Event:
-        """Start to copy the moments of a bucket to the device; return the event that ends the copy."""
+        """Start to copy the moments of bucket `number` to a buffer on the device; return the event that ends it."""
         bucket, slot = self.buckets[number], number % len(self.buffers)
         target, after = self.buffers[slot][: bucket.host.nbytes], (bucket.copied_out, self.free[slot])
         return self.copies.copy("device", target, bucket.host, *after)

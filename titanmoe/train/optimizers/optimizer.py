@@ -25,7 +25,6 @@ class Optimizer:
         Args:
             parameters: this rank's trained weights, by name, possibly none. The gradient of a sharded weight covers
                 only this rank's shard.
-            options: the recipe's [optimizer].
         """
         self.parameters = parameters
         self.local_shards = {name: nn.Parameter(local_shard(p.detach())[0]) for name, p in parameters.items()}
@@ -34,13 +33,7 @@ class Optimizer:
 
     @classmethod
     def build(cls, parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes) -> Optimizer:
-        """Make the optimizer of a run; a subclass that needs the model or the mapping overrides this.
-
-        Args:
-            parameters: this rank's trained weights, by name.
-            config: the resolved config.
-            meshes: the device meshes of the run.
-        """
+        """Make the optimizer of a run; a subclass that needs the model or the mapping overrides this."""
         return cls(parameters, config.optimizer)
 
     @abstractmethod
@@ -71,10 +64,9 @@ class Optimizer:
         return {}
 
     def resume(self, updates: int) -> None:
-        """Restore state other than the moments, such as counters. Called once a checkpoint has filled the moments.
+        """Restore state other than the moments, such as counters, of a run that has made this number of updates.
 
-        Args:
-            updates: number of updates that the run has made.
+        Called once a checkpoint has filled the moments.
         """
 
     @property

@@ -37,12 +37,7 @@ class GroupRates(NamedTuple):
 
 
 def group_rates(parameters: Iterable[str], config: Config) -> dict[str, GroupRates]:
-    """Return the rates of each parameter that a group of [[optimizer.groups]] matches, by name; others are absent.
-
-    Args:
-        parameters: names of parameters.
-        config: the resolved config.
-    """
+    """Return the rates of each parameter that a group of [[optimizer.groups]] matches, by name; others are absent."""
     out, tied = {}, config.model.tie_embeddings
     for name in parameters:
         for table in config.optimizer.groups:
@@ -52,12 +47,7 @@ def group_rates(parameters: Iterable[str], config: Config) -> dict[str, GroupRat
 
 
 def rate_factor(rate: float | None, options: Options) -> float:
-    """Return a group's peak rate as a multiple of optimizer.lr; the schedule's rate is multiplied by it.
-
-    Args:
-        rate: the group's peak rate; None for optimizer.lr.
-        options: the recipe's [optimizer].
-    """
+    """Return a group's peak rate over optimizer.lr, a factor for the schedule's rate; 1 if the group has none."""
     return 1.0 if rate is None else rate / options.lr
 
 
@@ -92,12 +82,7 @@ def group_contradictions(config: Config) -> Iterator[Violation]:
 
 
 def _malformed(number: int, table: dict) -> Iterator[str]:
-    """Yield a message for each mistake in one [[optimizer.groups]] table that shows without knowing the model.
-
-    Args:
-        number: number of the group in the recipe, from 1.
-        table: the group's keys and values.
-    """
+    """Yield a message for each mistake in [[optimizer.groups]] table `number`, from 1, that shows without the model."""
     place = f"{GROUPS}, group {number}"
     for key in table.keys() - {"match", "lr", "weight_decay"}:
         yield f"{place}: unknown key {key}: a group has match, lr and weight_decay"
@@ -159,7 +144,6 @@ def _bound_contradictions(config: Config, value: float) -> Iterator[Violation]:
     """Yield a violation for each setting that contradicts optimizer.qk_clip_measure = "bound".
 
     Args:
-        config: the resolved config.
         value: optimizer.qk_clip, or metrics.max_logit_every if that is 0; 0 if logits are not measured.
     """
     field, limit, length = "optimizer.qk_clip_measure", config.optimizer.qk_clip, config.training.seq_len
@@ -187,7 +171,6 @@ def _frozen_clip_contradictions(config: Config, field: str) -> Iterator[Violatio
     """Yield a violation if QK-Clip would scale a weight that is not trained; one at most, of the first such weight.
 
     Args:
-        config: the resolved config.
         field: name of the option that asks for QK-Clip, for the message.
     """
     tuning = Tuning.of(config)
@@ -228,7 +211,7 @@ class OptimizerSpec(Spec):
         return ()
 
     def state_numbers(self, config: Config) -> int:
-        """Return how many numbers the optimizer's state of the full model has, over all ranks."""
+        """Return how many numbers the optimizer's state has, of the full model's trained weights, over all ranks."""
         tuning, patterns = Tuning.of(config), self.matrices(config)
         of_matrices = sum(
             prod(shape)
