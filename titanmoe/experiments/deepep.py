@@ -4,9 +4,9 @@ A token goes once to every rank that has any of its experts, along with the expe
 Each rank sends back one row, summed over its experts, and the kernel adds the rows of all ranks. The kernel of
 `combine` is also the backward of `dispatch`, and vice versa. Not run on GPUs yet; tests emulate the package.
 
-Shapes: T tokens this rank owns, D model, K top-k, J = K * etp choices of a token, e local experts, G ranks of the
-dispatch group, N tokens that arrive here, each once, C = N * J choices with X = 1 slot each, S slots, R routed tokens
-of this rank's experts.
+Shapes: T tokens this rank owns, D model, K top-k, J = K * etp choices of a token, E experts, e of them local, G ranks
+of the dispatch group, N tokens that arrive here, each once, C = N * J choices with X = 1 slot each, S slots, R routed
+tokens of this rank's experts.
 """
 
 from __future__ import annotations

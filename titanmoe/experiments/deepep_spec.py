@@ -90,8 +90,6 @@ class DeepEPSpec(DispatcherSpec):
         Args:
             costs: the planner's model and network.
             tokens: the number of tokens that a rank owns.
-            ep: degree of expert parallelism.
-            etp: degree of expert tensor parallelism.
         """
         domains = costs.domains(ep, etp)
         across = tokens * costs.routed_token_bytes * costs.visits(domains) * (domains - 1) / domains

@@ -98,7 +98,7 @@ class PromptLoader(NoLoader):
         return {"rl.epoch": self.epoch}
 
     def header_rows(self) -> dict[str, str]:
-        """Return lines about the prompts for the log's header, by title."""
+        """Return lines about the prompts for the header, by label."""
         prompts = self.prompts
         held_out = f", {len(prompts.held_out):,} held out" if prompts.held_out else ""
         return {"prompts": f"{len(prompts.trained):,}{held_out}; {self.completions} completions of each"}
@@ -189,8 +189,8 @@ class PolicyTrainer(Trainer):
         """Generate completions if none are left, and make one step. Collective over the world.
 
         Returns:
-            The step's metrics by name; {} if there is nothing to learn from, and the weights stay as they are, or if a
-            rank wants to stop while completions are generated, and there is no step.
+            The step's metrics by name; {} if there is nothing to learn from, and the step counts as skipped, or if a
+                rank wants to stop while completions are generated, and no step is made.
         """
         session, step, temperature = self.session, self.step + 1, self.config.generation.temperature
         observe.active.phase("data", step)
@@ -227,7 +227,8 @@ class PolicyTrainer(Trainer):
     def _generate(self, step: int) -> list[tuple[Batch, dict[str, Any]]]:
         """Generate completions for `rl.updates` steps, or those that are left; return (batch, metrics) of each step.
 
-        If a rank wants to stop meanwhile, return []: the prompts are not taken then. Collective over the world.
+        Rank 0 appends a line to rounds.jsonl. If a rank wants to stop meanwhile, return []: the prompts are not taken
+        then. Collective over the world.
         """
         rl, begin, consumed = self.config.rl, time.monotonic(), self.loader.consumed
         updates = min(rl.updates, self.training.steps - self.step)
@@ -273,11 +274,11 @@ class PolicyTrainer(Trainer):
         return batch
 
     def _evaluate(self) -> dict[str, Any]:
-        """Return the mean reward of the most probable completions of the held-out prompts. Collective over the world.
+        """Complete the held-out prompts by most probable tokens; return metrics by name. Collective over the world.
 
         Returns:
             "val_reward" (absent if no completion got a reward), "val_length" (mean tokens), "val_s" (seconds), and
-            "samples": the first SHOWN completions as dicts of "prompt", "completion", "tokens" and "end" ("eos" or
+                "samples": the first SHOWN completions as dicts of "prompt", "completion", "tokens" and "end" ("eos" or
                 "length").
         """
         begin = time.monotonic()
@@ -299,15 +300,11 @@ class PolicyTrainer(Trainer):
     def _complete(
         self, generator: Generator, records: Sequence[PromptRecord], step: int, completions: int, greedy: bool
     ) -> list[Rollout]:
-        """Generate completions of prompts, and reward them; return them prompt by prompt. Collective over the world.
+        """Generate completions of each prompt and reward them; return them prompt by prompt. Collective over the world.
 
         Rank 0 also appends completions to rollouts.jsonl: all of an evaluation, else those of the first prompt.
 
         Args:
-            generator: what generates.
-            records: the prompts.
-            step: number of the step.
-            completions: number of completions of each.
             greedy: whether to take the most probable tokens, as in an evaluation, which does not stop for a signal.
 
         Raises:
@@ -353,16 +350,15 @@ class PolicyTrainer(Trainer):
     def _broadcast_rewards(self, futures: Sequence[Future[Reward] | None], step: int, phase: str) -> list[Reward]:
         """Return the rewards on every rank, once all are computed. Collective over the world.
 
-        Each message of rank 0 counts as progress, until no reward has come for longer than any may take. If completions
-        get no reward, an event says so.
+        The ranks report the phase while they wait, so that the run does not count as stuck, until no reward has come
+        for longer than any may take. If completions get no reward, an event says so.
 
         Args:
             futures: the rewards; None for each on other ranks than 0.
-            step: number of the step.
-            phase: name of the step's phase.
+            phase: name of the step's phase: "reward", or "validation", which does not stop for a signal.
 
         Raises:
-            Interrupted: on all ranks, if rank 0 wants to stop meanwhile and this is no evaluation.
+            Interrupted: on all ranks, if rank 0 wants to stop meanwhile.
         """
         seconds, left, late_at = min(MESSAGE_S, self.training.timeout_s / 4), -1, 0.0
         rewards: list[Reward] | None = None
@@ -400,9 +396,7 @@ class PolicyTrainer(Trainer):
         NaN with a problem if the chat template refuses the message. Called in a thread of `Rewards`.
 
         Args:
-            record: the prompt.
             rollout: its completion so far, with the turn that the reward is for; it is not changed.
-            reward: what the reward function returned.
         """
         if reward.message is None or len(rollout.messages) + 1 == self.config.rl.max_turns:
             return reward

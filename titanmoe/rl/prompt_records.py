@@ -1,7 +1,7 @@
-"""The prompts of a run of reinforcement learning, and the loader that says which are completed next.
+"""The prompts of a run of reinforcement learning: their text, token ids and records, read from JSONL files.
 
-`contradictions` and `check_prompts` refuse what cannot be run: the first when a recipe is read, the second before ranks
-start.
+`titanmoe.rl.policy_trainer` completes them. `contradictions` and `check_prompts` refuse what cannot be run: the first
+when a recipe is read, the second before ranks start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # titanmoe.components imports this module for every command, 
 
 
 class PromptRecord(NamedTuple):
-    """A prompt."""
+    """A prompt of the files, with its token ids."""
 
     number: int
     """Number of the record in the files, from 0."""
@@ -49,10 +49,11 @@ class Prompts(NamedTuple):
     """Digest of the prompts' token ids."""
 
     def encode_message(self, prompt: PromptRecord, last: int, message: str, role: str) -> list[int]:
-        """Return the token ids that go between a turn of a completion and the next one; ValueError if there are none.
+        """Return the token ids that go between a turn of a completion and the next one: those of a message.
+
+        Raises a ChatError or ConfigError if the chat template cannot write the message.
 
         Args:
-            prompt: the prompt that is completed.
             last: the turn's last token.
             message: what the environment says to it.
             role: role of the message in a chat.
@@ -67,7 +68,7 @@ class Prompts(NamedTuple):
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    """Yield each contradiction between [rl], [generation] and other options of a recipe."""
+    """Yield a violation for each contradiction between [rl], [generation] and other options of a recipe."""
     rl, generation = config.rl, config.generation
     if not rl.reward:
         if rl.prompts:
@@ -146,9 +147,6 @@ def check_prompts(config: Config) -> None:
     """Raise a ConfigError with every reason why a run of reinforcement learning cannot start.
 
     Starts a worker of the reward for a moment. Does nothing if rl.reward is "".
-
-    Args:
-        config: the resolved config.
     """
     if not config.rl.reward:
         return
@@ -170,7 +168,7 @@ def check_prompts(config: Config) -> None:
 
 
 def read_prompts(config: Config) -> Prompts:
-    """Return the prompts of [rl]; ConfigError with everything that is wrong with them."""
+    """Read the prompts of [rl] and return them; ConfigError with everything that is wrong with them."""
     from titanmoe.data.chat import open_chat_encoder
     from titanmoe.data.tokenizer import open_tokenizer
     from titanmoe.generate.prompts import read_json_lines, read_prompt
@@ -221,7 +219,6 @@ def _check_solution(record: dict[str, Any], reward: str) -> None:
     """Raise a ValueError if a record has no "solution" that a built-in reward can compare completions with.
 
     Args:
-        record: the line of the file.
         reward: the recipe's rl.reward; any but "exact" and "regex" needs no solution.
     """
     if reward in ("exact", "regex") and "solution" not in record:
@@ -241,8 +238,6 @@ def _encode(
     The ids begin with the tokenizer's begin token, if it has one, and of a chat are those of all messages.
 
     Args:
-        prompt: the prompt.
-        tokenizer: the tokenizer.
         chat: the chat template; not None if the prompt is a chat.
         longest: the most tokens that it may have.
     """

@@ -2,12 +2,11 @@
 
 It limits its own memory to BYTES (0: no limit), and is killed when the process that started it dies. "call" calls a
 Python function for each line of JSON that it reads, and writes a line of JSON; "run" becomes the program WHAT, which
-does the same. It writes an empty line first, when it is ready:
+does the same. It writes an empty line first, when it is ready. With rl.max_turns above 1 the completion is a list of
+turns, and {"message": "..."} lets the model go on.
 
     {"prompt": "2 + 3 =", "completion": " 5", "record": {"prompt": "2 + 3 =", "solution": "5"}}     read
     {"reward": 1.0}                                                                             written
-
-With rl.max_turns above 1 the completion is a list of turns, and {"message": "..."} lets the model go on.
 """
 
 from __future__ import annotations
@@ -69,10 +68,8 @@ def find_function(name: str) -> Reward:
 def call_for_lines(name: str) -> None:
     """Call a reward function for each request on standard input, and write each reply to standard output.
 
-    An exception of the function, but MemoryError, becomes {"error": "..."}. What it prints goes to standard error.
-
-    Args:
-        name: "exact", "regex" or "module:function".
+    `name` is that of `find_function`. An empty line comes first. An exception of the function, but MemoryError, becomes
+    {"error": "..."}. What it prints goes to standard error.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the function prints is not a reply
@@ -93,7 +90,7 @@ def call_for_lines(name: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Limit this process, then compute rewards until standard input ends.
+    """Limit this process, then compute rewards until standard input ends, or with "run" become the program.
 
     Args:
         words: the command line: bytes of memory, "call" or "run", and the function's name or the program's words.

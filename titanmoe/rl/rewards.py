@@ -63,11 +63,7 @@ class Rewards:
     """Workers that compute rewards in the background."""
 
     def __init__(self, options: RL):
-        """Start no process yet.
-
-        Args:
-            options: the recipe's [rl].
-        """
+        """Make workers, whose processes start when each gets its first completion."""
         self.options = options
         self.executor = ThreadPoolExecutor(options.reward_workers)
         self.workers = [_Worker(worker_command(options)) for _ in range(options.reward_workers)]
@@ -88,7 +84,6 @@ class Rewards:
         The future has a `Reward`, also if the worker fails: then NaN with a problem.
 
         Args:
-            prompt: the prompt's text.
             turns: texts of the completion's turns and of the messages between them; one if rl.max_turns is 1.
             record: the prompt's line of its file.
             encode: called with the reward in a thread of this object; returns it with the ids of its message.
@@ -115,11 +110,7 @@ class Rewards:
 
 
 def worker_command(options: RL) -> list[str]:
-    """Return the command of a worker process.
-
-    Args:
-        options: the recipe's [rl].
-    """
+    """Return the command of a worker process."""
     memory = str(int(options.reward_memory_gb * 1e9))
     program = options.reward.partition("run ")[2] if options.reward.startswith("run ") else ""
     what = ["run", *shlex.split(program)] if program else ["call", options.reward]
@@ -127,11 +118,7 @@ def worker_command(options: RL) -> list[str]:
 
 
 def check_reward(options: RL) -> None:
-    """Raise a ConfigError unless a worker of the recipe's reward starts, or the program that it runs can be found.
-
-    Args:
-        options: the recipe's [rl].
-    """
+    """Raise a ConfigError unless a worker of the recipe's reward starts, or the program that it runs can be found."""
     name, usage = options.reward, f'give {", ".join(reward_worker.BUILT_IN)}, "module:function", or "run PROGRAM ..."'
     if name.startswith("run "):
         from shutil import which
@@ -193,7 +180,7 @@ def parse_reply(line: bytes) -> Reward:
 
 
 class _Worker:
-    """A worker, whose process starts when it is needed and is replaced when it fails."""
+    """A worker, whose process starts with the first request and is replaced by a new one when it fails."""
 
     def __init__(self, command: list[str]):
         self.command = command
@@ -225,12 +212,11 @@ class _Worker:
     def _exchange(self, unsent: bytes, seconds: float, late: str) -> bytes:
         """Send bytes to the process and return the line that comes back, without its end.
 
-        Raises _Failed if none does, or several do.
+        Raises _Failed if none does within the time limit, or several do.
 
         Args:
             unsent: the bytes; b"" only waits for a line.
-            seconds: time limit.
-            late: message after that time.
+            late: message of the error after the time limit.
         """
         deadline, source, target = time.monotonic() + seconds, self.process.stdout, self.process.stdin
         while b"\n" not in self.unread:

@@ -24,10 +24,7 @@ from titanmoe.tokens import IGNORE, NOT_RECORDED
 
 @dataclass
 class Rollout:
-    """A completion of a prompt, with its reward.
-
-    A completion may have several turns, with a message of an environment between each and the next.
-    """
+    """A completion of a prompt, with its reward: one turn, or several with a message of an environment between them."""
 
     prompt: int
     """Index of the prompt among those that are completed together; not its number in the files."""
@@ -69,16 +66,11 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """The completion's text for people."""
+        """The completion's text for people: its turns and messages, joined by newlines."""
         return "\n".join(self.turns)
 
     def add_turn(self, generated: Generated, text: str) -> None:
-        """Append what the model generated to the completion; `is_cut` tells if that ended because of its length.
-
-        Args:
-            generated: the turn's tokens.
-            text: their text.
-        """
+        """Append what the model generated to the completion; `is_cut` tells if that ended because of its length."""
         routes = torch.cat(generated.routes)
         # Tokens of earlier turns were read again, but keep the experts with which they were chosen.
         self.routes = routes if self.routes is None else torch.cat([self.routes, routes[len(self.routes) :]])
@@ -111,7 +103,6 @@ def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: in
 
     Args:
         rollouts: all completions of a step.
-        options: the recipe's [rl].
         longest: the most tokens that a completion may have.
     """
     rewarded = [one for one in rollouts if not math.isnan(one.reward)]
@@ -135,11 +126,7 @@ def advantages_and_weights(rollouts: Sequence[Rollout], options: RL, longest: in
 def pack(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     """Return samples as lists of indices of documents that fit into seq_len together, longest first.
 
-    Each document is in one sample, in the first that has room.
-
-    Args:
-        lengths: positions of each document, at most seq_len.
-        seq_len: positions of a sample.
+    Each document is in one sample, in the first that has room. `lengths` are their positions, each at most seq_len.
     """
     samples: list[list[int]] = []
     rooms: list[int] = []
@@ -158,12 +145,10 @@ def columns(
 ) -> dict[str, Any]:
     """Return the arguments of `Session.batch` by name, with several completions packed into each sample.
 
-    They are "ids", "labels", "documents", "advantage", "weight", "generator" (log-probabilities), and with `replay`
-    "routes": a list with one entry for each sample.
+    Each is a list with one entry for each sample: "ids", "labels", "documents", "advantage", "weight", "generator"
+    (log-probabilities), and with `replay` "routes".
 
     Args:
-        rollouts: the completions.
-        advantages: the advantage of each completion.
         weights: of each completion, the weight of each token that the model chose: one number.
         seq_len: positions of a sample.
         replay: whether to give the routers the generator's choices.
