@@ -29,11 +29,7 @@ class CodeNotAllowed(ValueError):
 
 
 def allow_code(names: Iterable[str]) -> None:
-    """Allow records of runs to name these components too, in this process and child processes started later.
-
-    Args:
-        names: names "module:NAME".
-    """
+    """Allow records of runs to name these components ("module:NAME") too, in this process and its later children."""
     os.environ[VARIABLE] = json.dumps(sorted({*_allowed(), *names}))
 
 
@@ -61,7 +57,7 @@ def refuse_code(values: Mapping[str, Any], source: object) -> None:
     """Raise CodeNotAllowed if a record of a run names components outside the package that the user has not allowed.
 
     Args:
-        values: the config in the record, by path.
+        values: the values of the config in the record, by path, such as "moe.dispatcher".
         source: where the record comes from, such as its file, for the message.
     """
     if unknown := [name for name in code_names(values) if name not in _allowed()]:

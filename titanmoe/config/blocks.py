@@ -14,7 +14,6 @@ def has_experts(model: Model, layer: int) -> bool:
     """Return whether a transformer block has experts rather than a dense feed-forward network.
 
     Args:
-        model: the recipe's [model].
         layer: the index of the block; num_layers is the block of multi-token prediction, which is like the last one.
     """
     layer = min(layer, model.num_layers - 1)
@@ -43,7 +42,6 @@ def window(model: Model, layer: int) -> int:
     """Return how many positions a token attends to in a block, including its own; 0 for all before it.
 
     Args:
-        model: the recipe's [model].
         layer: the index of the block; num_layers is the block of multi-token prediction, which is like the last one.
     """
     every, layer = model.full_attention_every, min(layer, model.num_layers - 1)

@@ -79,7 +79,6 @@ class Spec:
         Without the reasons that follow from `divided`.
 
         Args:
-            config: the recipe.
             degrees: ranks on each axis by name, such as {"tp": 2}, those that are known so far.
         """
         yield from ()

@@ -26,7 +26,10 @@ class WrongType(NamedTuple):
 
 
 def convert(value: Any, target: Field) -> Any:
-    """Return a value of a recipe in the field's type, integers as floats where it has these; else a WrongType."""
+    """Return a value of a recipe in the field's type, or a WrongType. Integers for a float field become floats.
+
+    An integer from 2^63 on becomes inf there, which the field's range refuses; in a list it makes a WrongType.
+    """
     if target.item:
         if isinstance(value, list) and target.item is float:
             value = [float(item) if type(item) is int and abs(item) < ranges.LIMIT else item for item in value]
@@ -47,7 +50,6 @@ def convert_words(texts: list[str], target: Field) -> Any:
 
     Args:
         texts: one word or, for a list, its items, a single word such as "[1, 2]", or [""] for an empty list.
-        target: the field.
     """
     if not target.item:
         value = parse(texts[0], target.kind)
@@ -108,8 +110,6 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return the most similar of the known names; "" if none is similar enough.
 
     Args:
-        name: the name to compare with.
-        known: the names to choose from.
         cutoff: the least similarity, from 0 to 1.
     """
     from difflib import get_close_matches

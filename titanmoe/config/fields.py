@@ -135,7 +135,6 @@ def build(values: Mapping[str, Any], components: Components | None = None) -> Co
 
     Args:
         values: values by path, such as "moe.dispatcher".
-        components: the components that the config can name.
     """
 
     def table(cls: type, prefix: str) -> Any:
@@ -232,7 +231,6 @@ def help_page(
         values: the value of every field, by path.
         origins: where values that were set come from ("recipe.toml:4", "command line"), by path.
         width: columns of the terminal.
-        components: the components that fields can name.
     """
     import textwrap
 

@@ -44,7 +44,10 @@ def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
 
 
 def contradictions(config: Config) -> list[Violation]:
-    """Return a violation for each set of fields that contradict each other. Numbers must already be in their ranges."""
+    """Return a violation for each set of fields that contradict each other. Numbers must already be in their ranges.
+
+    Raises ComponentError if a component that the config names cannot be used.
+    """
     return [
         *_job(config.job),
         *_change(config.model),

@@ -65,7 +65,6 @@ def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
     the problem is its own, such as data that its machine lacks.
 
     Args:
-        problems: the messages.
         source: where they are, such as the recipe's file; "" if they say so themselves.
     """
     if _first_rank():
@@ -87,11 +86,10 @@ def load(
 ) -> Config:
     """Read a recipe and the overrides of a command line, check them, and return the config.
 
-    With --help or --print-config, prints and exits with code 0.
+    With --help, or with --print-config if there are no problems, prints and exits with code 0.
 
     Args:
         argv: words of the command line, a recipe and overrides, such as ["debug", "--training.steps", "10"].
-        components: the components that a recipe can name.
         check: returns messages of further problems, such as those of the mapping. Called despite earlier problems,
             with a config in which refused values are replaced.
         resolve: fills in derived fields; called if there are no problems.
@@ -137,6 +135,8 @@ class Draft:
     def finish(self, check: Callable[[Config], list[str]], resolve: Callable[[Config], Config] | None = None) -> Config:
         """Check the config further, and return it. With --help or --print-config, print and exit with code 0.
 
+        Problems prevent --print-config; --help only needs a recipe that can be read.
+
         Args:
             check: returns messages of further problems, such as those of the mapping. Called despite earlier problems,
                 with a config in which refused values are replaced.
@@ -175,7 +175,6 @@ def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | Non
 
     Args:
         argv: words of the command line, a recipe and overrides, such as ["debug", "--training.steps", "10"].
-        components: the components that a recipe can name.
         recipe: the recipe that argv names, if it has been read already.
     """
     words, settings = split_words(argv), Settings(recipe)
@@ -234,10 +233,9 @@ class Settings:
     """
 
     def put(self, target: Field, value: Any, text: str) -> None:
-        """Set a field; if the value is a WrongType, refuse the field and add a problem instead.
+        """Set a field, refused or not so far; if the value is a WrongType, refuse it and add a problem instead.
 
         Args:
-            target: the field.
             value: the converted value.
             text: the value as the user gave it, for the message.
         """
@@ -250,7 +248,7 @@ class Settings:
             self.values[path] = value
 
     def place_of(self, path: str) -> str:
-        """Return where a field is set: "command line", a file and line such as "my.toml:4", or "" if it is not."""
+        """Return where a field is set: "command line" or a line such as "my.toml:4"; "" if not set or not known."""
         if path in self.on_command_line:
             return "command line"
         return self.recipe.place_of(path) if self.recipe else ""
@@ -326,10 +324,10 @@ def _hint(path: str) -> str:
 def _model_file(settings: Settings, components: Components, recipe_name: str) -> ModelFile | None:
     """Read the published model of the field model.hf; return None if it is not set or cannot be read.
 
-    If it cannot be read, its problems are added to `settings`, and the other fields of [model] are marked as refused.
+    If it cannot be read, its problems are added to `settings`, and the fields of [model] that are not set are marked as
+    refused.
 
     Args:
-        settings: what recipe and command line set.
         components: has the function that reads the model.
         recipe_name: file name of the recipe without extension, for a job without a name; "" without a recipe.
     """
@@ -369,7 +367,6 @@ def _fallback(settings: Settings, components: Components, model_file: ModelFile 
     If a component cannot be used, its field has its default, and `settings` gets a problem and drops the field's value.
 
     Args:
-        settings: what recipe and command line set.
         components: kinds of components, which have presets.
         model_file: the published model of model.hf; None without one.
     """

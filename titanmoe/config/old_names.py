@@ -91,7 +91,6 @@ def _table(config: dict[str, Any], path: str, create: bool = False) -> dict[str,
 
     Args:
         config: nested tables of values.
-        path: the path of the option.
         create: whether missing tables are added to the config.
     """
     table: Any = config

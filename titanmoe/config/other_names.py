@@ -272,7 +272,6 @@ def hint(name: str, texts: Sequence[str]) -> str:
     """Return what to write for an option of another trainer, as a message; "" if its name is not known here.
 
     Args:
-        name: the name of the unknown option.
         texts: the words that follow it on the command line.
     """
     name = _plain(name)

@@ -107,7 +107,6 @@ def choices_text(name: str, values: list[int], near: int) -> str:
     """Return the part of a message that suggests values for a field: "name = 2", or "name in 1, 2, 4".
 
     Args:
-        name: the name of the field.
         values: the values that would be legal.
         near: the illegal value; the eight values nearest to it are listed.
     """

@@ -78,7 +78,7 @@ class Recipe:
         return lines
 
     def place_of(self, path: str) -> str:
-        """Return the file and line that set a field, such as "my.toml:4"; "" if the recipe does not set it."""
+        """Return the file and line that set a field, such as "my.toml:4"; "" if it is not set, or not in `lines`."""
         return f"{self.name}:{self.lines[path]}" if path in self.lines else ""
 
 
@@ -100,7 +100,6 @@ def parse_recipe(name: str, data: bytes) -> Recipe:
 
     Args:
         name: the name of the file, for messages.
-        data: the file's bytes.
 
     Raises:
         RecipeError: if the bytes are too many, not UTF-8 or not TOML.

@@ -44,7 +44,6 @@ def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> 
     Args:
         ranks: the value of --ranks; None if it is not given.
         argv: the command line's recipe and overrides.
-        components: the components that a recipe can name.
 
     Raises:
         ConfigError: if neither gives a number of ranks, it is below 1, or the recipe, if needed, cannot be read.

@@ -38,7 +38,6 @@ def pick_backend(
     Args:
         setting: parallelism.attention_backend: "auto", "torch" or "plain".
         cp_kind: parallelism.cp_kind: "ring", "allgather" or "ulysses".
-        cp: the degree of context parallelism.
         device: "cpu" or "cuda".
         masked: whether attention is limited to documents or a sliding window.
         float64: whether attention computes in float64.
@@ -73,13 +72,9 @@ def pick_backend(
 
 
 def cudnn_takes(query: int, value: int) -> bool:
-    """Return whether cuDNN's attention supports heads of these widths, forward and backward.
+    """Return whether cuDNN's attention supports heads with queries and values of these widths, forward and backward.
 
     As in torch 2.13, sdp_utils.cpp.
-
-    Args:
-        query: elements of a head's query.
-        value: elements of a head's value.
     """
     return query % 8 == value % 8 == 0 and (max(query, value) <= 128 or (query, value) == (192, 128))
 
@@ -88,7 +83,7 @@ def kernel_refuses(kernel: str, query: int, value: int, deterministic: bool) -> 
     """Return why a kernel for attention cannot train heads of these widths; "" if it can.
 
     Args:
-        kernel: the name of the kernel, such as "fa3".
+        kernel: the name of the kernel, such as "fa3"; "fa2" and "auto" are never refused.
         query: elements of a head's query.
         value: elements of a head's value.
         deterministic: training.deterministic.

@@ -67,12 +67,9 @@ class Fold:
         return self.dp_replicate * self.dp_shard
 
     def nodes(self, node: int) -> int | None:
-        """Return the number of nodes that each dispatch group (ep x etp) spans; None if nodes split it unevenly.
+        """Return the number of nodes, of `node` ranks each, that each dispatch group (ep x etp) spans.
 
-        None too if they would split the etp ranks of an expert.
-
-        Args:
-            node: the number of ranks of a node.
+        None if nodes split the group unevenly, or would split the etp ranks of an expert.
         """
         return nodes_of_a_group(self.world, self.ep, self.etp, node)
 
@@ -94,9 +91,6 @@ def nodes_of_a_group(world: int, ep: int, etp: int, node: int) -> int | None:
     group are consecutive, and the first is a multiple of the group's size.
 
     Args:
-        world: the number of all ranks.
-        ep: degree of expert parallelism.
-        etp: degree of expert tensor parallelism.
         node: the number of ranks of a node.
     """
     size = ep * etp
@@ -131,10 +125,6 @@ def derive(world: int, parallelism: Parallelism) -> Fold:
 
 def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:
     """Fill in the degrees that are -1, and check that all divide the world.
-
-    Args:
-        world: the number of ranks.
-        parallelism: the recipe's [parallelism].
 
     Returns:
         The degrees that fit by short name, with "stage", the ranks of a pipeline stage, and "dp", the data ranks; and a
@@ -204,7 +194,6 @@ def sequence_chunks(cp: int, placement: str) -> int:
     """Return the number of chunks into which context parallelism splits a sequence; 0 if cp = 1.
 
     Args:
-        cp: the degree of context parallelism.
         placement: parallelism.cp_placement: "zigzag" (2 chunks a rank) or "contiguous" (1).
     """
     return 0 if cp == 1 else 2 * cp if placement == "zigzag" else cp

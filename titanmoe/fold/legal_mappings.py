@@ -54,7 +54,6 @@ def legal_stages(world: int, config: Config | None = None) -> Iterator[StageView
     """Yield the legal views for each legal degree of pp, ascending. A list of views may be empty.
 
     Args:
-        world: the number of ranks.
         config: with it, views have to obey all its laws, whatever its own degrees; without, they only have to divide
             the ranks.
     """
@@ -87,8 +86,6 @@ def nearest(world: int, parallelism: Parallelism, config: Config | None = None, 
     better one is left out.
 
     Args:
-        world: the number of ranks.
-        parallelism: the recipe's [parallelism].
         config: with it, mappings have to obey all its laws; without, they only have to divide the ranks.
         count: the largest number of mappings to return.
     """
@@ -128,10 +125,6 @@ def changes(parallelism: Parallelism, fold: Fold) -> dict[str, tuple[int, int]]:
     """Return the degrees in which a mapping differs from the requested ones: {name: (requested, in the mapping)}.
 
     Requested degrees of -1 are left out, except edp_replicate if it is not its default.
-
-    Args:
-        parallelism: the requested degrees.
-        fold: the mapping.
     """
     names = {
         name: (old, getattr(fold, name))
@@ -162,13 +155,9 @@ def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
     """Adapt the degrees of a recipe to another number of ranks, for a run that is restarted on it.
 
     Only data parallelism adapts, because only that leaves what a rank computes unchanged: dp_shard first, then
-    dp_replicate; for the experts edp, then edp_replicate. pp, cp, tp, ep and etp stay as in the recipe, and so does the
-    global batch. The result depends on the recipe and the world alone, so a world that shrinks and grows again returns
-    to its first mapping. Degrees that are not numbers of ranks are left for the laws to refuse.
-
-    Args:
-        world: the number of ranks.
-        parallelism: the recipe's [parallelism].
+    dp_replicate; for the experts edp, then edp_replicate. Degrees that fit, or are not numbers of ranks, are returned
+    unchanged. The result depends on the recipe and the world alone, so a world that shrinks and grows again returns to
+    its first mapping.
 
     Returns:
         The adapted [parallelism], and a line for the log that says what changed; "" if nothing did.

@@ -25,7 +25,7 @@ ROW_BYTES = 16
 
 
 def violations(config: Config, world: int) -> list[str]:
-    """Return a message for each law (constraint) that a config's mapping breaks on this many ranks; [] if legal.
+    """Return a message for each law (constraint) that the config's mapping breaks on `world` ranks; [] if legal.
 
     The machine is not known: training.device = "auto" is taken for a GPU, and parallelism.node = -1 for a number that
     fits.
@@ -66,7 +66,6 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
     Args:
         degrees: degrees by name, with "stage", the ranks of a pipeline stage, and "dp", the data ranks; laws that need
             a missing one are not checked.
-        config: the recipe.
     """
     model, training = config.model, config.training
     for name, fields in divided_fields(config).items():
@@ -119,12 +118,6 @@ def _adapters(config: Config, ep: int, etp: int, edp: int) -> Iterator[str]:
 
     An adapter matrix is sharded by expert, else along the width that is not the adapter's rank: of B of w1 and w3, and
     of A of w2, that is the hidden width.
-
-    Args:
-        config: the recipe.
-        ep: degree of expert parallelism.
-        etp: degree of expert tensor parallelism.
-        edp: ranks that shard the same experts.
     """
     model = config.model
     local_experts, hidden = model.num_experts // ep, model.expert_hidden // etp
@@ -167,12 +160,8 @@ def _products(config: Config, etp: int) -> Iterator[str]:
 def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
     """Yield a message for each reason why the pipeline schedule cannot run with these degrees.
 
-    A global batch of -1 counts as one microbatch per data rank.
-
-    Args:
-        config: the recipe.
-        pp: number of pipeline ranks.
-        dp: number of data ranks.
+    A global batch of -1 counts as one microbatch per data rank. No message where pp exceeds the layers or the global
+    batch does not divide, which other laws refuse.
     """
     training = config.training
     unit = training.local_batch_size * dp
@@ -218,12 +207,6 @@ def experts_shard(model: Model, ep: int, edp: int, etp: int) -> bool:
     """Return whether FSDP can shard a rank's experts over edp without padding: by expert, else along another dim.
 
     True if ep does not divide the experts, which another law refuses.
-
-    Args:
-        model: the recipe's [model].
-        ep: degree of expert parallelism.
-        edp: ranks that shard the same experts.
-        etp: degree of expert tensor parallelism.
     """
     return model.num_experts % ep != 0 or model.num_experts // ep % edp == 0 or not _uneven_widths(model, edp, etp)
 

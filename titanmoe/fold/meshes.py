@@ -167,7 +167,6 @@ def build_meshes(
     """Create the process groups and DeviceMeshes of a mapping. Collective over the world, which has `fold.world` ranks.
 
     Args:
-        fold: the mapping.
         device_type: "cpu" or "cuda".
         node: number of ranks of a node if the dispatcher works node by node, else -1.
         timeout: timeout of collectives in the new groups; None for torch's default.
@@ -262,7 +261,6 @@ def _expert_groups(fold: Fold, communicators: Communicators, node: int) -> tuple
     """Create the groups over which the dispatcher of this rank's experts sends. Collective over the world.
 
     Args:
-        fold: the mapping.
         communicators: the process groups made so far.
         node: number of ranks of a node if the dispatcher works node by node, else -1.
 

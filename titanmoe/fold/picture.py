@@ -61,7 +61,6 @@ def draw(fold: Fold, node: int = 8, model: Model | None = None) -> Text:
     """Return the picture of a mapping's attention view and expert view, at most 100 columns wide.
 
     Args:
-        fold: the mapping.
         node: number of ranks of a node.
         model: with it, the title names the model, and the numbers of each rank's experts are shown.
     """
@@ -185,7 +184,6 @@ class _Strip:
 
         Args:
             line: the text to append to.
-            ranks: the ranks of the line.
             within: the ranks over which bars can extend.
             label: returns the label of a rank.
             style: returns the style of a rank's bar.
@@ -212,7 +210,6 @@ def _table(fold: Fold, node: int, rows: list[Row]) -> Iterator[Text]:
     """Yield a head line and a line for each axis: its groups of ranks, what they send, and whether they cross nodes.
 
     Args:
-        fold: the mapping.
         node: number of ranks of a node.
         rows: the axes; without any, nothing is yielded.
     """

@@ -104,7 +104,6 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
 
     Args:
         options: the recipe's [pipeline], which does not count without a pipeline.
-        pp: the number of pipeline ranks.
 
     Raises:
         OSError: pipeline.schedule_csv cannot be read.
@@ -153,11 +152,7 @@ def channels(ranks: Sequence[int]) -> dict[tuple[int, int], int]:
 def splits_backward(options: Pipeline, pp: int) -> bool:
     """Return whether the schedule computes gradients of inputs and of weights in separate actions (zero bubble).
 
-    A table in pipeline.schedule_csv is read in place of the named schedule. False without a pipeline.
-
-    Args:
-        options: the recipe's [pipeline].
-        pp: number of pipeline ranks.
+    False without a pipeline. If set, the file pipeline.schedule_csv decides: OSError or ValueError if it is unusable.
     """
     if pp == 1:
         return False
@@ -169,13 +164,10 @@ def splits_backward(options: Pipeline, pp: int) -> bool:
 def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
     """Return the cells of each pipeline rank under "GPipe" or "1F1B", which have one stage per rank.
 
-    A cell has the actions that a rank computes at one time, here one. torch has no such table for GPipe, and the one it
-    has for 1F1B is shifted.
+    Each cell has one action. torch has no such table for GPipe, and the one it has for 1F1B is shifted.
 
     Args:
         schedule: "GPipe" or "1F1B".
-        pp: number of pipeline ranks.
-        microbatches: number of microbatches in a step.
     """
     rows = []
     for rank in range(pp):
@@ -205,7 +197,6 @@ def inputs_of(action: Action, stages: int, shared: bool = False) -> list[tuple[i
 
     Args:
         action: a forward, a backward or one half of it, or a pass of the vocabulary.
-        stages: the number of stages.
         shared: whether all stages share the vocabulary.
     """
     stage, does, m = action
@@ -232,14 +223,10 @@ def is_pass(cell: Cell) -> bool:
 def bubble(
     rows: Sequence[Sequence[Cell]], stages: int, stage_costs: Sequence[float] = (), loss_cost: float = 0.0
 ) -> float:
-    """Simulate a schedule; return the fraction of all ranks' time that is idle.
-
-    Two overlapping actions start when both can run and send their results when both are done, as in torch. A pass of
-    the vocabulary has its result when all ranks have run it.
+    """Simulate a schedule as `simulate` does; return the fraction of all ranks' time that is idle.
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them.
-        stages: the number of stages.
         stage_costs: time of each stage's forward; other actions take as many times that as COST says. () for 1 each.
         loss_cost: time of the loss of a microbatch, forward and backward, where all stages share the vocabulary.
 
@@ -255,11 +242,11 @@ def simulate(
 ) -> tuple[float, float]:
     """Simulate a schedule; return the fraction of all ranks' time that is idle, and the time until the last rank ends.
 
-    Two overlapping actions start when both can run. A pass of the vocabulary has its result when all ranks have run it.
+    Two overlapping actions start when both can run and send their results when both are done, as in torch. A pass of
+    the vocabulary has its result when all ranks have run it.
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them.
-        stages: the number of stages.
         stage_costs: time of each stage's forward, in any unit, which the second result has; () for 1 each.
         loss_cost: time of the loss of a microbatch, forward and backward, where all stages share the vocabulary.
 

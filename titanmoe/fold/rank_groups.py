@@ -42,7 +42,6 @@ def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[in
     """Return every group of ranks along some axes, each in ascending order, sorted by their first ranks.
 
     Args:
-        fold: the mapping.
         view: "attention" or "experts".
         axes: names of axes of the view, such as "tp" or ("cp", "tp"); ranks of a group differ in these alone.
     """
@@ -50,12 +49,9 @@ def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[in
 
 
 def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the groups of ranks along some axes one by one, sorted by their first ranks.
-
-    For callers that need only the first few groups of a large world.
+    """Yield the groups of ranks along some axes one by one, each in ascending order, sorted by their first ranks.
 
     Args:
-        fold: the mapping.
         view: "attention" or "experts".
         axes: names of axes of the view, such as "tp" or ("cp", "tp"); ranks of a group differ in these alone.
     """
@@ -72,10 +68,8 @@ def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> 
     Takes time in proportion to the group's size, not the world's.
 
     Args:
-        fold: the mapping.
         view: "attention" or "experts".
         axes: names of axes of the view, such as "tp" or ("cp", "tp"); ranks of a group differ in these alone.
-        rank: the rank.
     """
     names = _axis_names(fold, view, axes)
     place = coordinates(fold, view, rank)
@@ -91,7 +85,6 @@ def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:
     group "within a node" or "across nodes".
 
     Args:
-        fold: the mapping.
         kind: the group's communicator kind, such as "blocking" or "stages 1" (titanmoe.fold.meshes).
         ranks: the ranks of the group, in ascending order.
     """
@@ -122,12 +115,7 @@ def crossing(fold: Fold, view: View, axes: str | tuple[str, ...], node: int) -> 
 
     Ranks fill the nodes in order.
 
-    The groups tile blocks of size * stride ranks, from rank 0. If such blocks tile a node, no group leaves it.
-    Otherwise some block has a node boundary inside, and some group of that block crosses it; rank 0's group does not if
-    it ends before the first boundary.
-
     Args:
-        fold: the mapping.
         view: "attention" or "experts".
         axes: names of axes of the view that are next to each other.
         node: number of ranks of a node.
@@ -135,6 +123,8 @@ def crossing(fold: Fold, view: View, axes: str | tuple[str, ...], node: int) -> 
     names = _axis_names(fold, view, axes)
     spans = [span for name, span in _sizes_and_strides(fold, view).items() if name in names]
     size, stride = prod(size for size, _ in spans), spans[-1][1]
+    # The groups tile blocks of size * stride ranks, from rank 0. If such blocks tile a node, no group leaves it.
+    # Otherwise some group crosses a boundary; rank 0's group does not if it ends before the first.
     if size == 1 or node >= fold.world or node % (size * stride) == 0:
         return "none"
     return "all" if (size - 1) * stride >= node else "some"

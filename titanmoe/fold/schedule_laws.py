@@ -14,14 +14,7 @@ PAIRS = 'moe.overlap = "pairs"'
 
 
 def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> list[str]:
-    """Return a message for each reason why the recipe's pipeline schedule cannot run; [] if it can or if pp = 1.
-
-    Args:
-        config: the recipe.
-        pp: the number of pipeline ranks.
-        dp: the number of data ranks.
-        microbatches: the number of microbatches of a step.
-    """
+    """Return a message for each reason why the recipe's pipeline schedule cannot run; [] if it can or if pp = 1."""
     options = config.pipeline
     if pp == 1:
         return []
@@ -67,9 +60,6 @@ def _named_violations(config: Config, pp: int, microbatches: int, samples: int) 
     """Yield a message for each reason why a schedule that is chosen by name cannot run.
 
     Args:
-        config: the recipe.
-        pp: the number of pipeline ranks.
-        microbatches: the number of microbatches of a step.
         samples: the samples of one microbatch over all data ranks.
     """
     name, virtual = config.pipeline.schedule, config.pipeline.virtual_stages
@@ -100,8 +90,6 @@ def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: in
     Args:
         path: the file, for messages.
         rows: the cells of each pipeline rank.
-        pp: the number of pipeline ranks.
-        microbatches: the number of microbatches of a step.
         samples: the samples of one microbatch over all data ranks.
     """
     problems = []
@@ -141,7 +129,6 @@ def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]
     """Yield a message for each reason why moe.overlap = "pairs" cannot run with the schedule.
 
     Args:
-        config: the recipe.
         rows: the cells of each pipeline rank, if the schedule is from a file; else empty.
     """
     options = config.pipeline

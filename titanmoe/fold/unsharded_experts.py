@@ -13,11 +13,7 @@ from titanmoe.config.schema import Config, Parallelism, Training
 
 
 def reshards_after_forward(options: Parallelism) -> bool:
-    """Return whether FSDP frees gathered weights between forward and backward.
-
-    Args:
-        options: the recipe's [parallelism].
-    """
+    """Return whether FSDP frees gathered weights between forward and backward; under "auto" if there is no pipeline."""
     choice = options.reshard_after_forward
     return options.pp == 1 if choice == "auto" else choice == "always"
 
@@ -28,11 +24,6 @@ def experts_are_unsharded(options: Parallelism, training: Training, edp: int) ->
     Copies of these weights in the compute dtype, if it is not the stored one, exist from the step's first forward to
     its last backward. If they are needed and reshard_after_forward is "always", the experts are left to FSDP, which
     copies one layer at a time.
-
-    Args:
-        options: the recipe's [parallelism].
-        training: the recipe's [training], which names the dtypes.
-        edp: ranks that shard the same experts.
     """
     return edp == 1 and not (has_compute_copies(training) and options.reshard_after_forward == "always")
 
@@ -43,12 +34,7 @@ def has_compute_copies(training: Training) -> bool:
 
 
 def accumulation_violations(config: Config, edp: int) -> Iterator[str]:
-    """Yield a message if moe.accumulate_weight_gradients is set but has no effect, with the reason.
-
-    Args:
-        config: the recipe.
-        edp: ranks that shard the same experts.
-    """
+    """Yield a message if moe.accumulate_weight_gradients is set but has no effect, with the reason."""
     if not config.moe.accumulate_weight_gradients:
         return
     wrong, fix = "", "set it to false"

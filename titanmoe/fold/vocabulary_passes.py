@@ -8,8 +8,6 @@ Each rank runs every pass, on its rows of the embedding or the head (Algorithm 1
     L   loss on the last stage, from all statistics, and its gradients for each token, sent to all ranks
     T   gradients of the head's weight and of the hidden states; these are summed for the backward of the last stage
     D   the embedding's gradient, sent to all ranks after the backward of the first stage (and of the last)
-
-Called by the planner and by titanmoe.parallel.
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ def insert_passes(rows: Sequence[Sequence[Cell]], stages: int) -> list[list[Cell
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them; each of one action, or empty.
-        stages: the number of stages.
 
     Raises:
         ValueError: if the schedule deadlocks.
@@ -65,20 +62,12 @@ class _Insertion:
     """A simulated run of a schedule in which ranks run passes as soon as they are possible.
 
     S and T take time, and L waits for a message on the last rank, so ranks run these when they have finished what they
-    do. Other passes only start a message. A rank has them before what it does as they become possible, so that the
-    message need not wait for the end of that, unless an earlier pass is still to come.
+    do. Other passes only start a message: a rank has them before the action that runs when they become possible,
+    unless an earlier pass is still to come.
     """
 
     def __init__(self, rows: Sequence[Sequence[Cell]], stages: int):
-        """Run the simulation, which fills `self.rows` with each rank's cells.
-
-        Args:
-            rows: the cells of each pipeline rank, in the order in which it runs them; each of one action, or empty.
-            stages: the number of stages.
-
-        Raises:
-            ValueError: if the schedule deadlocks.
-        """
+        """Run the simulation, which fills `self.rows` with each rank's cells; ValueError if the schedule deadlocks."""
         self.queues = [with_earlier_forwards([cell for cell in row if cell]) for row in rows]
         self.rows: list[list[Cell]] = [[] for _ in rows]
         self.stages, self.clock, self.passed = stages, [0.0] * len(rows), [0] * len(rows)
@@ -216,11 +205,6 @@ def vocabulary_violations(config: Config, pp: int, tp: int) -> Iterator[str]:
     """Yield a message for each reason why the pipeline's stages cannot share the vocabulary.
 
     No message if parallelism.vocab is not "pipeline".
-
-    Args:
-        config: the recipe.
-        pp: number of pipeline ranks.
-        tp: number of ranks of tensor parallel.
     """
     option = 'parallelism.vocab = "pipeline"'
     if config.parallelism.vocab != "pipeline":

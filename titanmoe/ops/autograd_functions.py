@@ -15,11 +15,7 @@ from torch.autograd.function import FunctionCtx
 
 
 def apply_function(function: type[torch.autograd.Function], *inputs: Any) -> Any:
-    """Return `function.apply(*inputs)`, by its forward alone where gradients are switched off, as in generation.
-
-    The host then launches a layer in a sixth less time: also under `torch.no_grad()`, a call of `apply` prepares a node
-    of the graph and drops it.
-    """
+    """Return `function.apply(*inputs)`; where gradients are switched off, run its forward alone, which is faster."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function.apply(*inputs)
     context = FunctionCtx()
@@ -28,7 +24,7 @@ def apply_function(function: type[torch.autograd.Function], *inputs: Any) -> Any
 
 
 def as_non_leaf(x: Tensor) -> Tensor:
-    """Return a view of x if x is a leaf that requires a gradient, else x.
+    """Return a view of x if x is a leaf that requires a gradient, else x. Traced code always gets x itself.
 
     `wants_gradient` needs it: autograd's engine cannot say whether it will visit a leaf.
     """

@@ -40,7 +40,7 @@ def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32
     """Return a uniform number in [0, 1) for each element of `index`, a multiple of 2^-24 (exact in float32).
 
     Args:
-        key: a key from `key`.
+        key: a key from the function `key`.
         index: integers, such as positions in a tensor; equal ones get equal numbers.
         dtype: the dtype of the result; narrower ones than float32 round to it, up to 1.
     """
@@ -50,12 +50,7 @@ def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32
 def normal(key: int, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a standard normal number for each element of `index`, truncated at 3 standard deviations.
 
-    By Box-Muller, from two 32-bit halves of the bits, with a bounded radius.
-
-    Args:
-        key: a key from `key`.
-        index: integers, such as positions in a tensor; equal ones get equal numbers.
-        dtype: the dtype of the result.
+    Equal indices get equal numbers. All are computed in float64 and rounded to `dtype`.
     """
     out = torch.empty(index.shape, dtype=dtype, device=index.device)
     flat_index, flat_out = index.reshape(-1), out.view(-1)

@@ -44,7 +44,7 @@ A global, because code deep inside autograd has no caller that could pass it on.
 
 @contextmanager
 def imitate(hardware: Hardware) -> Iterator[None]:
-    """Run the body of this context with the code for this hardware, although its tensors are on the CPU."""
+    """Have this process run the code for this hardware within this context, although tensors are on the CPU."""
     global _instead
     before, _instead = _instead, hardware
     try:
@@ -89,12 +89,9 @@ def choose(
 
 
 def capability(device: torch.device | None = None) -> tuple[int, int]:
-    """Return the compute capability (major, minor) of the GPU, or of the hardware that a rehearsal imitates.
+    """Return the compute capability (major, minor) of a GPU (None: the current one).
 
-    It is (0, 0) where a rehearsal imitates a CPU.
-
-    Args:
-        device: the GPU; None for the current one.
+    In a rehearsal it is that of the imitated hardware, (0, 0) for a CPU. Raises torch's error where there is no GPU.
     """
     return torch.cuda.get_device_capability(device) if _instead is None else _instead.capability
 

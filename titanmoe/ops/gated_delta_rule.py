@@ -1,13 +1,10 @@
 """The gated delta rule (arXiv 2412.06464) and gated linear attention (GLA, arXiv 2312.06635), a chunk at a time.
 
-In place of keys and values a head has a state S, which each token changes and then reads:
+A head has a state S, 0 before a document's first token, which each token changes and then reads. Decays are logarithms:
 
     delta    S <- e^decay (I - beta k k^T) S + beta k v^T    decay: one number per head; q and k are scaled to length 1
     GLA      S <- e^decay * S + k v^T                        decay: one number per row of S; no beta
     both     out = S^T q / sqrt(width of q)
-
-Decays are logarithms, at most 0. S is 0 before a document's first token. A chunk is linear in S, S_after = carry S +
-gain and out = read S + own, so all chunks are computed at once and only S goes from one to the next.
 
 Shapes: B samples, S tokens of a segment, H value heads, of which each of R key heads serves G consecutive ones, k and v
 their widths; N chunks of C tokens; Z is B times H; x is k, or 1.
@@ -99,7 +96,6 @@ def make_segment(
     Args:
         q_BSRk: queries as projected, neither repeated for each value head nor scaled.
         k_BSRk: keys as projected, neither repeated for each value head nor scaled.
-        v_BSHv: values.
         decay: logarithms of the decays, at most 0: (B, S, H); for GLA (B, S, R, k) or (B, S, H, k).
         beta_BSH: the strength with which each token is written; None for GLA.
         document_BS: numbers that change where a document begins; None: nowhere.
@@ -138,18 +134,17 @@ def is_miscompiled(gpu: torch.device) -> bool:
 def step_token(
     state_BHkv: Tensor, q_BRk: Tensor, k_BRk: Tensor, v_BHv: Tensor, decay: Tensor, beta_BH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Apply the recurrence to one token, for generation.
+    """Apply the recurrence to one token of each sample, for generation.
 
     Args:
         state_BHkv: the state before the token.
         q_BRk: queries as projected, neither repeated for each value head nor scaled.
         k_BRk: keys as projected, neither repeated for each value head nor scaled.
-        v_BHv: values.
         decay: logarithms of the decays, at most 0: (B, H); for GLA (B, R, k) or (B, H, k).
         beta_BH: the strength with which the token is written; None for GLA.
 
     Returns:
-        The token's output (B, H, v), and the state after it (B, H, k, v).
+        The token's output (B, H, v), in v's dtype, and the state after it, a new tensor (B, H, k, v).
     """
     R, wide = q_BRk.shape[1], state_BHkv.dtype
     q, k, state, v, decay = (x.to(wide).unflatten(1, (R, -1)) for x in (q_BRk, k_BRk, state_BHkv, v_BHv, decay))
@@ -217,8 +212,6 @@ def _chunks(
     """Compute what each chunk of C tokens does: state_after = carry @ state + gain, and outputs = read @ state + own.
 
     Args:
-        q: queries (B, S, R, k).
-        k: keys (B, S, R, k).
         v: values (B, S, H, v).
         decay: logarithms of the decays.
         beta: the strength with which each token is written; None for GLA.
@@ -349,15 +342,11 @@ def _run_fla(
     """Return outputs (B, S, H, v) and the state after the segment, by the kernels of fla-core 0.6 (github.com/fla-org).
 
     **They have not trained on a GPU**: with the Tritons of the Hopper GPUs at hand, their backward is miscompiled
-    (`is_miscompiled`). Tests put stand-ins with the same arguments in their place. The kernels save what they get, with
-    q and k of length 1 instead, and 64 numbers of 16 bits per token and value head. Decays and states are in float32. A
+    (`is_miscompiled`). Tests put stand-ins with the same arguments in their place. Decays and states are in float32. A
     document is begun by a decay: the kernels' own interface, positions in a packed sequence, makes the host wait.
 
     Args:
         state_BHkv: the state before the segment; None for zeros.
-        q_BSRk: queries, as many as keys.
-        k_BSRk: keys.
-        v_BSHv: values.
         decay: logarithms of the decays, at most 0: (B, S, H); for GLA (B, S, R, k) or (B, S, H, k).
         beta_BSH: beta, how much of its value a token writes; None for GLA.
         begins_BS: whether a document begins at each token; None if none does.

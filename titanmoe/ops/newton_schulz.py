@@ -36,7 +36,6 @@ def step_coefficients(name: str, steps: int) -> Coefficients:
 
     Args:
         name: "classic" or "polar_express".
-        steps: the number of steps.
 
     Raises:
         ValueError: the name is another.

@@ -49,11 +49,6 @@ def make_meshes(
     """Return the process groups and meshes of a run. Collective over the world.
 
     Args:
-        fold: number of ranks on each axis, of attention and of experts.
-        parallelism: the recipe's [parallelism].
-        moe: the recipe's [moe].
-        training: the recipe's [training].
-        device: the device that this rank computes on.
         adapters: whether experts have adapters, whose gradients are summed over etp.
     """
     node = parallelism.node if DISPATCHERS.look_up(moe.dispatcher).works_by_node else -1
@@ -78,13 +73,10 @@ def build(
 
     Tensor, context and expert parallelism come first, because FSDP shards what they leave on a rank. Compilation and
     recomputation go inside FSDP, so that the hooks that gather weights stay outside. Memory is allocated last, so that
-    no rank ever allocates more than its shards.
+    no rank ever allocates more than its shards. No communication; this process switches to the attention kernel of the
+    recipe.
 
     Args:
-        config: the recipe.
-        meshes: process groups and meshes of the run.
-        microbatches: number of microbatches in a step.
-        device: the device that this rank computes on.
         materialize: allocates and initialises a stage, given (stage, training.seed, device).
         flex: computes attention in place of `titanmoe.parallel.flex.flex`, with its arguments.
         output: what the head of the last stage returns.
@@ -134,16 +126,9 @@ def build(
 def make_engine(
     stages: list[Transformer], config: Config, meshes: Meshes, microbatches: int, device: torch.device
 ) -> WithoutPipeline | Pipeline:
-    """Return the object whose `run` runs forward and backward of a step through the stages, with or without a pipeline.
+    """Return the object whose `run` runs forward and backward of a step through the stages that `build` returned.
 
     Collective over the world if there is a pipeline.
-
-    Args:
-        stages: this rank's stages of the model, as `build` returns them.
-        config: the recipe.
-        meshes: process groups and meshes of the run.
-        microbatches: number of microbatches in a step.
-        device: the device that this rank computes on.
     """
     reduce_once, shards = config.parallelism.reduce_once, None
     if config.parallelism.vocab == "pipeline":

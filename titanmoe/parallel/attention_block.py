@@ -43,9 +43,6 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
     Where a query sees no key, its output is 0 and its log-sum-exp -inf.
 
     Args:
-        q: queries (B, H, queries, h).
-        k: keys (B, H, keys, h).
-        v: values (B, H, keys, .).
         bias: (B, 1, queries, keys), added to the logits; None for none.
         causal: whether a query sees only the keys up to its own position in the block.
     """
@@ -126,9 +123,6 @@ def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) ->
     The log-sum-exp is -inf for a query that sees none of them.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
         bias: added to the logits, -inf where a query does not see a key; None if `causal` alone hides any.
         causal: whether a query sees the keys up to its own position in the block.
     """
@@ -149,9 +143,6 @@ def block_backward(
 
     Args:
         grad: gradient of the final output.
-        q: queries.
-        k: keys.
-        v: values.
         bias: added to the logits, -inf where a query does not see a key; None if `causal` alone hides any.
         out: the final output, merged over all blocks of keys.
         lse: the final log-sum-exp, of all keys that a query sees.

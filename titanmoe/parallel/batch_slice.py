@@ -94,9 +94,6 @@ def take_slice(
     Args:
         batch: the full samples of this data rank in one microbatch.
         microbatch: index of the microbatch in the step.
-        meshes: process groups and meshes of the run.
-        placement: which chunks of the sequence each rank of cp has.
-        device: the device that this rank computes on.
         with_mtp: whether `tokens` has the ids and labels that multi-token prediction reads (next_BS, later_BS).
         with_index: whether `tokens` has the indices of the attention slice's tokens, which dropout of adapters reads.
     """
@@ -138,12 +135,7 @@ def take_slice(
 def check_alike(batches: list[Batch], meshes: Meshes, device: torch.device) -> None:
     """Raise RuntimeError, on all ranks, unless the ranks of each data rank have read the same samples.
 
-    Collective over the world. With different samples training would go on silently, on nonsense.
-
-    Args:
-        batches: the microbatches that this rank has read.
-        meshes: process groups and meshes of the run.
-        device: the device that this rank computes on.
+    Collective over the world; compares a checksum of the token ids. `batches` are the microbatches that this rank read.
     """
     ids = torch.cat([batch.tokens_BS.flatten() for batch in batches])
     checksum = (ids * torch.arange(1, len(ids) + 1)).sum().view(1).to(device)

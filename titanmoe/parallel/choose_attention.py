@@ -3,7 +3,8 @@
 `titanmoe.fold.attention_backend.pick_backend` picks the backend in each call, because it depends on the mask and the
 device. Mixers without attention get the segments of the sequence that this rank has.
 
-Shapes: B samples, S positions of this rank, L sequence, H query heads, G key heads, h head width.
+Shapes: B samples, S positions of this rank, L sequence, H query heads, G key heads, h head width, which may differ for
+values.
 """
 
 from __future__ import annotations
@@ -46,18 +47,11 @@ def attend(
     """Return attention of this rank's queries to the full sequence, (B, S, H, width of a value). Collective over cp.
 
     Args:
-        q_BSHh: queries.
-        k_BSGh: keys of this rank's positions.
-        v_BSGh: values of this rank's positions; a head may be narrower than a key.
-        mask: which positions see each other.
-        sinks_H: logit of one more key of each head, whose value is zero.
+        sinks_H: logit of one more key of each head, whose value is zero; None without.
         report_lse: gets the log-sum-exp of each query that this rank computes, (B, H, S), with ulysses (B, H / cp, L)
             of the full sequence. Sinks are in it only in the "plain" implementation.
         backend: parallelism.attention_backend.
         cp_kind: parallelism.cp_kind, "ring", "allgather" or "ulysses".
-        placement: which chunks of the sequence each rank of cp has.
-        masks: cache of the masks of flex_attention.
-        group: the ranks of cp.
         ring_lacks: what this version of torch lacks for its ring attention, as text; "" if nothing.
         flex: computes attention in place of `titanmoe.parallel.flex.flex`, with its arguments.
 
@@ -114,8 +108,6 @@ def apply_context_parallel(
 
     Args:
         model: a pipeline stage, which is changed in place.
-        options: the recipe's [parallelism].
-        placement: which chunks of the sequence each rank of cp has.
         cp: the ranks of context parallelism, also where there is only one.
         flex: computes attention in place of `titanmoe.parallel.flex.flex`, with its arguments.
     """

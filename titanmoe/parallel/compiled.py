@@ -49,7 +49,6 @@ def why_not_one_graph(config: Config, splits: bool) -> str:
     """Return why MoE layers cannot be compiled as one graph, as text; "" if they can.
 
     Args:
-        config: the recipe.
         splits: whether the pipeline schedule splits backward into gradients of inputs and gradients of weights.
     """
     options, recomputed = config.moe, config.activation_checkpoint.mode
@@ -75,8 +74,6 @@ def compile_model(model: Transformer, config: Config, splits: bool) -> None:
     With `splits` it also turns off torch's donated buffers, for the process.
 
     Args:
-        model: a pipeline stage.
-        config: the recipe.
         splits: whether the pipeline schedule splits backward into gradients of inputs and gradients of weights.
     """
     options = config.compile

@@ -1,13 +1,10 @@
 """Context parallel attention: one sequence sharded over the ranks of cp.
 
-A rank has chunks of equal length: with zigzag placement rank r of n has chunks r and 2n-1-r, so that all ranks compute
-equally many (query, key) pairs under the causal mask. titanmoe.parallel.choose_attention calls one of:
+With zigzag placement rank r of n has chunks r and 2n-1-r, for equal work under the causal mask. `attend` calls one of:
 
     ring        keys and values go around the ring of ranks, in backward too; partial results merge by their log-sum-exp
     allgather   every rank gets the keys and values of the full sequence
     ulysses     an all-to-all turns sequence shards into head shards and back; in between, attention is the usual one
-
-Ring and allgather compute the pairs of blocks that the mask lists. A sink is one more key of value zero.
 
 Shapes: B samples, L sequence, S = L / cp positions of this rank, c chunk, H query heads and G key heads of this rank, h
 head width, which may differ for values.
@@ -90,7 +87,6 @@ class Placement(NamedTuple):
         Empty if the mask hides all of the keys.
 
         Args:
-            mask: which positions see each other.
             q: the rank's queries (B, H, S, h); only S is used.
             rank: the rank of cp that has the queries.
             key_chunks: numbers of the chunks that the keys are from.
@@ -141,10 +137,7 @@ def _backward_pairs(
     Args:
         grad: gradient of `out`.
         q: this rank's queries.
-        k: the keys that the pairs index.
-        v: their values.
-        pairs: pairs of a block of queries and a block of keys.
-        mask: which positions see each other.
+        k: the keys that the pairs index; v has their values.
         out: final output, of all keys.
         lse: its log-sum-exp (B, H, S), of all keys and the sink.
         sums: sums of the gradients of q, k and v.
@@ -300,20 +293,11 @@ def ring_attention(
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence; keys and values go around the ring of ranks.
 
-    Collective over cp.
+    The result is (B, S, H, width of a value). Collective over cp. Differentiable.
 
     Args:
-        q_BSHh: queries of this rank's positions.
-        k_BSGh: keys of this rank's positions.
-        v_BSGh: values of this rank's positions; a head may be narrower than a key.
-        mask: which positions see each other.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
         report_lse: gets the log-sum-exp of each query (B, H, S), sinks included.
-        placement: which chunks of the sequence each rank of cp has.
-        group: the ranks of cp.
-
-    Returns:
-        Attention of this rank's queries (B, S, H, width of a value).
     """
     q, k, v = heads_first(q_BSHh, k_BSGh, v_BSGh)
     return _Ring.apply(q, k, v, sinks_H, placement, group, mask, report_lse).transpose(1, 2)
@@ -332,20 +316,11 @@ def allgather_attention(
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence; every rank gathers all keys and values.
 
-    Collective over cp.
+    The result is (B, S, H, width of a value). Collective over cp. Differentiable.
 
     Args:
-        q_BSHh: queries of this rank's positions.
-        k_BSGh: keys of this rank's positions.
-        v_BSGh: values of this rank's positions; a head may be narrower than a key.
-        mask: which positions see each other.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
         report_lse: gets the log-sum-exp of each query (B, H, S), sinks included.
-        placement: which chunks of the sequence each rank of cp has.
-        group: the ranks of cp.
-
-    Returns:
-        Attention of this rank's queries (B, S, H, width of a value).
     """
     k, v = (placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     q, k, v = heads_first(q_BSHh, k, v)
@@ -366,23 +341,14 @@ def ulysses_attention(
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence, computed with heads sharded over cp.
 
-    Collective over cp: an all-to-all turns shards of the sequence into shards of the heads, another turns the result
-    back.
+    The result is (B, S, H, width of a value). Collective over cp: an all-to-all turns shards of the sequence into
+    shards of the heads, another turns the result back. Differentiable.
 
     Args:
-        q_BSHh: queries of this rank's positions.
-        k_BSGh: keys of this rank's positions.
-        v_BSGh: values of this rank's positions; a head may be narrower than a key.
-        mask: which positions see each other.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
         report_lse: gets the log-sum-exp of the full sequence's queries for this rank's heads, (B, H / cp, L).
-        placement: which chunks of the sequence each rank of cp has.
-        group: the ranks of cp.
         full_attention: computes attention over the full sequence for this rank's heads, with the arguments of
             `full_sequence_attention`, which it replaces; None for that.
-
-    Returns:
-        Attention of this rank's queries (B, S, H, width of a value).
     """
     # Key heads are repeated until cp divides their number.
     heads = math.lcm(k_BSGh.shape[2], group.size)
@@ -408,14 +374,10 @@ def full_sequence_attention(
 ) -> Tensor:
     """Return attention over full sequences on one rank, (B, L, H, width of a value), without communication.
 
-    It is computed block by block, never with all logits in memory, if there are windows, sinks or a `report_lse`, or on
-    a CPU documents; else by torch's scaled_dot_product_attention.
+    Differentiable. Computed block by block, never with all logits in memory, if there are windows, sinks or a
+    `report_lse`, or on a CPU documents; else by torch's scaled_dot_product_attention.
 
     Args:
-        q_BLHh: queries.
-        k_BLGh: keys.
-        v_BLGh: values.
-        mask: which positions see each other.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
         report_lse: gets the log-sum-exp of each query (B, H, L), sinks included.
     """
@@ -431,10 +393,9 @@ def _swap(x: Tensor, scatter_dim: int, gather_dim: int, group: Group) -> Tensor:
     """Scatter a dim of x over ranks and gather another, in rank order. Collective over the group, differentiable.
 
     Args:
-        x: a tensor whose `scatter_dim` the ranks divide.
+        x: a tensor whose `scatter_dim` the number of ranks divides.
         scatter_dim: the dim of which each rank gets a chunk.
         gather_dim: the dim along which the ranks' chunks are concatenated.
-        group: the ranks that exchange.
     """
     chunks = all_to_all_autograd(torch.cat(x.chunk(group.size, scatter_dim)), group).chunk(group.size)
     return torch.cat(chunks, gather_dim)

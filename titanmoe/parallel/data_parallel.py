@@ -34,11 +34,6 @@ def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
     """Return whether FSDP shards experts along the model dim, because edp does not divide a rank's experts.
 
     Along the experts the shards would be uneven, and FSDP would pad them, to as much as edp times the bytes.
-
-    Args:
-        num_experts: number of routed experts of a layer.
-        ep: ranks of expert parallel.
-        edp: ranks of expert data parallel, which FSDP shards over.
     """
     return num_experts // ep % edp != 0
 
@@ -70,9 +65,7 @@ def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism,
 
     Args:
         model: the stage, on meta.
-        training: the recipe's [training], for dtypes.
         parallelism: the recipe's [parallelism], for reshard_after_forward.
-        meshes: the meshes of the mapping.
     """
     freed, policy = reshards_after_forward(parallelism), _precision(training)
     unsharded = experts_are_unsharded(parallelism, training, meshes.fold.edp)
@@ -111,12 +104,7 @@ def apply_fsdp(model: Transformer, training: Training, parallelism: Parallelism,
 def apply_fsdp_to_vocabulary(shards: VocabularyShards, training: Training, meshes: Meshes) -> None:
     """Wrap the rows of embedding and head that all stages share in one FSDP unit, in place. They are on meta.
 
-    The unit stays gathered through a step, whose passes need it from beginning to end.
-
-    Args:
-        shards: this rank's rows of embedding and head.
-        training: the recipe's [training], for dtypes.
-        meshes: the meshes of the mapping; the unit is on `vocabulary_data`.
+    The unit, on `meshes.vocabulary_data`, is not freed after a forward: a step's passes need it from beginning to end.
     """
     mesh = meshes.vocabulary_data
     fully_shard(shards, mesh=mesh, reshard_after_forward=False, mp_policy=_precision(training))
@@ -148,15 +136,13 @@ def free_gathered(model: nn.Module) -> None:
 def _prefetch(model: Transformer, meshes: Meshes, freed: bool) -> None:
     """Set which weights each block prefetches: its experts' and the next block's; in backward the previous block's.
 
-    By default FSDP prefetches only as far as the host runs before the device. A dropless dispatcher makes the host
-    wait until routed tokens are counted, and the device would then wait for the weights. Blocks prefetch, not experts:
-    the experts' hooks run a second time under recomputation, and weights gathered in backward would be outdated in the
-    next forward.
+    A dropless dispatcher makes the host wait until routed tokens are counted, and the device would then wait for the
+    weights. Blocks prefetch, not experts: the experts' hooks run a second time under recomputation, and weights
+    gathered in backward would be outdated in the next forward.
 
     Args:
         model: a pipeline stage whose FSDP units are wrapped.
-        meshes: process groups and meshes of the run.
-        freed: whether forward frees gathered weights after use.
+        freed: whether forward frees gathered weights after use; if not, backward prefetches nothing.
     """
     # The last axis shards; an axis before it replicates.
     dense, experts = (mesh.size(mesh.ndim - 1) > 1 for mesh in (meshes.dense_data, meshes.expert_data))

@@ -22,12 +22,7 @@ from titanmoe.ops.device import kind
 
 
 def apply_expert_parallel(model: Transformer, meshes: Meshes) -> None:
-    """Set the process groups of each MoE layer's dispatcher, balance loss and capacity, in place. No communication.
-
-    Args:
-        model: the stage.
-        meshes: the meshes from which the groups are taken.
-    """
+    """Set the process groups of each MoE layer's dispatcher, balance loss and capacity, in place. No communication."""
     for moe in model.moe_layers().values():
         moe.dispatcher.place(expert_ranks(meshes))
         moe.balance.sequence, moe.balance.data = meshes.sequence, meshes.data
@@ -53,11 +48,6 @@ def reserve_buffers(
     None if the dispatcher needs none. Collective over the world.
 
     Args:
-        model: the recipe's [model].
-        moe: the recipe's [moe].
-        training: the recipe's [training].
-        meshes: process groups and meshes of the run.
-        device: the device that the buffers are on.
         reserve: called in place of the `reserve` of the dispatcher's class, with its arguments (`Dispatcher.reserve`).
 
     Raises:
@@ -78,9 +68,6 @@ def choose_dispatcher(
     All ranks choose the same.
 
     Args:
-        config: the recipe.
-        meshes: process groups and meshes of the run.
-        device: the device that the buffers are on.
         node: the number of ranks on this machine.
         reserve: `reserve_buffers`, or a function that replaces it, given (model, moe, training, meshes, device).
 

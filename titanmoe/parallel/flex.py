@@ -4,7 +4,7 @@ The least and greatest positions of each block decide which blocks of keys a blo
 O(blocks^2) numbers; inside a block that is neither fully hidden nor fully visible, the kernel checks every pair.
 
 Shapes: B samples, L sequence, S positions of the queries, all of them or this rank's; H query heads, G key heads,
-h head width; Q blocks of queries, N blocks of keys.
+h head width, which may differ for values; Q blocks of queries, N blocks of keys.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def block_mask(position_S: Tensor, length: int, mask: Mask) -> BlockMask:
     Args:
         position_S: positions of the queries in the sequence.
         length: number of keys, the length of the sequence.
-        mask: which positions see each other.
     """
 
     def ends(of_queries_BS: Tensor, of_keys_BL: Tensor) -> list[list[Tensor]]:
@@ -107,8 +106,6 @@ class Masks:
 
         Args:
             length: length of the full sequence.
-            mask: which positions see each other.
-            device: the device of the result.
         """
         if torch.compiler.is_compiling():
             return block_mask(self.positions(length, device), length, mask)
@@ -142,9 +139,6 @@ def flex(
     compared with other implementations.
 
     Args:
-        q_BSHh: queries.
-        k_BLGh: keys of the full sequence.
-        v_BLGh: values of the full sequence.
         mask: flex_attention's mask, as `block_mask` returns it.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
         report_lse: gets the log-sum-exp of each query (B, H, S), sinks left out.
@@ -178,21 +172,12 @@ def flex_attention_over(
 ) -> Tensor:
     """Return attention of this rank's queries to the full sequence, by flex_attention on gathered keys and values.
 
-    Collective over cp.
+    The result is (B, S, H, width of a value). Collective over cp. Differentiable where `flex` is.
 
     Args:
-        q_BSHh: queries of this rank's positions.
-        k_BSGh: keys of this rank's positions.
-        v_BSGh: values of this rank's positions; a head may be narrower than a key.
-        mask: which positions see each other.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
         report_lse: gets the log-sum-exp of each query (B, H, S), sinks left out.
-        masks: cache of flex_attention's masks.
-        group: the ranks of cp.
         flex: computes attention in place of `titanmoe.parallel.flex.flex`, with its arguments.
-
-    Returns:
-        Attention of this rank's queries (B, S, H, width of a value).
     """
     k, v = (masks.placement.to_sequence_order(all_gather_autograd(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     return flex(q_BSHh, k, v, masks(k.shape[1], mask, q_BSHh.device), sinks_H, report_lse)

@@ -17,7 +17,6 @@ def frozen_dtype(name: str, compute: torch.dtype) -> torch.dtype:
     """Return the dtype in which a frozen weight is stored. A router computes in float32 at least.
 
     Args:
-        name: name of the weight.
         compute: training.mixed_precision_param, the dtype that layers compute in.
     """
     return torch.promote_types(compute, torch.float32) if ".router." in name else compute

@@ -52,7 +52,6 @@ def grad_norm(
 
     Args:
         parameters: this rank's trained parameters, by name, all with a gradient; a stage may have none.
-        world: all ranks.
         copies: names of the parameters that are copies of one matrix, such as a tied embedding on the first and last
             stage; together they count once.
         device: the device of the result on a rank without trained parameters.
@@ -75,7 +74,6 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> T
     Args:
         parameters: this rank's trained parameters, all with a gradient.
         norm: the norm of all gradients of all ranks, as `grad_norm` returns it.
-        max_norm: the limit.
     """
     grads = [local_grad(p) for p in parameters]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

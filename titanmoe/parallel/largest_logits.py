@@ -37,10 +37,6 @@ def largest(q_BSHh: Tensor, k_BSGh: Tensor, mask: Mask, placement: Placement, gr
 
     Args:
         q_BSHh: queries of this rank's positions, as attention gets them.
-        k_BSGh: keys of this rank's positions.
-        mask: which positions see each other.
-        placement: which chunks of the sequence each rank of cp has.
-        group: the ranks of cp.
     """
     q, k = heads_first(q_BSHh, placement.to_sequence_order(all_gather(k_BSGh.contiguous(), 1, group), 1))
     q, k = promote(q).unflatten(1, (k.shape[1], -1)), promote(k).unsqueeze(2)
@@ -75,10 +71,7 @@ class LargestLogits:
         """Wrap the attention of this rank's blocks.
 
         Args:
-            model: the recipe's [model].
             stages: this rank's stages of the model, which are changed in place.
-            placement: which chunks of the sequence each rank of cp has.
-            meshes: process groups and meshes of the run.
             every: number of steps from one measurement to the next.
             by_bound: whether to take the log-sum-exp, an upper bound of the largest logit, instead of computing it.
         """

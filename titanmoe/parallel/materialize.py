@@ -53,7 +53,6 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
     Args:
         model: the stage, with its tensors on meta.
         seed: the seed of the weights: equal ones make equal full weights under every mapping.
-        device: the device to allocate on.
     """
     model.to_empty(device=device)
     for buffer in model.buffers():
@@ -92,8 +91,6 @@ def fill_normal(
         shard: this rank's shard, which is overwritten.
         offset: index of the shard's first element in each dim of the full tensor.
         shape: shape of the full tensor.
-        key: key of the random numbers.
-        std: standard deviation.
         dtype: dtype to compute in; None for that of the shard.
     """
     for rows, index in row_blocks(shard, offset, shape):
@@ -106,7 +103,6 @@ def row_blocks(shard: Tensor, offset: tuple[int, ...], shape: torch.Size) -> Ite
     A block is a view. Blocks limit the memory of the indices.
 
     Args:
-        shard: this rank's shard.
         offset: index of the shard's first element in each dim of the full tensor.
         shape: shape of the full tensor.
     """

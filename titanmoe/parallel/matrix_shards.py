@@ -52,7 +52,6 @@ def shard_region(shape: tuple[int, ...], axes: Axes, coordinate: Mapping[str, in
     """Return the region of a weight that a rank has. Inner axes shard first, each as torch.chunk does.
 
     Args:
-        shape: shape of the full weight.
         axes: mesh axes that shard the weight.
         coordinate: the rank's coordinate on each axis, by the axis's name.
     """
@@ -169,7 +168,6 @@ class ShardGroup:
         """Return this rank's shard group in a view. Collective over the world if the group communicates.
 
         Args:
-            meshes: process groups and meshes of the run.
             view: "attention" or "experts".
             communicates: whether any matrix of this view is sharded. If not, no process group is made.
         """
@@ -263,7 +261,6 @@ def sharded_weights(
     """Return the weights that consist of matrices, each with its sharding, in the order of `matrices`.
 
     Args:
-        parameters: this rank's parameters, by name.
         matrices: the matrices of each weight, by name; every name is one of the parameters.
         shard_group_of: returns the shard group of a parameter by its name.
     """

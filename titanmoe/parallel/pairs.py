@@ -38,7 +38,6 @@ class Pairs:
 
         Args:
             action: torch's action of the schedule table for the pair, whose two sub-actions are run.
-            context: the state of torch's pipeline runtime in this step.
         """
         # Each covers what the other sends only if forward is first (`interleave.yield_in_backward`).
         both = sorted(action.sub_actions, key=lambda one: one.computation_type != Computation.FORWARD)
@@ -50,7 +49,6 @@ class Pairs:
 
         Args:
             action: forward or backward of one stage and microbatch, half of an overlapped action.
-            context: the state of torch's pipeline runtime in this step.
         """
         schedule, m = context.schedule_ref, action.microbatch_index
         stages = {stage.stage_index: stage for stage in schedule._stages}

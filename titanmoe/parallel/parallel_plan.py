@@ -2,8 +2,6 @@
 
     layers.*.attention        TensorParallel
     layers.*.attention.wk     Sharded          weight 0          up to 8 ranks
-    layers.*.attention.wo     Sharded          weight 1
-    layers.*.attention_norm   Replicated       weight
     layers.*.moe.router       StageReplicated  weight
     layers.*.moe.experts      ExpertParallel   w1 1, w3 1, w2 2
 
@@ -41,9 +39,6 @@ def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list
     """Replace a module's parameter, which is on meta, by a DTensor on a mesh, in place, without communication.
 
     Args:
-        module: the module.
-        name: name of the parameter in the module.
-        mesh: mesh of the DTensor.
         placements: placement on each axis of the mesh.
     """
     parameter = getattr(module, name)
@@ -58,8 +53,7 @@ SummedOver = Literal["tp", "etp", "stage"]
 """Ranks over which `sum_replicated` sums the gradient of a replicated parameter, once per step.
 
 "stage" is all ranks of the pipeline stage, cp x tp (`Meshes.sequence`) and then data ranks (`Meshes.data`), for what
-FSDP does not shard. Gradients of other parameters are summed over
-data ranks by FSDP, or by titanmoe.parallel.unsharded.
+FSDP does not shard. Other gradients are summed over data ranks by FSDP, or by titanmoe.parallel.unsharded.
 """
 
 
@@ -234,7 +228,6 @@ def parallelize(model: Transformer | VocabularyShards, plan: Plan, meshes: Meshe
     Args:
         model: a pipeline stage, or the rows of embedding and head that all stages share, on meta.
         plan: styles by module path or pattern.
-        meshes: process groups and meshes of the run.
 
     Raises:
         ConfigError: if the plan does not list exactly the model's parameters.
@@ -260,7 +253,6 @@ def summing_ranks(rows: Plan, tp: int) -> dict[str, SummedOver]:
 
     Args:
         rows: styles by module path, as `expand` returns them.
-        tp: number of ranks of tensor parallel.
     """
     return {
         f"{path}.{name}": style.summed_over
@@ -281,7 +273,6 @@ def sum_replicated(
     Args:
         parameters: this rank's trained parameters with gradients, by name.
         summed_over: the ranks that sum the gradient of each replicated parameter, by name.
-        meshes: process groups and meshes of the run.
     """
     groups_of: dict[SummedOver, tuple[Group, ...]] = {
         "stage": (meshes.sequence, meshes.data),

@@ -94,8 +94,6 @@ def message_groups(ranks: list[int], meshes: Meshes, device: torch.device) -> di
 
     Args:
         ranks: the pipeline rank of each stage.
-        meshes: process groups and meshes of the run.
-        device: the device that this rank computes on.
     """
     numbers = channels(ranks)
     numbers = choose(device, numbers, cpu=dict.fromkeys(numbers, 0))
@@ -224,11 +222,7 @@ def make_stages(
     Shapes of inputs and outputs are given, else the first step would run an extra, real forward and backward.
 
     Args:
-        models: this rank's stages of the model.
         ranks: the pipeline rank of each stage of the pipeline.
-        training: the recipe's [training].
-        meshes: process groups and meshes of the run.
-        device: the device that this rank computes on.
     """
     B, S = training.local_batch_size, training.seq_len // meshes.fold.cp
     compute = getattr(torch, training.mixed_precision_param)
@@ -311,7 +305,6 @@ class WithoutPipeline:
         Collective over the world, by the layers and FSDP.
 
         Args:
-            slices: this rank's slices of the microbatches.
             microbatch_loss: returns a microbatch's loss, whose gradient backward computes: nothing is divided here.
             backward: whether to run backward, which adds gradients to the parameters' `grad`; False for validation.
         """
@@ -351,12 +344,7 @@ class Pipeline:
         """Make torch's stages and schedule. Collective over the world.
 
         Args:
-            models: this rank's stages of the model.
             unsharded_experts: the experts of each stage that FSDP does not shard.
-            config: the recipe.
-            meshes: process groups and meshes of the run.
-            microbatches: number of microbatches in a step.
-            device: the device that this rank computes on.
             shards: this rank's rows of embedding and head, if all stages share these.
         """
         self.device, self.announcer = device, Announcer(meshes.pp)
@@ -457,7 +445,7 @@ class Pipeline:
         return sum((loss.detach() for loss in losses), total)
 
     def _warm_up(self, first: BatchSlice) -> None:
-        """Compile the kernels of this rank's stages before the first message, on a microbatch of the step's shapes."""
+        """Load the kernels of this rank's stages, by a forward and backward of `first` that leaves no trace."""
         # In validation without what multi-token prediction reads, so with any ids and labels.
         tokens = first.tokens._replace(next_BS=first.ids_BS, later_BS=first.labels_BS)
         first = first._replace(tokens=tokens)

@@ -7,12 +7,7 @@
     full_except_dispatch    inputs of both; received routed tokens    `attend`; `feed` without dispatch
     full                    inputs of both                            `attend`; `feed`
 
-Called by titanmoe.parallel.apply after compilation. `attend` (norm, mixer) and `feed` (norm, MoE layer or dense
-network) are methods of a block. A recomputed one is a checkpointed region, whose second call ends at the last tensor
-that backward needs: in `feed` the outputs of gate and up, so down and combine run once. The host never waits twice
-(titanmoe.comm.recomputation).
-
-Shapes: B samples, s owned positions, D model.
+Methods of a block: `attend` (norm, mixer), `feed` (norm, MoE or dense layer). B samples, s owned positions, D model.
 """
 
 from __future__ import annotations
@@ -73,8 +68,6 @@ def _checkpoint_method(owner: nn.Module, name: str, remember: Remember = _rememb
     """Make a method of this module a checkpointed region, in place: backward calls it a second time, messages too.
 
     Args:
-        owner: the module.
-        name: the method's name.
         remember: wraps the method in each forward, so that its second call computes what the first one did, although
             state outside of its arguments has changed.
     """
@@ -224,14 +217,12 @@ def _recompute_selected(block: Block) -> None:
 
 
 def apply_recomputation(model: Transformer, options: ActivationCheckpoint, in_one_graph: bool = False) -> None:
-    """Make the methods of blocks that the recipe recomputes checkpointed regions, in place.
+    """Make the methods that the recipe recomputes, in every `options.every`-th block, checkpointed regions, in place.
 
     Must be called after compilation, which wraps methods too. A MoE layer is compiled as one graph only in a mode that
     saves its routed tokens; then its products are a region inside the graph, and `feed` is none.
 
     Args:
-        model: a pipeline stage.
-        options: the recipe's [activation_checkpoint].
         in_one_graph: whether a MoE layer is compiled as one graph.
     """
     parts = RECOMPUTED_PARTS[options.mode]

@@ -42,9 +42,6 @@ def make_schedule(
     Of `pipeline_order` torch makes `pipeline_order_with_comms`.
 
     Args:
-        stages: this rank's stages.
-        options: the recipe's [pipeline].
-        microbatches: number of microbatches in a step.
         loss: called by the last stage with the output and the slice of a microbatch; backward begins at its result.
         keep_gathered: whether weights stay gathered from a stage's first forward to its last backward.
         with_vocabulary: whether all stages share the vocabulary, so that there are passes.

@@ -22,13 +22,9 @@ class TiedEmbeddings:
     """The copies of the embedding that this rank has, whose gradients are summed over all copies."""
 
     def __init__(self, stages: list[Transformer], model: Model, ranks: list[int], meshes: Meshes):
-        """Find this rank's copies. Collective over the world if the first and last stage are on different ranks.
+        """Find this rank's copies. `ranks` has the pipeline rank of each stage.
 
-        Args:
-            stages: this rank's stages of the model.
-            model: the recipe's [model].
-            ranks: the pipeline rank of each stage.
-            meshes: process groups and meshes of the run.
+        Collective over the world if there are copies and the first and last stage are on different ranks.
         """
         self.names: tuple[str, ...] = ()
         self.ends, self.group = [], None

@@ -120,13 +120,8 @@ def torch_ring_attention(
     Only where `missing` returns "". The result is (B, S, H, width of a value). Differentiable.
 
     Args:
-        q_BSHh: queries of this rank's positions.
-        k_BSGh: keys of this rank's positions.
-        v_BSGh: values of this rank's positions.
         sinks_H: logit of one more key of each head, whose value is zero; None without.
         report_lse: gets the log-sum-exp of each query (B, H, S), sinks left out.
-        placement: which chunks of the sequence each rank of cp has.
-        group: the ranks of cp.
     """
     q, k, v = heads_first(q_BSHh, k_BSGh, v_BSGh)
     return _Ring.apply(q, k, v, sinks_H, placement.zigzag, group, report_lse).transpose(1, 2)

@@ -79,8 +79,6 @@ class UnshardedExperts:
 
         Args:
             stage: a pipeline stage.
-            training: the recipe's [training].
-            meshes: process groups and meshes of the run.
             summed_before: whether gradients of the other weights are summed over microbatches before FSDP reduces
                 them. Then the sums here are in the dtype that FSDP reduces in too.
         """

@@ -1,11 +1,9 @@
 """Run embedding and head over all stages of a pipeline: [parallelism] vocab = "pipeline" (arXiv 2411.05288).
 
-Both layers are sharded over pp and tp together (titanmoe.models.vocabulary_shards). All ranks of a pipeline run the
-passes E, H, S, L, T and D where titanmoe.fold.vocabulary_passes, which describes them, has put them into the schedule's
-table. A pass starts a message, over pp or (S) pp x tp, and a later one waits for it.
-
-Multi-token prediction adds no pass, but a second message to E and D, for the embeddings of the next tokens; tensors
-that have both have 2 B samples, first those of the tokens.
+Both layers are sharded over pp and tp together (titanmoe.models.vocabulary_shards). All ranks run the passes E, H, S,
+L, T and D where titanmoe.fold.vocabulary_passes, which describes them, has put them into the schedule's table. A pass
+starts a message, over pp or (S) pp x tp, and a later one waits for it. Multi-token prediction adds a second message to
+E and D, for the embeddings of the next tokens; tensors that have both have 2 B samples, first those of the tokens.
 
 Shapes: N numbers of the head for each label, B samples, S positions of the attention slice, s owned positions, T tokens
 (B * S), D model, R ranks of pp x tp, K statistics.
@@ -106,7 +104,6 @@ class VocabularyPasses:
         Args:
             shards: this rank's rows of the embedding and the head.
             ranks: the pipeline rank of each stage.
-            meshes: process groups and meshes of the run.
             hidden: a meta tensor with the shape and dtype of a microbatch's hidden states on this rank.
             multi_token: multi-token prediction, on ranks of the last stage.
             computing: returns a context that tells observers that this rank does not wait for other stages.
@@ -165,7 +162,6 @@ class VocabularyPasses:
         Afterwards `losses` has each microbatch's loss on ranks of the last stage. Collective over the data ranks.
 
         Args:
-            slices: this rank's slices of the step's microbatches.
             microbatch_loss: returns a microbatch's loss, from the head's numbers (N, B, S) and its slice.
             backward: whether backward passes follow; if not, no gradients are computed.
         """
@@ -191,7 +187,6 @@ class VocabularyPasses:
 
         Args:
             action: the action of the table, whose kind is one of `Pass`.
-            context: the state of torch's runtime in this step.
         """
         with self.computing(), region("head and loss"):
             self.functions[action.computation_type](action.microbatch_index)
@@ -297,7 +292,6 @@ class VocabularyPasses:
         Collective over pp and tp.
 
         Args:
-            batch_slice: this rank's slice of a microbatch.
             microbatch_loss: returns a microbatch's loss, from the head's numbers (N, B, S) and its slice.
         """
         grads = {parameter: parameter.grad for parameter in self.shards.parameters()}

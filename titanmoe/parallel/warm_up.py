@@ -31,10 +31,7 @@ def warm_up(
     Stages other than the first begin with random hidden states. Collective over the ranks of the stage.
 
     Args:
-        model: a pipeline stage.
         hidden: a meta tensor with the shape and dtype of a microbatch's hidden states on this rank.
-        batch_slice: this rank's slice of a microbatch.
-        device: the device that this rank computes on.
         microbatch_loss: returns the microbatch's loss from the last stage's output and the slice.
     """
     memories = [moe.dispatcher.memory for moe in model.moe_layers().values()]

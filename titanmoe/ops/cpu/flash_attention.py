@@ -51,8 +51,6 @@ def block_backward(
     Args:
         grad: the gradient of the outputs.
         q: the queries (B, heads, S, width).
-        k: the keys of the block.
-        v: the values of the block.
         bias: what was added to the scores, such as a mask; None for nothing.
         out: the outputs; after blocks are merged, the merged ones.
         lse: the log-sum-exp of the scores; after blocks are merged, the merged one.

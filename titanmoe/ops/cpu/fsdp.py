@@ -87,7 +87,7 @@ class DirectAllGather:
     ) -> dist.Work:
         """Start to gather each rank's input_tensor into output_tensor, and return the handle to wait on.
 
-        Called by FSDP2; collective over the group.
+        Called by FSDP2; collective over the group. `async_op` is not used: it never waits.
         """
         ranks = group.size()
         return _Exchange(
@@ -131,7 +131,7 @@ class ReduceScatter:
     ) -> None:
         """Reduce input_tensor over the ranks by `op`, and write this rank's shard of the result to output_tensor.
 
-        Called by FSDP2; collective over the group. Returns once the shard has been written.
+        Called by FSDP2; collective over the group. Waits until the shard has been written. `async_op` is not used.
         """
         observe.waits(group.group_name)
         REDUCE_SCATTER(output_tensor, input_tensor, op, group)

@@ -13,24 +13,17 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def configure_process(local_world: int) -> None:
-    """Set the threads, scheduling policy and memory allocator of a process whose rank computes on CPUs.
-
-    Args:
-        local_world: the number of ranks on this machine.
-    """
+    """Set threads, scheduling policy and memory allocator of this process, one of a machine's `local_world` ranks."""
     limit_threads(local_world)
     use_batch_scheduling()
     reuse_freed_memory()
 
 
 def limit_threads(local_world: int) -> None:
-    """Set torch's threads so that all ranks of this machine together have one per core.
+    """Set torch's threads so that the `local_world` ranks of this machine together have one per core.
 
-    Does nothing if OMP_NUM_THREADS is set. With more threads than cores, threads wait for each other: 2 per core were
-    measured 10 times slower.
-
-    Args:
-        local_world: the number of ranks on this machine.
+    Does nothing for a single rank, or if OMP_NUM_THREADS is set. With more threads than cores, threads wait for each
+    other: 2 per core were measured 10 times slower.
     """
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch

@@ -1,18 +1,6 @@
-"""Triton kernels, each with its plain reference elsewhere. Nothing here is imported without Triton.
+"""Triton kernels, and whether they run here. The files of kernels are only imported where Triton is installed.
 
-slot_kernels     which slot each choice gets      titanmoe.moe.send_slots
-permute_rows     tokens into slots and back       titanmoe.moe.permute
-rotate           rotary positions                 titanmoe.models.layers
-rms_norm         norms of rows                    titanmoe.models.layers
-latent_heads     queries and keys of latents      titanmoe.models.latent_attention
-weighted_swiglu  the experts' activation          titanmoe.moe.expert_products.plain_swiglu
-router_entropy   how evenly scores are spread     titanmoe.moe.layer_statistics.entropy_and_count
-route            scores, choice, weights, counts  titanmoe.moe.router
-bfloat16_terms   float32 as bfloat16 parts        titanmoe.moe.router_product
-quantise         rows to 8 bits                   titanmoe.moe.fp8
-add_gradient     sums of the experts' gradients   titanmoe.moe.grouped_mm.plain_add_gradient
-loss             slices of the logits             titanmoe.models.logit_slices
-put              rows to other GPUs' memory       titanmoe.moe.dispatchers.symmetric_buffers
+Each kernel has a plain reference in torch beside its caller, which the docstring of the kernel's file names.
 """
 
 from __future__ import annotations
@@ -46,7 +34,6 @@ def fused(kernels: str, x: Tensor) -> bool:
 
     Args:
         kernels: the option `[moe] kernels`: "triton" always, "auto" on GPUs with Triton.
-        x: the tensor.
     """
     return kernels == "triton" or (kernels == "auto" and device.kind(x) == "cuda" and installed())
 

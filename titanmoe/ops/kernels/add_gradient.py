@@ -47,7 +47,6 @@ def add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, ends_e: Tens
     """Add the gradients of H weights of each expert to their sums, in place.
 
     Args:
-        total_HeFD: the sums.
         grad_RN: the gradients of the products' outputs side by side, N = H * F.
         x_RD: the products' input.
         ends_e: the index of the routed token after each expert's last.

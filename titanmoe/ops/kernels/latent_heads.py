@@ -84,8 +84,6 @@ def _run_join(plain: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor, out: Ten
     Args:
         plain: the part without positions of every head; of width 0 to rotate in place.
         rotated: the part to rotate, of every head, or one that all heads share.
-        cos: cosines of the rotation's angles.
-        sin: sines of the rotation's angles.
         out: the tensor to write to; not used if `plain` has width 0.
         sign: 1, or -1 to rotate by the opposite angles.
     """
@@ -105,8 +103,6 @@ def rotate_ends(x_BSHp: Tensor, cos_bS1p: Tensor, sin_bS1p: Tensor) -> None:
 
     Args:
         x_BSHp: a view of the rotated part of each head, its last p numbers.
-        cos_bS1p: cosines of the angles.
-        sin_bS1p: sines of the angles.
     """
     _run_join(x_BSHp[..., :0], x_BSHp, cos_bS1p, sin_bS1p, x_BSHp, 1)
 
@@ -123,8 +119,6 @@ def join_ends(plain_BSHn: Tensor, rotated_BSHp: Tensor, cos_bS1p: Tensor, sin_bS
     Args:
         plain_BSHn: the parts without positions.
         rotated_BSHp: the parts to rotate; with H = 1, one that all heads share.
-        cos_bS1p: cosines of the angles.
-        sin_bS1p: sines of the angles.
         sign: 1, or -1 to rotate by the opposite angles.
     """
     plain, rotated = adjacent_numbers(plain_BSHn), adjacent_numbers(rotated_BSHp)
@@ -200,7 +194,7 @@ class Queries(torch.autograd.Function):
 
 
 class KeysAndValues(torch.autograd.Function):
-    """Autograd function that makes the keys and values of latent attention.
+    """Autograd function that makes the keys (B, S, H, n + p) and values (a view) of latent attention.
 
     Its inputs are each head's key without positions and its value, side by side, and the key that all heads share,
     which is rotated by its position (RoPE) and appended to each head's key; then v, and cos and sin of the angles.

@@ -67,7 +67,6 @@ def loss_slice(
     """Update each token's running numbers of a softmax over the vocabulary with a slice of its logits, in place.
 
     Args:
-        logits_Tv: the slice.
         label_T: the column of each token's label in this rank's vocabulary; one outside the slice has no effect.
         begin: the slice's first column in this rank's vocabulary.
         top_T: the largest logit so far; -inf before the first slice, when the other two are 0.
@@ -87,7 +86,6 @@ def loss_slice_backward(logits_Tv: Tensor, label_T: Tensor, begin: int, log_tota
     """Overwrite a slice of logits with the gradient of the loss, (softmax - one-hot of the label) * scale.
 
     Args:
-        logits_Tv: the slice.
         label_T: the column of each token's label in this rank's vocabulary; one outside the slice, such as -1, is taken
             as no label: its one-hot is 0.
         begin: the slice's first column in this rank's vocabulary.

@@ -75,7 +75,6 @@ def _launch_fetch(x: Tensor, index_R: Tensor, weight: Tensor, K: int, out: Tenso
         index_R: for each row of `out`, the row of x times K, plus the number of its weight; N * K for zeros.
         weight: the routing weights, K for each row of x.
         K: the number of weights of a row.
-        out: the rows to write.
         weight_out: the weights to write; `out` itself if there are no weights.
     """
     index_R, weighted = index_R.contiguous(), weight_out is not out
@@ -93,7 +92,6 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
     """Launch the kernel that sums rows of y by token, and the gradients of their routing weights.
 
     Args:
-        y: the rows.
         slot: the J rows of each token.
         weight_grad: the gradient of each row's weight; None if there are no weights.
         K: the number of weights of a token.
@@ -135,8 +133,6 @@ def fetch_weighted_rows(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor) -> t
     """Copy the token and the routing weight of each choice. Not differentiable.
 
     Args:
-        x_TD: the tokens.
-        weights_TK: the routing weights of each token's choices.
         choice_R: choices, numbered token * K + k; T * K gives zeros.
 
     Returns:
@@ -168,7 +164,6 @@ def sum_weighted_rows(y_RD: Tensor, weight_R1: Tensor, slot_TJ: Tensor, K: int) 
     """Sum rows and weights by token: the transpose of `fetch_weighted_rows`. Not differentiable.
 
     Args:
-        y_RD: the rows.
         weight_R1: a weight for each row.
         slot_TJ: the rows of each token; R for no row. J / K consecutive ones belong to one choice.
         K: the number of choices of a token.
@@ -196,8 +191,6 @@ def fetch_packed_rows(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor) -> Ten
     """Copy the token and the routing weight of each choice into one packed row: (R, P). Not differentiable.
 
     Args:
-        x_TD: the tokens.
-        weights_TK: the routing weights of each token's choices.
         choice_R: choices, numbered token * K + k; T * K gives zeros.
     """
     packed_RP = x_TD.new_empty(choice_R.numel(), x_TD.shape[1] + SPACE // x_TD.element_size())
@@ -216,7 +209,6 @@ def fetch_unpacked_rows(packed_NP: Tensor, index_R: Tensor, weight_dtype: torch.
     """Copy the packed rows index_R[r], split into routed tokens (R, D) and routing weights (R, 1). Not differentiable.
 
     Args:
-        packed_NP: the packed rows.
         index_R: for each row of the result, the row to copy; N gives zeros.
         weight_dtype: the dtype of the packed weights.
     """
@@ -237,7 +229,6 @@ def sum_packed_rows(packed_RP: Tensor, slot_TJ: Tensor, K: int, weight_dtype: to
     """Sum packed rows (a routed token and its weight) by token. Not differentiable.
 
     Args:
-        packed_RP: the packed rows.
         slot_TJ: the rows of each token; R for no row. J / K consecutive ones belong to one choice.
         K: the number of choices of a token.
         weight_dtype: the dtype of the packed weights.

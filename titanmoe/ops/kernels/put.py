@@ -36,7 +36,6 @@ def put_rows(x_ND: Tensor, to_N: Tensor, addresses_G: Tensor, limit: int) -> Non
     """Write each row to its place in the buffers of the ranks. Does not wait for other ranks.
 
     Args:
-        x_ND: the rows.
         to_N: the place of each row, rank * limit + row of that rank's buffer; -1 for a row that is not written.
         addresses_G: the addresses of the ranks' buffers, as this GPU maps them, int64.
         limit: the number of rows of each rank's buffer that may be written.
@@ -64,7 +63,6 @@ def take_rows(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
     """Return a copy of a buffer's rows, with zeros in unused ones.
 
     Args:
-        buffer_ND: the buffer.
         from_N: where each row came from; -1 for an unused row, which nobody wrote.
     """
     (N, D), (rows, columns) = buffer_ND.shape, tile_shape(buffer_ND.shape[1], TILE)

@@ -124,8 +124,6 @@ def rms_norm_backward(
 
     Args:
         grad: the gradient of that result.
-        x: the input.
-        weight_D: the weight.
         eps: added to the mean square.
         weight_grad: whether to compute the weight's gradient.
 

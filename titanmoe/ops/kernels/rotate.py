@@ -34,7 +34,6 @@ def angles(cos, sin, offset, SIGN: tl.constexpr, HALF: tl.constexpr, P: tl.const
         SIGN: 1, or -1 to rotate by the opposite angles.
         HALF: half the width of a head, the number of angles.
         P: the power of two above HALF.
-        WIDE: dtype of the result.
     """
     i = tl.arange(0, P)
     c = tl.load(cos + offset + i, mask=i < HALF, other=0.0).to(WIDE)[None, :]
@@ -51,7 +50,6 @@ def rotate_heads(x, out, c, s, HEADS: tl.constexpr, per_head, out_head, HALF: tl
         out: pointer to where the first rotated head goes.
         c: cosines from `angles`.
         s: sines from `angles`.
-        HEADS: the number of heads.
         per_head: elements from one head of x to the next.
         out_head: elements from one head of `out` to the next.
         HALF: half the width of a head.
@@ -91,10 +89,6 @@ def rotate(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, s
     """Rotate queries and keys by their positions (RoPE), and return both. Not differentiable.
 
     Args:
-        q_BSHh: queries.
-        k_BSGh: keys.
-        cos_bS1h: cosines of the angles.
-        sin_bS1h: sines of the angles.
         sign: 1, or -1 to rotate by the opposite angles.
     """
     q, k, cos, sin = adjacent_numbers(q_BSHh), adjacent_numbers(k_BSGh), cos_bS1h.contiguous(), sin_bS1h.contiguous()

@@ -58,8 +58,6 @@ def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP
     Args:
         key: score plus expert_bias of each expert.
         e: the numbers of the experts.
-        E: the number of experts.
-        G: the number of groups.
         GP: the power of two above G.
         TOP: the number of groups to choose.
         TWO: whether two keys rate a group.
@@ -86,8 +84,6 @@ def _unnormalised(logits, scores, chosen, MODE: tl.constexpr):
     """Return the routing weights of chosen experts before they are scaled to sum to 1; 0 for other experts.
 
     Args:
-        logits: router logits.
-        scores: router scores.
         chosen: a mask of the chosen experts.
         MODE: the score function, a value of SCORE_KERNELS.
     """
@@ -215,13 +211,11 @@ def route(
     """Choose experts from the router's logits, and add the counts of choices to count_BE in place. Not differentiable.
 
     Args:
-        logits_TE: router logits.
         bias_E: expert_bias, added to the scores for the choice, not for the weights.
         index_T: the global position of each token, which decides its experts if `forced`.
         sample_T: the sample of each token.
         valid_T: whether each token is no padding.
         count_BE: int64 counts of choices by sample and expert, to which those of valid tokens are added.
-        top_k: K.
         groups: the number of groups of experts.
         top_groups: the number of groups from which a token chooses.
         scores_per_group: the number of a group's best scores whose sum rates it, 1 or 2.
@@ -271,8 +265,6 @@ def route_backward(
     Args:
         grad_scores_TE: the gradient of the scores; None counts as zeros.
         grad_weights_TK: the gradient of the routing weights; None counts as zeros.
-        logits_TE: router logits.
-        scores_TE: router scores.
         chosen_TK: each token's chosen experts; E for padding.
         mode: the score function, a value of SCORE_KERNELS: 0 softmax, 1 sigmoid, 2 softmax over the chosen experts.
         norm: whether weights were scaled to sum to 1 over a token's choices.

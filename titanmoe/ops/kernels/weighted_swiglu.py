@@ -95,9 +95,6 @@ def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: 
     """Compute act(gate) * up * routing weight: (R, F), in gate's dtype. Not differentiable.
 
     Args:
-        gate_RF: gate projections.
-        up_RF: up projections.
-        weight_R1: routing weights.
         clamped: whether gate and up are clamped and up is increased by 1, as in gpt-oss; else it is SwiGLU.
     """
     gate_RF, up_RF, weight_R1 = _with_adjacent_numbers(gate_RF), _with_adjacent_numbers(up_RF), weight_R1.contiguous()
@@ -125,9 +122,6 @@ def weighted_swiglu_backward(
 
     Args:
         grad_RF: the gradient of that product.
-        gate_RF: gate projections.
-        up_RF: up projections.
-        weight_R1: routing weights.
         clamped: whether gate and up are clamped and up is increased by 1, as in gpt-oss; else it is SwiGLU.
 
     Returns:
