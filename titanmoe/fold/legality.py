@@ -160,8 +160,8 @@ def _products(config: Config, etp: int) -> Iterator[str]:
 def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
     """Yield a message for each reason why the pipeline schedule cannot run with these degrees.
 
-    A global batch of -1 counts as one microbatch per data rank. No message where pp exceeds the layers or the global
-    batch does not divide, which other laws refuse.
+    A global batch of -1 counts as one microbatch per data rank. No message where pp exceeds the layers, or the
+    global batch is not a multiple of dp local batches: other laws refuse these.
     """
     training = config.training
     unit = training.local_batch_size * dp

@@ -52,7 +52,7 @@ _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
-    """One computation of a stage for one microbatch: its forward, its backward, or one half of its backward."""
+    """One computation of a stage for a microbatch: forward, backward, one half of it, or a pass of the vocabulary."""
 
     stage: int
     does: str  # of COST or PASSES
@@ -247,7 +247,8 @@ def simulate(
 
     Args:
         rows: the cells of each pipeline rank, in the order in which it runs them.
-        stage_costs: time of each stage's forward, in any unit, which the second result has; () for 1 each.
+        stage_costs: time of each stage's forward, in the unit of the second result; other actions take as many times
+            that as COST says. () for 1 each.
         loss_cost: time of the loss of a microbatch, forward and backward, where all stages share the vocabulary.
 
     Raises:

@@ -212,8 +212,8 @@ def _chunks(
     """Compute what each chunk of C tokens does: state_after = carry @ state + gain, and outputs = read @ state + own.
 
     Args:
-        v: values (B, S, H, v).
-        decay: logarithms of the decays.
+        q: queries (B, S, R, k) as projected, as keys are; v has the values (B, S, H, v).
+        decay: logarithms of the decays, (B, S, H); for GLA (B, S, R, k) or (B, S, H, k).
         beta: the strength with which each token is written; None for GLA.
         begins: a mask (B, S) of the first tokens of documents; None for none.
 
@@ -310,9 +310,8 @@ def _gla(q: Tensor, k: Tensor, v: Tensor, decays: _Decays) -> tuple[Tensor, Tens
 def _gla_weights(q: Tensor, k: Tensor, since: Tensor) -> Tensor:
     """Return the weight (..., C, C) of each earlier token in each token's output: sum over k of q k e^(decay).
 
-    The decay is that between the two tokens. First each token with itself, then chunks twice as long each time: from
-    the first half to the second, decays add up to the first half's end and from there on. Later tokens
-    get 0, but earlier ones of other documents do not.
+    The decay is that between the two tokens. Later tokens get 0, but earlier ones of other documents do not. First each
+    token with itself, then chunks twice as long each time, whose decays add up at the first half's end.
     """
     weights = (q * k).sum(-1, keepdim=True).unsqueeze(-1).expand(*since.shape[:-1], 1, 1)
     while (half := weights.shape[-1]) < since.shape[-2]:

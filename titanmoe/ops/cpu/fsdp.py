@@ -87,7 +87,7 @@ class DirectAllGather:
     ) -> dist.Work:
         """Start to gather each rank's input_tensor into output_tensor, and return the handle to wait on.
 
-        Called by FSDP2; collective over the group. `async_op` is not used: it never waits.
+        Called by FSDP2; collective over the group. The call never waits; `async_op` is not used.
         """
         ranks = group.size()
         return _Exchange(
