@@ -285,6 +285,8 @@ def _read_table(data: dict[str, Any], prefix: str, settings: Settings) -> None:
 def _read_own_table(settings: Settings, family_fields: dict[str, Field]) -> None:
     """Set the fields of [model.own] from recipe and command line; add a problem for each that the family does not have.
 
+    Without these problems if family or size is refused, so that the family is not known.
+
     Args:
         settings: the values of the table as they were read, and the settings to change.
         family_fields: the fields that the family has, by path.
@@ -364,7 +366,8 @@ def _fallback(settings: Settings, components: Components, model_file: ModelFile 
     """Return the value that each field has if neither recipe nor command line sets it, by path.
 
     That is the published model's value, else a preset of a component that the config names, else the schema's default.
-    If a component cannot be used, its field has its default, and `settings` gets a problem and drops the field's value.
+    If a component cannot be used, its field has its default; in `settings` there is a problem, the field is refused,
+    and its value is gone.
 
     Args:
         components: kinds of components, which have presets.
