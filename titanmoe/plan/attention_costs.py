@@ -54,13 +54,10 @@ class BackwardFactors(NamedTuple):
 
 
 def _ring_slowdown(seq: int, cp: int) -> float:
-    """Return the time of ring attention on cp ranks over the time of one kernel for the full sequence.
+    """Return attention's time per FLOP in a ring of `cp` ranks, over that of one kernel for the full sample.
 
-    Each rank computes cp pairs of shards. One of them is causal, the others are not, and short ones are slower.
-
-    Args:
-        seq: tokens of a sample.
-        cp: ranks that the sample is sharded over.
+    `seq` is the tokens of a sample. Each rank computes cp pairs of shards. One of them is causal, the others are not,
+    and short ones are slower.
     """
     short = cp / seq
     return ((1 + SHORT_CAUSAL * short) + (cp - 1) * (1 + SHORT * short)) / cp / (1 + SHORT_CAUSAL / seq)
@@ -90,9 +87,6 @@ class AttentionCosts(DispatchCosts):
         """Return the seconds of one (m, k) by (k, n) product: by FLOPs or by bytes, whichever take longer.
 
         Args:
-            m: rows of the left operand.
-            n: columns of the right operand.
-            k: the dim that is summed over.
             peak: FLOPs per second of the device; 0 for those of the compute dtype.
         """
         fraction = min(1.0, self.device.peak_fraction(m, n, k) * self.factors.matrix)
@@ -143,7 +137,6 @@ class AttentionCosts(DispatchCosts):
         They are bytes of 16-bit numbers; `move_seconds` scales them to the compute dtype.
 
         Args:
-            work: widths of the mixer's tensors on a rank.
             direction: 0 forward, 1 backward.
         """
         rotated = 4 * work.queries if self.stack.joins_latent_heads and self.model.kv_lora_rank else work.rotated
@@ -155,7 +148,6 @@ class AttentionCosts(DispatchCosts):
         """Return the costs (forward, backward) of the mixer of one microbatch, with its norm, tp's and cp's messages.
 
         Args:
-            tp, cp: number of ranks of each.
             samples: samples of the microbatch on one data rank.
             layer: index of the block; of equal blocks the first, so that their price is cached once.
         """
@@ -210,10 +202,7 @@ class AttentionCosts(DispatchCosts):
         Backward's take twice as long, which the caller counts.
 
         Args:
-            group: the ranks of cp.
             X: positions of a rank's attention slice, of all samples of the microbatch together.
-            samples: samples of the microbatch.
-            work: widths of the mixer's tensors on a rank.
         """
         query, keys, options = work.queries, work.keys, self.config.parallelism
         if work.state:
@@ -232,7 +221,6 @@ class AttentionCosts(DispatchCosts):
         to reach the rank that owns them. Messages hide behind the attention of other shards.
 
         Args:
-            group: the ranks of cp.
             query: elements of a rank's queries.
             keys: elements of a rank's keys and values.
             attention: seconds of attention's kernels in this direction.

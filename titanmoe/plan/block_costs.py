@@ -2,7 +2,8 @@
 
 All times are those of the slowest rank. `titanmoe.plan.price` adds blocks up to a step.
 
-Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed tokens, D model.
+Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed tokens, D model, E experts,
+F hidden width of an expert on a rank, V ids of a rank's shard of the head.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def _backward(config: Config) -> list[BackwardFactors]:
 class BlockCosts(AttentionCosts):
     """Forward and backward costs of a block for one model and batch, under any mapping.
 
-    Costs that several mappings share are cached: `attention`, `dense`, `experts`, `head` and `product` are the cached
-    versions of the private methods of those names.
+    Costs that several mappings share are cached: `attention` and `product` are `price_attention` and `price_product`;
+    `dense`, `experts`, `expert_products` and `head` are the private methods of those names.
     """
 
     def __init__(
@@ -93,9 +94,6 @@ class BlockCosts(AttentionCosts):
         """Return the cost of the head and the loss for one microbatch, forward and backward added up.
 
         Args:
-            tp: ranks of tensor parallel.
-            cp: ranks of context parallel.
-            samples: samples of the microbatch.
             stages: pipeline ranks that share the head. What they send each other is not included.
         """
         X, D = samples * self.config.training.seq_len / cp, self.model.dim
@@ -112,11 +110,10 @@ class BlockCosts(AttentionCosts):
     ) -> tuple[Cost, Cost]:
         """Return the costs (forward, backward) of a dense or shared feed-forward network for one microbatch.
 
+        Its norm and tp's messages are included.
+
         Args:
-            tp: ranks of tensor parallel.
-            cp: ranks of context parallel.
-            samples: samples of the microbatch.
-            hidden: width of the network.
+            hidden: width of the network, before tp divides it.
             backward: FLOPs of backward relative to forward.
             shared: whether it is the shared expert of a MoE layer.
         """
@@ -148,14 +145,13 @@ class BlockCosts(AttentionCosts):
         backward: float = BACKWARD,
         between: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[Cost, Cost]:
-        """Return the costs (forward, backward) of a MoE layer for one microbatch: router, dispatch, experts, combine.
+        """Return the costs (forward, backward) of a MoE layer for one microbatch.
+
+        Router, dispatch and combine, and the shared expert are included.
 
         Args:
             sample_ranks: ranks that a sample is divided among, tp x cp.
-            samples: samples of the microbatch.
             tp: matters to the shared expert only.
-            ep: ranks of expert parallel.
-            etp: ranks of expert tensor parallel.
             choice: the dispatcher, and what overlaps with it.
             backward: FLOPs of the experts' backward relative to forward.
             between: seconds (forward, backward) that are computed before the second half can be sent.
@@ -200,11 +196,9 @@ class BlockCosts(AttentionCosts):
         return costs[0], costs[1]
 
     def _expert_biases(self, R: float, etp: int, direction: int) -> float:
-        """Return the seconds to add the experts' biases, or their gradients; 0 if there are none.
+        """Return the seconds to add the experts' biases, or their gradients, for R routed tokens; 0 if there are none.
 
         Args:
-            R: routed tokens of the rank.
-            etp: ranks of expert tensor parallel.
             direction: 0 forward, 1 backward.
         """
         hidden, output = (per_element[direction] for per_element in self.stack.expert_linear_bias)
@@ -236,14 +230,9 @@ class BlockCosts(AttentionCosts):
         return tokens, R / tokens
 
     def _expert_products(self, R: float, ep: int, etp: int) -> float:
-        """Return the seconds of the forward products of a rank's experts in one MoE layer.
+        """Return the seconds of the forward products of a rank's experts in one MoE layer, for R routed tokens in all.
 
         It is at least the time to read each expert's weights.
-
-        Args:
-            R: routed tokens of the rank, over all its experts.
-            ep: ranks of expert parallel.
-            etp: ranks of expert tensor parallel.
         """
         model, D, F = self.model, self.model.dim, self.model.expert_hidden / etp
         local_experts = model.num_experts / ep
@@ -273,10 +262,7 @@ class BlockCosts(AttentionCosts):
             forward: cost of the layer's forward.
             mode: mode of recomputation: "full", "full_except_dispatch" or "moe".
             sample_ranks: ranks that a sample is divided among, tp x cp.
-            samples: samples of the microbatch.
             tp: not used.
-            ep: ranks of expert parallel.
-            etp: ranks of expert tensor parallel.
             choice: the dispatcher, and what overlaps with it.
         """
         chunks = choice.chunks if ep * etp > 1 else 1
@@ -294,13 +280,9 @@ class BlockCosts(AttentionCosts):
     def attention_and_ffn(
         self, fold: Fold, samples: int, layer: int, choice: DispatchChoice
     ) -> tuple[tuple[Cost, Cost], ...]:
-        """Return the costs (forward, backward) of a block's attention, and those of its dense network or MoE layer.
+        """Return the costs (forward, backward) of attention in block `layer`, and those of its dense or MoE layer.
 
-        Args:
-            fold: degrees of the mapping.
-            samples: samples of the microbatch.
-            layer: index of the block.
-            choice: the dispatcher, and what overlaps with it.
+        They are those of one microbatch.
         """
         model = self.model
         if has_experts(model, layer) and choice.halves:
@@ -314,13 +296,8 @@ class BlockCosts(AttentionCosts):
     def _in_halves(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice) -> tuple[tuple[Cost, Cost], ...]:
         """Return the costs (forward, backward) of attention, and those of the MoE layer, overlapping in halves.
 
-        While routed tokens of the first half are in flight, attention of the second is computed.
-
-        Args:
-            fold: degrees of the mapping.
-            samples: samples of the whole microbatch.
-            layer: index of the block.
-            choice: the dispatcher, with `halves`.
+        While routed tokens of the first half are in flight, attention of the second is computed. `samples` are those of
+        both.
         """
         half = self.attention(fold.tp, fold.cp, samples / 2, self.first_alike[layer])
         between = tuple(cost.matrix + cost.attention + cost.memory for cost in half)
@@ -332,9 +309,7 @@ class BlockCosts(AttentionCosts):
     def launches(self, fold: Fold, mode: str) -> float:
         """Return the host's seconds to launch a block for one microbatch, forward and backward.
 
-        Args:
-            fold: degrees of the mapping; only whether tp > 1 matters.
-            mode: mode of recomputation of this block, such as "none" or "full".
+        `mode` is the block's mode of recomputation, such as "full". Of `fold` only matters whether tp > 1.
         """
         return (self.stack.host_tp if fold.tp > 1 else self.stack.host) * (4 / 3 if mode in FULL else 1.0)
 
@@ -342,10 +317,6 @@ class BlockCosts(AttentionCosts):
         """Return the cost of a block for one microbatch, forward and backward added up, recomputation included.
 
         Args:
-            fold: degrees of the mapping.
-            samples: samples of the microbatch.
-            layer: index of the block.
-            choice: the dispatcher, and what overlaps with it.
             mode: mode of recomputation of this block: "none", "selective", "moe" (of a dense block "none"),
                 "full_except_dispatch" or "full".
         """

@@ -80,7 +80,6 @@ class Candidates:
 
         Args:
             config: recipe with a global batch size.
-            world: number of ranks.
             pricer: pricer of `config` on the device.
             limit: bytes of a device; mappings whose lower bound of memory is above it are left out.
         """
@@ -152,9 +151,6 @@ class Candidates:
         one.
 
         Args:
-            fold: degrees of the mapping.
-            samples: samples of the microbatch.
-            m: microbatches of a step.
             schedules: schedules to try, of which the least idle counts.
         """
         seconds = self.totals.non_experts(fold.tp, fold.cp, samples)[0]
@@ -218,7 +214,6 @@ def _dispatchers(config: Config, group: int, device: Device) -> list[str]:
     """Return the names of the dispatchers to try; the recipe's own if no other may replace it.
 
     Args:
-        config: recipe.
         group: number of ranks of a dispatch group, ep x etp.
         device: device, whose `domain` says whether the group spans several.
     """

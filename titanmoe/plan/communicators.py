@@ -16,13 +16,8 @@ from titanmoe.plan.links import LinkGroup
 def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, LinkGroup]]:
     """Return (kind, ranks) of each NCCL communicator that a rank creates. Axes of a kind over the same ranks share one.
 
-    Kinds are "blocking", "shards", "replicas", "dispatch", and with a pipeline "stages", "stages 1" and so on.
-    Groups of one rank are left out.
-
-    Args:
-        config: recipe.
-        fold: degrees of `config`.
-        domain: devices that share the fast link.
+    Kinds are "blocking", "shards", "replicas", "dispatch", and with a pipeline "stages", "stages 1" and so on. Groups
+    of one rank are left out. `domain` is the number of devices that share the fast link.
     """
     sequence, inner = fold.tp * fold.cp, fold.ep * fold.etp
     kinds_and_groups = {
@@ -62,11 +57,6 @@ def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
     Routed tokens and ulysses go to every rank of a group, ring and pipeline to two. The pipeline's communicators count
     as one: they reach the same two ranks, and a communicator takes its own memory at its first collective
     (NCCL_RUNTIME_CONNECT, from NCCL 2.22 on), which these never have.
-
-    Args:
-        config: recipe.
-        fold: degrees of `config`.
-        device: kind of device that every rank has.
     """
     kinds_and_groups = {
         (kind, group) for kind, group in communicators(config, fold, device.domain) if "stages " not in kind
@@ -83,11 +73,5 @@ def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
 
 
 def usable_bytes(config: Config, fold: Fold, device: Device) -> float:
-    """Return the bytes of the device's memory that CUDA and NCCL leave for tensors.
-
-    Args:
-        config: recipe.
-        fold: degrees of `config`.
-        device: kind of device that every rank has.
-    """
+    """Return the bytes of the device's memory that CUDA and NCCL leave for tensors."""
     return device.memory - device.reserved - nccl_bytes(config, fold, device)

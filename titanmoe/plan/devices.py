@@ -48,6 +48,8 @@ UNITS = (
 
 @dataclass(frozen=True)
 class Device:
+    """A kind of device and its links, as a hardware file describes them."""
+
     name: str
     node: int
     """Devices per node, which share its network cards."""
@@ -163,11 +165,9 @@ def read_device(name: str) -> Device:
 
 
 def _figure(data: dict[str, Any], key: str) -> tuple[float, str, str]:
-    """Return (value, source, problem) of a figure in a hardware file. `problem` is "" if the figure is sound.
+    """Return (value, source, problem) of the figure `key` of a hardware file.
 
-    Args:
-        data: tables and values of the file.
-        key: name of the figure.
+    `problem` is "" for a number with a source, whose range is not checked here. A missing value or source is 0.0 or "".
     """
     entry = data.get(key)
     if entry is None:
@@ -179,7 +179,10 @@ def _figure(data: dict[str, Any], key: str) -> tuple[float, str, str]:
 
 
 def _curve(data: dict[str, Any]) -> tuple[tuple[tuple[float, float], ...], str, str]:
-    """Return (points, source, problem) of a hardware file's curve; a point is (size, fraction of the peak)."""
+    """Return (points, source, problem) of a hardware file's curve, a point as (size, fraction of the peak).
+
+    `problem` is "" if the curve is sound; else there are no points and no source.
+    """
     entry = data.get("curve")
     if not isinstance(entry, dict) or not entry.get("source"):
         return (), "", 'curve is missing: give curve = { sizes = [...], fractions = [...], source = "..." }'

@@ -89,8 +89,6 @@ def hidden_by_pairs(pp: int, microbatches: int, layers: float) -> float:
     was measured).
 
     Args:
-        pp: pipeline ranks.
-        microbatches: microbatches of a step.
         layers: MoE layers of a stage.
     """
     unpaired = min(1.0, (3 * pp - 1) / (2 * microbatches))
@@ -115,8 +113,8 @@ class DispatchCosts:
     def move_seconds(self, count: float) -> float:
         """Return the seconds of memory-bound work.
 
-        Args:
-            count: bytes read and written, as if numbers had 16 bits; they are scaled to the width of the compute dtype.
+        `count` is the bytes read and written as if numbers had 16 bits; they are scaled to the width of the compute
+        dtype.
         """
         return count * self.stack.memory * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
@@ -133,7 +131,7 @@ class DispatchCosts:
     ) -> float:
         """Return the seconds that dispatch and combine of T tokens add to the computation that hides them.
 
-        Forward and backward alike, with the products of that direction. 0 if ep * etp is 1.
+        They are those of forward or of backward, as `products` are. 0 if ep * etp is 1.
 
         Args:
             choice: the dispatcher, and what overlaps with it.
@@ -180,7 +178,7 @@ class DispatchCosts:
     def in_pairs(
         self, choice: DispatchChoice, seconds: float, message_seconds: float, hidden: float
     ) -> tuple[DispatchChoice, float]:
-        """Return (choice, seconds of all experts) with overlap in pairs if that is faster, else both unchanged.
+        """Return (choice, seconds of all experts) with overlap in pairs if that saves over 2 %, else both unchanged.
 
         Args:
             choice: the dispatcher without pairs.
@@ -194,21 +192,16 @@ class DispatchCosts:
         return (choice._replace(hidden=hidden), seconds - saved) if pays else (choice, seconds)
 
     def seconds_beside_messages(self, products: float) -> float:
-        """Return the seconds of the shared expert's products beside messages; 0 if the stack has no overlap.
-
-        Args:
-            products: seconds of the shared expert's products.
-        """
+        """Return the seconds of the shared expert's `products` that run beside messages: all, or 0 in some stacks."""
         return products if self.stack.hides_behind_shared else 0.0
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
         """Return the seconds to dispatch and combine T tokens in forward, not overlapped. Backward sends as much.
 
+        0 if ep * etp is 1.
+
         Args:
-            dispatcher: name of the dispatcher.
             T: tokens of the rank, each of which is sent to top_k experts.
-            ep: ranks of expert parallel.
-            etp: ranks of expert tensor parallel.
         """
         if self.stack.gathers_etp and dispatcher == "alltoall" and etp > 1:
             routed = T * self.model.top_k * self.model.dim * self.w
@@ -231,10 +224,9 @@ class DispatchCosts:
 
     @cache  # noqa: B019  (few values, as long as the pricer)
     def visits(self, destinations: int) -> float:
-        """Return the mean number of destinations of a token, if all experts are divided equally among `destinations`.
+        """Return the mean number of destinations of a token, if all experts are divided equally among them.
 
-        Args:
-            destinations: number of expert ranks or of nodes.
+        `destinations` is the number of expert ranks or of nodes. The result is from 1 to top_k.
         """
         model = self.model
         K, groups = model.top_k, model.num_groups

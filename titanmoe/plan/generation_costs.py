@@ -141,10 +141,9 @@ class GeneratorPlan:
         return self.weights + self.cache + self.activations
 
     def beside(self, memory: RankMemory) -> RankMemory:
-        """Return a rank's memory with this generator, in the fullest moment of training, copying weights or generating.
+        """Return a rank's memory with this generator, at its fullest moment.
 
-        Args:
-            memory: the rank's memory in training alone, which is not changed.
+        That is in training, as `memory` is without the generator, or while weights are copied or completions generated.
         """
         resting = {name: memory.components.get(name, 0) for name in RESTING}
         if self.offloads:
@@ -167,7 +166,6 @@ def generator_weights(config: Config, fold: Fold) -> int:
 
     Args:
         config: the config to generate with.
-        fold: its degrees.
     """
     model, w = config.model, WIDTHS[config.training.dtype]
     sizes, layers = generator_sizes(config, fold), range(config.model.num_layers)
@@ -182,7 +180,6 @@ def generator_sizes(config: Config, fold: Fold) -> Sizes:
     """Return the weight units of a generator on a rank, unsharded over data ranks: divided by tp, ep and etp alone.
 
     Args:
-        config: recipe.
         fold: degrees of the generator, not of training.
     """
     return Sizes(config.model, replace(fold, edp=1), Tuning.of(config))
@@ -206,11 +203,7 @@ class GeneratorCosts:
 
         Args:
             config: recipe with [rl].
-            world: number of ranks.
-            device: the device of all ranks.
-            factors: efficiencies of links and kernels.
             imbalance: routed tokens of the busiest rank over the mean.
-            stack: software that is priced.
             lengths: mean tokens of texts; None for the most that the recipe allows.
 
         Raises:
@@ -346,8 +339,6 @@ class GeneratorCosts:
         """Return the device's seconds of a forward of one more token of each completion of a data rank.
 
         Args:
-            config: the config to generate with.
-            fold: its degrees.
             texts: completions of the data rank.
             token: bytes that a rank caches of a token.
             text: bytes that a rank caches of each text in addition, whatever its length.

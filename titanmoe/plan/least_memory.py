@@ -52,9 +52,7 @@ class LeastMemory:
         """Count the recipe's weights, and the bytes of their state divided among all ranks.
 
         Args:
-            config: recipe.
-            world: number of ranks.
-            first_alike: for each block the first one with an equal mixer.
+            first_alike: for each block the index of the first one with an equal mixer.
         """
         self.config, self.tuning, self.count = config, Tuning.of(config), parameters(config.model)
         self.mixer_counts = Counter(first_alike[: config.model.num_layers])
@@ -69,7 +67,6 @@ class LeastMemory:
         """Yield each mode of recomputation with each schedule; "none" alone with schedules that split backward.
 
         Args:
-            fold: the degrees of the mapping.
             samples: samples of a microbatch.
         """
         weights = (self.count.total - self.count.experts) / fold.tp + self.count.experts / (fold.ep * fold.etp)
@@ -86,10 +83,6 @@ class LeastMemory:
         """Return the bytes that a block saves of a microbatch, one number for each of RECOMPUTE_MODES, in order.
 
         Attention's are the mean of all blocks, those of the feed-forward network or experts the last block's.
-
-        Args:
-            fold: degrees of the mapping.
-            samples: samples of the microbatch.
         """
         model, training = self.config.model, replace(self.config.training, local_batch_size=samples)
         shared = fold.tp if model.shared_hidden else 1  # tp matters to experts only through the shared one

@@ -43,7 +43,10 @@ class LinkGroup:
     stride: int
 
     def ranks_per_domain(self, domain: int) -> int:
-        """Return how many of the group's ranks are in one domain of fast links, which has `domain` ranks."""
+        """Return how many of the group's ranks are in one domain of fast links: at least 1.
+
+        `domain` is the number of ranks of a domain.
+        """
         return min(self.size, max(1, domain // self.stride))
 
 
@@ -74,7 +77,7 @@ class Links:
     def exposed(self, message: float, behind: float) -> float:
         """Return the seconds that a message adds to the computation that hides it.
 
-        Its kernels slow the computation down even where they are hidden.
+        Where it is hidden, its kernels still slow the computation down, by `message_fraction` of their time.
 
         Args:
             message: seconds of the message alone.
@@ -92,7 +95,10 @@ class Links:
         return self.link_latency * log2(max(near, 2)) + self.network_latency * (log2(domains) if domains > 1 else 0)
 
     def gather(self, group: LinkGroup, size: float) -> float:
-        """Return the seconds of an all-gather to `size` bytes on each rank, or of a reduce-scatter from as many."""
+        """Return the seconds of an all-gather to `size` bytes on each rank, or of a reduce-scatter from as many.
+
+        0 for a group of one rank.
+        """
         n, near = group.size, group.ranks_per_domain(self.domain)
         if n == 1:
             return 0.0
@@ -101,7 +107,10 @@ class Links:
         return self._delay(group) + max(inside, between)
 
     def exchange(self, group: LinkGroup, size: float) -> float:
-        """Return the seconds of an all-to-all of `size` bytes per rank, including what stays on the rank."""
+        """Return the seconds of an all-to-all of `size` bytes per rank, including what stays on the rank.
+
+        0 for a group of one rank.
+        """
         n, near = group.size, group.ranks_per_domain(self.domain)
         if n == 1:
             return 0.0
@@ -122,7 +131,10 @@ class Links:
         return self._delay(group) + max(within, across / self.fused + within / 2)
 
     def send(self, stride: int, size: float) -> float:
-        """Return the seconds to send `size` bytes from a rank to the one `stride` ranks after it."""
+        """Return the seconds to send `size` bytes from a rank to the one `stride` ranks after it.
+
+        If `stride` is a domain or more, it is reached over the network.
+        """
         if stride >= self.domain:
             return self.network_latency + size / self.network
         return self.link_latency + size / self.link

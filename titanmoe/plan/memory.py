@@ -45,13 +45,16 @@ def rank_memories(
     """Return the memory of each pipeline rank, in ascending order of ranks.
 
     Args:
-        config: recipe.
+        config: recipe; the folder of its teacher is read.
         fold: degrees of `config`.
         imbalance: routed tokens of the busiest rank over the mean.
         only_ends: only the first rank, which has most microbatches in flight, and the last, which has the head; without
             a pipeline both are one.
         reference: whether a frozen copy of the model lies beside it. It computes between steps, in less than a step's
             memory, so its weights alone count.
+
+    Raises:
+        ConfigError: the teacher cannot be read.
     """
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
@@ -95,7 +98,6 @@ def stages_of(config: Config, stages: int, explicit: tuple[int, ...], shared: bo
 
     Args:
         config: recipe, for model and seq_len; its [pipeline] is not used.
-        stages: number of stages.
         explicit: layers of each stage, as pipeline.layers_per_stage gives them; () to balance.
         shared: whether all stages share the vocabulary.
     """

@@ -49,11 +49,9 @@ def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning
     """Return the trained weights that Muon treats as matrices, grouped by name and shape.
 
     Args:
-        key: key of the model.
         tp: ranks of tensor parallel, which decide what is copied rather than divided.
         by_head: optimizer.by_head.
         router: optimizer.router_matrix.
-        tuning: what the recipe trains.
     """
     replicated = {
         name
@@ -74,11 +72,9 @@ def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning
 
 
 def muon_work(config: Config, fold: Fold) -> MuonWork:
-    """Return the FLOPs and sent bytes of one step's Newton-Schulz per rank, the mean of all. Replicas repeat the work.
+    """Return the FLOPs and sent bytes of one step's Newton-Schulz per rank, the mean of all ranks.
 
-    Args:
-        config: recipe, with Muon's options in [optimizer].
-        fold: degrees of `config`.
+    Replicas repeat the work.
     """
     model, options = config.model, config.optimizer
     width = 8 if config.training.dtype == "float64" else WIDTHS[options.ns_dtype]
@@ -102,12 +98,7 @@ def muon_work(config: Config, fold: Fold) -> MuonWork:
 
 
 def matrix_buffer_bytes(config: Config, fold: Fold) -> int:
-    """Return the most bytes of the send and receive buffers of a rank, in which Muon's update exchanges matrices.
-
-    Args:
-        config: recipe, with Muon's options in [optimizer].
-        fold: degrees of `config`.
-    """
+    """Return the most bytes of the send and receive buffers of a rank, in which Muon's update exchanges matrices."""
     work, width = muon_work(config, fold), WIDTHS[config.optimizer.ns_dtype]
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
     # A rank sends the others' shards, and gets its own updated; the messages have its own shards too.
@@ -121,7 +112,6 @@ def _expert_matrix_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, widt
     They send shards to the matrix's owner and back, or, where that is less, sum Gram matrices over the shards.
 
     Args:
-        name: name of the weight.
         shape: the matrix, unsharded.
         fold: degrees of the mapping; edp x etp ranks may share a matrix.
         sliced: whether data ranks shard matrices rather than take full ones.

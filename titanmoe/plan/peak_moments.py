@@ -79,8 +79,8 @@ class PeakMoments:
             s: sizes of the recipe under the mapping.
             rank: pipeline rank.
             stages: stages of the rank.
-            teacher: bytes of the teacher.
-            reference: bytes of the reference model.
+            teacher: bytes of a teacher's weights and outputs on the rank.
+            reference: bytes of a reference model's weights on the rank.
         """
         config, model, sizes = s.config, s.model, s.sizes
         self.s, self.stages = s, stages
@@ -134,7 +134,7 @@ class PeakMoments:
         }
 
     def all(self) -> Iterator[Moment]:
-        """Yield the moments in the order of a backward pass."""
+        """Yield the moments of backward in blocks, of the vocabulary, of the last reduction, and of Muon's update."""
         positions = [("last", -1)] + [("last but one", -2)] * (len(self.blocks) > 1)
         positions += [("first", 0)] * (not self.accumulated and not self.is_pipelined)
         for load in self.loads:
@@ -208,7 +208,6 @@ class PeakMoments:
 
         Args:
             held: bytes by component that the rank holds anyway.
-            block: block in backward.
         """
         is_moe = has_experts(self.s.model, block.layer)
         yield self._ffn_backward(held, block)
@@ -231,7 +230,7 @@ class PeakMoments:
 
         Args:
             load: microbatches in flight and gradients begun.
-            position: how messages call the block.
+            position: "last", "last but one" or "first", as messages name the block.
             index: index of the block among the rank's blocks: -1, -2 or 0.
         """
         finished = self.blocks[index + 1 :] if index + 1 else []
@@ -269,7 +268,10 @@ class PeakMoments:
         return s.sizes.block(layer).trained.stored_bytes(fsdp(s.fold), width) + experts
 
     def _experts_gathered(self, layer: int) -> int:
-        """Return the bytes of a layer's experts that are gathered for this block alone."""
+        """Return the bytes of a layer's experts that are gathered for this block alone.
+
+        0 if weights stay gathered, or if experts are not sharded.
+        """
         return self.s.sizes.experts_of(layer).full_size * self.s.w if self.reshards and self.shards_experts else 0
 
     def _ffn_backward(self, held: dict[str, int], block: BlockInBackward) -> Moment:
@@ -364,8 +366,7 @@ class PeakMoments:
     def _most_expert_gradients(self, experts: WeightUnit) -> int:
         """Return the most bytes that one MoE layer needs while its experts' gradients are added to the step's sums.
 
-        Args:
-            experts: the layer's trained experts.
+        `experts` are the layer's trained experts.
         """
         elements, fold, w, reduced, width = (
             experts.full_size,
@@ -386,7 +387,7 @@ class PeakMoments:
     # ---- the vocabulary
 
     def _head(self) -> Iterator[Moment]:
-        """Yield the moments of the head and the loss, if the last stage has them."""
+        """Yield the moments of the head and the loss on a rank of the last stage, where no other stage shares them."""
         s, D = self.s, self.s.model.dim
         unit, (V, width) = s.sizes.head, self._head_widths()
         normed = s.T * D * (2 * s.W + s.w) + (s.X * D * s.w if s.fold.tp > 1 else 0)
@@ -426,7 +427,7 @@ class PeakMoments:
             )
 
     def _shared_vocabulary(self) -> Iterator[Moment]:
-        """Yield the moments of the passes T and D, if all stages share the vocabulary."""
+        """Yield the moments of passes T and D (titanmoe.fold.vocabulary_passes), if all stages share the vocabulary."""
         s, D, embedding, head = self.s, self.s.model.dim, self.shared[0].trained, self.shared[-1].trained
         (V, width), X = self._head_widths(), self._predictions() * s.X
         for load in self.loads:

@@ -107,7 +107,6 @@ def _plan(args: argparse.Namespace, device: Device) -> Plan:
 
     Args:
         args: options of `titanmoe plan`, with ranks, stack and imbalance resolved.
-        device: hardware to plan for.
 
     Raises:
         ConfigError: the recipe or an option is refused, or no mapping fits.
@@ -162,11 +161,6 @@ def _check_imbalance(config: Config, imbalance: float) -> None:
 def _search(config: Config, args: argparse.Namespace, device: Device) -> Search:
     """Search for the fastest mappings; return a Search that found at least one that fits.
 
-    Args:
-        config: the recipe.
-        args: the options of `titanmoe plan`.
-        device: the hardware.
-
     Raises:
         ConfigError: no mapping is legal, none fits, or routing cannot reach --imbalance.
     """
@@ -192,7 +186,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
     """Return the error message for a model that no mapping fits, with the single change that helps most.
 
     Args:
-        nearest: the mapping that comes closest to fitting.
+        nearest: the mapping that comes closest to fitting. Searches for smaller models and more ranks compare with it.
     """
     from titanmoe.files import format_bytes
     from titanmoe.plan.communicators import usable_bytes
@@ -392,7 +386,6 @@ def _with_samples(config: Config, args: argparse.Namespace) -> Config:
     """Return a recipe of [rl] whose global batch is a step's samples, and empty ones that fill up microbatches.
 
     Args:
-        config: the recipe.
         args: the options of `titanmoe plan`, with the TextLengths in `args.lengths`.
     """
     from titanmoe.config.ranges import divisors

@@ -64,13 +64,7 @@ def degrees_text(fold: Fold) -> str:
 
 
 def time_cells(label: str, mapping: PricedMapping, device: Device) -> tuple[str, ...]:
-    """Return the cells of a mapping under HEAD: "!" marks memory above TIGHT.
-
-    Args:
-        label: the first cell.
-        mapping: the mapping.
-        device: the device that its memory has to fit into.
-    """
+    """Return the cells of a mapping under HEAD: "!" marks memory above TIGHT."""
     price = mapping.price
     return (
         label,
@@ -122,12 +116,7 @@ def is_tie(mapping: PricedMapping, best: PricedMapping) -> bool:
 
 
 def kind_of_mapping(fold: Fold, price: Price) -> str:
-    """Return the key of RANGES for a mapping: "launch-bound", "etp", "pipeline", "FSDP + EP" or "FSDP".
-
-    Args:
-        fold: degrees of the mapping.
-        price: time of its step, which says whether launches bound it.
-    """
+    """Return the key of RANGES for a mapping: "launch-bound", "etp", "pipeline", "FSDP + EP" or "FSDP"."""
     if price.components["waiting for the host"] > LAUNCH_BOUND * price.step:
         return "launch-bound"
     return "etp" if fold.etp > 1 else "pipeline" if fold.pp > 1 else "FSDP + EP" if fold.ep > 1 else "FSDP"
@@ -149,8 +138,6 @@ def table(result: Search, device: Device, world: int) -> list[str]:
 
     Args:
         result: a search that found at least one mapping.
-        device: the device that was searched for.
-        world: number of ranks.
     """
     best, unfolded = result.best[0], result.best_unfolded
     together = ", by step and completions together" if best.generator else ""
@@ -264,25 +251,13 @@ def explanation(mapping: PricedMapping, device: Device) -> list[str]:
 
 
 def budget(mapping: PricedMapping, tokens: float, device: Device) -> list[str]:
-    """Return the lines on the days and US dollars of training on `tokens` tokens.
-
-    Args:
-        mapping: priced mapping.
-        tokens: tokens to train on, such as 1e12.
-        device: device, with its price per hour.
-    """
+    """Return the lines on the days and US dollars of training on `tokens` tokens, at the device's price."""
     days, cost = days_and_cost(mapping, tokens, device)
     return ["", f"{tokens:.3g} tokens: {days:,.1f} days, {cost:,.0f} US dollars at {device.price:g} per GPU and hour."]
 
 
 def days_and_cost(mapping: PricedMapping, tokens: float, device: Device) -> tuple[float, float]:
-    """Return the days and US dollars of training on `tokens` tokens, on all ranks.
-
-    Args:
-        mapping: priced mapping.
-        tokens: tokens to train on, such as 1e12.
-        device: device, with its price per hour.
-    """
+    """Return the days and US dollars of training on `tokens` tokens with all ranks, at the device's price."""
     hours = tokens / (mapping.price.tokens * mapping.fold.world) / 3600
     return hours / 24, hours * mapping.fold.world * device.price
 

@@ -97,9 +97,7 @@ def blocks_of_rank(
 def microbatches(config: Config, fold: Fold) -> int:
     """Return the microbatches of a step on each data rank, rounded down; at least 1.
 
-    Args:
-        config: recipe with a global batch size.
-        fold: degrees of `config`.
+    `config` must have a global batch size.
     """
     return max(1, config.training.global_batch_size // (config.training.local_batch_size * fold.dp))
 
@@ -134,7 +132,6 @@ class Pricer(WeightCosts):
         """Return, for each stage and kind of block, the number of blocks and the index of one of them.
 
         Args:
-            stages: number of stages.
             every: activation_checkpoint.every: layers 0, every, 2 * every and so on count as recomputed.
             uneven: pipeline.layers_per_stage.
             shared: whether all stages share the vocabulary.
@@ -155,7 +152,6 @@ class Pricer(WeightCosts):
 
         Args:
             config: recipe, with the schedule, recomputation and vocab of the mapping.
-            fold: degrees of `config`.
 
         Returns:
             The pipeline rank of each stage; for each stage and kind (number of blocks, index of one of them); and for
@@ -171,7 +167,6 @@ class Pricer(WeightCosts):
 
         Args:
             config: recipe, with the schedule, recomputation and vocab of the mapping.
-            fold: degrees of `config`.
 
         Returns:
             {(whether it has experts, index of the first block with an equal mixer): (number of blocks, index of one)}.
@@ -188,7 +183,6 @@ class Pricer(WeightCosts):
 
         Args:
             config: the pricer's config, of which mapping, microbatch, schedule and recomputation may differ.
-            fold: the degrees of `config`.
             least: whether to return a lower bound where all stages share the vocabulary, without a simulation of them:
                 no shorter idle time than that of the layers alone.
         """
@@ -265,13 +259,10 @@ class Pricer(WeightCosts):
     def _optimizer_seconds(
         self, config: Config, fold: Fold, sizes: Sizes, blocks: dict[tuple[bool, int], tuple[int, int]]
     ) -> float:
-        """Return the seconds of the optimizer's step on a rank.
+        """Return the seconds of the optimizer's step on a rank of the first stage, Muon's matrices included.
 
         Args:
-            config: recipe.
-            fold: degrees of the mapping.
-            sizes: the weight units of a rank.
-            blocks: kinds of the first rank's blocks, from `first_rank_blocks`.
+            blocks: number of blocks, and index of one of them, by kind, from `first_rank_blocks`.
         """
         data = fsdp(fold)
         sharded_weights = sum(
@@ -292,9 +283,9 @@ class Pricer(WeightCosts):
     def dispatch_choice(self, config: Config, fold: Fold, m: int, stages: int) -> DispatchChoice:
         """Return the recipe's dispatcher, and how its overlap hides messages: by halves, or a fraction by pairs.
 
+        Pairs hide nothing without a pipeline or with a schedule file.
+
         Args:
-            config: the recipe.
-            fold: the mapping.
             m: microbatches of a step, which say how much pairs hide.
             stages: stages of all pipeline ranks, likewise.
         """
@@ -304,12 +295,7 @@ class Pricer(WeightCosts):
         return DispatchChoice(config.moe.dispatcher, config.moe.overlap == "halves", hidden)
 
     def matrices(self, config: Config, fold: Fold) -> float:
-        """Return the seconds of Muon's Newton-Schulz and its messages in a step; 0 for other optimizers.
-
-        Args:
-            config: recipe, for its optimizer.
-            fold: degrees of `config`.
-        """
+        """Return the seconds of Muon's Newton-Schulz and its messages in a step; 0 for other optimizers."""
         if not OPTIMIZERS.look_up(config.optimizer.name).numbers_per_matrix_weight:
             return 0.0
         work = muon_work(config, fold)
@@ -323,7 +309,6 @@ class Pricer(WeightCosts):
         """Return the seconds to send a microbatch's hidden states to the next pipeline stage; 0 without a pipeline.
 
         Args:
-            pp: pipeline ranks; 1 is no pipeline.
             stage: ranks of a stage, and so the distance of the next one.
             samples: samples of the microbatch.
             sample_ranks: ranks that a sample is divided among, tp x cp.
@@ -337,10 +322,6 @@ class Pricer(WeightCosts):
         They are the sums of the embeddings and of the gradients of the last hidden states, to one rank, and these
         states and the embeddings' gradients, from one rank; each is as long as a gather, and there are twice as many
         bytes with multi-token prediction. Computation that may hide them is not considered.
-
-        Args:
-            fold: degrees of the mapping.
-            samples: samples of the microbatch.
         """
         size = samples * self.config.training.seq_len / (fold.tp * fold.cp) * self.model.dim * self.w
         return 4 * (1 + self.model.mtp_depth) * self.links.gather(LinkGroup(fold.pp, fold.stage), size)
@@ -348,9 +329,9 @@ class Pricer(WeightCosts):
     def idle(self, config: Config, fold: Fold, per_rank: int, m: int) -> float:
         """Return the idle time of a pipeline rank in a step, over the busy time of one microbatch.
 
+        0 without a pipeline, and pp - 1 for a schedule file.
+
         Args:
-            config: recipe, for its schedule.
-            fold: degrees of `config`.
             per_rank: stages of a rank.
             m: microbatches of a step.
         """
@@ -367,7 +348,6 @@ class Pricer(WeightCosts):
 
         Args:
             config: the recipe, with the reshard_after_forward that gathers weights least often.
-            fold: degrees of `config`.
             busy: lower bound of the seconds of a microbatch on a pipeline rank, all of which may hide messages.
         """
         blocks, m = self.first_rank_blocks(config, fold), microbatches(config, fold)

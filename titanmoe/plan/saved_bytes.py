@@ -3,8 +3,8 @@
 The planner's memory (`titanmoe.plan.memory`) adds them up. tests/plan/test_memory.py compares the formulas with
 rehearsals.
 
-Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed tokens, D model, w bytes of the
-compute dtype, W at least 4.
+Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed tokens, D model, F hidden width
+of an expert on a rank, K top-k; w bytes of the compute dtype, W at least 4.
 """
 
 from __future__ import annotations
@@ -76,11 +76,7 @@ class Widths:
 def saves_mask(config: Config, cp: int) -> bool:
     """Return whether attention on GPUs gets a (seq_len, seq_len) mask: for documents, if flex_attention cannot take it.
 
-    Our attention by blocks, which rings, windows and sinks have, needs none.
-
-    Args:
-        config: recipe.
-        cp: ranks of context parallel.
+    Our attention by blocks, which windows, sinks and cp other than ulysses have, needs none.
     """
     model, options = config.model, config.parallelism
     by_blocks = model.attention_sinks or model.sliding_window or (cp > 1 and options.cp_kind != "ulysses")
@@ -131,10 +127,6 @@ def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
     """Return for each block which gradients backward computes, and so what forward has to save.
 
     A gradient of a block's input is computed only if something before the block is trained.
-
-    Args:
-        key: key of the model.
-        tuning: what the recipe trains.
     """
     model, flows = key.model, []
     if tuning.trains_all:
@@ -178,7 +170,6 @@ def _dense(s: Widths, hidden: int, selective: bool) -> int:
     """Return the bytes that a dense or shared feed-forward network saves of a microbatch.
 
     Args:
-        s: token counts and number widths of the rank.
         hidden: width of the network, before tp divides it.
         selective: whether the mode of recomputation is "selective".
     """
@@ -190,10 +181,6 @@ def _router(s: Widths, trained: bool) -> int:
 
     They are its input if its weight is trained, the bfloat16 parts of the weight if the product is computed by parts,
     logits, scores, and places of routed tokens.
-
-    Args:
-        s: sizes of the tensors on a rank.
-        trained: whether the router's weight is trained.
     """
     model, T, K = s.model, s.T, s.model.top_k
     by_parts = splits_router_product(s.config)
@@ -206,7 +193,6 @@ def _saved_of_recomputed(s: Widths, with_routed: bool) -> int:
     """Return the bytes that a recomputed MoE layer saves of a microbatch besides its input: places of routed tokens.
 
     Args:
-        s: token counts and number widths of the rank.
         with_routed: whether the routed tokens that arrived are saved too, with their weights ("full_except_dispatch").
     """
     order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
@@ -223,8 +209,6 @@ def dropped_bytes(s: Widths, layer: int, prefix: str) -> int:
     """Return the bytes that dropout of adapters' inputs saves in a block: each adapter's input, and what was dropped.
 
     Args:
-        s: token counts and number widths of the rank.
-        layer: index of the block.
         prefix: first part of the adapters' names, "attention." or "moe.experts.", or "" for all others.
     """
     if not s.drops_inputs:
@@ -252,8 +236,6 @@ def saved_bytes(s: Widths, layer: int, mode: str = "") -> SavedBytes:
     """Return what a block saves of one microbatch on a rank.
 
     Args:
-        s: sizes of the tensors on a rank.
-        layer: index of the block.
         mode: "none", "selective", "moe" (of a dense block "none"), "full_except_dispatch", "full"; "" for the recipe's.
     """
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W

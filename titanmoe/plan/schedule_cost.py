@@ -45,12 +45,6 @@ def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: in
     """Return each rank's cells of a pipeline schedule's table, in time order; () where a rank idles.
 
     Of "GPipe" and "1F1B" there are no idle cells. Stages are numbered over all ranks. Needs no process groups.
-
-    Args:
-        schedule: name of the schedule, such as "1F1B".
-        pp: number of pipeline ranks.
-        stages_per_rank: number of stages of a rank.
-        microbatches: number of microbatches of a step.
     """
     if schedule in SINGLE:
         return single_order(schedule, pp, microbatches)
@@ -94,14 +88,7 @@ def _in_flight(row: list[Cell]) -> int:
 
 @lru_cache(maxsize=4096)
 def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ScheduleCost:
-    """Return the idle time and the microbatches in flight of a schedule: by formula, else by playing its table.
-
-    Args:
-        schedule: name of the schedule, such as "1F1B".
-        pp: number of pipeline ranks.
-        stages_per_rank: number of stages of a rank.
-        microbatches: number of microbatches of a step.
-    """
+    """Return the idle time and the microbatches in flight of a schedule: by formula, else by playing its table."""
     v, even = stages_per_rank, microbatches % pp == 0
     if schedule in FORWARDS_FIRST:
         return ScheduleCost((pp - 1) / v, (microbatches * v,) * pp)
@@ -126,10 +113,6 @@ def shared_idle(schedule: str, pp: int, stages_per_rank: int, microbatches: int,
     them, and continued in a straight line.
 
     Args:
-        schedule: name of the schedule.
-        pp: number of pipeline ranks.
-        stages_per_rank: number of stages of a rank.
-        microbatches: number of microbatches of a step.
         loss_cost: time of a loss, in forwards of a stage.
     """
 
@@ -149,11 +132,6 @@ def _equivalent_microbatches(schedule: str, pp: int, microbatches: int) -> int:
     """Return a number of microbatches, at most the given one, with the same idle time and as many in flight at once.
 
     A table of fewer microbatches is faster to make.
-
-    Args:
-        schedule: name of the schedule, such as "1F1B".
-        pp: number of pipeline ranks.
-        microbatches: number of microbatches of a step.
     """
     if SCHEDULES[schedule].v_shape:
         return min(microbatches, ROUNDS * pp + 1)
@@ -169,10 +147,6 @@ def backward_loads(
     With few microbatches the most are in flight only before a stage has gradients.
 
     Args:
-        schedule: name of the schedule.
-        pp: number of pipeline ranks.
-        stages_per_rank: number of stages of a rank.
-        microbatches: number of microbatches of a step.
         rank: the pipeline rank.
         shared: whether all stages share the vocabulary, for which more forwards come before the first backward.
     """
@@ -196,7 +170,7 @@ def backward_loads(
 
 
 def interleaved_row(pp: int, stages_per_rank: int, microbatches: int, rank: int) -> list[Cell]:
-    """Return a rank's cells of Interleaved1F1B where pp divides the microbatches; its stages are numbered from 0."""
+    """Return a rank's cells of Interleaved1F1B where pp divides the microbatches; the rank's stages count from 0."""
     v, total = stages_per_rank, stages_per_rank * microbatches
     forward = [(Action(i // pp % v, "F", i // (v * pp) * pp + i % pp),) for i in range(total)]
     backward = [(Action(v - 1 - cell[0].stage, "B", cell[0].microbatch),) for cell in forward]

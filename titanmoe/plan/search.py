@@ -109,16 +109,12 @@ def evaluate(
 
     Args:
         config: recipe with a global batch size, whose mapping is legal.
-        world: number of ranks.
-        device: hardware to price on.
-        factors: efficiencies that scale the device's figures.
         imbalance: routed tokens of the busiest rank over the mean.
-        stack: software that is priced.
         reference: whether a frozen copy of the model lies beside it.
         lengths: mean tokens of texts of [rl]; None for the most that the recipe allows.
 
     Raises:
-        ConfigError: with [rl], if the model cannot generate under generation.parallelism.
+        ConfigError: a teacher cannot be read; with [rl], the model cannot generate under generation.parallelism.
     """
     fold = derive(world, config.parallelism)
     config, _ = planned_overlap(config, world, device)
@@ -165,18 +161,18 @@ def search(
 ) -> Search:
     """Return the fastest mappings among those that divide everything evenly and fit into a device's memory.
 
-    If none fits, `best` is [], and `nearest` is the one that exceeds memory least; None if no mapping is legal.
-    With [rl] each has the fastest generator that fits beside it, and the seconds of both count.
+    If none fits, `best` is [], and `nearest` is the one that exceeds memory least; None if no mapping is legal. With
+    [rl] each has the fastest generator that fits beside it, and the seconds of both count.
 
     Args:
-        config: recipe with a global batch size.
-        world: number of ranks.
-        factors: efficiencies of links and kernels.
+        config: recipe with a global batch size, whose own degrees are not used.
         count: largest number of mappings to return.
         imbalance: routed tokens of the busiest rank over the mean.
-        stack: software that is priced.
         reference: whether a frozen copy of the model lies beside it.
         lengths: mean tokens of texts of [rl]; None for the most that the recipe allows.
+
+    Raises:
+        ConfigError: with [rl], if the model cannot generate.
     """
     generators = _generators(config, world, device, factors, imbalance=imbalance, stack=stack, lengths=lengths)
     memories = partial(rank_memories, imbalance=imbalance, reference=reference)
@@ -240,23 +236,16 @@ def _generators(
 ) -> list[GeneratorPlan | None]:
     """Return the generators that may be beside training, fastest first; [None] without [rl].
 
-    Args:
-        config: recipe; without rl.reward it has no generator.
-        world: number of ranks.
-        device: hardware of the generators.
-        factors: efficiencies that scale the device's figures.
-        options: imbalance, stack and lengths, as GeneratorCosts takes them.
+    ConfigError if the model cannot generate. `options` are imbalance, stack and lengths, as GeneratorCosts takes them.
     """
     return [*GeneratorCosts(config, world, device, factors, **options).fastest()] if config.rl.reward else [None]
 
 
 def _fitting(mapping: PricedMapping, generators: Iterable[GeneratorPlan | None], usable: float) -> PricedMapping | None:
-    """Return the mapping with the first of the generators with which it fits; None if it fits with none.
+    """Return the mapping beside the first of the generators with which it fits; None if it fits with none.
 
-    Args:
-        mapping: mapping with the memory of training.
-        generators: what may be beside it.
-        usable: bytes of a device.
+    Its `memory` must be that of training alone; that of the result counts the generator. A generator of None takes
+    nothing. `usable` is the bytes of a device.
     """
     both = map(mapping.beside, generators)
     return next((mapping for mapping in both if mapping.peak <= usable), None)
@@ -267,9 +256,9 @@ def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
 
     Args:
         config: recipe with a global batch size, whose own degrees are not used.
-        world: number of ranks.
-        device: hardware, with its memory.
-        factors: efficiencies that scale the device's figures.
+
+    Raises:
+        ConfigError: with [rl], if the model cannot generate.
     """
     pricer = Pricer(config, device, factors)
     candidates = Candidates(config, world, pricer, device.memory - device.reserved)
@@ -294,7 +283,6 @@ def _priced_mappings(
     Replicas are one, or so many that each stays within a domain of the fast link. Laws are not checked; `memory` is [].
 
     Args:
-        config: recipe.
         candidate: degrees with one replica, and what else the search chose.
         pricer: pricer of `config` on the device.
         limit: seconds of a step; replicas with which no step can be faster are left out.

@@ -64,7 +64,7 @@ class WeightUnit:
     def shard_size(self, ranks: int, index: int = 0) -> int:
         """Return the elements that data rank `index` of `ranks` stores; the first stores the most.
 
-        Uneven dims are sharded as torch.chunk does.
+        Replicated tensors count in full. Uneven dims are sharded as torch.chunk does.
         """
         total = sum(self.replicated)
         for shape, dim in zip(self.shapes, self.dims, strict=True):
@@ -78,10 +78,9 @@ class WeightUnit:
         return self.shard_size(ranks) - sum(self.replicated)
 
     def stored_bytes(self, ranks: int, width: int) -> int:
-        """Return the bytes that the first of `ranks` data ranks stores. Routers are in float32 at least.
+        """Return the bytes that the first of `ranks` data ranks stores, replicated tensors included.
 
-        Args:
-            width: bytes of a number.
+        `width` is the bytes of a number; those of routers have at least 4.
         """
         wide = sum(self.replicated)
         return (self.shard_size(ranks) - wide) * width + wide * max(width, 4)
@@ -91,13 +90,12 @@ class WeightUnit:
 
 
 def _unit(tp: int, splits: list[Split], replicated: tuple[int, ...] = (), frozen: tuple[bool, ...] = ()) -> WeightUnit:
-    """Return a rank's unit of tensors that tp may divide.
+    """Return a rank's unit of tensors that tp may divide, and FSDP shards along dim 0.
 
     Args:
-        tp: ranks of tensor parallel.
         splits: full shape of each tensor, and the dim that tp divides; None if it divides none.
         replicated: elements of each tensor that every data rank holds in full.
-        frozen: whether each tensor is frozen.
+        frozen: whether each tensor is frozen, replicated ones last; empty if all are trained.
     """
     shapes = tuple(tuple(n // tp if dim == i else n for i, n in enumerate(shape)) for shape, dim in splits)
     return WeightUnit(shapes, (0,) * len(shapes), replicated, frozen)
@@ -126,25 +124,13 @@ class ModelKey:
 
 
 def _flags(names: Iterable[str], tuning: Tuning) -> tuple[bool, ...]:
-    """Return whether each named tensor is frozen; () if all are trained.
-
-    Args:
-        names: names of parameters, such as "embed.weight".
-        tuning: what the recipe trains.
-    """
+    """Return whether each of the parameters `names`, such as "embed.weight", is frozen; () if all are trained."""
     return () if tuning.trains_all else tuple(map(tuning.freezes, names))
 
 
 @lru_cache(maxsize=4096)
 def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
-    """Return the unit of a block on a rank, after tp, adapters included and routed experts left out.
-
-    Args:
-        key: key of the model.
-        tp: ranks of tensor parallel.
-        layer: index of the block.
-        tuning: what the recipe trains.
-    """
+    """Return the unit of block `layer` on a rank, after tp, adapters included and routed experts left out."""
     model, mixer, experts = key.model, key.mixers[layer], has_experts(key.model, layer)
     splits, router = tensors.block_splits(model, mixer, experts, tp), tensors.router_splits(model) if experts else {}
     block = tensors.block_name(model, layer)
@@ -158,12 +144,8 @@ def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning:
     """Return the unit of one block's experts on a rank, after ep and etp.
 
     Args:
-        key: key of the model.
-        ep: ranks of expert parallel.
-        etp: ranks of expert tensor parallel.
         edp: data ranks that share an expert; each gets full experts if they divide evenly, else slices.
         layer: index of the block; matters only if some tensors are frozen or adapted.
-        tuning: what the recipe trains.
     """
     model, block = key.model, tensors.block_name(key.model, layer)
     splits = tensors.expert_splits(model)
@@ -179,12 +161,7 @@ def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning:
 
 @lru_cache(maxsize=4096)
 def _first_equal_block(key: ModelKey, layer: int) -> int:
-    """Return the index of the first block with the same mixer and kind of feed-forward network as block `layer`.
-
-    Args:
-        key: key of the model.
-        layer: index of a block.
-    """
+    """Return the index of the first block with the same mixer and kind of feed-forward network as block `layer`."""
     kinds = [(mixer, has_experts(key.model, i)) for i, mixer in enumerate(key.mixers)]
     return kinds.index(kinds[layer])
 
@@ -196,9 +173,7 @@ class Sizes:
         """Keep the degrees.
 
         Args:
-            model: the recipe's [model].
             fold: degrees, of which tp, ep, etp and edp matter.
-            tuning: says which parameters are trained.
             vocabulary: ranks that shard the vocabulary; 0 for those of tp.
         """
         self.model, self.tuning = model, tuning
@@ -211,18 +186,18 @@ class Sizes:
         self.head = WeightUnit(((dim,), (split, dim)), (0, 0), (), _flags(ends, self.tuning))
 
     def block(self, layer: int) -> WeightUnit:
-        """Return a block's unit without its experts."""
+        """Return the unit of block `layer` without its experts."""
         # Without anything frozen, blocks that are alike are one unit.
         first = _first_equal_block(self._key, layer) if self.tuning.trains_all else layer
         return _block(self._key, self._tp, first, self.tuning)
 
     def experts_of(self, layer: int) -> WeightUnit:
-        """Return the unit of a block's experts, with the frozen tensors and adapters of that block."""
+        """Return the unit of the experts of block `layer`, with the frozen tensors and adapters of that block."""
         return self.experts if self.tuning.trains_all else _experts(self._key, *self._of_experts, layer, self.tuning)
 
     @property
     def multi_token(self) -> WeightUnit:
-        """Norms and projection of a block of multi-token prediction, besides the block itself."""
+        """Unit of norms and projection of a block of multi-token prediction, without the block itself."""
         dim = self.model.dim
         frozen = _flags((f"mtp.0.{n}.weight" for n in ("hidden_norm", "embed_norm", "norm", "project")), self.tuning)
         return _unit(1, [((dim,), None)] * 3 + [((dim, 2 * dim), None)], (), frozen)
@@ -247,9 +222,6 @@ def units_of_stage(
     embedding, and so is a vocabulary that all stages share (`shared_vocabulary`).
 
     Args:
-        config: recipe.
-        sizes: weight units of a rank.
-        layers: layers of the stage.
         first: whether the stage has the embedding.
         last: whether the stage has the head.
     """
@@ -268,13 +240,9 @@ def units_of_stage(
 
 
 def shared_vocabulary(config: Config, sizes: Sizes) -> list[WeightUnit]:
-    """Return the units of embedding and head on a rank if all pipeline stages share them, else [].
+    """Return the units of embedding and head on a rank if all stages share them (vocab = "pipeline"), else [].
 
     The embedding alone if they are tied; the head without its norm.
-
-    Args:
-        config: recipe; stages share both with vocab = "pipeline".
-        sizes: weight units of a rank.
     """
     if config.parallelism.vocab != "pipeline":
         return []
@@ -319,11 +287,9 @@ class Adapter(NamedTuple):
 
 
 def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
-    """Yield the LoRA adapters of a block; none without [lora].
+    """Yield the LoRA adapters of block `layer`; none without [lora].
 
     Args:
-        config: recipe.
-        layer: index of the block.
         w: bytes of the compute dtype, by which the experts' adapter ranks are filled up to a multiple of 16 bytes.
     """
     if not config.lora.rank:
@@ -352,10 +318,7 @@ def state_bytes(
     """Return the bytes of the optimizer's state on a rank.
 
     Args:
-        config: recipe.
-        fold: degrees of `config`.
         units: weight units of the rank, each with the number of data ranks that shard it.
-        stages: stages of the rank.
         blocks: indices of the rank's blocks.
     """
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
@@ -379,12 +342,9 @@ def state_bytes(
 def _units_without(
     config: Config, fold: Fold, stages: list[StageLayers], blocks: list[int], patterns: tuple[str, ...]
 ) -> ShardedUnits:
-    """Return the rank's weight units with the tensors that `patterns` match marked as frozen.
+    """Return the rank's weight units with the tensors that `patterns` or training.freeze match marked as frozen.
 
     Args:
-        config: recipe.
-        fold: degrees of `config`.
-        stages: stages of the rank.
         blocks: indices of the rank's blocks.
         patterns: patterns of names, as in training.freeze.
     """

@@ -63,13 +63,7 @@ class TotalsByMode:
                 self.moe_layers[costs.backward[first].ffn] += count
 
     def _non_experts(self, tp: int, cp: int, samples: int) -> SecondsByMode:
-        """Return the seconds of one microbatch in the head and all attention and dense networks, by recomputation mode.
-
-        Args:
-            tp: ranks of tensor parallel.
-            cp: ranks of context parallel.
-            samples: samples of the microbatch.
-        """
+        """Return the seconds of the head and of all attention and dense networks for one microbatch, by mode."""
         costs = self.costs
         totals = [sum(costs.head(tp, cp, samples))] * len(RECOMPUTE_MODES)
         for (experts, first), count in costs.kinds.items():
@@ -88,10 +82,7 @@ class TotalsByMode:
 
         Args:
             sample_ranks: ranks that a sample is divided among, tp x cp.
-            samples: samples of the microbatch.
             tp: matters to the shared expert only.
-            ep: ranks of expert parallel.
-            etp: ranks of expert tensor parallel.
             choice: the dispatcher, and what overlaps with it.
         """
         totals, messages, degrees = [0.0] * len(RECOMPUTE_MODES), 0.0, (sample_ranks, samples, tp, ep, etp)
@@ -110,9 +101,6 @@ class TotalsByMode:
 
         Args:
             sample_ranks: ranks that a sample is divided among, tp x cp.
-            samples: samples of the microbatch.
-            ep: ranks of expert parallel.
-            etp: ranks of expert tensor parallel.
         """
         costs = self.costs
         tokens = samples * self.config.training.seq_len / sample_ranks
@@ -125,12 +113,7 @@ class TotalsByMode:
         They are infinite where halves are illegal, or where no routed token leaves its rank.
 
         Args:
-            tp: ranks of tensor parallel.
-            cp: ranks of context parallel.
             samples: samples of the whole microbatch.
-            ep: ranks of expert parallel.
-            etp: ranks of expert tensor parallel.
-            dispatcher: name of the dispatcher.
         """
         costs = self.costs
         config = replace(self.config, training=replace(self.config.training, local_batch_size=samples))

@@ -94,5 +94,5 @@ class WeightCopies:
 
 
 def inner(unit: WeightUnit) -> int:
-    """Return the elements of the unit's tensors that are sharded along a dim other than the first."""
+    """Return the elements, unsharded, of the unit's tensors that are sharded along a dim other than the first."""
     return sum(prod(shape) for shape, dim in zip(unit.shapes, unit.dims, strict=True) if dim)

@@ -26,16 +26,14 @@ class WeightCosts(BlockCosts):
         return Sizes(self.model, fold, Tuning.of(self.config), vocabulary)
 
     def weights(self, config: Config, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float, float]:
-        """Return the seconds of the messages of a block's weights and gradients, as (gather, reduce, last).
+        """Return the seconds of the messages of block `layer`'s weights and gradients, as (gather, reduce, last).
 
         `gather` is one gather of the weights, `reduce` one reduction of the gradients, and `last` the sum, once a step,
         of the gradients of experts outside FSDP over their replicas.
 
         Args:
             config: recipe, with the sharding options of the mapping.
-            fold: degrees of `config`.
             sizes: weight units of the rank under `fold`.
-            layer: index of the block.
         """
         reduced = max(self.w, WIDTHS[self.config.training.mixed_precision_reduce])
         gather = reduce = last = 0.0
@@ -68,7 +66,6 @@ class WeightCosts(BlockCosts):
 
         Args:
             config: recipe, with the sharding options of the mapping.
-            fold: degrees of `config`.
             m: microbatches of a step.
         """
         if not self.stack.fsdp2:
@@ -90,14 +87,14 @@ class WeightCosts(BlockCosts):
     def block_copies(
         self, copies: WeightCopies | None, config: Config, fold: Fold, sizes: Sizes, layer: int
     ) -> tuple[float, float]:
-        """Return the seconds to copy a block's weights and gradients, as (for each microbatch, for each step).
+        """Return the seconds to copy weights and gradients of block `layer`, as (for each microbatch, for each step).
+
+        Its experts are included.
 
         Args:
             copies: formulas of FSDP2; None gives zeros.
             config: recipe, with the sharding options of the mapping.
-            fold: degrees of `config`.
             sizes: weight units of the rank under `fold`.
-            layer: index of the block.
         """
         if copies is None:
             return 0.0, 0.0
@@ -111,21 +108,13 @@ class WeightCosts(BlockCosts):
         return self._copy_seconds(*moved)
 
     def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
-        """Return whether the experts are outside FSDP: if the stack does so and `experts_are_unsharded`.
-
-        Args:
-            config: recipe, with the sharding options of the mapping.
-            fold: degrees of `config`.
-        """
+        """Return whether the experts are outside FSDP: if the stack does so and `experts_are_unsharded`."""
         return self.stack.unshards_experts and experts_are_unsharded(config.parallelism, config.training, fold.edp)
 
     def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:
-        """Return the seconds to copy the embedding's or the head's weights, as (for each microbatch, for each step).
+        """Return the seconds to copy embedding or head and its gradients, as (for each microbatch, for each step).
 
-        Args:
-            copies: formulas of FSDP2; None gives zeros.
-            fold: degrees of the mapping, of which the ranks that FSDP shards over are used.
-            unit: the embedding or the head.
+        Zeros if `copies` is None.
         """
         return (0.0, 0.0) if copies is None else self._copy_seconds(copies.moved(unit, fsdp(fold), 1))
 
@@ -147,7 +136,10 @@ class WeightCosts(BlockCosts):
         return choice == "always" or (choice == "auto" and fold.pp == 1)
 
     def reduces_often(self, config: Config, fold: Fold) -> bool:
-        """Return whether gradients are reduced for each microbatch, rather than once a step."""
+        """Return whether gradients are reduced for each microbatch, rather than once a step.
+
+        They are without a pipeline, unless parallelism.reduce_once says otherwise.
+        """
         return fold.pp == 1 and not config.parallelism.reduce_once
 
     def weights_exposed(
@@ -163,8 +155,6 @@ class WeightCosts(BlockCosts):
 
         Args:
             config: the recipe that is priced.
-            fold: degrees of the mapping.
-            sizes: weight units of a rank under that mapping.
             blocks: (number of blocks, index of one of them) by kind, on the first pipeline rank; keys are not used.
             m: microbatches of a step.
             busy: cost of a microbatch on the slowest pipeline rank.

@@ -47,8 +47,6 @@ def skewed(index_T: Tensor, top_k: int, num_experts: int, factor: float) -> Tens
 
     Args:
         index_T: The indices of the tokens within the step.
-        top_k: The experts of a token.
-        num_experts: The number of experts.
         factor: The load of expert 0 over the mean load.
     """
     most = num_experts / top_k
@@ -77,7 +75,10 @@ class AssumedRouting:
 
 
 def with_imbalance(config: Config, factor: float) -> AssumedRouting:
-    """Return the routing in which the busiest expert has `factor` times the mean of routed tokens; balanced if <= 1."""
+    """Return the routing in which the busiest expert has `factor` times the mean of routed tokens.
+
+    It is balanced up to 1. The busiest expert gets every token at most, num_experts / top_k times the mean.
+    """
     top_k, num_experts = config.model.top_k, config.model.num_experts
     if factor <= 1:
         return AssumedRouting("balanced", partial(_balanced, top_k, num_experts))
@@ -101,11 +102,8 @@ class Routing:
         """Take the assumed routing.
 
         Args:
-            config: The resolved config.
-            fold: The degrees of the world.
             samples: Builds the batch loader of a data rank, from the config, the rank and the number of data ranks, as
                 `titanmoe.rehearse.rehearsal.FakeLoader` does.
-            assumed: The rule that chooses experts by layer and token.
         """
         self.config, self.fold, self.samples, self.assumed = config, fold, samples, assumed
         self._index: dict[int, Tensor] = {}
@@ -142,10 +140,7 @@ class Routing:
     def halves(self, rank: int, microbatch: int, layer: int) -> list[Tensor]:
         """Return the experts (tokens, top_k) of each half of a rank's samples; one entry without overlap in halves.
 
-        Args:
-            rank: rank in the world.
-            microbatch: index of the microbatch in the step.
-            layer: index of the block.
+        `rank` is one of the world, `layer` the index of the block.
         """
         chosen_TK, samples = self.chosen_experts(rank, microbatch, layer), self.config.training.local_batch_size
         if self.config.moe.overlap != "halves":
@@ -154,15 +149,9 @@ class Routing:
 
 
 def group_at(fold: Fold, view: View, axes: tuple[str, ...], rank: int) -> Group:
-    """Return a rank's group along some axes: its size and the rank's index in it, without a process group.
+    """Return a rank's group along some axes of a view: its size and the rank's index in it, without a process group.
 
     NO_GROUP if the rank is alone in it.
-
-    Args:
-        fold: The degrees of the world.
-        view: "attention" or "experts".
-        axes: The axes that the group spans.
-        rank: The rank.
     """
     members = group_of(fold, view, axes, rank)
     return Group("", len(members), members.index(rank)) if len(members) > 1 else NO_GROUP
@@ -224,10 +213,7 @@ class IntegerMessages:
         """Take the routing and the kind of dispatcher.
 
         Args:
-            routing: The experts of every token.
-            dispatcher_type: The class of the dispatchers.
             template: A dispatcher of the model, whose sizes the others have.
-            node: The ranks per node.
             symmetric: Whether the dispatchers use symmetric memory, as in a step whose buffers do not overflow.
         """
         self.routing, self.dispatcher_type, self.template, self.node = routing, dispatcher_type, template, node
@@ -242,15 +228,12 @@ class IntegerMessages:
         return IntegerMessages, (fresh, self.dispatcher_type, self.template, self.node, self.symmetric)
 
     def received_integers(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
-        """Return what a rank receives in its dispatcher's n-th integer message, in a layer and microbatch.
+        """Return what a rank receives in its dispatcher's n-th integer message, in block `layer` and a microbatch.
 
         It is one tensor: what the group's ranks send to this rank, in their order; of an all-reduce their sum.
 
         Args:
-            rank: The rank of the world.
-            microbatch: The index of the microbatch.
-            layer: The index of the block.
-            n: The index of the message among this dispatcher's integer messages in that layer and microbatch.
+            n: The index, from 0, of the message among this dispatcher's integer messages in that block and microbatch.
 
         Raises:
             RuntimeError: if the dispatcher sends fewer such messages.
@@ -269,17 +252,11 @@ class IntegerMessages:
     def sent_integers(
         self, rank: int, microbatch: int, layer: int, n: int
     ) -> tuple[Tensor, tuple[list[int], list[int]] | None, str, str]:
-        """Return the n-th integer message of a rank's dispatcher: (tensor, splits, operation, group).
+        """Return the n-th integer message of a rank's dispatcher in block `layer`: (tensor, splits, operation, group).
 
-        Splits are how many routed tokens or integers are sent to each rank of the group, and received from each; None
-        unless it is an all-to-all. The operation is torch's name, such as "all_to_all_single", and the group a name for
-        `members`.
-
-        Args:
-            rank: rank in the world that sends.
-            microbatch: index of the microbatch in the step.
-            layer: index of the block.
-            n: number of the message within the dispatcher's pass, from 0.
+        The first is number 0. Splits are how many routed tokens or integers are sent to each rank of the group, and
+        received from each; None unless it is an all-to-all. The operation is torch's name, such as "all_to_all_single",
+        and the group a name for `members`.
 
         Raises:
             RuntimeError: if the dispatcher sends fewer such messages.
@@ -298,7 +275,7 @@ class IntegerMessages:
         return self._sent_cache[key]
 
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Return the all-to-alls of a rank's forward through one MoE layer: dispatch, with its integers, and combine.
+        """Return the all-to-alls of a rank's forward in block `layer`: dispatch, with its integers, and combine.
 
         Returns:
             For each, in order: the group's name as for `members`, and how many routed tokens or integers are sent to
@@ -311,7 +288,7 @@ class IntegerMessages:
         return run.all_to_alls
 
     def _exchanges(self, rank: int, microbatch: int, layer: int) -> list[Exchange]:
-        """Return the dispatches in flight of a rank's microbatch, one for each half; their tokens have width zero."""
+        """Return the dispatches in flight of a rank's microbatch, or of its halves; their tokens have width zero."""
         dispatcher = self._dispatcher(rank)
         return [
             dispatcher.dispatch(torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape), chosen_TK, 0)
@@ -335,12 +312,11 @@ class IntegerMessages:
         return Group(name, len(members), members.index(rank))
 
     def members(self, group: str, rank: int) -> list[int]:
-        """Return the ranks of one of a rank's dispatcher groups.
+        """Return the ranks, in the world, of one of the dispatcher groups that `rank` is in.
 
         Args:
             group: "group" for all ranks of ep x etp, "within" for those on the rank's node, "across" for one of each
                 node.
-            rank: The rank.
         """
         ranks = list(group_of(self.routing.fold, "experts", ("ep", "etp"), rank))
         if group == "group":

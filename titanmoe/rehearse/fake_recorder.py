@@ -40,7 +40,7 @@ class _Dispatching(threading.local):
         Args:
             layer: The index of the block.
             microbatch: The index of the microbatch.
-            halves: The number of parts of a microbatch: 2 if moe.overlap is "halves", else 1.
+            halves: 2 if moe.overlap is "halves", else 1.
         """
         goes_on = (layer, microbatch) == (self.layer, self.microbatch) and self.half + 1 < halves
         self.half = self.half + 1 if goes_on else 0
@@ -57,9 +57,7 @@ class FakeRecorder(Recorder):
 
         Args:
             layers: The names of blocks by the id of their module; the caller may add to them later.
-            rank: The rank that is rehearsed.
             on_gpu: Whether FSDP communicates on streams of its own.
-            fake: The mode of the fake tensors.
         """
         super().__init__(layers, on_gpu)
         self.rank, self.dispatching, self.shapes = rank, _Dispatching(), Shapes(fake)

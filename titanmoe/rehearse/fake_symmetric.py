@@ -56,11 +56,8 @@ class RehearsedBuffers(SymmetricBuffers):
     def must_repeat(self, ranks: float) -> bool:
         """Return whether the step must be repeated because a receive buffer overflows under the assumed routing.
 
-        It is computed from the routing of all ranks of the stage, because fake tensors never set the overflow flag.
-        False while `counts` is None, and if the rank is alone in its dispatch group.
-
-        Args:
-            ranks: Not used: the number of ranks that set the flag.
+        It is computed from the routing of all ranks of the stage, because fake tensors never set the overflow flag, so
+        `ranks` is not used. False while `counts` is None, and if the rank is alone in its dispatch group.
         """
         if self.counts is None or self.group.size == 1:
             return False
@@ -87,10 +84,6 @@ def reserve(
     Args:
         recorder: the recorder of this rank's messages.
         fake: the mode in which the buffers are made.
-        model: the recipe's [model].
-        moe: the recipe's [moe].
-        training: the recipe's [training].
-        meshes: meshes of the rehearsed rank.
         device: the device that the buffers are said to be on.
     """
     symmetric = DISPATCHERS.implementation(moe.dispatcher) is Symmetric
@@ -101,13 +94,11 @@ def reserve(
 def _any_buffer_overflows(
     exchange: IntegerMessages, memory: SymmetricBuffers, layers: Iterable[int], ranks: Iterable[int]
 ) -> bool:
-    """Return whether the receive buffer of any of `ranks` is too small in any microbatch of any of `layers`.
+    """Return whether the receive buffer of any of `ranks` is too small in any microbatch of any of the blocks `layers`.
 
     Args:
         exchange: The counts that the dispatchers send each other.
         memory: The buffers, which have the same size on all ranks.
-        layers: The MoE layers.
-        ranks: The ranks.
     """
     layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
     return any(

@@ -56,16 +56,10 @@ def _cell(x: Tensor) -> list[bool]:
 
 
 def track(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-    """Store the values of the results of an operation on fake tensors, if those of all its inputs are known.
+    """Store the values of an operation's results on fake tensors, `out`, if those of all its inputs are known.
 
-    If they are not, and the operation writes to a tensor, what was known of that tensor is forgotten. Floating-point
-    tensors, and those of more than MOST elements, are never known.
-
-    Args:
-        func: The operation, which has just run.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        out: Its fake result.
+    The operation has just run. If inputs are unknown, and it writes to a tensor, what was known of that tensor is
+    forgotten. Floating-point tensors, and those of more than MOST elements, are never known.
     """
     if isinstance(out, FakeTensor) and not _can_be_tracked(out) and not func._schema.is_mutable:
         return

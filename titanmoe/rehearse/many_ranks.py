@@ -61,10 +61,8 @@ def rehearse_ranks(
 
     Args:
         config: The resolved config, from `recipe_to_rehearse`.
-        world: The number of ranks.
         hardware: The hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
         routing: The assumed routing, or a number: the routed tokens of the busiest expert over the mean.
-        node: The ranks per node.
         ranks: The ranks to rehearse; None for all of a world of up to SMALL ranks, or the `corners` of a larger one.
         steps: The number of steps; the last one is recorded.
     """
@@ -124,10 +122,9 @@ def split_mismatches(rehearsals: list[Rehearsal]) -> Iterator[str]:
     """Yield an error message where a rank sends a number of routed tokens that the receiver does not expect.
 
     All ranks of a stage are checked, rehearsed or not, by running dispatchers under the assumed routing. Backward swaps
-    the two sides, so forward alone is checked. If all layers have the same routing, one layer of one stage is enough,
-    because stages see the same tokens; otherwise every layer is checked, in the first microbatch. Of groups whose ranks
-    choose the same experts one is enough, because a dispatcher depends only on its group, its index there and its
-    tokens' experts.
+    the two sides, so forward alone is checked. If all layers have the same routing, all microbatches of one layer of
+    one stage are enough; otherwise every layer is checked, in the first microbatch. Of groups whose ranks choose the
+    same experts one is enough.
     """
     checked_kinds: set[int] = set()
     checked_groups: set[bytes] = set()
@@ -158,9 +155,7 @@ def _group_mismatches(exchange: IntegerMessages, ranks: tuple[int, ...], microba
     At most one message is yielded: of the first mismatch.
 
     Args:
-        exchange: gives the all-to-alls of any rank.
         ranks: all ranks of the group, as ranks in the world.
-        microbatch: index of the microbatch in the step.
         layer: index of the block.
     """
     calls = {rank: exchange.all_to_alls(rank, microbatch, layer) for rank in ranks}

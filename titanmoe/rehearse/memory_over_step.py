@@ -130,12 +130,7 @@ class Ledger(Observer):
         self._not_on_device |= {x.untyped_storage()._cdata for x in local_tensors(list(values))}
 
     def note(self, out: Any, site: CodeSite) -> None:
-        """Record the new storages among the results of an operation, as allocated at `site`.
-
-        Args:
-            out: The result of the operation: tensors, or lists of them.
-            site: The code site of the operation.
-        """
+        """Record the new storages among the tensors that an operation has returned, as allocated at `site`."""
         if site.phase in ("backward", "recomputed"):
             self.backward += 1
         for x in local_tensors(out):

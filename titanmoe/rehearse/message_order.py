@@ -41,7 +41,6 @@ def check_order(programs: list[Program], equal_pairs: Iterable[tuple[Program, Pr
     """Return whether the messages of these ranks can all complete, by comparing and simulating them.
 
     Args:
-        programs: The programs of the rehearsed ranks.
         equal_pairs: Pairs of programs that must issue the same messages, each in its own groups.
 
     Returns:
@@ -156,14 +155,10 @@ def _collective_mismatches(members: list[tuple[Program, list[Message]]]) -> Iter
 
 
 def _first_difference(own_messages: list[Message], other_messages: list[Message]) -> int | None:
-    """Return the index of the first message in which two ranks differ; None if their messages match.
+    """Return the index of the first collective in which two ranks of a group differ; None if all match.
 
     If another line of code issues an earlier message, its index is returned, because there the ranks diverge. If one
     rank only issues more messages, the index is the length of the shorter list.
-
-    Args:
-        own_messages: one rank's collectives in a process group, oldest first.
-        other_messages: the other rank's in the same group.
     """
     pairs = list(zip(own_messages, other_messages, strict=False))
     if len(own_messages) == len(other_messages) and all(_signature(a) == _signature(b) for a, b in pairs):
@@ -235,7 +230,7 @@ def unwaited_messages(programs: list[Program]) -> Iterator[str]:
 
 
 def program_differences(equal_pairs: Iterable[tuple[Program, Program]]) -> Iterator[str]:
-    """Yield an error message if two ranks that must issue the same messages do not."""
+    """Yield an error message for the first pair of ranks that must issue the same messages and do not."""
     for a, b in equal_pairs:
         for event, other_event in zip_longest(a.log.events, b.log.events):
             if event is None or other_event is None or _event_signature(a, event) != _event_signature(b, other_event):

@@ -167,45 +167,22 @@ class Recorder(TorchDispatchMode):
         return out
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operation that is not a message, and return its result. Subclasses override it.
-
-        Args:
-            func: operation of torch, as `__torch_dispatch__` gets it.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-        """
+        """Run an operation that is not a message, and return its result. Subclasses override it."""
         return func(*args, **kwargs)
 
     def run_message(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run a torch operation that issues or waits for a message, and return its result. Can be overridden.
 
         The caller records the message.
-
-        Args:
-            func: operation of torch, as `__torch_dispatch__` gets it.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
         """
         return func(*args, **kwargs)
 
     def read_attribute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return an attribute of a tensor, such as its device, by running torch's operation for it. Records nothing.
-
-        Args:
-            func: The operation of `torch.ops.prim`.
-            args: The arguments of the operation, first the tensor.
-            kwargs: The keyword arguments of the operation.
-        """
+        """Return an attribute of a tensor, such as its device, by running torch's operation for it. Records nothing."""
         return func(*args, **kwargs)
 
     def after_message(self, func: Any, args: tuple, out: Any) -> None:
-        """Do nothing. Subclasses override this hook, which is called after a message is issued or waited for.
-
-        Args:
-            func: The torch operation.
-            args: The arguments of the operation.
-            out: The result of the operation.
-        """
+        """Do nothing. Subclasses override this hook, which is called after a message is issued or waited for."""
 
     def _from_functional(self, op: str, args: tuple, out: Tensor) -> Message:
         group = next(x for x in reversed(args) if isinstance(x, str))
@@ -293,7 +270,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Record messages, waits, batches and streams within this context."""
+        """Record messages, waits, batches and streams within this context, and yield this recorder."""
         with ExitStack() as stack:
             stack.enter_context(self.sites.recording())
             for cls in (FakeWork, Work):

@@ -71,15 +71,7 @@ class Operations(Counter[Operation]):
     """Counter of the launches of each operation in a step."""
 
     def add(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, site: CodeSite) -> None:
-        """Count one launch of an operation that has run; operations that launch no kernel are ignored.
-
-        Args:
-            func: The torch operation.
-            args: The arguments of the operation.
-            kwargs: The keyword arguments of the operation.
-            out: The result of the operation.
-            site: The code site of the operation.
-        """
+        """Count one launch of an operation that has returned `out`; operations that launch no kernel are ignored."""
         name = func._overloadpacket.__name__
         if func.is_view or name in NO_KERNEL:
             return
@@ -114,11 +106,7 @@ class Operations(Counter[Operation]):
 def _changes(func: Any, name: str) -> tuple[frozenset[int | str], tuple[int | str, ...]]:
     """Return the arguments of an operation that it only writes, and all arguments that it writes.
 
-    Both are positions of positional arguments, or names of keyword arguments.
-
-    Args:
-        func: operation of torch, whose schema says which arguments it writes.
-        name: its name without overload, such as "copy_".
+    Both are positions of positional arguments, or names of keyword arguments. `name` is without overload, as "copy_".
     """
     changed = [
         (argument.name if argument.kwarg_only else i, argument.kwarg_only)
@@ -158,13 +146,9 @@ def stored_bytes(x: Tensor) -> int:
 
 
 def flops(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
-    """Return the FLOPs of a matmul or attention by the shapes of its arguments; 0 for other operations.
+    """Return the FLOPs of an operation by the shapes of its arguments and result, which may be fake.
 
-    Args:
-        func: operation of torch, with its overload.
-        args: its positional arguments; tensors may be fake.
-        kwargs: its keyword arguments.
-        out: its result.
+    Matmuls, the experts' products, torch's attention and what else torch's FLOP counter knows count; others are 0.
     """
     packet = func._overloadpacket
     name, count = packet.__name__, flop_registry.get(packet)

@@ -56,11 +56,9 @@ class OrderSimulation:
     """A simulation of the hosts and communicators of all ranks, which runs until no rank can go on."""
 
     def __init__(self, programs: Iterable[Program], blocking: bool):
-        """Run the simulation.
+        """Run the simulation until no rank can go on.
 
-        Args:
-            programs: The programs of the rehearsed ranks.
-            blocking: Whether every call blocks its host until it completes.
+        `blocking` says whether every call blocks its host until it completes.
         """
         self.blocking = blocking
         self.ranks = {program.rank: _Rank(program) for program in programs}

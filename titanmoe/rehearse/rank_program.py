@@ -48,8 +48,6 @@ def describe(program: Program, message: Message, number: int | None = None) -> s
     """Return a sentence about a message for errors: rank, communicator, operation, size and line of code.
 
     Args:
-        program: The program that issues the message.
-        message: The message.
         number: The index of the message among those of its communicator; None to leave it out.
     """
     comm = program.comm(message)

@@ -35,7 +35,6 @@ def assign_experts(index_T: Tensor, fraction_E: Tensor, top_k: int) -> Tensor:
     Args:
         index_T: The indices of the tokens within the step.
         fraction_E: The fraction of tokens that visit each expert; their sum is top_k.
-        top_k: The experts per token.
     """
     ends_E = fraction_E.double().cumsum(0)
     ends_E *= top_k / ends_E[-1]
@@ -49,7 +48,7 @@ def recorded_routing(config: Config, file: Path, step: int | None = None) -> Ass
     Args:
         config: The resolved config of the recipe to rehearse.
         file: The `experts.jsonl`, or the run folder that holds one.
-        step: The step; None for the last in the file.
+        step: The step; None for the largest in the file.
 
     Raises:
         ConfigError: The file cannot be read, lacks the step, or does not fit the recipe; has all reasons.
@@ -97,11 +96,9 @@ def _layers_text(layers: Any) -> str:
 
 
 def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]:
-    """Return a step and the routed tokens of each expert by layer, from the line of `file` for `step`.
+    """Return a step and the routed tokens of each expert by block, from the line of `file`, an `experts.jsonl`.
 
-    Args:
-        file: The `experts.jsonl`.
-        step: The step; None for the last in the file.
+    Without `step`, the largest in the file.
 
     Raises:
         ConfigError: The file cannot be read, or has no loads for the step.
@@ -131,7 +128,7 @@ def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]
 
 
 def _load(line: Any) -> dict[int, list[int]] | None:
-    """Return the routed tokens of each expert by layer in a parsed line; None if the line has none that are valid."""
+    """Return the routed tokens of each expert by block in a parsed line; None if the line has none that are valid."""
     if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("load"), dict):
         return None
     load = line["load"]

@@ -142,13 +142,9 @@ class Rehearsal:
 
 
 def name_groups(communicators: Communicators, fold: Fold, rank: int, node: int) -> dict[str, NamedGroup]:
-    """Return the process groups of a rank with their axes, by torch's name for the group.
+    """Return the process groups that a rank is in, with their axes, by torch's name for the group.
 
-    Args:
-        communicators: The process groups of this process.
-        fold: The degrees of the world.
-        rank: The rank.
-        node: The ranks per node.
+    `node` is the number of ranks per node.
     """
     out = {}
     for (kind, rank_lists), group in communicators.groups.items():
@@ -166,10 +162,8 @@ def _assume_routing(
     """Make routers and dispatchers of `training` follow the assumed routing, by hooks in their forward.
 
     Args:
-        config: the resolved config.
         training: the built training of the rehearsed rank, which gets the hooks.
         recorder: recorder of this rank's messages; the hooks tell it the layer and microbatch.
-        routing: the experts of every token.
 
     Returns:
         The integers that dispatchers send each other; None if the rank has no MoE layer, or expert buffers are padded.
@@ -288,7 +282,6 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
 
     Args:
         argv: The words of the command line: the recipe and overrides such as "--parallelism.tp=2".
-        world: The number of ranks.
         hardware: The hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
         node: The ranks per node, unless the recipe has parallelism.node.
 
@@ -335,8 +328,6 @@ def rehearse(
 
     Args:
         config: The resolved config, from `recipe_to_rehearse`.
-        world: The number of ranks.
-        rank: The rank to rehearse.
         name: The hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
         routing: The assumed routing, or a number: the routed tokens of the busiest expert over the mean.
         node: The ranks per node.

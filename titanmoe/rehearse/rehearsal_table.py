@@ -170,9 +170,7 @@ def format_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
 def _unseen(first: Rehearsal, count: int) -> list[str]:
     """Return lines that say which faults the check of message order cannot find.
 
-    Args:
-        first: The first rehearsal.
-        count: The number of ranks that were rehearsed.
+    `first` is one of the `count` rehearsals that are checked.
     """
     ranks = [f"faults of the {first.fold.world - count} ranks that were not rehearsed (--all-ranks)"]
     return [
@@ -273,7 +271,7 @@ def _site_text(site: CodeSite) -> str:
 
 
 def counts_by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
-    """Return the operations without their layer, each with its number of launches by layer."""
+    """Return the operations without their layer, each with its number of launches by layer, "" outside of layers."""
     counts: dict[Operation, Counter[str]] = {}
     for operation, count in operations.items():
         counts.setdefault(operation._replace(site=operation.site._replace(layer="")), Counter())[

@@ -119,9 +119,7 @@ def _report_relayout(args: argparse.Namespace, config: Config, world: int) -> Re
     The report is (lines to print, texts by file to write, exit status: 1 if the messages may not complete).
 
     Args:
-        args: parsed options of the command.
         config: the recipe whose mapping the weights have.
-        world: number of ranks, the same for both mappings.
 
     Raises:
         ConfigError: --relayout is refused, or names another model.
@@ -141,12 +139,7 @@ def _report_relayout(args: argparse.Namespace, config: Config, world: int) -> Re
 
 
 def _problems(args: argparse.Namespace, hardware: list[str]) -> list[str]:
-    """Return a message for each option whose value is invalid; [] if there is none.
-
-    Args:
-        args: parsed options of the command.
-        hardware: names that --hardware may have.
-    """
+    """Return a message for each option whose value is invalid, [] if none is; `hardware` has the known names."""
     problems = []
     if args.hardware not in hardware:
         problems.append(f"--hardware = {args.hardware} is unknown: use {', '.join(hardware)}")

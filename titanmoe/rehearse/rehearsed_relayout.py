@@ -81,9 +81,7 @@ def read_destination(words: str, argv: list[str], config: Config, world: int, ha
             "parallelism.tp=2" for one that trains. A degree that the first form lacks is 1.
         argv: the recipe and its overrides, as on the command line.
         config: the resolved config of the source.
-        world: the number of ranks.
         hardware: the hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
-        node: the ranks per node.
 
     Raises:
         ConfigError: with every problem, such as a mapping that cannot generate.
@@ -116,7 +114,6 @@ def rehearse_relayout(
     Args:
         source: the resolved config of the mapping to move from.
         destination: the model to move to.
-        world: the number of ranks.
         hardware: the hardware whose code runs: one of `titanmoe.ops.device.HARDWARE`, such as "h100".
         round_bytes: most bytes that a rank sends in a round, and most that it receives.
 
@@ -196,12 +193,10 @@ def _move(
     """Make the move as one rank, on meta tensors; return its bytes and memory, and its messages for `check_order`.
 
     Args:
-        rank: the rank.
         source: this rank's shards of the model to move from.
         destination: this rank's shards of the model to move to.
         held: which ranks have which blocks of each tensor of the source, by name.
         wanted: which ranks have which blocks of each tensor of the destination, by name.
-        world: the number of ranks.
         round_bytes: most bytes that a rank sends in a round, and most that it receives.
     """
     recorder = MetaRecorder()
@@ -245,10 +240,7 @@ def format_relayout(
     """Return the report of a rehearsed move as lines to print.
 
     Args:
-        source: the recipe whose mapping the weights have.
-        destination: the model that they move to.
         moves: bytes that each rank needs, receives and sends, by rank.
-        verdict: whether the messages of all ranks can complete.
         hardware: name of the device that is imitated, such as "h100".
     """
     lines = [f"move of the weights on {len(moves)} ranks, as on {hardware}"]

@@ -66,11 +66,6 @@ class Shapes:
         """Return the result of an operation on fake tensors, a fake tensor or several.
 
         Shapes come from the cache if the operation has run with such arguments before, else from the operation.
-
-        Args:
-            func: operation of torch, as `__torch_dispatch__` gets it.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
         """
         kind = self._kinds.get(func)
         if kind is None:

@@ -34,7 +34,6 @@ def attention(
     q, k, v and the result are (batch, heads, sequence, head dim).
 
     Args:
-        q: queries.
         k: keys; may have fewer heads than q.
         v: values; as many heads as k.
         mask: True where a query attends to a key; None for no mask.
@@ -64,9 +63,7 @@ def flex_attention(
     Its numbers are those of a causal mask. The result is (B, S, H, h).
 
     Args:
-        q_BSHh: queries.
         k_BLGh: keys; G may be fewer heads than H.
-        v_BLGh: values.
         mask: not used.
         sinks_H: logit of each head's sink; None without sinks.
         report_lse: called with the log of the sum of exponentials, (B, H, S), detached; None for no call.
@@ -82,9 +79,10 @@ def flex_attention(
 
 @torch.library.custom_op("rehearsal::_fused_rms_norm", mutates_args=())
 def _fused_rms_norm(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fake tensors with the shapes of the normalized x and of its scale per token; real ones are refused.
+    """Return fake tensors with the shapes of the normalized x and of its scale per token.
 
-    It replaces aten::_fused_rms_norm, so that the norm counts as one kernel as on a GPU, not as the CPU's several.
+    It replaces aten::_fused_rms_norm, so that the norm counts as one kernel as on a GPU, not as the CPU's several. Real
+    tensors raise NotImplementedError.
     """
     raise NotImplementedError
 
@@ -141,8 +139,6 @@ def grouped_product(
     x (R, D) times w (e, D, F) is (R, F). x (D, R) times w (R, F) is (e, D, F), one product for each of e groups.
 
     Args:
-        x: first factor.
-        w: second factor.
         offs: end of each group in R; used only if w has two dimensions.
         bias: not used.
         out_dtype: not used.
@@ -163,7 +159,6 @@ def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
 
     Args:
         chosen_N: The expert of each choice; `experts` for none, which is not counted.
-        experts: The number of experts.
     """
     from titanmoe.ops.kernels import slot_kernels
 
@@ -179,9 +174,6 @@ def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: i
     Args:
         chosen_N: The expert of each choice; `experts` for none.
         ends: Not used.
-        experts: The number of experts.
-        ep: The ranks of expert parallel.
-        etp: The ranks of expert tensor parallel.
 
     Returns:
         The choice in each of the N * etp slots, N in unused ones, which come last; the slots of each choice, (N, etp);

@@ -80,8 +80,6 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     """Return round numbers at equal distances within low to high, for the ticks of an axis; [low] if high <= low.
 
     Args:
-        low: the least value of the axis.
-        high: the largest value.
         about: how many ticks to aim at.
     """
     if high <= low:
@@ -117,7 +115,6 @@ class Frame:
     """The axes of a chart, which map values to positions on its drawing, `sheet`.
 
     Args:
-        title: the chart's title.
         unit: a text at its right; "" for none.
         x: the least and the largest value of the x axis.
         y: likewise of the y axis, which gets a margin.
@@ -177,7 +174,6 @@ class Frame:
         Args:
             points: values on the chart's axes, not positions on the drawing.
             role: role that the line's colour comes from, such as "soft".
-            width: width on the drawing.
             opacity: 1 is opaque.
         """
         self.sheet.marks.append(Stroke([self.point(*point) for point in points], role, width, opacity))
@@ -206,9 +202,7 @@ def curves_chart(
     """Return a chart of curves over training steps; None if no curve has points.
 
     Args:
-        title: the chart's title.
         unit: a text at its right, such as the unit of y.
-        curves: the curves.
         form: formats the numbers at the y axis.
         smoothed: whether to draw a moving average over curves of 30 points or more.
         marks: events, each drawn as a dashed line at its step.
@@ -249,11 +243,6 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
     """Return a stacked chart of the seconds that each phase of a step takes, over the steps; None without times.
 
     Of more than two lines of metrics.jsonl the first is left out, because its start-up would flatten the rest.
-
-    Args:
-        run: the run, with its lines of metrics.jsonl.
-        title: heading of the chart.
-        size: its (width, height).
     """
     lines = [line for line in run.lines if "time.forward_backward" in line]
     lines = lines[1:] if len(lines) > 2 else lines
@@ -307,13 +296,7 @@ def relative_load(load_EC: np.ndarray) -> np.ndarray:
 
 
 def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:
-    """Return the heat map of how many tokens each expert of one layer gets, over the steps.
-
-    Args:
-        layer: the layer's number.
-        load_EC: tokens of each expert at each of the steps.
-        steps: the steps' numbers.
-    """
+    """Return the heat map of how many tokens each expert of block `layer` gets, (E, C), at each of `steps`."""
     sheet = Sheet(300, 130, f"load of the experts of layer {layer}, steps {steps[0]} to {steps[-1]}")
     draw_heatmap(sheet, (0, 2, 298, 126), transparent_colours(relative_load(load_EC)), len(load_EC), steps)
     return sheet
@@ -325,7 +308,6 @@ def draw_heatmap(
     """Draw a bitmap as a heat map on a sheet, and label a few rows and steps.
 
     Args:
-        sheet: the sheet to draw on.
         box: x, y, width and height.
         picture: the bitmap, (height, width, 4) RGBA of uint8; it is stretched over the box.
         rows: number of experts or ranks that the bitmap stands for, for the labels.
@@ -396,8 +378,6 @@ def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[
     signal by then, whether or not its mean still changes. Steps without a defined correlation are left out.
 
     Args:
-        run: the run.
-        task: name of the quiz.
         quantity: what the questions are ordered by, such as "margin".
     """
     lines = run.quiz.get(task, {})

@@ -117,12 +117,7 @@ def _n(value: float) -> str:
 
 
 def svg(sheet: Sheet, more: str = "") -> str:
-    """Return a drawing as an SVG element.
-
-    Args:
-        sheet: the drawing.
-        more: attributes to add to the element, as HTML that begins with a space.
-    """
+    """Return a drawing as an SVG element, with the attributes `more`, HTML that begins with a space."""
     box = f"0 0 {_n(sheet.width)} {_n(sheet.height)}"
     out = [f'<svg viewBox="{box}" role="img" aria-label="{escape(sheet.title)}"{more}>']
     for mark in sheet.marks:

@@ -108,10 +108,9 @@ def event_marks(run: Run) -> list[Mark]:
 
 
 def write_page(runs: list[Run], out: Path | None = None) -> Path:
-    """Write the report of runs as one HTML file and return its path.
+    """Write the report of runs as one HTML file and return its path. Folders are made, an older report is replaced.
 
     Args:
-        runs: the runs.
         out: the folder to write into; None for report/ in the first run's folder.
     """
     folder, name = (out, PAGE) if out else (runs[0].folder, f"report/{PAGE}")
@@ -125,7 +124,6 @@ def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
     """Return the HTML of the report.
 
     Args:
-        runs: the runs.
         charts: charts by name, as `sheets` returns them, without those that are None.
     """
     title = " and ".join(run.name for run in runs)
@@ -266,12 +264,7 @@ def _rollouts(runs: list[Run]) -> Iterator[str]:
 
 
 def figure(sheet: Sheet, kind: str = "card") -> str:
-    """Return a drawing as an HTML figure element.
-
-    Args:
-        sheet: the drawing.
-        kind: CSS classes of the element.
-    """
+    """Return a drawing as an HTML figure element, whose CSS classes are `kind`."""
     data = f" data-hover='{escape(json.dumps(sheet.hover))}'" if sheet.hover else ""
     return f'<figure class="{kind}">{svg(sheet, data)}</figure>'
 

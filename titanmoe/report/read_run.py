@@ -77,7 +77,10 @@ class Run:
         return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
     def median(self, name: str) -> float | None:
-        """Return the median of a metric over the run, without the first line (start-up); None without values."""
+        """Return the median of a metric over the run; None without values.
+
+        The first line, which includes start-up, counts only if it is the only one with a value.
+        """
         _, values = self.series(name)
         return float(np.median(values[1:] or values)) if values else None
 
@@ -122,9 +125,12 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read the folders of runs for the report; ConfigError with a line for each folder that cannot be read.
+    """Read the folders of runs for the report.
 
     A run is named by its folder, and by the folder's path if several have the same name.
+
+    Raises:
+        ConfigError: a folder cannot be read, or has no metrics yet; with a line for each such folder.
     """
     runs, problems = [], []
     for folder in folders:
@@ -215,8 +221,6 @@ def _read_lines_if_exists(folder: Path, name: str, accept: Accept) -> tuple[list
     Two empty lists without the file; a message alone if it is a link, or cannot be read.
 
     Args:
-        folder: the run's folder.
-        name: the file's name.
         accept: returns the object if it is valid, perhaps changed, else None.
     """
     try:
@@ -231,8 +235,6 @@ def _read_lines(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str,
     """Read a file with a JSON object in each line, which has a number "step".
 
     Args:
-        folder: the run's folder.
-        name: the file's name.
         accept: returns the object if it is valid, perhaps changed, else None.
 
     Returns:
@@ -292,7 +294,6 @@ def _accept_loads(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any
     """Return a line of experts.jsonl if it is valid, else None.
 
     Args:
-        line: the parsed line.
         shapes: number of experts by layer, the same in all lines; filled by the first valid line.
     """
     load = line.get("load")
