@@ -24,8 +24,8 @@ from titanmoe.comm.collectives import to_local
 from titanmoe.config.schema import Model, Pipeline
 from titanmoe.models.count import layer_flops
 from titanmoe.models.stages import split_layers
-from titanmoe.parallel import pipeline
-from titanmoe.parallel.pipeline import Stage, add_weight_gradients
+from titanmoe.parallel import pipeline_stage
+from titanmoe.parallel.pipeline_stage import Stage, add_weight_gradients
 from titanmoe.parallel.schedule_tables import gather_each_stage_once, make_schedule
 from titanmoe.rehearse.rehearsal import rehearse
 
@@ -175,7 +175,7 @@ def sent_in(changes: dict[str, Any], many: bool) -> tuple[Any, dict[str, set[tup
             seen.setdefault(op.group.group_name, set()).add((op.op.__name__, op.group_peer))
         return ops
 
-    usual = mock.patch.object(pipeline, "choose", lambda _, usual, cpu: usual) if many else nullcontext()
+    usual = mock.patch.object(pipeline_stage, "choose", lambda _, usual, cpu: usual) if many else nullcontext()
     with mock.patch.object(Stage, "_regrouped", noted), usual:
         trainer = parity.make_trainer(changes, loader=parity.samples())
         report = trainer.train_step()

@@ -106,13 +106,13 @@ PRIVATE = (
     Private(
         "torch.distributed.pipelining.stage.PipelineStage",
         ("_prepare_forward_infra",),
-        "parallel/pipeline.py",
+        "parallel/pipeline_stage.py",
         "receive buffers, repaired",
     ),
     Private(
         "torch.distributed.pipelining.stage.PipelineStage",
         ("_get_init_p2p_neighbors_ops",),
-        "parallel/pipeline.py",
+        "parallel/pipeline_stage.py",
         "what torch 2.11 sends before the first step, repaired",
         until=(2, 15),
     ),

@@ -2,7 +2,8 @@
 
     training waits    `Saver.save` waits for the save before, copies this rank's shards to CPU memory, starts the thread
     in the thread     `titanmoe.checkpoint.checkpoint_folder.save`: all ranks write into step-N.writing, check it by
-                      reading it back, and the first renames it to step-N; then `_finish_save` removes old checkpoints
+                      reading it back, and the first renames it to step-N: from then on it counts, whatever the file
+                      `latest` says; then `_finish_save` removes old checkpoints
     after each step   the trainer polls `failed_or_late`; `wait` raises what went wrong
 
 A save that fails or does not end within checkpoint.timeout_s raises a CheckpointError on all ranks, with what each slow

@@ -3,7 +3,7 @@
 titanmoe.parallel.recompute makes such regions with `torch.utils.checkpoint`, which saves a region's inputs and
 recomputes it up to the last tensor that autograd saved in it. Two kinds of values are saved besides:
 
-    cached(make)    what was received or read by the host; the collectives, counts and host reads of this room call it
+    cached(make)    what was received or read by the host; collectives, counts and host reads in titanmoe.comm call it
     save_tensors()  small tensors that autograd saves inside, such as indices: so recomputation may end before them
 
 Each call of a region has a cache of its own, owned by autograd's graph: forwards of other microbatches may lie between

@@ -1,7 +1,8 @@
 """The fold as process groups and DeviceMeshes. `build_meshes` makes a group for each axis with communication.
 
-The two views are two meshes over the same ranks of a pipeline stage: `Meshes.dense` for attention, dense layers and
-vocabulary, with the axes (dp_replicate, fsdp, tp), and `Meshes.experts`, with (edp_replicate, edp, ep, etp).
+The two views (titanmoe.fold.degrees) are two meshes over the same ranks of a pipeline stage: `Meshes.dense` for
+attention, dense layers and vocabulary, with the axes (dp_replicate, fsdp, tp), and `Meshes.experts`, with
+(edp_replicate, edp, ep, etp).
 
 A group costs every rank threads and sockets, and on GPUs a communicator with its buffers. So axes over the same ranks
 share one, but only within a kind: messages that may be in flight at the same time never use the same group.
@@ -35,8 +36,8 @@ CommunicatorKind = Literal["blocking", "dispatch", "shards", "replicas", "stages
     dispatch  the dispatchers' all-to-alls, in flight while the device computes: not shared
     shards    FSDP's all-gathers and reduce-scatters, of either view: it sends all units from the same two streams
     replicas  HSDP's all-reduces, of either view: one stream, in the order of backward
-    stages    the pipeline; on GPUs also "stages 1" and so on, over the same ranks (`titanmoe.parallel.pipeline`), so
-              that a rank only sends to one rank in each, or only receives from it
+    stages    the pipeline; on GPUs also "stages 1" and so on, over the same ranks, so that a rank only sends to one
+              rank in each, or only receives from it (`titanmoe.parallel.pipeline_stage`)
 
 Saving, which sends in no fixed order, has a group of its own, of no such kind (`titanmoe.checkpoint.saver`).
 docs/launch.md counts the communicators of a large world.

@@ -5,7 +5,7 @@ Gradients are summed over data ranks and never divided: the loss is divided once
 Routers are replicated on every rank, as the plan lays them out (titanmoe.parallel.parallel_plan). They compute in at
 least float32, so each would be an FSDP unit of its own among 16-bit units. FSDP gathers and reduces one unit after the
 other, so a matrix of E x D would cost two gathers and a reduction per layer and microbatch, and the experts would wait
-for them. Their gradients are summed once per step (`sum_replicated`).
+for them. `sum_replicated` sums their gradients once per step over all ranks of the stage: cp x tp, then data.
 """
 
 from __future__ import annotations

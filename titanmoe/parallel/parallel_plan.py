@@ -52,8 +52,8 @@ def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list
 SummedOver = Literal["tp", "etp", "stage"]
 """Ranks over which `sum_replicated` sums the gradient of a replicated parameter, once per step.
 
-"stage" is all ranks of the pipeline stage, cp x tp (`Meshes.sequence`) and then data ranks (`Meshes.data`), for what
-FSDP does not shard. Other gradients are summed over data ranks by FSDP, or by titanmoe.parallel.unsharded.
+"stage" is all ranks of the pipeline stage, for routers, which FSDP does not shard: cp x tp (`Meshes.sequence`), and then
+data ranks (`Meshes.data`). FSDP, or titanmoe.parallel.unsharded, sums the gradients of all else over data ranks.
 """
 
 
@@ -253,6 +253,7 @@ def summing_ranks(rows: Plan, tp: int) -> dict[str, SummedOver]:
 
     Args:
         rows: styles by module path, as `expand` returns them.
+        tp: number of tp ranks; a style whose `max_tp` is smaller replicates its parameters.
     """
     return {
         f"{path}.{name}": style.summed_over

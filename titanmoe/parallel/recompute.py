@@ -1,11 +1,14 @@
 """Activation recomputation: choose what is dropped after forward and recomputed in backward.
 
     mode                    saved of a block                          recomputed
-    none                    all that backward reads                   nothing
+    none                    all that backward reads                   nothing (*)
     selective               all but what its modules name             what they name
     moe                     all of `attend`; input of `feed`          `feed`
     full_except_dispatch    inputs of both; received routed tokens    `attend`; `feed` without dispatch
     full                    inputs of both                            `attend`; `feed`
+
+(*) The experts' act(gate) * up * weight is recomputed in every mode (titanmoe.moe.expert_products). `selective` does the
+like for dense networks, and for MLA and linear attention: `recomputable_methods`, `use_recomputable` of their modules.
 
 Methods of a block: `attend` (norm, mixer), `feed` (norm, MoE or dense layer). B samples, s owned positions, D model.
 """

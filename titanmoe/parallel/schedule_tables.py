@@ -1,12 +1,12 @@
-"""Make the tables of a pipeline schedule, of what each rank runs in which order, with torch's runtime that runs them.
+"""Make torch's runtime of a pipeline schedule with its tables: what each rank runs in which order.
 
     table                        a row of it, for one pipeline rank                      who reads it
     cells                        forwards and backwards, and the vocabulary's passes     `bubble`, `with_passes`
     pipeline_order               forwards and backwards, as actions of torch             torch, to make the last table
     pipeline_order_with_comms    these, passes, sends, receives, FSDP's gathers          torch's runtime, in each step
 
-`titanmoe.parallel.pipeline.Pipeline` calls `make_schedule` once. The cells are those of a CSV file, ours for GPipe and
-1F1B, or those of torch's class.
+Each table is made of the one above. `titanmoe.parallel.pipeline.Pipeline` calls `make_schedule` once, which says where a
+schedule's cells come from.
 """
 
 from __future__ import annotations

@@ -317,8 +317,8 @@ class Gradients:
         by_layer = {f"layer {number}": row for number, row in rows.items()}
         known = to_host(vars(totals) | vars(summed) | {"norm": norm} | by_layer | by_block)
         # All ranks of a tp group of the last stage compute the same loss, and other stages none. So a loss or a metric
-        # that is summed over the world is tp times what it should be, and is divided by tp here. Gradients are not, for
-        # backward takes the losses of a tp group as one.
+        # that is summed over the world is tp times what it should be, and is divided by tp here. Gradients are not: the
+        # collectives' backwards take the losses of a tp group as one (titanmoe.comm.collectives).
         tp = self.meshes.tp.size
         scalars = StepScalars(
             loss=known["loss"] / tp + constant,
