@@ -21,7 +21,7 @@ from titanmoe.models.families import mixers
 
 
 class DocumentWork:
-    """Callable that returns the total forward FLOPs of documents, given their lengths in tokens as an array."""
+    """Callable that returns the total forward FLOPs of documents as a float, given their lengths (G,) in tokens."""
 
     def __init__(self, model: Model):
         self.per_pair: dict[int, int] = {}
@@ -44,19 +44,12 @@ class DocumentWork:
 def assign_samples(work_N: np.ndarray, microbatches: int, ranks: int, size: int) -> np.ndarray:
     """Return the sample numbers (M, R, B) of each microbatch and data rank, chosen so that their work is even.
 
-    The heaviest sample goes first, into the lightest of M * R groups that has room. R groups of similar work form a
-    microbatch; in it the rank with the least work so far takes the heaviest group. Ties are broken by number, so that
-    all ranks agree without communicating.
-
-    Args:
-        work_N: work of each sample, in any unit.
-        microbatches: M, microbatches of a step.
-        ranks: R, data ranks.
-        size: B, samples of a microbatch on a data rank.
+    `work_N` is each sample's work in any unit, `size` is B. Ranks that pass the same work agree without communicating.
     """
     groups: list[list[int]] = [[] for _ in range(microbatches * ranks)]
     weight = np.zeros(len(groups))
     heap = [(0.0, g) for g in range(len(groups))]
+    # The heaviest sample first, into the lightest group that has room.
     for sample in np.argsort(-work_N, kind="stable").tolist():
         load, g = heapq.heappop(heap)
         groups[g].append(sample)
@@ -65,6 +58,7 @@ def assign_samples(work_N: np.ndarray, microbatches: int, ranks: int, size: int)
             heapq.heappush(heap, (float(weight[g]), g))
     out_MRB = np.empty((microbatches, ranks, size), np.int64)
     done_R = np.zeros(ranks)
+    # Groups of similar work form a microbatch, whose heaviest goes to the rank with the least work so far.
     for m, similar_R in enumerate(np.argsort(-weight, kind="stable").reshape(microbatches, ranks)):
         for rank, g in zip(np.argsort(done_R, kind="stable").tolist(), similar_R.tolist(), strict=True):
             out_MRB[m, rank] = sorted(groups[g])

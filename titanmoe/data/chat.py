@@ -53,10 +53,9 @@ class ChatEncoder:
     Args:
         template: text of the template.
         origin: where the template comes from, for messages.
-        tokenizer: the tokenizer.
 
     Raises:
-        ConfigError: the template cannot be compiled, or jinja2 is missing.
+        ConfigError: the template is too long or cannot be compiled, or jinja2 is missing.
     """
 
     def __init__(self, template: str, origin: str, tokenizer: Tokenizer):
@@ -89,12 +88,14 @@ class ChatEncoder:
     def encode(self, messages: Any, tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids of a conversation and their weights as labels, which are 0 outside assistant messages.
 
+        Both are (T,), the weights in float32.
+
         Args:
             messages: a record's list of {"role": ..., "content": ...}, unchecked; "weight" may be another key.
             tools: list of JSON schemas that the template writes, or such a list as JSON text; None or empty for none.
 
         Raises:
-            ChatError: the conversation cannot be rendered or learned from.
+            ChatError: the conversation cannot be rendered, or has nothing to learn from.
             ConfigError: the template is unusable.
         """
         if isinstance(messages, list):
@@ -146,11 +147,7 @@ class ChatEncoder:
         return tokens_T, weight_T
 
     def _weights(self, messages: list[Any], spans: int) -> list[float]:
-        """Return the label weight of each span of text that the assistant says, from the weights of its messages.
-
-        Args:
-            messages: the conversation.
-            spans: number of spans that the template marks.
+        """Return the label weight of each of `spans` spans that the assistant says, from the weights of its messages.
 
         Raises:
             ChatError: messages have weights other than 1, and the spans are not one for each of the assistant's.
@@ -199,7 +196,7 @@ class ChatEncoder:
         return self.tokenizer.encode_with_offsets(rest[0]).tokens_T
 
     def end_of_turn_token(self) -> int | None:
-        """Return the id of the special token that ends an assistant message, such as <|im_end|>; None without."""
+        """Return the id of the special token that ends an assistant message, such as <|im_end|>; None if none does."""
         try:
             text = self._render_without_marks(
                 [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
@@ -294,7 +291,7 @@ class ChatEncoder:
         return ""
 
     def _render_with_marks(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendered text, and the characters [begin, end) of each {% generation %} block in it."""
+        """Return the rendered text, unmarked, and the characters [begin, end) of each {% generation %} block."""
         texts, spans, length, span_start = [], [], 0, -1
         for text in _split_at_marks(self._render(messages)):
             if text == OPEN:
@@ -350,7 +347,7 @@ class ChatEncoder:
         """Return the text of `earlier` messages followed by the generation prompt.
 
         Raises:
-            ChatError: there are no earlier messages, and the template cannot be rendered without one.
+            ChatError: the template refuses them; of no messages, with advice to put one before the assistant's.
         """
         try:
             return self._render(earlier, prompt=True)
@@ -365,11 +362,7 @@ class ChatEncoder:
     def _marking_advice(self, earlier: list[Any], message: dict[str, Any]) -> str:
         """Return a sentence for an error: where to put {% generation %} in the template.
 
-        It quotes what the template writes around an assistant message, as far as that can be seen.
-
-        Args:
-            earlier: the messages before the assistant's.
-            message: the assistant's message.
+        It quotes what the template writes around the assistant's `message`, which follows `earlier`, as far as it can.
         """
         rendered_before, prompt = self._render(earlier), self._prompt_after(earlier)
         rendered, content = self._render([*earlier, message]).removeprefix(rendered_before), message.get("content")
@@ -391,7 +384,7 @@ class ChatEncoder:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the message with its reasoning under both "thinking" and "reasoning_content".
 
-    Templates read either, and transformers 5 does the same. A message without reasoning is returned unchanged.
+    Templates read either. A message without reasoning is returned unchanged.
     """
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -420,11 +413,7 @@ def _describe_content_not_text(messages: list[Any]) -> str:
 
 
 def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
-    """Return an encoder of conversations with a chat template from a file, or with the tokenizer's own.
-
-    Args:
-        template: path of a Jinja file; "" for the tokenizer's own template.
-        tokenizer: the tokenizer.
+    """Return an encoder of conversations with the chat template in the file `template`; "" for the tokenizer's own.
 
     Raises:
         ConfigError: there is no template, or it cannot be read or compiled.
@@ -466,9 +455,7 @@ def _shorten(text: str) -> str:
 def _check_messages(messages: Any, template: str) -> None:
     """Raise a ChatError if a conversation's messages are malformed, or the assistant says nothing to learn from.
 
-    Args:
-        messages: the conversation, unchecked.
-        template: text of the chat template, which may name further roles.
+    `template` is the text of the chat template, which may name further roles.
     """
     if not isinstance(messages, list) or not messages:
         raise ChatError(
@@ -505,7 +492,7 @@ def _check_messages(messages: Any, template: str) -> None:
 
 
 def _says_something(message: dict[str, Any]) -> bool:
-    """Return whether an assistant message has a text, reasoning, a tool call or other content; null counts as text."""
+    """Return whether an assistant message has content, reasoning or a tool call; null or missing content counts."""
     content = message.get("content")
     if not isinstance(content, str) or content.strip():
         return True

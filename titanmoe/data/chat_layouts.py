@@ -122,12 +122,8 @@ def _calls(number: int, text: Any) -> list[dict[str, Any]]:
 def parse_tool_calls(number: int, message: Any) -> Any:
     """Return a message whose "tool_calls" are JSON text with the list in their place; any other message as it is.
 
-    Args:
-        number: number of the message, for errors.
-        message: the message, unchecked.
-
     Raises:
-        ChatError: the text is not a list of calls in JSON.
+        ChatError: the text is not a list of calls in JSON; names the message by `number`.
     """
     if not isinstance(message, dict) or not isinstance(text := message.get(TOOL_CALLS), str):
         return message
@@ -166,7 +162,7 @@ def _from_prompt(record: Record, name: str) -> list[Any]:
 
 
 def _messages_or_text(value: Any) -> Any:
-    """Return a list of messages, also if it is given as JSON text; other texts as they are."""
+    """Return the list of messages that a JSON text holds; any other value as it is."""
     parsed = _parsed(value)
     is_messages = isinstance(parsed, list) and all(isinstance(message, dict) for message in parsed)
     return parsed if is_messages or not isinstance(value, str) else value

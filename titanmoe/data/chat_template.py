@@ -95,7 +95,7 @@ def _ask_worker(worker: _RenderProcess, arguments: tuple[Any, ...], subject: str
 
     Args:
         worker: the process.
-        arguments: the template, or the variables of each text to render.
+        arguments: the template with its marks, or the variables of each text to render.
         subject: name of what is rendered, for the message of an exceeded limit.
 
     Raises:
@@ -136,7 +136,7 @@ def _result_or_raise(response: dict[str, Any]) -> Any:
 
 
 class _RenderProcess:
-    """The parent's handle of a rendering process; creating it starts the process."""
+    """The parent's handle of a rendering process; creating it starts the process, `end` kills it."""
 
     def __init__(self) -> None:
         import titanmoe
@@ -159,8 +159,8 @@ class _RenderProcess:
 
         Args:
             request: JSON text.
-            seconds: CPU seconds.
-            memory: bytes that the request may add to the process.
+            seconds: limit in CPU seconds.
+            memory: limit of the bytes that the request may add to the process.
         """
         try:
             _send(self._process.stdin, request, seconds, memory)
@@ -183,24 +183,18 @@ def _end_process(process: subprocess.Popen[bytes], parent: int) -> int | None:
 
 
 def _send(stream: BinaryIO, data: bytes, seconds: float = 0.0, memory: int = 0) -> None:
-    """Write a message: a request with its limits, or a response without.
+    """Write a message: a request with its limits in CPU seconds and bytes of memory, or a response without.
 
-    Args:
-        stream: pipe to the other process.
-        data: JSON text.
-        seconds: CPU seconds that the request may take.
-        memory: bytes that the request may add to the process.
+    `data` is JSON text.
     """
     stream.write(HEAD.pack(len(data), seconds, memory) + data)
     stream.flush()
 
 
 def _receive(stream: BinaryIO) -> tuple[bytes, float, int] | None:
-    """Read a message of `_send`; return None if the stream ends before the message does.
+    """Read a message of `_send`: (JSON text, CPU seconds, bytes of memory), with 0 for both limits in a response.
 
-    Returns:
-        The JSON text, and the limits that a request sets: CPU seconds, and bytes that it may add to the process. A
-        response has 0 for both.
+    None if the stream ends before the message does.
     """
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
@@ -214,10 +208,7 @@ def _receive(stream: BinaryIO) -> tuple[bytes, float, int] | None:
 
 
 def serve() -> None:
-    """Compile the template of the first request, then render requests until stdin ends.
-
-    The main function of the rendering process.
-    """
+    """Compile the template of the first request, then render requests until stdin ends: the process's main function."""
     import resource
 
     import jinja2.ext
@@ -275,11 +266,9 @@ class _GuardedList(list):
 
 
 def _guard(value: Any, name: str) -> Any:
-    """Return a copy of a value in which dicts and lists raise NotText when a template writes them as text.
+    """Return a copy of a message, or of a value in it, whose dicts and lists raise NotText when written as text.
 
-    Args:
-        value: a message, or a value in it.
-        name: name of the value, for the error.
+    The error names them after `name`, the value's name.
     """
     if isinstance(value, dict):
         joint = "." if "'s " in name else "'s "
@@ -299,15 +288,10 @@ def _guard_messages(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile(text: str, opening: str, closing: str) -> tuple[jinja2.Template, bool]:
-    """Return the compiled template, and whether it has {% generation %}.
+    """Return the compiled template, and whether it has {% generation %}, for which it writes `opening` and `closing`.
 
     The environment is the one that templates of published models expect, but without today's date (strftime_now) and
     random text: tokens must depend on neither, and templates that ask for the date have a default of their own.
-
-    Args:
-        text: the template.
-        opening: what {% generation %} writes.
-        closing: what {% endgeneration %} writes.
     """
     import jinja2.ext
     import jinja2.nodes
@@ -341,5 +325,5 @@ def _compile(text: str, opening: str, closing: str) -> tuple[jinja2.Template, bo
 def _json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> str:
-    """Return a value as JSON: the filter `tojson` without the HTML escapes of Jinja's own."""
+    """Return a value as JSON: the filter `tojson` without the HTML escapes of Jinja's."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

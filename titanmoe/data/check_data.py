@@ -20,7 +20,9 @@ from titanmoe.data.tokenize import check_first_records
 
 
 def check_data(config: Config, state: Mapping[str, Any] | None = None) -> None:
-    """Check a training job's data before ranks start; raise a ConfigError with everything that is wrong.
+    """Check a training job's data before ranks start; raise a ConfigError with all problems. Tokenizes nothing.
+
+    If files show none, and all data is token shards, it is also opened as a rank opens it and compared with `state`.
 
     Args:
         config: the recipe; derived values, such as the batch size and the steps, may still be missing.

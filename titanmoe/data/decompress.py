@@ -50,10 +50,7 @@ class open_decompressed:
 
 
 class _Zstd(io.RawIOBase):
-    """A reader of .zst files that decompresses frame after frame. A truncated file raises an EOFError.
-
-    The packages' own readers end silently there.
-    """
+    """Raw stream of a .zst file's contents, frame after frame. Reading a truncated file raises an EOFError."""
 
     def __init__(self, raw: io.BufferedIOBase, file: str):
         self.raw, self.new = raw, _zstd_class(file)

@@ -53,10 +53,9 @@ def open_stored_tokenizer(stored: StoredTokenizer | None) -> Tokenizer | None:
 
 
 def describe_first_sample(loader: Loader) -> str:
-    """Return text of the sample that the loader gives next, for fine-tuning; "" if every token of the data is a label.
+    """Return text on the sample that the loader gives next, for fine-tuning; "" if every token of the data is a label.
 
-    Args:
-        loader: the loader of data rank 0, whose state does not change.
+    Waits until the sample is read; the loader, that of data rank 0, does not advance.
     """
     corpora = [getattr(source.packer, "documents", None) for source in loader.mix.sources]
     if not any(corpus is not None and is_masked(corpus) for corpus in corpora):
@@ -77,7 +76,7 @@ def describe_sample(
     Args:
         batch: samples that the loader has read.
         n: index of the sample in the batch.
-        tokenizer: the tokenizer, for the text of tokens; None for ids alone.
+        tokenizer: for the text of tokens; None for ids alone.
         marks: text before and after learned tokens.
         places: the documents of the sample; None if the source's numbers of them are not known.
     """
@@ -108,14 +107,14 @@ def describe_sample(
 
 
 def _title(batch: Batch, n: int, begin: int, end: int, number: int, place: Place | None) -> str:
-    """Return what positions [begin, end) of a sample are, such as "document 2" or "pair 1, chosen".
+    """Return what positions [begin, end) of sample `n` are, such as "document 2 of the sample" or "pair 1, chosen".
 
     Args:
         batch: samples that the loader has read.
         n: index of the sample in the batch.
-        begin: first position.
-        end: one past the last position.
-        number: number of this part within the sample.
+        begin: first position of a document.
+        end: one past its last position.
+        number: index of the document within the sample.
         place: the document in its source; None if it is not known.
     """
     if COMPLETION not in batch.extra_fields:
@@ -143,13 +142,9 @@ def escape(text: str) -> str:
 
 
 def _wrap(words: list[str], learned: list[bool], position: int, marks: tuple[str, str]) -> list[str]:
-    """Return words as lines that begin with the position of their first one, with marks around learned ones.
+    """Return the words of consecutive positions, from `position` on, as lines that begin with their first position.
 
-    Args:
-        words: a word for each position.
-        learned: whether each is learned.
-        position: position of the first word.
-        marks: text before and after learned words that follow each other in a line.
+    `marks` stand before and after words that are learned and follow each other in a line.
     """
     lines: list[str] = []
     begin = 0
@@ -170,7 +165,7 @@ def _wrap(words: list[str], learned: list[bool], position: int, marks: tuple[str
 
 
 def find_places(mix: SourceMix, sample: Sample) -> list[Place]:
-    """Return the documents of a planned sample in their source; [] for random tokens, which have none."""
+    """Return the places of the source's documents in a planned sample, by position; [] for random tokens."""
     packer, (start_G, pairs_G) = mix.sources[sample.source].packer, sample.segments
     if not hasattr(packer, "documents"):
         return []

@@ -128,9 +128,7 @@ def is_masked(documents: Documents) -> bool:
 def find_documents(documents: Documents, token_N: np.ndarray) -> np.ndarray:
     """Return the number, from 0, of the document that contains each token: (N,).
 
-    Args:
-        documents: the documents.
-        token_N: indices of tokens in the concatenation of all documents.
+    Tokens are given by their index in the concatenation of all documents.
     """
     starts = documents.starts
     if isinstance(starts, np.ndarray):

@@ -2,10 +2,8 @@
 
 Epochs follow one another. In an epoch every sequence of every source comes once: the sources are interleaved by a
 counted permutation, and each source gives its sequences in its packer's order. After the last epoch there is only
-padding, which fills the last batch. Nothing depends on ranks or batch sizes.
-
-Best fit must pack an epoch to know its number of sequences. That reads lengths only; the numbers are stored in
-`sequences.json` beside the shards.
+padding. Nothing depends on ranks or batch sizes. Best fit must pack an epoch to know its number of sequences; these
+numbers are stored in `sequences.json` beside the shards.
 
 Shapes: E epochs, K sources, N samples.
 """
@@ -30,12 +28,7 @@ FILE = "sequences.json"
 
 
 class EpochOrder:
-    """The order of the sources over a fixed number of epochs (training.epochs).
-
-    Args:
-        count_EK: number of sequences of each source in each epoch.
-        seed: seed of the order.
-    """
+    """The order of the sources over a fixed number of epochs; `count_EK` has each source's sequences in each epoch."""
 
     def __init__(self, count_EK: Sequence[Sequence[int]], seed: int):
         self.count_EK, self.seed = np.array(count_EK, np.int64), seed
@@ -62,7 +55,7 @@ class EpochOrder:
 def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[int]:
     """Return the number of packed sequences in each of the first `epochs` epochs of a source.
 
-    Best fit reads the numbers from `sequences.json`, or packs and writes them there if it can.
+    Best fit reads the numbers from `sequences.json`, or packs (reading lengths only) and writes them there if it can.
     """
     if isinstance(packer, StreamPacker):
         return packer.count(epochs)

@@ -41,7 +41,7 @@ def split_held_out(documents: Documents, every: int, min_tokens: int) -> tuple[D
 class DocumentsWithSplit:
     """View of a source in which one document is split in two, so that the second begins at token `split_token`.
 
-    Copies all starts, so it is for sources of few documents.
+    Implements `Documents`. Copies all starts, so it is for sources of few documents.
     """
 
     def __init__(self, parent: Documents, split_token: int):

@@ -76,7 +76,7 @@ class HubRepo(NamedTuple):
 
     @property
     def _key(self) -> str:
-        """Name of the repository's folder in the cache."""
+        """Name of the repository's folder in the cache, such as "models--OWNER--NAME"."""
         return f"{self.kind}s--{self.name.replace('/', '--')}"
 
     def _describe_failure(self, cache: Path, error: Exception) -> str:
@@ -98,11 +98,7 @@ def _cache() -> Path:
 
 @contextmanager
 def one_at_a_time(folder: Path, key: str) -> Iterator[None]:
-    """Wait for a file lock in a cache folder and hold it in this context, so that one process fetches at a time.
-
-    Args:
-        folder: the cache.
-        key: name of what is fetched.
+    """Wait for a file lock in a cache folder and hold it in this context, so that one process fetches `key` at a time.
 
     Raises:
         ConfigError: the cache cannot be written to.

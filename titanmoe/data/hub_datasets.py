@@ -129,8 +129,8 @@ def pin_datasets(config: Config, read_record: Callable[[Config], Mapping[str, An
 
     Args:
         config: the recipe.
-        read_record: takes the recipe, returns what that checkpoint records besides tensors, of which "config" is read;
-            {} without a checkpoint. Called only if a data set is on the hub.
+        read_record: returns what that checkpoint records besides tensors, of which "config" is read; {} without a
+            checkpoint. Called only if a data set is on the hub.
 
     Raises:
         ConfigError: there is no such data set, or the hub is needed for it and cannot be reached.
@@ -207,9 +207,7 @@ def _listed_files(folder: Path) -> list[str] | None:
 def _choose_split(dataset: HubDataset, folder: Path) -> list[str]:
     """Return the names, within the repository, of the files of a data set's split; "train" or the only one by default.
 
-    Args:
-        dataset: the parsed name; its split may be left out.
-        folder: the data set's folder in the cache, with the list of its files.
+    `folder` is the data set's folder in the cache, with the list of its files.
 
     Raises:
         ConfigError: there is no such split, it has no files that can be read, or the cache lacks some.
@@ -240,10 +238,7 @@ def _choose_split(dataset: HubDataset, folder: Path) -> list[str]:
 def _find_splits(dataset: HubDataset, names: list[str], card: Mapping[str, Any]) -> Splits:
     """Return the files that can be read of each split of a data set's subset.
 
-    Args:
-        dataset: the data set.
-        names: names of all its files.
-        card: the YAML of its card.
+    `names` are all its files, `card` is the YAML of its card.
 
     Raises:
         ConfigError: there is no such subset, or there are several and none is named or the default.
@@ -281,11 +276,9 @@ def _read_card(file: Path) -> dict[str, Any]:
 
 
 def _match_patterns(data_files: Any, names: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each split of a card's `data_files` with its files; files without a split are those of train.
+    """Yield each split of a card's `data_files` with those of `names` that match; without a split they are train's.
 
-    Args:
-        data_files: a glob, or a list of globs and of {"split": NAME, "path": a glob or a list of them}.
-        names: names of the files to choose from.
+    `data_files` is a glob, or a list of globs and of {"split": NAME, "path": a glob or a list of them}.
     """
     entries = data_files if isinstance(data_files, list) else [data_files]
     if without_split := [entry for entry in entries if not isinstance(entry, dict)]:
@@ -305,7 +298,7 @@ def _glob_to_regex(pattern: Any) -> re.Pattern[str]:
 
 
 def _usual_splits(names: list[str]) -> Splits:
-    """Return the files of each split, told by their names as `datasets` does; all are of train if no name tells.
+    """Return the files of each split, told by their names as `datasets` does; all are train's if no name tells.
 
     {} if none can be read.
     """

@@ -34,7 +34,10 @@ from titanmoe.data.sources import open_training_sources, open_validation_sources
 
 
 class BatchLayout:
-    """The assignment of a step's samples to microbatches and data ranks, for one data rank."""
+    """The assignment of a step's samples to microbatches and data ranks, for one data rank.
+
+    `round_robin_N` has the numbers within the step of this rank's samples, unless data.balance_work assigns others.
+    """
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
         training = config.training
@@ -50,7 +53,7 @@ class BatchLayout:
         self.round_robin_N = every_MRB[:, data_rank].ravel()
 
     def read(self, mix: SourceMix, samples: list[Sample | None], number_N: np.ndarray | None = None) -> Batch:
-        """Read the tokens of a data rank's planned samples, and return one batch of all microbatches of a step.
+        """Read the tokens of this data rank's planned samples, and return one batch of all microbatches of a step.
 
         Args:
             mix: the sources.
@@ -119,8 +122,7 @@ class StepPlans:
     def samples_of_rank(self, samples: list[Sample | None]) -> tuple[list[Sample | None], np.ndarray | None]:
         """Return (this data rank's samples of a step, their numbers within the step); None for round-robin numbers.
 
-        Args:
-            samples: the planned samples of all data ranks.
+        `samples` are the planned ones of all data ranks.
         """
         layout, number_N = self.layout, None
         if self.work:
@@ -182,15 +184,12 @@ class Loader:
         self.wait_s = time.perf_counter() - begin
         self.first = self.consumed
         self.consumed, self.state = state_after["consumed"], state_after["sources"]
-        """State of each source's packer."""
         self.epoch_messages = [
             f"data: {name} begins epoch {int(epoch) + 1}"
             for name, epoch in state_after["epochs"].items()
             if int(epoch) > int(self.epochs[name]) and int(epoch) != self.epochs_to_train
         ]
-        """Lines to log about sources of which the last step began another epoch."""
         self.epochs = state_after["epochs"]
-        """Number of epochs read of each source, by name."""
         return step.chunk(self.microbatches)
 
     def peek(self) -> list[Batch]:
@@ -207,8 +206,7 @@ class Loader:
     def digest_samples(self, batches: list[Batch]) -> dict[int, str]:
         """Return a hash (16 hexadecimal digits) of each sample's input tokens, by its number in the training job.
 
-        Args:
-            batches: the microbatches that `next_step` returned last.
+        `batches` are the microbatches that `next_step` returned last.
         """
         number_N = self.layout.round_robin_N
         if batches[0].number_B is not None:
@@ -257,9 +255,7 @@ class Loader:
     def _restart_from(self, consumed: int, state: list[list[int]]) -> None:
         """Set the loader's state, and discard samples that were read ahead.
 
-        Args:
-            consumed: samples consumed so far over all data ranks.
-            state: state of each source's packer.
+        `consumed` counts samples over all data ranks, `state` is that of each source's packer.
         """
         self.close()
         self.consumed = self.first = consumed
@@ -285,7 +281,7 @@ class Loader:
         The batch size and the number of data ranks may differ from those when the state was saved.
 
         Raises:
-            ConfigError: the data, packing, seq_len or seed differs, or only one of both has training.epochs.
+            ConfigError: with what `find_state_mismatches` returns, if that is not empty; then nothing changes.
         """
         if problems := self.find_state_mismatches(state):
             raise ConfigError(problems)
@@ -350,13 +346,10 @@ class ValidationSet:
 
     They are the same in each iteration, of which only one may run at a time. The sources take turns until each ends;
     padding fills the last step. An iteration ends there, or after validation.steps steps if that is not 0; it has as
-    many steps on every data rank.
+    many steps on every data rank. `held_out` is `Loader.held_out`, which is read if validation.paths is empty.
 
-    Args:
-        config: the recipe.
-        data_rank: this rank's number among the data ranks.
-        data_ranks: number of data ranks.
-        held_out: `Loader.held_out`, which is read if validation.paths is empty.
+    Raises:
+        ConfigError: there is nothing to validate on, or it cannot be opened.
     """
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int, held_out: Sequence[Documents] = ()):

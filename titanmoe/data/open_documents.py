@@ -62,15 +62,10 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
 
 
 def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan | None:
-    """Return the plan by which `open_documents` would tokenize an entry of data.paths; None if there is nothing to do.
+    """Return the plan by which `open_documents`, with the same arguments, would tokenize an entry of data.paths.
 
-    That is if the entry is token shards, or the cache has it already. The plan has no output folder yet (`job.out` is
-    ""). Writes nothing but the hub's cache.
-
-    Args:
-        config: the recipe.
-        entry: a file, folder, glob, URL or data set on the hub.
-        field: field of the records that holds the document; "" for data.field.
+    None if the entry is token shards, or the cache has it already. The plan has no output folder yet (`job.out` is "").
+    Writes nothing but the hub's cache.
 
     Raises:
         ConfigError: the entry's files, the tokenizer or the chat template cannot be used.
@@ -108,10 +103,7 @@ def _is_tokenized(config: Config, path: Path) -> bool:
 def _plan_shards(config: Config, entry: str, field: str) -> tuple[ShardPlan, Path]:
     """Return the plan to tokenize an entry of data.paths, and the folder in the cache for its token shards.
 
-    Args:
-        config: the recipe.
-        entry: a file, folder, glob, URL or data set on the hub.
-        field: field of the records that holds the document.
+    The folder may not exist yet. Raises a ConfigError if the entry, tokenizer or chat template cannot be used.
     """
     data = config.data
     job = TokenizeJob(
@@ -167,11 +159,6 @@ def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments)
     """Raise a ConfigError if an entry's shards have another tokenizer than the first token shards of data.paths.
 
     Sources that are tokenized when training starts all use data.tokenizer.
-
-    Args:
-        config: the recipe.
-        entry: the entry of data.paths.
-        documents: its opened shards.
     """
     shards = [other for other in config.data.paths if is_shards(Path(other).expanduser())]
     if not shards or shards[0] == entry:

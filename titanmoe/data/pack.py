@@ -4,10 +4,8 @@ stream      all tokens, concatenated and split every S; windows come in shuffled
 documents   the same windows, with an attention mask that separates the documents in them
 best_fit    greedy best-fit bin packing, longest first, of BUFFER documents at a time, in shuffled order
 
-Called by titanmoe.data.sources. `take` plans sequences as lists of segments without reading a token, as a function of
-the seed and a state of a few integers; `fill` reads the tokens of one. A document of n tokens gives n - 1 labels: its
-EOS is a label and, under best_fit, never an input.
-
+Called by titanmoe.data.sources. `take` plans sequences as lists of segments without reading a token, `fill` reads the
+tokens of one. A document of n tokens gives n - 1 labels: its EOS is a label and, under best_fit, never an input.
 Shapes: D documents of a buffer, G segments of one sequence, Q sequences of one buffer, S positions, N sequences.
 """
 
@@ -66,7 +64,7 @@ def empty_arrays(
     Args:
         count: number of sequences.
         seq_len: positions of a sequence.
-        separate_documents: whether to allocate document ids and positions.
+        separate_documents: whether to allocate document ids and positions, which are None otherwise.
         extra_fields: dtype of each extra field, and 2 if it has a value per position or 1 if it has one per sequence.
         branches: whether to allocate `until_NS`, by which padding attends to itself alone.
     """
@@ -92,7 +90,7 @@ def _fill_labels(documents: Documents, start: int, stop: int, out: BatchArrays, 
         start: first token, in the concatenation of all documents.
         stop: one past the last token, which is a label only.
         out: arrays to write into.
-        n: number of the sequence in `out`.
+        n: index of the sequence in `out`.
         places: positions of the sequence, one fewer than the tokens.
     """
     tokens, label_mask = documents.read(start, stop), documents.label_mask(start, stop)
@@ -141,11 +139,7 @@ def extra_field_specs(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
 class StreamPacker:
     """Packer that cuts the concatenated documents into windows of S tokens (data.packing = "stream" or "documents").
 
-    Args:
-        documents: the source.
-        seq_len: S, positions of a sequence.
-        seed: seed of the order of the windows.
-        separate_documents: whether to fill document ids and positions, so that documents do not attend to each other.
+    With `separate_documents` it fills document ids and positions, so that documents do not attend to each other.
     """
 
     note_row = "cut chats"
@@ -190,10 +184,7 @@ class StreamPacker:
         return [Segments(start_N[i : i + 1], full_1) for i in range(count)]
 
     def _starts(self, epoch: int, number_N: np.ndarray) -> np.ndarray:
-        """Return the first token of each window of an epoch, by the windows' numbers in it.
-
-        Each epoch shifts all windows by a random offset.
-        """
+        """Return the first token of each window of an epoch, by the windows' numbers in it."""
         order = key("windows", self.seed, epoch)
         slack = self.pairs - self.per_epoch * self.seq_len
         return permute(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
@@ -221,10 +212,7 @@ class StreamPacker:
     def _document_begins(self, start_N: np.ndarray) -> Iterator[np.ndarray]:
         """Yield, for each window, the offsets (1 to S) in it at which a new document begins.
 
-        S is the last label's offset. The document at offset 0 is not among them, even if it begins there.
-
-        Args:
-            start_N: first token of each window.
+        Windows are given by their first token. S is the last label's offset. A document at offset 0 is not among them.
         """
         first_N, last_N = (find_documents(self.documents, start_N + offset) + 1 for offset in (0, self.seq_len))
         starts = self.documents.starts
@@ -321,9 +309,7 @@ class BestFitPacker:
     def count(self, epochs: int, known: Sequence[int] = ()) -> list[int]:
         """Return the number of sequences in each of the first `epochs` epochs. Packs, but reads only lengths.
 
-        Args:
-            epochs: number of epochs.
-            known: numbers of sequences in the first of these epochs, which are not packed again.
+        `known` has the numbers of the first of these epochs, which are not packed again.
         """
         state, counts = self.state, list(known[:epochs])
         for epoch in range(len(counts), epochs):
@@ -375,11 +361,7 @@ class BestFitPacker:
     def _count_pairs(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
         """Return how many positions each document fills: one less than its tokens, since each needs a label.
 
-        A document with 0 is left out.
-
-        Args:
-            document_D: numbers of the documents.
-            start_D: index of each document's first token in the concatenation of all.
+        A document with 0 is left out. `start_D` is the index of each document's first token among all tokens.
         """
         return np.asarray(self.documents.starts[document_D + 1]).astype(np.int64) - start_D - 1
 

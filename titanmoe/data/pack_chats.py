@@ -22,11 +22,7 @@ SCANNED = 1 << 20
 class ChatPacker(BestFitPacker):
     """Packer that puts chats into few sequences by best fit, and never splits a chat.
 
-    Args:
-        documents: the source.
-        seq_len: positions of a sequence.
-        seed: seed of the order.
-        long_chats: what happens to chats longer than seq_len: "refuse", "drop" or "cut" (data.long_chats).
+    `long_chats` says what happens to chats longer than seq_len: "refuse" (see `refusal`), "drop" or "cut".
     """
 
     note_row = "long chats"
@@ -94,10 +90,9 @@ class ChatPacker(BestFitPacker):
         return pairs_D
 
     def _truncated_length(self, number: int) -> int:
-        """Return the positions to keep of a long chat: up to the end of its last assistant message that fits, or 0.
+        """Return the positions to keep of a long chat, by its document's number.
 
-        Args:
-            number: number of the document.
+        They reach to the end of its last assistant message that fits; 0 if none does.
         """
         start = int(self.documents.starts[number])
         mask = self.documents.label_mask(start, start + self.seq_len + 2)

@@ -73,11 +73,7 @@ class PreferencePacker(BestFitPacker):
         return self.length_P2[prompt].sum(1) - self.shared_P[prompt]
 
     def _shared_length(self, prompt: int) -> int:
-        """Return the number of first positions without labels that both completions of a pair share.
-
-        Args:
-            prompt: number of the pair.
-        """
+        """Return how many first positions, without labels, both completions of pair number `prompt` share."""
         both = [(start, start + length + 1) for start, length in zip(*self._starts_and_lengths(prompt), strict=True)]
         shortest = int(self.length_P2[prompt].min())
         first, second = (self.documents.read(*one)[:shortest] for one in both)
@@ -85,16 +81,13 @@ class PreferencePacker(BestFitPacker):
         return int(np.append((first == second) & ~labelled[0] & ~labelled[1], False).argmin())
 
     def _starts_and_lengths(self, prompt: int) -> tuple[list[int], list[int]]:
-        """Return the first tokens of both documents of a pair, and their numbers of positions, by the pair's number."""
+        """Return, of both documents of pair number `prompt`, the indices of first tokens and numbers of positions."""
         return self.start_P2[prompt].tolist(), self.length_P2[prompt].tolist()
 
     def _truncate(self, prompt: int) -> None:
-        """Truncate the longer completion of a pair, or both, to fit; leave the pair out if nothing usable remains.
+        """Truncate completions of pair number `prompt`, which does not fit, the longer one first.
 
-        Sets `length_P2`. A pair that is left out gets 0 there and in `shared_P`.
-
-        Args:
-            prompt: number of the pair.
+        Sets `length_P2`. The pair is left out, with 0 there and in `shared_P`, if nothing usable remains.
         """
         length_2, room = self.length_P2[prompt], self.seq_len + int(self.shared_P[prompt])
         shorter = int(length_2.argmin())
@@ -117,10 +110,9 @@ class PreferencePacker(BestFitPacker):
         return PackedBuffer(none, none, segments, permute(order, np.arange(len(segments)), len(segments)))
 
     def _segments_of(self, prompt: np.ndarray) -> Segments:
-        """Return the plan of a sequence of these pairs: for each any shared prefix, then both completions.
+        """Return the plan of a sequence of pairs, by their numbers: for each its shared prefix, then both completions.
 
-        Args:
-            prompt: numbers of the pairs.
+        Without data.share_prefixes there are no prefixes.
         """
         start_P2, length_P2, shared_P1 = self.start_P2[prompt], self.length_P2[prompt], self.shared_P[prompt, None]
         if self.share_prefixes:

@@ -26,12 +26,8 @@ Document = tuple[np.ndarray, np.ndarray | None]
 def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder | None) -> tuple[Document, Document]:
     """Return the tokens and label weights of a preference pair's two documents, chosen then rejected.
 
-    A text completion ends with EOS. Nothing else is added: messages end with what the chat template writes.
-
-    Args:
-        record: a record in TRL's form.
-        tokenizer: the tokenizer.
-        chat: the encoder of messages; needed only where completions are messages.
+    A text completion ends with EOS. Nothing else is added: messages end with what the chat template writes. `chat` is
+    needed only where completions are messages.
 
     Raises:
         ChatError: the record is not a usable pair.

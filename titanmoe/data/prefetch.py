@@ -73,13 +73,13 @@ class Prefetcher:
 
 
 def _worker_items(reader: Any, plans: Iterable[Any], workers: int, depth: int) -> Iterator[Any]:
-    """Return an iterator over the items of all plans in order, made by worker processes.
+    """Start worker processes, and return an iterator over the items that they make of all plans, in order.
 
     A ConfigError is an item, not raised.
 
     Args:
         reader: object whose `reader[plan]` makes an item.
-        plans: the plans.
+        plans: the plans, which this process iterates.
         workers: number of processes, at least 1.
         depth: items that each process makes ahead.
     """
@@ -142,8 +142,8 @@ def _feed_queue(
         source_holder: list with the iterator over items, which is removed so that no other reference keeps workers
             alive.
         items: the queue.
-        room: semaphore that counts free places, which the reader releases after each item.
-        stop: set to end; then release `room`.
+        room: semaphore of free places; the reader releases it after each item, and after setting `stop`.
+        stop: set to end.
     """
     source = source_holder.pop()  # the only reference: workers end with this function
     try:

@@ -4,7 +4,7 @@ Question and choice become tokens as in lm-evaluation-harness (0.4.13, TemplateL
 the context belong to the choice, both are encoded as one text, and the choice's tokens are those beyond the number that
 the context alone has. BOS comes first, if the tokenizer has one.
 
-Shapes: C choices of all questions, N sequences of a step, S positions.
+Shapes: N sequences of a step, S positions.
 """
 
 from __future__ import annotations
@@ -115,12 +115,8 @@ def _question(record: Any, line: int) -> Question:
 def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[EncodedChoice]:
     """Return the tokens of each (question, choice), and how many of them, at the end, are the choice's.
 
-    BOS comes first, if the tokenizer has one; else an empty question is EOS. `labels` is below 1 if the choice adds no
-    token to the question.
-
-    Args:
-        tokenizer: the tokenizer.
-        pairs: (question, choice), the choice with the delimiter before it.
+    The choice has the delimiter before it. BOS comes first, if the tokenizer has one; else an empty question is EOS.
+    `labels` is below 1 if the choice adds no token to the question.
     """
     contexts = [context.rstrip() for context, _ in pairs]
     alone = tokenizer.encode_all(contexts)
@@ -136,9 +132,7 @@ def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[E
 def open_run_tokenizer(config: Config, stored: StoredTokenizer | None) -> Tokenizer:
     """Open the tokenizer that made the training data's tokens.
 
-    Args:
-        config: the recipe.
-        stored: tokenizer of the token shards that are read; None if there are none.
+    `stored` is the tokenizer of the token shards that are read; None if there are none.
 
     Raises:
         ConfigError: it cannot be opened, or its stored files have changed.
@@ -152,13 +146,8 @@ class QuizSet:
     """The batches of all multiple-choice questions for one data rank, a list of microbatches per step.
 
     Each sequence packs several choices, which do not attend to each other; padding fills the last step. Every iteration
-    gives the same batches, and as many on every data rank. They have the extra field CHOICE.
-
-    Args:
-        config: the recipe.
-        data_rank: this rank's number among the data ranks.
-        data_ranks: number of data ranks.
-        stored: tokenizer of the training data's token shards; None if there are none.
+    gives the same batches, and as many on every data rank. They have the extra field CHOICE. `stored` is the tokenizer
+    of the training data's token shards; None if there are none.
 
     Raises:
         ConfigError: a file, a question or the tokenizer cannot be used, or a choice does not fit training.seq_len.

@@ -72,12 +72,9 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
 
 
 def _find_remote_inputs(url: str, format: str, problems: list[str]) -> list[InputFile]:
-    """Return the input files at a URL; append an error message to `problems` if there are none.
+    """Return the input files at a URL: a file, folder or glob on a server or object store; [] if there are none.
 
-    Args:
-        url: a file, folder or glob on a server or object store.
-        format: name of the data format; "auto" chooses one by each file's extension.
-        problems: receives the messages.
+    Why is then appended to `problems` as messages. With the format "auto" each file's extension chooses its format.
     """
     spec = FORMATS.look_up(format)
     try:
@@ -92,9 +89,9 @@ def _find_remote_inputs(url: str, format: str, problems: list[str]) -> list[Inpu
 
 
 def _find_hub_inputs(name: str, format: str, problems: list[str]) -> list[InputFile]:
-    """Return the files of a data set on the hub, fetched if need be; [] if that fails.
+    """Return the files of a data set on the hub, fetched if need be; [] if that fails or none is of the format.
 
-    Error messages, also about a data set without files of the format, are appended to `problems`.
+    Why is then appended to `problems` as messages.
     """
     spec = FORMATS.look_up(format)
     try:

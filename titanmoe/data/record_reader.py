@@ -111,12 +111,11 @@ class RecordReader:
     def describe_mismatch(self, place: Callable[[], str], record: Mapping[str, Any]) -> str:
         """Return an error message about a record that lacks the field of the document and what may stand in its place.
 
+        "" if it has what is needed.
+
         Args:
             place: returns file and line of the record, or the file.
             record: fields of the record by name; of a file's columns, examples of their values.
-
-        Returns:
-            The message; "" if the record has what is needed.
         """
         names = [*record]
         if any(record.keys() >= set(layout) for layout in [[self.field], *(self.layouts or zip(self.any_of_fields))]):
@@ -137,7 +136,8 @@ class RecordReader:
     def read_all(self) -> bytes:
         """Return all bytes of the span's file, decompressed, and set `at`, and `empty` if there are none.
 
-        Raises a ConfigError above the limit of a document.
+        Raises:
+            ConfigError: there are more than the limit of a document.
         """
         with open_decompressed(self.span.file) as (stream, _):
             data = stream.read(self.max_bytes + 1)
@@ -170,11 +170,9 @@ class RecordReader:
         self.empty = compressed and not place
 
     def too_long(self, place: str, subject: str) -> ConfigError:
-        """Return the error about a document that exceeds the size limit.
+        """Return the error about a document at `place` that exceeds the size limit.
 
-        Args:
-            place: file and line of the document.
-            subject: name of what is too long, such as "the line".
+        `subject` names what is too long, such as "the line".
         """
         return ConfigError(
             [
@@ -211,11 +209,7 @@ def decode_line(line: bytes, where: Callable[[], str]) -> str | BadRecord:
 def describe_missing_field(place: str, field: str, names: list[str], alternatives: bool = False) -> str:
     """Return an error message about a record without the field of the document, with advice by the fields that it has.
 
-    Args:
-        place: file and line of the record.
-        field: the missing field.
-        names: fields of the record.
-        alternatives: whether the format reads other fields too, none of which it has.
+    `names` are these fields; `alternatives` says whether the format reads other fields too, none of which it has.
     """
     others = " or others that the format reads" * alternatives
     missing = f"{place}: has no field {field!r}{others}, {_list_fields(names)}"

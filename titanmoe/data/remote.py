@@ -48,7 +48,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def url_errors(url: str) -> Iterator[None]:
-    """Turn any error inside the context into a ConfigError that names the URL. Each driver raises errors of its own."""
+    """Turn any error inside the context into a ConfigError that names the URL; a ConfigError passes as it is."""
     try:
         yield
     except ConfigError:

@@ -44,11 +44,6 @@ def digest_routes(ids_NS: Tensor, experts_NSLK: Tensor, valid_NS: Tensor) -> Ten
 
     It changes if an id changes, or if experts move to other tokens, layers or places of the top-k. Padding, where
     `valid_NS` is False, does not count.
-
-    Args:
-        ids_NS: token ids.
-        experts_NSLK: the experts that each token visits in each MoE layer.
-        valid_NS: False for padding.
     """
     N, S = ids_NS.shape
     place = torch.arange(1, 1 + experts_NSLK[0, 0].numel()) if N else torch.ones(0)
@@ -59,13 +54,7 @@ def digest_routes(ids_NS: Tensor, experts_NSLK: Tensor, valid_NS: Tensor) -> Ten
 
 
 def find_shape_problem(experts_NSLK: Tensor, ids_NS: Tensor, model: Model) -> str:
-    """Return why routes of this shape are none for the ids of these samples and for this model; "" if they can be.
-
-    Args:
-        experts_NSLK: the routes.
-        ids_NS: the ids of the samples.
-        model: the recipe's [model].
-    """
+    """Return why routes do not have the shape that these samples' ids and this model need; "" if they have it."""
     layers = len([block for block in moe_blocks(model) if block < model.num_layers])
     tokens, experts = tuple(experts_NSLK.shape[:2]), tuple(experts_NSLK.shape[2:])
     if experts != (layers, model.top_k):
@@ -84,7 +73,7 @@ def find_route_problems(
     Args:
         experts_NSLK: the routes.
         ids_NS: the ids of the samples that they are given for.
-        valid_NS: False for padding.
+        valid_NS: False for padding, which is not checked.
         digest_N: digests made when the routes were recorded; None if there are none.
         model: the recipe's [model].
     """
@@ -147,10 +136,7 @@ def _moe_layers_of(experts_SAK: np.ndarray, positions: int, model: Model) -> Ten
 def routes_from_vllm(text: str, positions: int, model: Model) -> Tensor:
     """Return the routes (positions, L, K) of a sample in vLLM's response (`routed_experts`), the last NOT_RECORDED.
 
-    Args:
-        text: base64 of a .npy file of shape (positions - 1, A or L, K); the last sampled token has no route.
-        positions: number of the sample's ids.
-        model: the recipe's [model].
+    `text` is base64 of a .npy file of shape (positions - 1, A or L, K): the last of the sample's ids has no route.
 
     Raises:
         ValueError, EOFError: the text is not base64 of such a file, or its routes are of another model.
@@ -162,10 +148,7 @@ def routes_from_vllm(text: str, positions: int, model: Model) -> Tensor:
 def routes_from_sglang(text: str, positions: int, model: Model) -> Tensor:
     """Return the routes (positions, L, K) of a sample in SGLang's response (`routed_experts`), the last NOT_RECORDED.
 
-    Args:
-        text: base64 of int32 numbers of shape (positions - 1, A, K).
-        positions: number of the sample's ids.
-        model: the recipe's [model].
+    `text` is base64 of int32 numbers of shape (positions - 1, A, K): the last of the sample's ids has no route.
 
     Raises:
         ValueError: the text is not base64 of numbers that fill such a shape.

@@ -36,13 +36,7 @@ def permute(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
 
 
 def _feistel(key: int, x_N: torch.Tensor, half: int) -> torch.Tensor:
-    """Return the numbers after one pass through the Feistel network, a permutation of 0 ... 4^half - 1.
-
-    Args:
-        key: selects the permutation.
-        x_N: the numbers, each in 0 ... 4^half - 1.
-        half: bits of half a number.
-    """
+    """Return the numbers after one pass through the Feistel network, a permutation of 0 ... 4^half - 1."""
     mask = (1 << half) - 1
     high_N, low_N = x_N >> half, x_N & mask
     for round_ in range(ROUNDS):

@@ -50,8 +50,8 @@ class SourceMix:
     Args:
         sources: the sources.
         seed: seed of the order of the sources.
-        tokenizer: the tokenizer of the token shards, from the first chats among them or else the first; None for random
-            tokens.
+        tokenizer: that of the training data: of the first chats among token shards, or else of the first shards; None
+            for random tokens and for validation.
         epoch_order: order of the sources if training.epochs is set; None if samples never end.
     """
 
@@ -125,9 +125,9 @@ class SourceMix:
         return [next(lengths[sample.source]) if sample else np.zeros(0, np.int64) for sample in samples]
 
     def truncation_rows(self) -> dict[str, str]:
-        """Return text for the log's header on pairs and chats that are truncated or left out, a line per source.
+        """Return text for the log's header, by title (of TRUNCATION_ROWS), on data that is truncated or left out.
 
-        By title, one of TRUNCATION_ROWS.
+        A line per source whose packer has something to note; {} without.
         """
         rows: dict[str, str] = {}
         for packer in (source.packer for source in self.sources):

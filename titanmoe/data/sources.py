@@ -1,4 +1,4 @@
-"""The sources of a run: opened, checked, packed into sequences and mixed.
+"""The sources of a run: opened, checked, packed into sequences and mixed. Called by the loader on every rank.
 
 Shapes: L tokens of one sequence, S positions, V vocabulary, N sequences, G segments of one, K sources, E epochs.
 """
@@ -122,12 +122,8 @@ def open_training_sources(config: Config) -> tuple[SourceMix, Sequence[Documents
 def count_steps_of_epochs(config: Config, step: int, consumed: int) -> int:
     """Return the number of the last step of a training job with training.epochs, the one that padding may fill up.
 
-    Opens the training data, which tokenizes it if the cache lacks it, and counts the sequences of all epochs.
-
-    Args:
-        config: the recipe.
-        step: steps that are done.
-        consumed: samples that these steps took.
+    Opens the training data, which tokenizes it if the cache lacks it, and counts the sequences of all epochs. The first
+    `step` steps took `consumed` samples.
 
     Raises:
         ConfigError: the data cannot be opened, do not fit the recipe, or are too few.
@@ -140,10 +136,7 @@ def open_validation_sources(config: Config, held_out: Sequence[Documents]) -> So
     """Return the mix of the validation data: validation.paths, random tokens, or the held-out documents.
 
     Every rank calls it: validation.paths are tokenized into the cache by the rank that locks it first, and others wait.
-
-    Args:
-        config: the recipe.
-        held_out: the held-out documents of each training source.
+    `held_out` has the held-out documents of each training source.
 
     Raises:
         ConfigError: nothing is held out, or the data cannot be opened or is too short.
@@ -169,7 +162,7 @@ def open_validation_sources(config: Config, held_out: Sequence[Documents]) -> So
 def _pack_and_mix(
     config: Config, corpora: Sequence[Documents], weights: list[float], option: str, min_sequences: int
 ) -> SourceMix:
-    """Return the mix of sources, each with the packer that fits it; raise a ConfigError if a source gives no sequence.
+    """Return the mix of sources, each with the packer that fits it, without tokenizer and order of epochs.
 
     Args:
         config: the recipe.
@@ -177,6 +170,9 @@ def _pack_and_mix(
         weights: data.weights; empty to weigh sources by their tokens.
         option: name of the option that names the sources, for messages.
         min_sequences: number of sequences that the sources must give together.
+
+    Raises:
+        ConfigError: a source gives no sequence, all together give too few, or data.long_chats refuses a chat.
     """
     seq_len, seed, problems, sources = config.training.seq_len, config.training.seed, [], []
     for k, corpus in enumerate(corpora):
@@ -225,10 +221,7 @@ def _pack_and_mix(
 def _open_sources(config: Config, paths: list[str], fields: list[str]) -> list[Documents]:
     """Return the documents of each path; raise a ConfigError with the problems of all.
 
-    Args:
-        config: the recipe.
-        paths: entries of data.paths or validation.paths.
-        fields: field of the records that holds the document, one per path; empty for data.field.
+    `fields` has the field of the records that holds the document, one per path; empty for data.field.
     """
     opened, problems = [], []
     for path, field in zip(paths, fields or [config.data.field] * len(paths), strict=True):
@@ -244,10 +237,7 @@ def _open_sources(config: Config, paths: list[str], fields: list[str]) -> list[D
 def _open_source(config: Config, path: str, field: str) -> Documents:
     """Return the documents of one path: of Python's standard library as bytes, or of an entry of data.paths.
 
-    Args:
-        config: the recipe.
-        path: an entry of data.paths or validation.paths, or STDLIB for Python's library with data.source = "stdlib".
-        field: field of the records that holds the document.
+    The path is STDLIB for Python's library with data.source = "stdlib". `field` of the records holds the document.
 
     Raises:
         ConfigError: they cannot be opened, or the vocabulary is too small for bytes.

@@ -6,8 +6,7 @@ log-probabilities (for distillation). titanmoe.train.reference computes them; sc
 scores/MODEL/manifest.json      digest of the model and of the shards, seq_len of the sequences scored; written last
 scores/MODEL/NAME.logp          a log-probability per token of shard NAME; 0 where it is no label, NaN where unscored
 scores/MODEL/NAME.sums          uint32: the CRC-32 of every 64 KiB of NAME.logp; not in older folders
-scores/MODEL-topK/NAME.logp     a record per token: K ids (uint32), their log-probabilities and that of all
-                                others together; MODEL-topK-tT with the temperature T
+scores/MODEL-topK/NAME.logp     a record per token: K ids (uint32), K + 1 log-probabilities; -topK-tT: temperature T
 """
 
 from __future__ import annotations
@@ -172,12 +171,9 @@ class StoredScores:
 
 
 def find_scores(documents: ShardDocuments, model: str, seq_len: int) -> StoredScores | None:
-    """Return the stored scores by a model, of sequences of at least `seq_len`; None if there are none.
+    """Return the stored scores by a model, of sequences of at least `seq_len` tokens; None if there are none.
 
-    Args:
-        documents: the token shards.
-        model: digest of the model, or the name of a folder of top-k scores.
-        seq_len: tokens of a sequence.
+    `model` is the digest of the model, or the name of a folder of top-k scores.
 
     Raises:
         ConfigError: the scores are of other shards, incomplete or malformed.
@@ -192,14 +188,9 @@ def find_scores(documents: ShardDocuments, model: str, seq_len: int) -> StoredSc
 def open_teacher_log_probs(documents: ShardDocuments, name: str, top_k: TopK, seq_len: int) -> StoredScores:
     """Return a teacher's stored top-k scores by the name of their folder (distillation.scores).
 
-    Args:
-        documents: the token shards.
-        name: name of the folder.
-        top_k: the settings that the scores must have.
-        seq_len: tokens of a sequence.
-
     Raises:
-        ConfigError: there are none, they were made with other settings, or of shorter sequences than `seq_len`.
+        ConfigError: there are none, or they were made with other settings than `top_k`, of shorter sequences than
+            `seq_len` or of other shards, or are incomplete.
     """
     folder = documents.folder / SCORES / name
     if not (folder / MANIFEST).is_file():
@@ -292,8 +283,7 @@ class ScoreWriter:
     def _begin(self) -> None:
         """Lock a temporary folder and create the files of scores in it, with all their space allocated on the disk.
 
-        Raises:
-            ConfigError: the disk is full, or cannot be written to.
+        Removes what killed writers left. Raises a ConfigError if the disk is full, or cannot be written to.
         """
         self.folder.parent.mkdir(exist_ok=True)
         _remove_leftovers(self.folder.parent)
@@ -317,11 +307,8 @@ class ScoreWriter:
     def write(self, start: int, values: np.ndarray) -> None:
         """Write the scores of consecutive tokens from number `start` on, counted over all shards.
 
-        Tokens that are never written stay NaN.
-
-        Args:
-            start: the first token.
-            values: a log-probability per token; or a record of `TopK.record` per token, if there are settings of top-k.
+        Tokens that are never written stay NaN. A score is a log-probability, or a record of `TopK.record` if there are
+        settings of top-k.
         """
         done = 0
         for shard, begin, end in split_by_shard(self.first_token, start, start + len(values)):
@@ -330,6 +317,8 @@ class ScoreWriter:
 
     def close(self) -> None:
         """Write checksums and manifest, sync them to disk, and move the folder to its final name, replacing an old one.
+
+        Machines that share the folder all call this: the last one's scores, which are equal, stay.
 
         Raises:
             ConfigError: it cannot be written, as on a full disk; `discard` removes the rest.

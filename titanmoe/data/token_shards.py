@@ -6,10 +6,7 @@ NAME.starts        uint64, documents + 1: document i is tokens starts[i]:starts[
 NAME.counted       for chats: a byte per token, 1 where the token counts towards the loss as a label
 NAME.weights       for chats whose labels are weighted: float32, how much each token counts as a label
 NAME.sums          uint32: the CRC-32 of every 64 KiB of the files above; not in older folders
-
-titanmoe.data.write_token_shards writes them; scores/ (titanmoe.data.token_scores) and tokenizer/ lie beside them.
-
-Shapes: N documents that are looked up.
+titanmoe.data.write_token_shards writes them; beside lie tokenizer/ and scores/. Shapes: N documents looked up.
 """
 
 from __future__ import annotations
@@ -80,12 +77,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def file_sizes(shard: dict[str, Any], dtype: np.dtype) -> dict[str, int]:
-    """Return the bytes that each file of a shard must have, by extension.
-
-    Args:
-        shard: the shard's entry in the manifest.
-        dtype: dtype of tokens.
-    """
+    """Return the bytes that each file of a shard must have, by extension, given the shard's entry in the manifest."""
     length = {"tokens": shard["tokens"] * dtype.itemsize, "starts": (shard["documents"] + 1) * 8}
     length |= {"counted": shard["tokens"]} if "counted" in shard["crc32"] else {}
     length |= {"weights": shard["tokens"] * WEIGHTS.itemsize} if "weights" in shard["crc32"] else {}
@@ -100,10 +92,7 @@ def count_blocks(size: int) -> int:
 def find_wrong_sizes(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterator[str]:
     """Yield a message for each file of a shard that is missing or has another length than the manifest says.
 
-    Args:
-        folder: folder of the shards.
-        shard: the shard's entry in the manifest.
-        dtype: dtype of tokens.
+    `shard` is the shard's entry in the manifest, `dtype` that of its tokens.
     """
     for extension, expected in file_sizes(shard, dtype).items():
         file = folder / f"{shard['name']}.{extension}"
@@ -150,11 +139,7 @@ def digest_file(file: Path) -> str:
 class ShardDocuments:
     """The documents of a folder of token shards. Implements titanmoe.data.documents.Documents.
 
-    Files are mapped when first read, and no file is kept open.
-
-    Args:
-        folder: the folder with the manifest.
-        name: name of the source in logs and metrics; "" for the folder's.
+    Files are mapped when first read, and no file is kept open. `name`, in logs and metrics, is the folder's by default.
 
     Raises:
         ConfigError: there are no token shards, they are unfinished, or a file is missing or has another length.
@@ -270,11 +255,10 @@ class ShardDocuments:
     def _read_items(self, shard: int, extension: str, dtype: np.dtype, items: slice | np.ndarray) -> np.ndarray:
         """Return items of one file of a shard, after checking each of their blocks that is read for the first time.
 
-        Args:
-            shard: index of the shard.
-            extension: extension of the file.
-            dtype: dtype of an item.
-            items: indices of the items in the file.
+        `items` are their indices in the file.
+
+        Raises:
+            ConfigError: a block differs from its checksum.
         """
         mapped = self._map(shard, extension, dtype)
         if "sums" in self._sizes[shard]:
@@ -291,10 +275,9 @@ class ShardDocuments:
         return mapped[items]
 
     def first_changed_range(self, shard: int, extension: str) -> str:
-        """Return the first block of a shard's file that differs from its checksum; "" if none does.
+        """Return where a shard's file first differs from its checksums, to continue a message; "" if nowhere.
 
-        As text that continues a message, such as ", first between bytes 0 and 65,536". Only for shards with a checksum
-        per block (`has_sums`).
+        Such as ", first between bytes 0 and 65,536". Only for shards with a checksum per block.
         """
         for block in range(count_blocks(self._sizes[shard][extension])):
             if where := self._changed_range(shard, extension, block):
@@ -311,13 +294,7 @@ class ShardDocuments:
             )
 
     def _changed_range(self, shard: int, extension: str, block: int) -> str:
-        """Return the byte range of one block as text if the block differs from its checksum; "" if it does not.
-
-        Args:
-            shard: number of the shard.
-            extension: extension of the file.
-            block: number of the block in the file.
-        """
+        """Return the byte range of a file's block number `block` as text if it differs from its checksum; else ""."""
         blocks_before = 0
         for name, size in self._sizes[shard].items():
             if name == extension:
@@ -333,13 +310,7 @@ class ShardDocuments:
         return self.folder / f"{self.names[shard]}.{extension}"
 
     def _map(self, shard: int, extension: str, dtype: np.dtype) -> np.ndarray:
-        """Return a shard's file as a memory-mapped array of one dim.
-
-        Args:
-            shard: number of the shard.
-            extension: extension of the file.
-            dtype: of the result; the file's bytes are not converted.
-        """
+        """Return a shard's file as a memory-mapped array of one dim, its bytes seen as items of `dtype`."""
         array = self._maps.get((shard, extension))
         if array is None:
             import torch
@@ -396,9 +367,7 @@ class Starts:
     def _read_starts(self, shard: int, items: slice | np.ndarray) -> np.ndarray:
         """Return the first tokens of some documents of one shard, counted from the shard's first token.
 
-        Args:
-            shard: index of the shard.
-            items: indices of the documents in the shard.
+        `items` are indices of the documents in the shard.
         """
         return self._documents._read_items(int(shard), "starts", np.dtype("<u8"), items)
 

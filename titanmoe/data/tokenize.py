@@ -54,7 +54,7 @@ TOKEN_BYTES = 4
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Return whether a folder holds token shards whose tokenization was interrupted."""
+    """Return whether a folder holds token shards whose tokenization was interrupted, or still runs."""
     return (folder / WORK / PLAN).is_file()
 
 
@@ -143,9 +143,7 @@ def check_first_records(plan: ShardPlan) -> None:
 def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:
     """Return the units into which the input is divided, in order: lists of spans, of about the same size together.
 
-    Args:
-        sources: the input files.
-        shard_tokens: largest number of tokens in a shard.
+    That is a 256th of the input, but at most the bytes of about `shard_tokens` tokens, and at least 8 MiB.
     """
     total = sum(source.bytes for source in sources)
     size = max(min(total // UNITS, TOKEN_BYTES * shard_tokens), MIN_UNIT_BYTES)
@@ -207,7 +205,7 @@ def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
 
 @contextmanager
 def _lock_folder(out: Path, wait: bool) -> Iterator[None]:
-    """Hold the lock of the output folder within this context.
+    """Hold the lock of the output folder within this context, after waiting for it if `wait` is True.
 
     Raises:
         ConfigError: another process has the lock, and `wait` is False.
@@ -223,10 +221,7 @@ def _lock_folder(out: Path, wait: bool) -> Iterator[None]:
 def _check_same_job(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> None:
     """Raise a ConfigError that names the differences if an output folder was made by another plan.
 
-    Args:
-        plan: the plan.
-        file: the file of the output folder that describes its job.
-        made_from: identity and options of that job.
+    `made_from` has identity and options of that plan, as `file` in the folder records them.
     """
     if made_from["identity"] == plan.identity:
         return
@@ -248,12 +243,6 @@ def _describe_job(plan: ShardPlan) -> dict[str, Any]:
 
 def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
     """Tokenize the units whose shards are missing, write the manifest, and return it. The caller holds `out`'s lock.
-
-    Args:
-        plan: the plan.
-        out: folder of the shards.
-        workers: number of processes.
-        log: receives lines of progress.
 
     Raises:
         ConfigError: a record is malformed, the folder has shards of another job, or there are no documents.
@@ -299,13 +288,7 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
 
 
 def _finished_records(plan: ShardPlan, out: Path, unit: int) -> list[dict[str, Any]]:
-    """Return the records of a unit's finished shards, in order, up to the first whose files are missing or truncated.
-
-    Args:
-        plan: the plan.
-        out: output folder.
-        unit: number of the unit.
-    """
+    """Return the records of a unit's finished shards, in order, up to the first with missing or truncated files."""
     records: list[dict[str, Any]] = []
     while (file := out / WORK / f"{record_name(unit, len(records))}.json").exists():
         record = json.loads(file.read_bytes())

@@ -156,9 +156,7 @@ def describe_layout(manifest: dict[str, Any]) -> str:
 def summarize(out: str, manifest: dict[str, Any]) -> list[str]:
     """Return lines to print about finished token shards: tokens, documents, labels, and what was left out.
 
-    Args:
-        out: the folder.
-        manifest: the folder's manifest.
+    `out` is their folder, `manifest` its manifest.
     """
     tokens, assistant_tokens = manifest["tokens"], manifest["counted"]
     documents = f"{manifest['documents']:,} document{'s' * (manifest['documents'] != 1)}"

@@ -130,7 +130,7 @@ class UnitTokenizer:
     Args:
         job: the options.
         tokenizer: the tokenizer.
-        chat: the chat template; None for plain texts.
+        chat: the encoder of chats and pairs (`open_job_chat`); None for plain texts.
         number: number of the unit.
         shard: number of shards of the unit that are finished.
         items: lines or rows of the unit that the finished shards hold.
@@ -146,11 +146,9 @@ class UnitTokenizer:
         self.eos_N = np.array([tokenizer.eos], np.uint32)
 
     def run(self, spans: list[Span], progress: Callable[[int, int], None]) -> None:
-        """Tokenize the spans of the unit and write its shards, continuing after the finished ones.
+        """Tokenize the spans of the unit, all of them, and write its shards, continuing after the finished ones.
 
-        Args:
-            spans: all spans of the unit.
-            progress: called with the bytes of input and the tokens that were done since the last call.
+        `progress` is called with the bytes of input and the tokens that were done since its last call.
 
         Raises:
             ConfigError: a record is malformed, and bad_lines is "error"; or a file or the template cannot be used.
@@ -246,10 +244,6 @@ class UnitTokenizer:
     def _add_bos_and_eos(self, tokens_T: np.ndarray, weight_T: np.ndarray) -> Document:
         """Return a document with BOS and EOS where the template did not write them; they have weight 0 as labels.
 
-        Args:
-            tokens_T: tokens as the template wrote them.
-            weight_T: weight of each token as a label.
-
         Raises:
             ChatError: a weight is neither 0 nor 1, and the job has no label_weights.
         """
@@ -268,10 +262,6 @@ class UnitTokenizer:
         """Write a record's documents to the shard, or to a new one if they do not fit; return their tokens' count.
 
         Counts the record in `progress`, as empty or skipped if it gave no documents.
-
-        Args:
-            entry: the record, or why it is malformed.
-            new_documents: the documents made of it, two for a preference pair; [] for an empty or bad record.
         """
         tokens = sum(len(tokens_T) for tokens_T, _ in new_documents)
         if new_documents:
@@ -324,12 +314,7 @@ def _is_text(entry: Record | BadRecord) -> bool:
 
 
 def texts_only(entries: Iterable[Record | BadRecord], field: str) -> Iterator[Record | BadRecord]:
-    """Yield the records, with a `BadRecord` in place of each whose value is not text.
-
-    Args:
-        entries: the records.
-        field: name of the field that holds the text, for messages.
-    """
+    """Yield the records, with a `BadRecord` in place of each whose value, of the field `field`, is not text."""
     for entry in entries:
         if isinstance(entry, Record) and not isinstance(entry.value, str):
             yield BadRecord(f"{entry.where()}: {field!r} is {json_type_name(entry.value)}, not text")
@@ -341,7 +326,7 @@ def serve() -> None:
     """Tokenize the units that the parent process sends on stdin, until it ends. The main function of a worker process.
 
     The first line is a `TokenizeJob` as JSON, each other one a unit: {"unit": NUMBER, "shard": FINISHED_SHARDS,
-    "items": FINISHED_RECORDS, "spans": [...]}. It writes lines {"at": [BYTES, TOKENS]} on the way, {"done": UNIT} after
+    "items": FINISHED_RECORDS, "spans": [...]}. It writes lines {"at": [BYTES, TOKENS]} meanwhile, {"done": UNIT} after
     each unit, and {"problems": [...]} before it ends with an error.
     """
     # The parent reads stdout: anything else that is printed goes to stderr.

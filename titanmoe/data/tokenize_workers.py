@@ -28,7 +28,7 @@ from titanmoe.data.tokenize_unit import TokenizeJob
 def run_workers(
     job: TokenizeJob, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], workers: int, meter: ProgressMeter
 ) -> None:
-    """Tokenize units in processes, each fed by a thread, until none are left.
+    """Tokenize units in processes, each fed by a thread, until none are left. Ends all processes.
 
     Args:
         job: the options.

@@ -74,10 +74,7 @@ class ByteTokenizer:
         )
 
     def document(self, data: bytes) -> Tensor:
-        """Return the tokens of a text file's bytes with BOS and EOS, as an int16 tensor.
-
-        The dtype halves the memory of a corpus, which is worth a cast per batch.
-        """
+        """Return the tokens of a text file's bytes with BOS and EOS, as an int16 tensor, to save memory."""
         import torch
 
         tokens = torch.empty(len(data) + 2, dtype=torch.int16)
@@ -190,8 +187,7 @@ class JsonTokenizer:
     def _find_end_token(self, token_after_text: int | None) -> int:
         """Return the id of EOS; raise a ConfigError if it cannot be told.
 
-        Args:
-            token_after_text: the token that the tokenizer puts after a text; None if it puts none.
+        `token_after_text` is the token that the tokenizer puts after a text; None if it puts none.
         """
         if self._settings.get("eos_token") is not None:
             return self._token_id_of_setting("eos_token")
@@ -240,21 +236,16 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def _token_text(token: Any) -> str | None:
-    """Return the text of a special token in tokenizer_config.json, a string or an object with its content.
-
-    None if the entry is null or has no content.
-    """
+    """Return the text of a special token in tokenizer_config.json, a string or an object with its content; or None."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _split_long_text(text: str) -> Iterator[str]:
-    """Yield chunks of a text of at most `CHUNK` characters, split after line ends where possible.
-
-    Usual pre-tokenizers join nothing across a line end that text follows.
-    """
+    """Yield chunks of a text of at most `CHUNK` characters, split after line ends where possible."""
     at = 0
     while len(text) - at > CHUNK:
         end = at + CHUNK
+        # Usual pre-tokenizers join nothing across a line end that text follows.
         while (end := text.rfind("\n", at, end)) > at and text[end + 1].isspace():
             pass
         end = end + 1 if end > at else at + CHUNK

@@ -30,11 +30,8 @@ def store_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
 def write_json(file: Path, value: Any, scratch: Path | None = None) -> None:
     """Write a JSON file atomically: into a temporary file, synced to disk and renamed.
 
-    Args:
-        file: the file.
-        value: the content.
-        scratch: folder on the same disk for the temporary file, which stays there if the process is killed; None for
-            the file's own folder.
+    `scratch` is a folder on the same disk for the temporary file, which stays there if the process is killed; None for
+    the file's own folder.
     """
     unfinished = (scratch or file.parent) / f"{file.name}.{os.getpid()}"
     with unfinished.open("w", encoding="utf-8") as stream:
@@ -75,7 +72,7 @@ class ShardWriter:
         name: name of the shard's files, without extension.
         dtype: dtype of token ids in the file.
         with_label_mask: whether to store which tokens are labels.
-        with_weights: whether to store the weight of each label.
+        with_weights: whether to store the weight of each label; needs the label mask.
     """
 
     FLUSH = 1 << 20
@@ -92,11 +89,7 @@ class ShardWriter:
         self._files = {extension: self._unfinished_path(extension).open("wb") for extension in self._buffers}
 
     def add(self, tokens: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """Append a document to the shard.
-
-        Args:
-            tokens: ids of the document's tokens.
-            weights: weight of each token as a label; None if, and only if, the shard has no label mask.
+        """Append a document to the shard, with the weight of each token as a label if the shard has a label mask.
 
         Raises:
             ValueError: `weights` is given for a shard without a label mask, or None for one that has a mask.

@@ -1,4 +1,4 @@
-"""Builds and loads the model to generate with on this rank, from the config and the weights that `model` has found.
+"""Building and loading of the model to generate with on this rank, from what titanmoe.generate.model has found.
 
 Weights are not sharded over data ranks and stored in the compute dtype, so that nothing is gathered per token. A model
 that does not fit a device is sharded by tp, ep and etp.
@@ -48,6 +48,9 @@ def open_generator(
         runtime: this process.
         tokenizer: the tokenizer, beyond whose vocabulary no token is generated.
         ends: tokens that end a text.
+
+    Raises:
+        ConfigError: adapters were trained on other weights.
     """
     meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
     model = build(config, meshes, trained, runtime.device)
@@ -55,13 +58,12 @@ def open_generator(
 
 
 def build(config: Config, meshes: Meshes, trained: TrainedModel, device: torch.device) -> Transformer:
-    """Build the transformer on this rank, in eval mode, with its shards loaded and no gradients. All ranks call it.
+    """Build the transformer on this rank, in eval mode, with its shards loaded and no gradients.
 
-    Args:
-        config: the config from `model.config_to_run`.
-        meshes: the meshes of the config's mapping.
-        trained: the model to load.
-        device: where to put it.
+    Collective over the world. `config` is from `model.config_to_run`, `meshes` are those of its mapping.
+
+    Raises:
+        ConfigError: adapters were trained on other weights.
     """
     model, targets = build_empty(config, meshes, device)
     _fill(targets, trained, config)
@@ -69,14 +71,10 @@ def build(config: Config, meshes: Meshes, trained: TrainedModel, device: torch.d
 
 
 def build_empty(config: Config, meshes: Meshes, device: torch.device) -> tuple[Transformer, Targets]:
-    """Build the transformer on this rank without gradients; return it and its shards, by name.
+    """Build the transformer on this rank without gradients; return it, in eval mode, and its shards by name.
 
-    The shards are not filled yet. Who fills them fills the weights: they share memory. Buffers are 0. No communication.
-
-    Args:
-        config: the recipe.
-        meshes: the groups that the model is sharded over.
-        device: where the shards are allocated.
+    The shards are allocated on `device` and not filled yet. Who fills them fills the weights: they share memory.
+    Buffers are 0. No communication.
     """
     with torch.device("meta"):
         model = Transformer(config, 1, getattr(torch, config.training.dtype))
@@ -102,9 +100,10 @@ def build_empty(config: Config, meshes: Meshes, device: torch.device) -> tuple[T
 
 
 def _check_base_weights(trained: TrainedModel) -> None:
-    """Raise an error unless the weights are those that the adapters were trained on. Collective over the world.
+    """Raise a ConfigError unless the weights are those that the adapters were trained on. Collective over the world.
 
-    Digests are compared if the adapters have one, else names, shapes and, where possible, weights.
+    Digests are compared if the adapters have one; else names, shapes and, where possible, weights, and rank 0 prints a
+    note on what was compared.
     """
     group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
     weights = open_weights(str(trained.path), trained.adapters.model)

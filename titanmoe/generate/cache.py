@@ -42,7 +42,7 @@ class PerToken:
         self._store(x_1TGh[0, self.texts.source_W])
 
     def add(self, x_BnGh: Tensor) -> Tensor:
-        """Store the vectors of new tokens; return (B, G, L, h), all cached vectors of each text.
+        """Store the vectors of new tokens; return (B, G, L, h), all cached vectors of each text, new ones included.
 
         Vectors after a text's last position have no meaning.
         """
@@ -71,16 +71,11 @@ class PerToken:
 class PerWindow:
     """A cache of one vector for each head and each of the last positions of a text, which are at the right.
 
-    It has window - 1 positions, or as many as the longest text has had.
+    It has window - 1 positions, or as many as the longest text has had. `window` is the number of last positions that a
+    token attends to.
     """
 
     def __init__(self, texts: CachedTexts, window: int):
-        """Create an empty cache.
-
-        Args:
-            texts: the texts.
-            window: number of last positions that a token attends to.
-        """
         self.texts, self.window = texts, window
         self.x: Tensor | None = None
         """The vectors, (B, G, L, h), zeros before a text's first position; None before the first prompt."""
@@ -165,7 +160,7 @@ class Cache(ABC):
     @staticmethod
     @abstractmethod
     def size(model: Model, layer: int, tp: int) -> CacheSize:
-        """Return the size of a layer's cache on a rank of a tp group of `tp` ranks."""
+        """Return the size of block number `layer`'s cache on a rank of a tp group of `tp` ranks."""
 
     def select_texts(self, text_B: Tensor) -> None:
         """Keep the cache of the texts with these indices only, when others have ended."""
@@ -188,15 +183,9 @@ def cache_of(mixer: MixerSpec) -> type[Cache]:
 
 
 def cache_bytes(model: Model, tp: int, width: int) -> tuple[int, int]:
-    """Return the bytes of a rank's caches over all layers.
+    """Return the bytes of a rank's caches over all layers: per token, and per text of any length.
 
-    Args:
-        model: the model.
-        tp: ranks of a tp group.
-        width: bytes of a number in the compute dtype.
-
-    Returns:
-        The bytes per token, and those per text of any length.
+    `width` is the bytes of a number in the compute dtype, `tp` the ranks of a tp group.
     """
     token = text = 0
     for layer, mixer in enumerate(mixers(model)[: model.num_layers]):
@@ -209,10 +198,7 @@ def cache_bytes(model: Model, tp: int, width: int) -> tuple[int, int]:
 def cache_cost(model: Model, tp: int, width: int) -> str:
     """Return the size of a rank's cache as text, such as "12,288 bytes per token", for the command's last line.
 
-    Args:
-        model: the model.
-        tp: ranks of a tp group.
-        width: bytes of a number in the compute dtype.
+    Takes the arguments of `cache_bytes`.
     """
     token, text = cache_bytes(model, tp, width)
     return f"{token:,} bytes per token" + f" and {text:,} per text" * (text > 0)
@@ -221,7 +207,8 @@ def cache_cost(model: Model, tp: int, width: int) -> str:
 class LastHead(nn.Module):
     """The output head while generating: it returns logits of each prompt's or text's last token only.
 
-    They are (1, B, V), or (1, P, V) in a forward of prompts; (1, 0, D) without tokens. The labels are not read.
+    They are (1, B, V), or (1, P, V) in a forward of prompts; (1, 0, D) without tokens. The labels are not read. A
+    forward is collective over tp.
     """
 
     def __init__(self, head: Head, texts: CachedTexts):
@@ -238,9 +225,7 @@ class LastHead(nn.Module):
 def add_caches(model: Transformer, texts: CachedTexts) -> list[Cache]:
     """Replace every mixer's token mixing by a cache and the head by LastHead, in place; return caches in layer order.
 
-    Args:
-        model: the transformer.
-        texts: the texts in progress, which all caches and the head share.
+    All caches and the head share `texts`, the texts in progress.
     """
     of_blocks = mixers(model.shape)
     caches = [cache_of(of_blocks[layer])(block.attention, texts) for layer, block in model.blocks().items()]

@@ -100,10 +100,12 @@ def within_prompts(
 ) -> Tensor:
     """Return the attention output (1, T, H, v) of prompts that are concatenated, each attending within itself.
 
+    Positions after the last prompt's end are 0.
+
     Args:
         attend: the attention of training, called with (q, k, v, mask, sinks_H) of one prompt at a time, padded at its
             end; returns (1, T, H, v).
-        texts: the prompts' numbers of tokens.
+        texts: has the prompts' numbers of tokens.
         q_1THh: queries of all prompts.
         k_1TGh: keys.
         v_1TGv: values.
@@ -129,9 +131,6 @@ def last_attention(
 ) -> Tensor:
     """Return the attention output (B, n, H, v) of each text's new tokens over cached keys.
 
-    These are two batched products and not F.scaled_dot_product_attention: under a mask, its kernels for GPUs neither
-    share keys among grouped queries nor spread the positions of few long texts over a GPU.
-
     Args:
         q_BnHh: queries of the new tokens.
         k_BGLh: cached keys.
@@ -140,6 +139,8 @@ def last_attention(
         scale: factor of the logits.
         sinks_H: a logit of each head that takes part in the softmax without a value; None without sinks.
     """
+    # Two batched products and not F.scaled_dot_product_attention: under a mask, its kernels for GPUs neither share keys
+    # among grouped queries nor spread the positions of few long texts over a GPU.
     (B, n, _, h), (_, G, L, _) = q_BnHh.shape, k_BGLh.shape
     q_XYh = q_BnHh.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4).reshape(B * G, -1, h)
     logits_XYL = torch.baddbmm(mask_XYL, q_XYh, k_BGLh.flatten(0, 1).transpose(1, 2), alpha=scale)

@@ -54,11 +54,9 @@ class CachedTexts:
         """Results of `mask` and `head_pages` for the current forward."""
 
     def begin_prompts(self, lengths: Sequence[int], copies: Sequence[int]) -> None:
-        """Prepare for a forward of prompts, which become texts after those that exist.
+        """Prepare for a forward of new prompts, which become texts after those that exist.
 
-        Args:
-            lengths: tokens of each prompt.
-            copies: number of texts that each prompt becomes.
+        Prompt i has lengths[i] tokens and becomes copies[i] texts.
         """
         self.num_new, self.reads_prompts, self.page_BN = list(lengths), True, None
         source, pages, offsets, self.prompts = [], [], [], []
@@ -114,7 +112,7 @@ class CachedTexts:
             window: number of last positions that a token attends to; 0 for all.
 
         Returns:
-            A tensor (B * G, g * n, L) in the queries' dtype, which layers with equal shapes share.
+            A tensor (B * G, g * n, L) in the queries' dtype, which layers with equal shapes share: do not change it.
         """
         (B, n, H, _), (_, G, L, _) = q_BnHh.shape, k_BGLh.shape
         key = H, G, L, window
@@ -178,12 +176,9 @@ class CachedTexts:
         return len(self.num_users)
 
     def head_pages(self, heads: int) -> Tensor:
-        """Return the index (B * G * N,) of each head's part of each text's pages, if a page has one for each of G.
+        """Return indices (B * G * N,) of each head's part of each text's pages, a page having one for each of G heads.
 
         Call it within a forward that `begin_tokens` has prepared.
-
-        Args:
-            heads: G.
         """
         if heads not in self._head_pages:
             head_G1 = torch.arange(heads, device=self.device).unsqueeze(1)
@@ -208,7 +203,7 @@ class CachedTexts:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def split(self, x_1T: Tensor) -> Tensor:
-        """Return the concatenated tokens of a forward (1, T, ...) as (B, n, ...). Not for a forward of prompts."""
+        """Return the concatenated tokens of a forward (1, T, ...), padding removed, as (B, n, ...). Not for prompts."""
         B, n = self.place_Bn.shape
         return x_1T[0, : B * n].unflatten(0, (B, n))
 

@@ -80,7 +80,7 @@ def turns(
 ) -> Iterator[tuple[str, Prompt]]:
     """Yield each line that the user types and the prompt made from it, on every rank. Collective over the world.
 
-    The caller adds each assistant message to `conversation` before the next turn. Ends with the input.
+    The caller adds each assistant message to `conversation`, on rank 0, before the next turn. Ends with the input.
 
     Args:
         conversation: the messages so far; used on rank 0.

@@ -103,13 +103,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _weights_and_adapters(run: Path, adapter: Path | None) -> tuple[Path | None, Path | None]:
-    """Return what `find_model` needs: weights and adapters. `run` is the weights, or the adapters if it has only those.
+    """Return (weights, adapters) for `find_model`: `run` with any `adapter`; or (None, run) if it has adapters alone.
 
-    In that case weights are None, which means those that the adapters were trained on.
-
-    Args:
-        run: a run, checkpoint, Hugging Face folder or PEFT folder.
-        adapter: adapters to add to `run`, which then is the weights; None for none.
+    Weights of None mean those that the adapters were trained on. `run` may also be a Hugging Face or PEFT folder.
     """
     from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
     from titanmoe.checkpoint.hf.peft_read import is_peft
@@ -123,7 +119,10 @@ def _weights_and_adapters(run: Path, adapter: Path | None) -> tuple[Path | None,
 
 
 def _find_tasks(names: list[str], folder: str | None) -> tuple[list[str], Any]:
-    """Return the harness's tasks of these names, and its task manager; ConfigError if there is one that it lacks."""
+    """Return the harness's tasks of these names, and its task manager; ConfigError if it lacks one.
+
+    `folder` has more tasks; None for the harness's alone.
+    """
     from lm_eval.tasks import TaskManager
 
     if folder is not None and not Path(folder).is_dir():

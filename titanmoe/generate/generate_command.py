@@ -216,13 +216,8 @@ def _encode(
 ) -> list[Prompt]:
     """Encode prompts as token ids, each beginning with the tokenizer's begin token if it has one.
 
-    Text that looks like a special token is text, except in chats, as in training, and with --special-tokens.
-
-    Args:
-        args: the command's options.
-        texts: the prompts; with `chat` the user's message of a new conversation each, after args.system.
-        tokenizer: the model's tokenizer.
-        chat: the encoder of conversations; None to continue plain text.
+    Text that looks like a special token is text, except in chats, as in training, and with --special-tokens. With
+    `chat` each text is the user's message of a new conversation, after args.system.
 
     Raises:
         ConfigError: a prompt is empty and the tokenizer has no begin token, or the chat template refuses a message.
@@ -243,7 +238,10 @@ def _encode(
 
 
 class _Speaker:
-    """Generates with the model on all ranks and prints on rank 0."""
+    """The loaded model of the command: all ranks generate, rank 0 prints. Building it is collective over the world.
+
+    So are `continue_prompts`, and `converse`, which returns when rank 0's standard input ends.
+    """
 
     def __init__(
         self,
@@ -350,7 +348,7 @@ class _Speaker:
 
 
 class _Stream:
-    """Prints text while it is generated, without incomplete characters, which decode to U+FFFD."""
+    """Printer of a text while it is generated, without incomplete characters, which decode to U+FFFD."""
 
     def __init__(self, text: str, prompt: Prompt, tokenizer: Tokenizer):
         self.prompt, self.tokenizer, self.shown = prompt, tokenizer, 0

@@ -34,15 +34,10 @@ class HostMemory:
 
     @contextmanager
     def instead_of(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Have the contents of tensors in host memory within this context, which must not use the tensors.
+        """Have the contents of tensors (on one device) in host memory within this context, which must not use them.
 
-        One context at a time, since all use the same memory.
-
-        Their storages stay the objects that FSDP2 and optimizers have views of: only the memory of these is freed, and
-        allocated again at the end.
-
-        Args:
-            tensors: tensors on one device.
+        One context at a time, since all use the same memory. Storages stay the objects that FSDP2 and optimizers have
+        views of: only their memory is freed, and allocated again at the end.
         """
         storages = list({x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}.values())
         here = [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]
@@ -65,7 +60,19 @@ class HostMemory:
 
 
 class LiveGenerator:
-    """A model that generates with the present weights of a run."""
+    """A model that generates with the present weights of a run.
+
+    Building it plans how weights move to it, and is collective over the world.
+
+    Args:
+        config: the config to generate with, from `config_to_run`.
+        run: the run on this rank.
+        vocab_size: number of the tokenizer's tokens.
+        ends: the tokens that end a text.
+        timeout_s: seconds that a collective of the generator may take.
+        records: whether texts get the log-probability and the experts of their tokens.
+        offloads: whether weights and optimizer state of the run are in host memory while the model generates.
+    """
 
     def __init__(
         self,
@@ -78,17 +85,6 @@ class LiveGenerator:
         records: bool = False,
         offloads: bool = False,
     ):
-        """Build the model and plan how weights move to it. Collective over the world.
-
-        Args:
-            config: the config to generate with, from `config_to_run`.
-            run: the run on this rank.
-            vocab_size: number of the tokenizer's tokens.
-            ends: the tokens that end a text.
-            timeout_s: seconds that a collective of the generator may take.
-            records: whether texts get the log-probability and the experts of their tokens.
-            offloads: whether weights and optimizer state of the run are in host memory while the model generates.
-        """
         self.run, self.fold = run, derive(run.runtime.world, config.parallelism)
         self.host_copies = (HostMemory(), HostMemory()) if offloads else None
         """Host memory for optimizer state and for weights; None to leave them where they are."""
@@ -109,7 +105,7 @@ class LiveGenerator:
 
     @contextmanager
     def loaded(self) -> Iterator[Generator]:
-        """Copy the run's present weights to the model; free the model's memory at the context's end.
+        """Copy the run's present weights to the model, and yield its generator; free the model's memory at the end.
 
         With `offloads` the run's own weights cannot be used in this context. Collective over the world.
         """

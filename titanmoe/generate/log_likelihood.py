@@ -45,7 +45,10 @@ class Score(NamedTuple):
 
 
 class ScoreHead(nn.Module):
-    """The output head while scoring: it returns (1, P, 2), each label's log-probability and whether it is greedy."""
+    """The output head while scoring: it returns (1, P, 2), each label's log-probability and 1 if it is greedy, else 0.
+
+    The result is in float64, on all ranks of tp. A forward is collective over tp.
+    """
 
     def __init__(self, head: Head, texts: CachedTexts):
         super().__init__()
@@ -72,24 +75,21 @@ class ScoreHead(nn.Module):
 
 
 class Scorer:
-    """Scores sequences with the model of a generator."""
+    """Scorer of token sequences by the model of a generator, which can generate between calls of `score`.
+
+    `length` is the most tokens that the model reads of a sequence; earlier ones are left out.
+    """
 
     def __init__(self, generator: Generator, length: int):
-        """Prepare to score.
-
-        Args:
-            generator: has the model; it can generate between calls of `score`.
-            length: most tokens that the model reads of a sequence; earlier ones are left out.
-        """
         self.generator, self.length = generator, length
         self.last_head = generator.model.head
         self.head = ScoreHead(self.last_head.head, generator.cached_texts)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[ScoredSequence], size: int) -> list[Score]:
-        """Return the score of each sequence, on every rank. Collective over the world.
+        """Return the score of each sequence, in their order, on every rank. Collective over the world.
 
-        Of labels beyond the last `length` none is scored. Removes the generator's cached texts.
+        Of more than `length` labels only the last `length` are scored. Removes the generator's cached texts.
 
         Args:
             sequences: all sequences, the same on every rank, each with a token before its labels.
@@ -131,10 +131,7 @@ class Scorer:
 def rolling_windows(ids: list[int], prefix: int, length: int) -> list[ScoredSequence]:
     """Return sequences that together score each token of a text once, given at most `length` tokens before it.
 
-    Args:
-        ids: the text's token ids.
-        prefix: the token that the first one follows, BOS or EOS.
-        length: most tokens that the model reads; the last sequence has as many too, if there are.
+    The first token follows `prefix`, BOS or EOS. The model reads `length` tokens of each sequence if the text has them.
     """
     full, windows = [prefix, *ids], []
     for first in range(0, len(ids), length):

@@ -98,12 +98,9 @@ class Stop:
     """Returns the text of token ids; needed with `words`."""
 
     def end(self, tokens: list[int], marks: Container[int], num_earlier: int = 0) -> str:
-        """Return why a text with these generated tokens ends (`Generated.end`), or "".
+        """Return why a text with these generated tokens, at least one, ends (`Generated.end`), or "".
 
-        Args:
-            tokens: the generated tokens, at least one.
-            marks: the tokens that end a text.
-            num_earlier: number of tokens of earlier turns.
+        `marks` are the tokens that end a text, `num_earlier` counts the tokens of earlier turns.
         """
         if tokens[-1] in marks:
             return "eos"
@@ -141,7 +138,16 @@ class _Work:
 
 
 class Generator:
-    """The decoding loop of a model on this rank."""
+    """The decoding loop of a model on this rank. Building it adds caches to the model, in place.
+
+    Args:
+        model: the model on this rank.
+        meshes: the meshes that the model is sharded over.
+        device: the device of the model.
+        vocab_size: number of the tokenizer's tokens; larger ids of the model are never chosen.
+        ends: the tokens that end a text.
+        records: whether texts get the log-probability and the experts of their tokens.
+    """
 
     def __init__(
         self,
@@ -152,16 +158,6 @@ class Generator:
         ends: Container[int],
         records: bool = False,
     ):
-        """Add caches to the model, in place.
-
-        Args:
-            model: the model on this rank.
-            meshes: the meshes that the model is sharded over.
-            device: the device of the model.
-            vocab_size: number of the tokenizer's tokens; larger ids of the model are never chosen.
-            ends: the tokens that end a text.
-            records: whether texts get the log-probability and the experts of their tokens.
-        """
         self.model, self.meshes, self.device = model, meshes, device
         self.vocab_size, self.ends, self.records = vocab_size, ends, records
         if records:
@@ -240,7 +236,7 @@ class Generator:
             del order[:count]
 
     def _gather(self, ended: list[Generated]) -> list[Generated]:
-        """Return the texts of all ranks. Collective over the world."""
+        """Return the ended texts of all ranks, each once, with its routes, on every rank. Collective over the world."""
         world, tp = self.meshes.world, self.meshes.tp
         if world.size == 1:
             return ended

@@ -69,6 +69,8 @@ class TrainedModel(FullModel):
 def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
     """Find the weights and adapters that the command line names, without loading them.
 
+    Base weights of adapters that the hub has are fetched into its cache.
+
     Args:
         path: a run, one of its checkpoints, or a Hugging Face folder; None for the adapters' own base weights.
         adapter: a run with adapters, one of its checkpoints, or a PEFT folder; None without adapters.
@@ -95,11 +97,10 @@ def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
 
 
 def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
-    """Open the tokenizer to generate with; ConfigError if the one that the model was trained with is not here.
+    """Open the tokenizer to generate with: by name (a tokenizer.json, its folder or "bytes"), or the model's for None.
 
-    Args:
-        trained: the model.
-        name: a tokenizer.json, its folder or "bytes"; None for the one that the model was trained with.
+    Raises:
+        ConfigError: it cannot be opened, or the one that the model was trained with is not here.
     """
     data, carried = trained.config.data, trained.tokenizer
     if name is not None:
@@ -123,25 +124,15 @@ def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
 
 
 def chat_template_of(trained: TrainedModel, tokenizer: Tokenizer) -> str:
-    """Return the path of the model's chat template; "" for the one beside the tokenizer, as in checkpoints.
-
-    Args:
-        trained: the model.
-        tokenizer: the tokenizer that is used.
-    """
+    """Return the path of the model's chat template; "" for the one beside `tokenizer`, as in checkpoints."""
     carried = trained.tokenizer is not None and getattr(tokenizer, "file", None) == trained.tokenizer
     return "" if carried else trained.config.data.chat_template
 
 
 def samples_config(config: Config, world: int, device: str) -> Config:
-    """Return the config that completes prompts in the middle of a run, on the same ranks.
+    """Return the config that completes prompts in the middle of a run, on the same `world` ranks.
 
     Attention has the run's tp. Experts are divided among as many ranks as divide them, for the least memory.
-
-    Args:
-        config: the run's config.
-        world: number of ranks.
-        device: training.device.
 
     Raises:
         ConfigError: the model cannot generate.
@@ -155,11 +146,6 @@ def samples_config(config: Config, world: int, device: str) -> Config:
 
 def generation_config(config: Config, world: int, device: str) -> Config:
     """Return the config that generates completions for [rl] on the run's ranks, mapped by [generation.parallelism].
-
-    Args:
-        config: the run's config.
-        world: number of ranks.
-        device: training.device.
 
     Raises:
         ConfigError: the model cannot generate, or the mapping does not fit.

@@ -35,14 +35,9 @@ def with_begin(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text that generated tokens add to that of the prompt.
+    """Return the text that generated tokens add to that of the prompt, both given as token ids.
 
-    They are decoded together with the prompt, because some tokenizers drop the space before a text's first word.
-
-    Args:
-        tokenizer: the tokenizer.
-        prompt: token ids of the prompt.
-        tokens: the generated token ids.
+    They are decoded together, because some tokenizers drop the space before a text's first word.
     """
     return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
 
@@ -76,7 +71,8 @@ def has_samples(config: Config) -> bool:
 def contradictions(config: Config) -> Iterator[Violation]:
     """Yield each contradiction of [validation.samples].
 
-    Sampling options without effect at temperature 0; prompts in a recipe without validation, or with synthetic data.
+    These are sampling options without effect at temperature 0, and prompts in a recipe without validation or with
+    synthetic data.
     """
     samples, table = config.validation.samples, "validation.samples"
     if samples.temperature == 0 and (samples.top_k or samples.top_p < 1):
@@ -104,10 +100,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
 def check_samples(config: Config) -> None:
     """Raise a ConfigError with every reason why the prompts of [validation.samples] cannot be completed.
 
-    Does nothing if there are none.
-
-    Args:
-        config: the resolved config.
+    Takes the resolved config. Does nothing if there are no prompts.
     """
     if not has_samples(config):
         return
@@ -181,12 +174,9 @@ def _encode(prompt: str | Messages, tokenizer: Tokenizer, chat: ChatEncoder | No
 
 
 def read_json_lines(path: str, option: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield place ("PATH:LINE", from 1) and contents of each line of a JSONL file that is not empty.
+    """Yield place ("PATH:LINE", from 1) and parsed contents of each line of a JSONL file; empty lines are left out.
 
-    Args:
-        path: the file.
-        option: name of the option that has the path, for messages.
-        problems: list that gets a message for each line that cannot be read, or for the file.
+    `problems` gets a message for each line that cannot be read, or for the file; `option` names the path there.
     """
     try:
         lines = Path(path).expanduser().read_bytes().splitlines()
@@ -205,8 +195,7 @@ def read_json_lines(path: str, option: str, problems: list[str]) -> Iterator[tup
 def read_prompt(record: Any) -> str | Messages:
     """Return the prompt in a record of a JSONL file: a text, or the messages before the last assistant message.
 
-    Args:
-        record: a text, {"prompt": a text or messages}, or a chat in one of titanmoe.data.chat_layouts.
+    The record is a text, {"prompt": a text or messages}, or a chat in one of titanmoe.data.chat_layouts.
 
     Raises:
         ValueError: the record has none, with a message that goes on after the record's place.

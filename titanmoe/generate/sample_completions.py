@@ -23,15 +23,12 @@ BATCH_SIZE = 16
 
 
 class SampleCompletions(Evaluation):
-    """Evaluation that completes the prompts of [validation.samples] with the run's present weights."""
+    """Evaluation that completes the prompts of [validation.samples] with the run's present weights.
+
+    Building it reads the prompts, builds the generator and plans how weights move to it. Collective over the world.
+    """
 
     def __init__(self, config: Config, model: RankModel):
-        """Read the prompts and plan how weights move to the generating ranks' mapping. Collective over the world.
-
-        Args:
-            config: the recipe, whose [validation.samples] says what is generated.
-            model: this rank's model in training.
-        """
         samples = config.validation.samples
         super().__init__(
             interval=config.validation.interval * samples.every, last=config.training.steps, state=model.state

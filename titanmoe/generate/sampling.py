@@ -1,6 +1,6 @@
 """The choice of the next token: the most probable, or drawn from what temperature, top-k and top-p leave of the logits.
 
-Shapes: B rows, V vocabulary.
+Called by the decoding loop (titanmoe.generate.loop). Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class Sampling:
 def truncate(prob_BV: Tensor, sampling: Sampling) -> Tensor:
     """Return the probabilities (B, V) that top-k, then top-p, leave: 0 for other ids, and sum 1 per row.
 
-    Args:
-        prob_BV: probabilities of each row; of equal ones the lower id comes first. Not changed.
-        sampling: has top_k (0 for all ids) and top_p (1 for all).
+    Of equal probabilities the lower id comes first. `prob_BV` is not changed; without top-k and top-p it is returned.
     """
     if not sampling.top_k and sampling.top_p == 1:
         return prob_BV

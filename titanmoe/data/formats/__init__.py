@@ -46,8 +46,7 @@ FORMATS = ComponentKind(
 def format_of_extension(extension: str) -> str:
     """Return the name of the data format that "auto" chooses for files with this extension; "text" if none claims it.
 
-    Args:
-        extension: in lower case and without that of a compression, such as ".jsonl".
+    The extension is in lower case and without that of a compression, such as ".jsonl".
 
     Raises:
         ConfigError: a format cannot be imported.
@@ -76,8 +75,7 @@ def completions_in(path: str, config: Config) -> int:
 def format_option(conversations: bool) -> ComponentKind[FormatSpec]:
     """Return the allowed values of a command's option --format: all formats but token shards.
 
-    Args:
-        conversations: whether to include formats of conversations and preference pairs.
+    `conversations` says whether to include formats of conversations and preference pairs.
     """
     table = dict(FORMATS.table)
     for name in FORMATS.table:

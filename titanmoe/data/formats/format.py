@@ -46,8 +46,7 @@ class FormatSpec(Spec):
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return defaults of other options by name: best-fit packing for chats and preferences; {} for other data.
 
-        Args:
-            values: values of the recipe's options so far by name, such as "data.paths".
+        `values` has the recipe's options so far by name, such as "data.paths".
         """
         is_chat = values["data.source"] == "files" and (
             self.conversations or self.completions_per_prompt > 1 or any(map(_has_chats, values["data.paths"]))

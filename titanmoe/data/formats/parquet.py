@@ -86,15 +86,9 @@ def _examples(schema: Any) -> dict[str, Any]:
 
 
 def _rows_at_once(reader: RecordReader, file: Any, group: int, columns: list[str]) -> int:
-    """Return the number of rows of a row group that are read at a time.
+    """Return the number of rows of row group number `group` that are read at a time, of the named columns.
 
     They fit in memory even if each were as long as the whole row group: with a dictionary one value can fill many rows.
-
-    Args:
-        reader: the reader, for its limit of a document.
-        file: the open Parquet file.
-        group: index of the row group.
-        columns: names of the columns that are read.
 
     Raises:
         ConfigError: the row group is large and packed more than MAX_RATIO to 1.
