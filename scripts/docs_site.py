@@ -22,11 +22,7 @@ LINK = re.compile(r"\]\((?!\w+://|#|mailto:)([^)#\s]+)([^)\s]*)\)")
 
 
 def source(page: str) -> str:
-    """Return the path in the repository of the file that a page of the site is made from.
-
-    Args:
-        page: path of the page on the site.
-    """
+    """Return the path in the repository of the file of a page, given the page's path on the site."""
     return next((name for name, path in PAGES.items() if path == page), f"docs/{page}")
 
 
@@ -36,12 +32,7 @@ def site_path(name: str) -> str:
 
 
 def target(link: str, page: str) -> str:
-    """Return the path in the repository of the file that a link leads to.
-
-    Args:
-        link: the link, relative to the page's file.
-        page: path of the page on the site that has the link.
-    """
+    """Return the path in the repository to which `link`, in the Markdown of the page `page` of the site, leads."""
     return normpath(str(PurePosixPath(source(page)).parent / link))
 
 
@@ -77,11 +68,7 @@ OPTION = r'<span class="option">\g<0></span>'
 
 
 def breakable(code: re.Match[str]) -> str:
-    """Return inline code as HTML that may break between words: after _ and dots of long names, not within options.
-
-    Args:
-        code: match whose first group is the code.
-    """
+    """Return the inline code in a match's first group as HTML that may break between words, but not within options."""
     text = re.sub(r"(?<![\w-])--?\w+(?:-\w+)*", OPTION, code[1])
     return f"<code>{re.sub(r'(?<=[a-z0-9][_./])(?=[a-z0-9])', '<wbr>', text)}</code>"
 

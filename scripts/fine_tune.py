@@ -29,14 +29,9 @@ MOST = 20
 
 
 def titanmoe(*words: str, shows: bool = True) -> str:
-    """Run a titanmoe command; exit this process if it fails.
+    """Run a titanmoe command with these words; return what it printed, or None if `shows`, which shows that instead.
 
-    Args:
-        words: the command's arguments.
-        shows: whether its output is shown instead of returned.
-
-    Returns:
-        What the command printed; None if that is shown.
+    Exits this process with the command's exit code if it fails.
     """
     print(f"\n$ titanmoe {shlex.join(words)}", flush=True)
     command = [sys.executable, "-m", "titanmoe", *words]
@@ -50,18 +45,16 @@ def titanmoe(*words: str, shows: bool = True) -> str:
 def ask_titanmoe(*model: str) -> list[dict[str, Any]]:
     """Return what `titanmoe generate` prints for each question in ASKED: prompt, prompt_tokens, tokens and text.
 
-    Args:
-        model: options that name the model, such as "--checkpoint", "runs/NAME".
+    `model` are the options that name the model, such as "--checkpoint", "runs/NAME".
     """
     words = ["--chat", "--prompts", str(ASKED), "--temperature", "0", "--max-tokens", str(MOST), "--json"]
     return [json.loads(line) for line in titanmoe("generate", *model, *words, shows=False).splitlines()]
 
 
 def ask_transformers(folder: str) -> list[dict[str, Any]]:
-    """Let transformers complete each question; return a dict for each with prompt_tokens, tokens and text.
+    """Let transformers complete each question in ASKED with the model exported to a folder.
 
-    Args:
-        folder: the exported model.
+    Returns a dict for each: prompt_tokens and tokens, both lists of ids, and text, without the end of the completion.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -24,9 +24,9 @@ from titanmoe.plan.schedule_cost import schedule_rows
 
 
 class Message(NamedTuple):
-    """A message between neighbouring stages of one microbatch: activations of `stage`, or gradients of its input.
+    """A message of one microbatch between neighbouring stages, from rank `source` to rank `target`.
 
-    `source` and `target` are ranks.
+    It has the activations of `stage` if `forward`, else the gradients of its input.
     """
 
     forward: bool
@@ -56,11 +56,9 @@ class Event(NamedTuple):
 
 
 def insert_messages(rows: list[list[Cell]], ranks: list[int]) -> list[list[Event]]:
-    """Return what each rank's host issues in order: cells of its schedule, and the messages that torch inserts.
+    """Return, by rank, what its host issues in order: cells of the schedule, and the messages that torch inserts.
 
-    Args:
-        rows: cells of the schedule, by rank.
-        ranks: the rank of each stage.
+    `rows` has the schedule's cells by rank, `ranks` the rank of each stage.
     """
     kind = torch_schedules._ComputationType
     of = {
@@ -155,14 +153,9 @@ def step_time(
 
 
 def compare(schedule: str, pp: int, virtual: int, microbatches: int, message_time: float) -> dict[str, float]:
-    """Return the time of a step with each choice of communicators, by its name, in units of a stage's forward.
+    """Return the time of a step by the name in COMMUNICATORS, in units of a stage's forward.
 
-    Args:
-        schedule: name of the schedule.
-        pp: number of pipeline ranks.
-        virtual: number of stages of each rank.
-        microbatches: number of microbatches in a step.
-        message_time: time of a message, in units of a stage's forward.
+    `virtual` is the number of stages of each rank; `message_time` has the same unit as the result.
     """
     ranks = stage_ranks(Pipeline(schedule=schedule, virtual_stages=virtual), pp)
     rows = insert_messages(schedule_rows(schedule, pp, virtual, microbatches), ranks)
@@ -174,12 +167,7 @@ def compare(schedule: str, pp: int, virtual: int, microbatches: int, message_tim
 
 
 def cases(pp: int, stages: Iterable[int]) -> list[tuple[str, int]]:
-    """Return (schedule, stages per rank) of each case to compare.
-
-    Args:
-        pp: number of pipeline ranks.
-        stages: numbers of stages per rank for schedules that allow any.
-    """
+    """Return (schedule, stages per rank) of each case: with each of `stages` where any is allowed. `pp` is not used."""
     several = [(name, v) for v in stages for name in ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")]
     fixed = [(name, s.stages_per_rank) for name, s in SCHEDULES.items() if s.v_shape or s.stages_per_rank == 1]
     return several + fixed

@@ -178,12 +178,7 @@ def published_step(row: Json) -> float | None:
 
 
 def price_of(row: Json, factors: Factors) -> Row:
-    """Price a published run. Its routing is learned unless it was forced or a capacity of 1 drops the rest.
-
-    Args:
-        row: the run, as the file of published runs has it.
-        factors: the planner's factors.
-    """
+    """Price a published run of ROWS. Its routing is learned unless it was forced or a capacity of 1 drops the rest."""
     (config, fold), stack = run_of(row), stack_of(row)
     forced = row["ep"] == 1 or any(word in (row["routing"] or "") for word in ("capacity", "balance"))
     imbalance = 1.0 if forced else stack.busiest
@@ -192,12 +187,9 @@ def price_of(row: Json, factors: Factors) -> Row:
 
 
 def priced_rows(rows: list[Json], factors: Factors, comparable: bool = True) -> list[Row]:
-    """Price the runs of known models with length, batch and time stated.
+    """Price the runs of known models whose length, batch and time are stated.
 
-    Args:
-        rows: published runs.
-        factors: efficiencies of links and kernels.
-        comparable: whether to price the runs that are "comparable"; if not, those that are "not_judged".
+    Unless `comparable`, these are not the runs marked "comparable", but those with "not_judged".
     """
     stated = (row for row in rows if "preset" in row and row["seq"] and row["gbs"] and published_step(row))
     wanted = (row for row in stated if (row["comparable"] if comparable else "not_judged" in row))
@@ -266,11 +258,7 @@ def by_source(priced: list[Row], not_judged: list[Row]) -> list[Cells]:
 def ranges(priced: list[Row], not_judged: list[Row]) -> dict[str, float]:
     """Return the error that four of five published runs do not exceed, by kind of mapping.
 
-    Launch-bound runs that are not judged count: no plan knows the host either.
-
-    Args:
-        priced: published runs whose errors are judged, with their prices.
-        not_judged: the others, with their prices.
+    Of `not_judged`, launch-bound runs count too: no plan knows the host either.
     """
     errors = defaultdict(list)
     for one in priced + [one for one in not_judged if one.kind == "launch-bound"]:
@@ -281,9 +269,8 @@ def ranges(priced: list[Row], not_judged: list[Row]) -> dict[str, float]:
 def order(priced: list[Row]) -> tuple[list[tuple[float, float]], list[bool], float]:
     """Compare how the planner orders mappings of one model, batch and world with the order that the paper published.
 
-    Returns:
-        For each two mappings, the longer published step over the other, as published and as planned; for each model,
-            batch and world, whether the planner names the fastest; the error of ratios that four of five do not exceed.
+    Returns for each two mappings the longer published step over the other, as published and as planned; for each model,
+    batch and world whether the planner names the fastest; and the error of ratios that four of five do not exceed.
     """
     groups = defaultdict(list)
     for one in priced:
@@ -325,12 +312,7 @@ def every_row(priced: list[Row]) -> str:
 
 
 def accuracy(priced: list[Row], not_judged: list[Row]) -> str:
-    """Return the part of docs/planner.md on the accuracy of step times.
-
-    Args:
-        priced: published runs whose errors are judged, with their prices.
-        not_judged: the others, with their prices.
-    """
+    """Return the text for docs/planner.md on the accuracy of step times: of judged runs, and of those `not_judged`."""
     (pairs, fastest, error), body = order(priced), [(k, f"{x:.0%}") for k, x in ranges(priced, not_judged).items()]
     wrong = [(published - 1, 1 / planned - 1) for published, planned in pairs if planned <= 1]
     text = (
@@ -368,7 +350,7 @@ def published_peaks(rows: list[Json]) -> list[tuple[Json, str, float, int]]:
 
 
 def published_memory(rows: list[Json]) -> str:
-    """Return the part of docs/planner.md on the memory of published runs."""
+    """Return the text for docs/planner.md on the memory of published runs."""
     body, errors = [], defaultdict(list)
     for row, measures, published, planned in published_peaks(rows):
         errors[measures].append(error := planned / published - 1)
@@ -387,8 +369,8 @@ MEMORY_HEAD = ("recipe", "pipeline rank", "planned", "rehearsed", "error")
 def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     """Plan the peak memory of a shipped recipe under its own mapping.
 
-    Returns:
-        The config, the degrees, and the planned bytes of the first, the last and the fullest pipeline rank, by rank.
+    Returns the config, the degrees, and the planned bytes of the first, last and fullest pipeline ranks, by pipeline
+    rank.
     """
     from titanmoe.rehearse.rehearsal import recipe_to_rehearse  # only here, because it takes torch seconds to start
 
@@ -410,10 +392,9 @@ def recipes_with_sizes() -> list[str]:
 
 
 def memory_rows(recipes: list[str]) -> list[Cells]:
-    """Rehearse recipes; return a row of cells for each rehearsed rank, as in MEMORY_HEAD.
+    """Rehearse recipes and print and return a row of cells, as in MEMORY_HEAD, for each rehearsed rank.
 
-    Args:
-        recipes: names of recipes to rehearse, [] for all; rows of others are read from docs/.
+    Of recipes not in `recipes`, unless that is [], the rows are read from docs/.
     """
     from titanmoe.rehearse.rehearsal import rehearse
 
@@ -503,11 +484,7 @@ def overrides(mapping: PricedMapping) -> Json:
 
 
 def gain(row: Json) -> float:
-    """Return the fraction by which the fastest unfolded mapping takes longer than the fastest one, such as 0.1.
-
-    Args:
-        row: a dict of `folding_gains` that has both.
-    """
+    """Return how much longer the fastest unfolded mapping takes than the fastest, such as 0.1; `row` has both."""
     return row["unfolded"]["seconds"] / row["best"]["seconds"] - 1
 
 
@@ -554,10 +531,7 @@ def replace_marked(page: Path, option: str, *texts: str) -> None:
     Args:
         page: the file, which is rewritten.
         option: the option in the mark; "" for the mark without one.
-        texts: the new text for each such mark, in order, with a line break at its end.
-
-    Raises:
-        ValueError: if the page has another number of marks.
+        texts: the new text for each such mark, in order, with a line break at its end; ValueError for another number.
     """
     mark, end = f"<!-- from here: {f'python scripts/planner_page.py {option}'.strip()} -->\n", "<!-- to here -->\n"
     before, *parts = page.read_text(encoding="utf-8").split(mark)

@@ -34,10 +34,6 @@ def overrides(config: Config, ranks: int) -> list[str]:
 
     They set ep to the largest divisor of the ranks that divides the experts, tp to 2 if 4 divides the ranks, else to 1,
     and a global batch near the recipe's that the data ranks share evenly. What the recipe has already is left out.
-
-    Args:
-        config: the recipe's config.
-        ranks: number of ranks.
     """
     tp = 2 if ranks % 4 == 0 else 1
     wanted = {"parallelism.tp": tp, "parallelism.experts.ep": math.gcd(ranks, config.model.num_experts)}
@@ -53,11 +49,7 @@ def overrides(config: Config, ranks: int) -> list[str]:
 
 
 def find_ranks(device: str) -> tuple[int, str]:
-    """Return the number of ranks for this machine, and a line about its devices.
-
-    Args:
-        device: training.device: "auto", "cpu" or "cuda".
-    """
+    """Return the number of ranks for this machine and a line about its devices; `device` is "auto", "cpu" or "cuda"."""
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if gpus:
         return gpus, f"{gpus} x {torch.cuda.get_device_name(0)}: one rank each"
@@ -65,16 +57,10 @@ def find_ranks(device: str) -> tuple[int, str]:
 
 
 def configure(extra: list[str]) -> tuple[int, list[str], Config]:
-    """Choose and print the number of ranks and a mapping for this machine.
+    """Choose and print the number of ranks and a mapping for this machine; `extra` are the user's options.
 
-    Args:
-        extra: options of the user.
-
-    Returns:
-        The number of ranks, the options that this script adds to the user's, and the config.
-
-    Raises:
-        ConfigError: if the config cannot run.
+    Returns the number of ranks, the options that this script adds to the user's, and the config with both. Raises
+    ConfigError if that cannot run.
     """
     recipe = load(["--config", RECIPE], COMPONENTS, lambda config: [])
     asked = load(["--config", RECIPE, *extra], COMPONENTS, lambda config: [])
@@ -99,12 +85,7 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
 
 
 def run(ranks: int, arguments: list[str]) -> int:
-    """Run `titanmoe train` and return its exit code; 130 if the user interrupted it.
-
-    Args:
-        ranks: number of ranks that it starts.
-        arguments: options that follow the recipe, such as ["--training.steps", "10"].
-    """
+    """Run `titanmoe train` on RECIPE with further options; return its exit code, or 130 if the user interrupted it."""
     words = ["train", RECIPE, "--ranks", str(ranks), *arguments]
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "train.py", "--config", RECIPE, *arguments]
     print(
@@ -122,11 +103,9 @@ def run(ranks: int, arguments: list[str]) -> int:
 
 
 def newest_run(config: Config, since: float) -> Path | None:
-    """Return the folder of the newest run that has written metrics since a time; None if there is none.
+    """Return the newest folder of runs with the config's name that has written metrics since a time; None without one.
 
-    Args:
-        config: names the run's folder; a new run takes that name, name-2, ...
-        since: seconds since the epoch.
+    `since` is in seconds since the epoch.
     """
     files = (ROOT / config.job.dump_folder).glob(f"{config.job.name}*/metrics.jsonl")
     return max((f.parent for f in files if f.stat().st_mtime >= since), key=lambda f: f.stat().st_mtime, default=None)
@@ -135,11 +114,7 @@ def newest_run(config: Config, since: float) -> Path | None:
 def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> str:
     """Return text on a finished run: loss, speed, files and commands to type next.
 
-    Args:
-        folder: the run's folder.
-        seconds: how long the run took.
-        ranks: number of ranks.
-        arguments: options of the run.
+    `seconds` is how long the run took, `arguments` are its options after the recipe.
     """
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if not steps:
@@ -164,12 +139,9 @@ def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> s
 
 
 def generate_command(folder: Path, titanmoe: Path, shown: str) -> list[str]:
-    """Return a line with the command that generates text with the run's model; [] if the run saved no checkpoint.
+    """Return [the line that shows how to generate text with the run's model]; [] if the run saved no checkpoint.
 
-    Args:
-        folder: the run's folder.
-        titanmoe: path of the program titanmoe.
-        shown: the run's folder as the line names it.
+    `titanmoe` is the path of that program, `shown` the run's folder as the line names it.
     """
     if not list(folder.glob("checkpoints/*/manifest.json")):
         return []
@@ -177,13 +149,9 @@ def generate_command(folder: Path, titanmoe: Path, shown: str) -> list[str]:
 
 
 def resume_command(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
-    """Return the command that continues the run for as many steps again.
+    """Return the command that continues the run, whose last step is `step`, for as many steps again.
 
-    Args:
-        folder: the run's folder.
-        ranks: number of ranks.
-        arguments: options of the run.
-        step: last step of the run.
+    `arguments` are the run's options after the recipe; its name, steps and checkpoint.load are replaced.
     """
     words, left_out = [], False
     for word in arguments:

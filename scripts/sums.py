@@ -32,7 +32,7 @@ STEPS = 20
 
 
 def sums() -> dict[str, int]:
-    """Return the solution by prompt ("3+4=": 7) of all sums and differences of digits that are digits: 11 for each."""
+    """Return solutions by prompt ("3+4=": 7): all sums and differences of digits that are digits, 11 prompts each."""
     pairs = [(a, b) for a in range(10) for b in range(10)]
     return {f"{a}+{b}=": a + b for a, b in pairs if a + b < 10} | {f"{a}-{b}=": a - b for a, b in pairs if a >= b}
 
@@ -47,7 +47,7 @@ def write_files() -> None:
 
 
 def for_both_runs(options: list[str]) -> list[str]:
-    """Return the options of [job], [parallelism] and [training], each with its value."""
+    """Return those words of `options` that set [job], [parallelism] or [training], each option with its value."""
     out, wanted = [], False
     for word in options:
         if word.startswith("--"):
@@ -57,11 +57,9 @@ def for_both_runs(options: list[str]) -> list[str]:
 
 
 def learn_format(seed: int, options: list[str]) -> str:
-    """Train a new model on the format; return the run's folder.
+    """Train a new model on the format in FORMAT; return the run's folder. Exit this process if the training fails.
 
-    Args:
-        seed: seed of its weights and of the order of the data.
-        options: options of `titanmoe train`.
+    `seed` is training.seed; of the `options` of `titanmoe train` only those of `for_both_runs` are used.
     """
     words = [*for_both_runs(options), "--job.name", f"rl_format_{seed}", "--training.seed", str(seed)]
     words += ["--rl.reward=", "--rl.prompts=", "--checkpoint.load", "auto", "--checkpoint.model_only", "false"]
@@ -70,16 +68,13 @@ def learn_format(seed: int, options: list[str]) -> str:
 
 
 def learn_sums(name: str, seed: int, begin: str, options: list[str]) -> tuple[list[float], float]:
-    """Train a model by rewards.
+    """Train a model by rewards; return the mean reward of each full STEPS steps, and the run's seconds.
 
     Args:
         name: the run's name.
-        seed: seed of the order of the prompts and of the completions.
+        seed: training.seed, of the order of the prompts and of the completions.
         begin: folder of the run with the model to begin with.
         options: further options of `titanmoe train`.
-
-    Returns:
-        The mean reward of each full 20 steps, and the run's seconds.
     """
     started = time.monotonic()
     titanmoe("train", RECIPE, "--job.name", name, "--training.seed", str(seed), "--checkpoint.load", begin, *options)

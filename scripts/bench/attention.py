@@ -2,13 +2,13 @@
 
     python scripts/bench/attention.py [--lengths 8192 131072] [--cp 8] [--window 1024] [--write]
 
-For one layer of Qwen3-30B-A3B's shape and one sequence, forward. Documents have log-normal lengths from 256 to 131072;
-pairs are two completions of a prompt that is 3/4 of each text, stored twice or once. --write changes docs/.
+One layer of Qwen3-30B-A3B's shape and one sequence, forward. Documents have log-normal lengths from 256 to 131072;
+pairs are two completions of a prompt, 3/4 of each text, stored twice or once. --write changes docs/. B samples, L
+positions.
 
-    seen       FLOPs of the pairs of a query and a key that see each other, equal to a count one by one
-    computed   FLOPs of the blocks that are computed, of all ranks
-    makespan   FLOPs of the busiest rank, over the mean
-    read       bytes that the busiest rank's kernels read and write, forward and backward, as a rehearsal counts them
+    seen, computed  FLOPs of the pairs of a query and a key that see each other; of the blocks that are computed
+    makespan        FLOPs of the busiest rank, over the mean
+    read            bytes that the busiest rank's kernels move, forward and backward, as a rehearsal counts them
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ TEXT = 4096  # tokens of a prompt and one completion
 
 
 def documents(length: int, text: int = 0) -> Mask:
-    """Return the mask of one sequence that is filled with documents, the last one truncated.
+    """Return the mask of one sequence of `length` positions that is filled with documents, the last one truncated.
 
-    Args:
-        length: The number of positions of the sequence.
-        text: The length of each document; 0 for log-normal lengths.
+    `text` is the length of each document; 0 for log-normal lengths.
     """
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, length // 256).clip(256, 131072).astype(int)
     end_N = np.minimum((np.full_like(drawn, text) if text else drawn).cumsum(), length)
@@ -57,12 +55,9 @@ def documents(length: int, text: int = 0) -> Mask:
 
 
 def make_mask(name: str, length: int, window: int) -> Mask:
-    """Return the mask with a name of MASKS.
+    """Return the mask with a name of MASKS for one sequence of `length` positions.
 
-    Args:
-        name: the name.
-        length: number of positions of the sequence.
-        window: number of positions that a query sees, for masks with a window.
+    `window` is the number of positions that a query sees, for masks with a window.
     """
     text = min(TEXT, length // 2)
     if name == "pairs, two copies":
@@ -80,10 +75,7 @@ def make_mask(name: str, length: int, window: int) -> Mask:
 def count_pairs(mask: Mask, length: int, rows: int = 256) -> int:
     """Count the pairs of a query and a key that a mask lets see each other, one by one, by the mask's definition.
 
-    Args:
-        mask: the mask, of one sequence.
-        length: number of positions of the sequence.
-        rows: number of queries to compare at a time.
+    The mask is of one sequence; `rows` queries are compared at a time.
     """
     place, host = np.arange(length, dtype=np.int32), mask.on_host
     until = np.full_like(place, length) if host is None else host.until_BL[0].astype(np.int32)
@@ -160,15 +152,14 @@ class Row(NamedTuple):
 def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Iterator[Row]:
     """Yield two rows for each kind of context parallelism: of the blocks that our attention and flex_attention compute.
 
+    Raises SystemExit if the mask's own count of pairs is not that of `count_pairs`.
+
     Args:
         name: name of the mask, in MASKS.
         length: number of positions of the sequence.
         cp: number of ranks that share the sequence.
         window: number of positions that a query sees, for masks with a window.
         model: the model.
-
-    Raises:
-        SystemExit: if the mask's own count of pairs is not that of `count_pairs`.
     """
     mask, per_pair = make_mask(name, length, window), 4 * model.num_heads * model.head_dim
     seen, place = mask.count(length), torch.arange(length).unsqueeze(0)
@@ -195,13 +186,10 @@ def make_rows(name: str, length: int, cp: int, window: int, model: Model) -> Ite
 
 
 def table(rows: list[Row]) -> str:
-    """Return a Markdown table with one line per length and mask.
+    """Return a Markdown table with one line per length and mask of `make_rows`, whose order the rows have.
 
     Columns of two numbers are of our blocks and of flex_attention's. FLOPs are those of ring and all-gather; those of
     ulysses differ by rounding, and its makespan is 1.
-
-    Args:
-        rows: those of `make_rows` for each length and mask, in its order.
     """
     head = "mask | length | seen, GFLOP | computed | makespan | ring, MiB | ulysses, MiB"
     out = [f"| {head} |", "|---" * 7 + "|"]

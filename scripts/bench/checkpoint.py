@@ -71,17 +71,11 @@ def main() -> None:
 
 
 def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    """Time saves in both modes. Collective: all ranks train and save.
+    """Time `rounds` saves in both modes to checkpoints in `folder`. Collective: all ranks train and save.
 
-    Args:
-        trainer: the run.
-        folder: folder for checkpoints.
-        rounds: number of saves in each mode.
-
-    Returns:
-        Median seconds on this rank by mode, "sync" and "async": "blocked", "written after" (since the save began)
-        and "step beside" (0.0 if there was none); and under "all" the median seconds of "step" and "check", the
-        checkpoint's size "gb", and the number of "ranks".
+    Returns median seconds on this rank by mode, "sync" and "async": "blocked", "written after" (since the save began)
+    and "step beside" (0.0 if there was none); and under "all" the median seconds of "step" and "check", the
+    checkpoint's size "gb", and the number of "ranks".
     """
     checkpoints = trainer.training.checkpoints.in_folder(folder)
     saver = checkpoints.saver

@@ -4,11 +4,9 @@
     python scripts/bench/compile_time.py --tiny     the same with tiny shapes, for a machine without a GPU
 
 Blocks are those that titanmoe/parallel/compiled.py makes graphs of, in shapes of scripts/bench/layers.py. Each is
-called alone, forward and backward; its seconds are the first call's less the second's. Layers of one kind share a
-graph.
-
-A case is a process with empty caches, but "inductor warm" has those of "inductor cold". "eager" compiles only Triton
-kernels and flex_attention. "first graph", a product and a sum, loads the compiler and the libraries.
+called alone, forward and backward; its seconds are the first call's less the second's. A case is a process with empty
+caches, but "inductor warm" has those of "inductor cold". "eager" compiles only Triton kernels and flex_attention;
+"first graph", a product and a sum, loads the compiler. B samples, L positions, D model.
 """
 
 from __future__ import annotations
@@ -41,12 +39,9 @@ SAMPLES = 1
 
 
 def read_shape(shape: str, tiny: bool, backend: str) -> Any:
-    """Return the config of a model of SHAPES whose blocks are compiled by a backend.
+    """Return the config of a model of SHAPES whose blocks are compiled by a backend; "" compiles nothing.
 
-    Args:
-        shape: name of the model.
-        tiny: whether to shrink it.
-        backend: backend of torch.compile; "" compiles nothing.
+    `tiny` shrinks the model.
     """
     from titanmoe.components import COMPONENTS
     from titanmoe.train.launch import read_config
@@ -62,10 +57,6 @@ def make_blocks(config: Any, device: Any) -> tuple[Any, dict[str, Callable[[], N
     """Build the model; return it and, by name, a call of each distinct block, forward and backward.
 
     A call ends when the device has finished. Names are such as "attention, window 128", "MoE layer" and "head".
-
-    Args:
-        config: the recipe, all of whose layers are built.
-        device: the device that they are on.
     """
     import torch
 
@@ -106,7 +97,7 @@ def time_case(shape: str, case: str, tiny: bool, device_name: str) -> None:
 
     Args:
         shape: name of the model.
-        case: name of the case, such as "inductor cold".
+        case: a key of CASES.
         tiny: whether to shrink the model.
         device_name: "cuda" or "cpu"; "" for a GPU if there is one.
     """
@@ -142,10 +133,6 @@ def measure(shape: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     A row has "shape", "case", "block", and the seconds "s" or the reason "failed". A process that fails or is late
     gives a row for the block "the rest".
-
-    Args:
-        shape: name of the model.
-        args: the command line.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for case in (case for case in CASES if case in args.cases):

@@ -50,11 +50,7 @@ BF16 = torch.bfloat16
 def random(name: str, offset: Shape, shape: Shape, dtype: torch.dtype = BF16) -> torch.Tensor:
     """Return a random block of a tensor: random bits, or for bfloat16 numbers between 1 and 2.
 
-    Args:
-        name: name of the tensor, not used.
-        offset: where the block is in the tensor, not used.
-        shape: shape of the block.
-        dtype: dtype of the block.
+    `name` and `offset`, where the block is in the tensor, are not used.
     """
     if dtype != BF16:
         return torch.randint(1, 100, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
@@ -62,12 +58,9 @@ def random(name: str, offset: Shape, shape: Shape, dtype: torch.dtype = BF16) ->
 
 
 def make_folder(folder: Path, model: Model, low_precision: bool = False) -> Path:
-    """Write a Hugging Face folder of random weights and return it.
+    """Create a Hugging Face folder of random weights and return it.
 
-    Args:
-        folder: The folder to create.
-        model: The model.
-        low_precision: Whether experts are in MXFP4 if the family has that, else in FP8.
+    With `low_precision`, experts are in MXFP4 if the family has that, else in FP8.
     """
     folder.mkdir()
     mxfp4 = model.family == "gpt_oss"
@@ -91,13 +84,7 @@ def make_folder(folder: Path, model: Model, low_precision: bool = False) -> Path
 
 
 def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
-    """Write a checkpoint of random LoRA adapters of experts, with the weights of a Hugging Face folder as their base.
-
-    Args:
-        path: the checkpoint to write.
-        folder: the Hugging Face folder.
-        rank: rank of the experts' adapters.
-    """
+    """Write a checkpoint of random LoRA adapters of experts to `path`, for the weights of a Hugging Face folder."""
     under, begin, lora = (
         open_weights(str(folder)),
         Checkpoint(initial_hf=str(folder)),
@@ -121,12 +108,7 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
 
 
 def as_one_rank_saves(path: Path, out: Path) -> None:
-    """Copy a checkpoint so that each tensor is one block, as a run of one rank saves it.
-
-    Args:
-        path: folder of the checkpoint.
-        out: folder that the copy is written to.
-    """
+    """Copy the checkpoint `path` to `out` so that each tensor is one block, as a run of one rank saves it."""
     saved = open_checkpoint(path)
     tensors = {n: TensorShard(saved.read(n), (0,) * len(shape), shape) for n, (shape, _) in saved.tensors.items()}
     write_checkpoint(out, tensors, saved.record)
@@ -158,8 +140,7 @@ def measure(conversions: list[list[str]]) -> None:
 def growth(*conversions: tuple[object, ...]) -> list[int]:
     """Run conversions in one new process; return the bytes by which its memory grew in each; exit if one fails.
 
-    Args:
-        conversions: arguments of `titanmoe convert` of each.
+    Each conversion is a tuple of arguments of `titanmoe convert`.
     """
     words = json.dumps([[str(word) for word in conversion] for conversion in conversions])
     ran = subprocess.run([sys.executable, __file__, "--measure", words], text=True, capture_output=True)

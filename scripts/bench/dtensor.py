@@ -45,10 +45,7 @@ def main() -> None:
     def product(x: Tensor, parameter: nn.Parameter, used: Callable[[nn.Parameter], Tensor]) -> Callable[[], object]:
         """Return a function that multiplies x with a weight, forward and backward.
 
-        Args:
-            x: the input.
-            parameter: the sharded weight.
-            used: makes the tensor to multiply with from the weight.
+        `used` makes the tensor to multiply with from `parameter`, the sharded weight.
         """
 
         def work() -> object:

@@ -118,9 +118,7 @@ def as_rank(world: int) -> Iterator[None]:
 def read_configs(recipe: str, overrides: list[str]) -> tuple[Any, int, dict[int, Any]]:
     """Return the recipe's config, its number of ranks, and the configs of narrow models by their number of layers.
 
-    Args:
-        recipe: a recipe's file or name.
-        overrides: further options, as --TABLE.FIELD=VALUE.
+    `recipe` is a file or name, `overrides` are further options, as --TABLE.FIELD=VALUE.
     """
     from titanmoe.components import COMPONENTS
     from titanmoe.config.load import read_draft
@@ -193,9 +191,7 @@ class Steps:
 def layer_seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
     """Return the CPU seconds of one layer's forward and of its backward, from the difference of two numbers of layers.
 
-    Args:
-        runs: a rank for each of the numbers of layers LAYERS.
-        rounds: number of rounds; the fastest tenth of their microbatches counts.
+    `runs` has a rank for each number of LAYERS; the fastest tenth of the microbatches of all rounds counts.
     """
     spans: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in runs}
     gc.collect()
@@ -212,11 +208,7 @@ def layer_seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
 def device_seconds(config: Any, world: int) -> float:
     """Return the planner's seconds for the last layer's forward and backward of one microbatch, on the device.
 
-    Messages and the host's launches are not in them.
-
-    Args:
-        config: the recipe.
-        world: number of ranks of its mapping.
+    Messages and the host's launches are not in them. `world` is the number of ranks of the mapping.
     """
     from titanmoe.fold.degrees import derive
     from titanmoe.plan.devices import read_device
@@ -235,11 +227,8 @@ def device_seconds(config: Any, world: int) -> float:
 class Side:
     """A process that imports one of the checkouts of titanmoe that are compared, and measures when asked to.
 
-    It also tells `device` (the planner's seconds of a layer), and the recipe's `layers` and `microbatches`.
-
-    Args:
-        root: the checkout.
-        words: the command line without --root.
+    It also tells `device` (the planner's seconds of a layer), and the recipe's `layers` and `microbatches`. `root` is
+    the checkout, `words` the command line without --root.
     """
 
     def __init__(self, root: Path, words: list[str]):
@@ -248,7 +237,7 @@ class Side:
         self.device, self.layers, self.microbatches = self.read()
 
     def read(self) -> list[float]:
-        """Return the next list of numbers that the process prints; exit if the process has ended."""
+        """Wait for the next list of numbers that the process prints and return it; exit if the process has ended."""
         for line in self.process.stdout:
             if line.startswith("["):
                 return json.loads(line)
@@ -263,10 +252,8 @@ class Side:
 def serve(args: argparse.Namespace) -> None:
     """Print [the device's seconds of a layer, layers, microbatches] as JSON, then measure once for each line of stdin.
 
-    A measurement prints [seconds forward, seconds backward] of a layer. With --profile, print a profile instead.
-
-    Args:
-        args: the command line, with --root, the checkout to import.
+    A measurement prints [seconds forward, seconds backward] of a layer. With --profile, print a profile instead. `args`
+    is the command line, with --root, the checkout to import.
     """
     sys.path.insert(0, str(args.root))
     import torch

@@ -3,14 +3,11 @@
     python scripts/bench/layers.py [--shapes mixtral qwen3 ...] [--sides titanmoe compiled fp8 plain] [--json FILE]
     python scripts/bench/layers.py --tiny      the same on CPUs with tiny shapes: checks that it runs, measures nothing
 
-SHAPES are published models with as few layers as fit an H100; if one does not fit, its next attempt is used. A step is
-32,768 tokens in sequences of 4,096, in bf16, dropless, without recomputation, timed as in Trainer.train_step; MFU
-counts the FLOPs of titanmoe/models/count.py. Routing: learned, or forced to be balanced.
-
-Sides: "titanmoe" as it comes, "compiled" with torch.compile, "fp8" with the experts' products in 8 bits (MFU still of
-the bf16 peak), "plain" with torch's operations instead of kernels and one product per expert, "torchtitan"
-(scripts/bench/torchtitan_side.py) with CUDA graphs, "torchtitan-eager" without. A floor is the longer of FLOPs at the
-device's peak and bytes at its bandwidth (titanmoe/plan/hardware); "dispatch" finds each choice's row.
+SHAPES are published models with as few layers as fit an H100, SIDES implementations: "plain" has torch's operations
+instead of kernels, "torchtitan-eager" no CUDA graphs. A step is 32,768 tokens in sequences of 4,096, bf16, dropless,
+nothing recomputed; MFU counts the FLOPs of titanmoe/models/count.py. A floor is the longer of FLOPs at the device's
+peak and bytes at its bandwidth (titanmoe/plan/hardware); "dispatch" finds each choice's row. B samples, L positions, T
+tokens, D model, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -92,11 +89,11 @@ TINY_ONLY = {
 
 
 def recipe(name: str, side: str, *, layers: int, batch: int, tiny: bool, overrides: list[str]) -> list[str]:
-    """Return the command line's options that train one of the models to measure, with one implementation.
+    """Return the command line's options that train a model of SHAPES on a side, a key of SIDES.
 
     Args:
-        name: the model, a key of SHAPES.
-        side: the implementation, such as "compiled" or "torchtitan", a key of SIDES.
+        name: the model.
+        side: the implementation, such as "compiled" or "torchtitan".
         layers: number of layers.
         batch: number of samples in a microbatch.
         tiny: whether to shrink the model.
@@ -151,9 +148,7 @@ def rates(device: Any) -> Device | None:
 class RehearsedPeak:
     """A process, started at once, that rehearses a run on one rank, beside this one, to count its peak of memory.
 
-    Args:
-        options: the run's, from `recipe`.
-        hardware: from `rehearsed_as`.
+    `options` of the run are from `recipe`, `hardware` from `rehearsed_as`.
     """
 
     def __init__(self, options: list[str], hardware: str):
@@ -198,11 +193,7 @@ class Layers(NamedTuple):
 def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) -> Layers:
     """Build layers of the model and its head in bfloat16, and random inputs, on one rank.
 
-    Args:
-        config: the config.
-        device: the device.
-        numbers: numbers of the layers in the model, from 0 on.
-        samples: number of samples of the input.
+    `numbers` are those of the layers in the model, from 0 on; `samples` is B of the inputs.
     """
     import torch
 
@@ -243,8 +234,8 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
         times: number of timed calls of each module.
 
     Yields:
-        A dict for each module: its name "part", its "ms", "flops" and "bytes" (0 if they do not count), the
-        floor's "floor_ms" and the floor over the time "of_floor", both None if unknown.
+        A dict for each module: its name "part", its "ms", "flops" and "bytes" (0 if they do not count), the floor's
+        "floor_ms" and the floor over the time "of_floor", both None if unknown.
     """
     import torch
     from torch import Tensor
@@ -269,9 +260,8 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
     def both(make: Callable[[], Tensor | tuple[Tensor, ...]], inputs: list[Tensor]) -> Callable[[], Any]:
         """Return a function that runs forward and backward, with output gradients made beforehand.
 
-        Args:
-            make: computes the forward, one output or several; also called once at once, for the shapes of the outputs.
-            inputs: tensors and weights whose gradients are computed, and discarded.
+        `make` computes one output or several; it is also called once at once, for their shapes. The gradients of
+        `inputs` are discarded.
         """
         made = make()
         made = made if isinstance(made, tuple) else (made,)
@@ -367,8 +357,7 @@ def tell(**figures: Any) -> None:
 def measure_one(args: argparse.Namespace) -> None:
     """Measure one model on one side in this process; each figure is printed as a line of JSON, {"end": true} the last.
 
-    Args:
-        args: the command line, with --one SHAPE SIDE LAYERS SAMPLES.
+    `args` is the command line, with --one SHAPE SIDE LAYERS SAMPLES.
     """
     import torch
 
@@ -427,8 +416,8 @@ def steps(
     """Time full steps with balanced, then with learned routing, and print the figures as lines of JSON.
 
     Args:
-        name: The model, a key of SHAPES.
-        side: The implementation, such as "compiled" or "torchtitan", a key of SIDES.
+        name: The model, a key of SHAPES; not used.
+        side: The implementation, a key of SIDES.
         config: The config.
         runtime: The rank's runtime; None for TorchTitan.
         device: The device.
@@ -458,16 +447,10 @@ def steps(
 
 
 def with_limited_memory(step: Callable[[], Any], device: Any, steps: int, times: float) -> dict[str, float]:
-    """Time steps whose allocator may reserve only `times` the peak of allocated memory. The limit stays.
+    """Time steps whose allocator may reserve only `times` the peak of allocated memory so far. The limit stays.
 
-    Args:
-        step: runs one step.
-        device: the GPU.
-        steps: number of timed steps, after two untimed ones.
-        times: the limit over the peak so far, such as 1.1.
-
-    Returns:
-        "times", "s" (seconds of a step, infinite if memory runs out), and "retries" of the allocator per step.
+    Returns "times", "s" (mean seconds of `steps` steps after two untimed ones, infinite if memory runs out), and
+    "retries" of the allocator per step.
     """
     import torch
 
@@ -484,15 +467,9 @@ def with_limited_memory(step: Callable[[], Any], device: Any, steps: int, times:
 
 
 def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
-    """Free the trainer's memory, then time each module of a layer, and print a line of JSON for each.
+    """Free the trainer's memory, then time each module of a layer (`breakdown`), and print a line of JSON for each.
 
     An error is printed too, as "parts failed", not raised.
-
-    Args:
-        config: the config.
-        device: the device.
-        peak: the device's FLOP/s in bfloat16; None if unknown.
-        times: number of timed calls of each module.
     """
     import torch
 
@@ -539,13 +516,8 @@ class TitanmoeSide:
 def measure(name: str, side: str, args: argparse.Namespace, told: Callable[[dict, dict], None]) -> dict[str, Any]:
     """Measure a shape on a side, in other processes, and return its row.
 
-    TorchTitan is measured without CUDA graphs if it fails with them.
-
-    Args:
-        name: The shape, a key of SHAPES.
-        side: A key of SIDES.
-        args: The command line.
-        told: Called with the row and its new figures as soon as there are any.
+    TorchTitan is measured without CUDA graphs if it fails with them. `told` is called with the row and its new figures
+    as soon as there are any; `args` is the command line.
     """
     if side in PEERS and name not in PEER_SHAPES:
         row = {"shape": name, "side": side, "not compared": "it has no model like that"}
@@ -591,13 +563,7 @@ def first_that_fits(name: str, side: str, args: argparse.Namespace, told: Callab
     """Measure a shape with the first number of layers and samples that fits into memory, and return its row.
 
     Each try is a process of its own. If none fits, the row is that of the last, with "out_of_memory"; another error is
-    in "failed".
-
-    Args:
-        name: The shape, a key of SHAPES.
-        side: A key of SIDES.
-        args: The command line.
-        told: Called with the row and its new figures as soon as there are any.
+    in "failed". `told` is called with the row and its new figures as soon as there are any.
     """
     attempts = [(2 if name == "gpt_oss" else 1, SAMPLES)] if args.tiny else SHAPES[name].attempts
     limit = min(args.limit, PEER_SECONDS) if side in PEERS else args.limit
@@ -650,12 +616,7 @@ def gib(value: float | None) -> str:
 
 
 def show(row: dict[str, Any], new: dict[str, Any]) -> None:
-    """Print the new figures of one row of results, in columns.
-
-    Args:
-        row: all figures of a shape on a side (titanmoe or TorchTitan) so far.
-        new: those that have just come.
-    """
+    """Print the new figures `new` of one row of results, in columns; `row` has all figures of the row so far."""
     head = f"{row['shape']:<9} {row['side']:<16}"
     for key in ("note", "not compared", "failed", "out_of_memory", "parts failed"):
         if key in new:

@@ -58,10 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
 def measure(changes: dict[str, Any], experts_NSLK: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities of the labels (samples, length - 1) and the experts of all tokens. Collective.
 
-    Args:
-        changes: new values of the recipe's fields by path, such as "parallelism.tp".
-        experts_NSLK: the experts (sample, position, MoE layer, top-k place) that tokens are sent to, as a call with the
-            same samples per sequence returned them; None lets the routers choose.
+    `changes` are new values of the recipe's fields by path. `experts_NSLK` are the experts (sample, position, MoE
+    layer, top-k place) that tokens are sent to, as a call with the same samples per sequence returned them; None lets
+    the routers choose.
     """
     run = titanmoe.open("debug", changes, trains=False)
     ids = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(5))

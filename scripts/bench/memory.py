@@ -3,10 +3,10 @@
     python scripts/bench/memory.py [--rounds 9] [--json FILE]
 
 Saved bytes are those of the storages allocated in a forward pass that outlive it, and of its input; the peak is that of
-a forward and a backward pass on top of the operands, including the head's gradient (128 MiB). Both are counted
-tensor by tensor (tests/support/live_bytes.py), without parameters. Times are CPU seconds of forward and backward on
-one thread; the variants alternate within one process, and the ratio's median over the rounds is printed. All in
-float32.
+a forward and a backward pass on top of the operands, including the head's gradient (128 MiB). Both are counted tensor
+by tensor (tests/support/live_bytes.py), without parameters. Times are CPU seconds of forward and backward on one thread
+over those of the first variant, the median over the rounds. All in float32. B samples, S positions, T tokens, R routed
+tokens, e experts, D model, F hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ def main() -> None:
 def experts(rounds: int, scale: int) -> Iterator[Row]:
     """Yield a row for each implementation of experts: the bytes per token that it saves, and its relative time.
 
-    Args:
-        rounds: number of timed rounds.
-        scale: divides the numbers of tokens and channels; 1 for the sizes to measure.
+    `scale` divides the numbers of tokens and channels; 1 for the sizes to measure.
     """
     tokens, top_k, dim = 512 // scale, 8, 768 // scale
     made = init(Experts(Model(num_experts=64, dim=dim, expert_hidden=256), MoE(), torch.float32))
@@ -109,9 +107,7 @@ def experts(rounds: int, scale: int) -> Iterator[Row]:
 def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
     """Yield a row for latent attention under each mode of recomputation: saved bytes per token, and relative time.
 
-    Args:
-        rounds: number of timed rounds.
-        scale: divides the length and the model's width; 1 for the sizes to measure.
+    `scale` divides the length and the model's width; 1 for the sizes to measure.
     """
     samples, length = 1, 512 // scale
     model = Model(
@@ -139,9 +135,7 @@ def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
 def loss(rounds: int, scale: int) -> Iterator[Row]:
     """Yield a row for each number of chunks in which the loss is computed: peak of memory in MiB, and relative time.
 
-    Args:
-        rounds: number of timed rounds; of more than 3, 3 are run.
-        scale: divides the number of tokens and the vocabulary; 1 for the sizes to measure.
+    `scale` divides the number of tokens and the vocabulary; 1 for the sizes to measure. At most 3 rounds are run.
     """
     tokens, dim, vocabulary = 1024 // scale, 256, 131072 // scale
     x_TD = torch.randn(tokens, dim, requires_grad=True)
@@ -171,12 +165,7 @@ def init(module: nn.Module) -> nn.Module:
 
 
 def saved_bytes(variant: Variant, but: Iterable[Tensor]) -> int:
-    """Return the bytes that a forward pass saves for backward, without its output.
-
-    Args:
-        variant: runs the forward pass.
-        but: tensors that existed before and do not count.
-    """
+    """Return the bytes that a forward pass saves for backward, without its output and the known tensors `but`."""
     with LiveBytes(but) as live:
         out = variant()
         return live.now - out.nbytes
@@ -191,10 +180,7 @@ def run(variant: Variant) -> None:
 def compare(variants: dict[str, Variant], rounds: int, measure: Callable[[Variant], float]) -> Iterator[Row]:
     """Yield a row for each variant: its name, what `measure` returns as "bytes", and "time" over the first variant's.
 
-    Args:
-        variants: forward passes to compare, by name.
-        rounds: number of rounds, of which the median ratio of times counts.
-        measure: returns the bytes or MiB of a variant.
+    The time is the median ratio over the rounds.
     """
     times: dict[str, list[float]] = {name: [] for name in variants}
     for round_number in range(rounds + 1):

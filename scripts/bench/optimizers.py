@@ -40,13 +40,9 @@ def read() -> list[dict]:
 
 
 def losses(optimizer: str, rate: float, seed: int, *options: str) -> list[float]:
-    """Train the debug model in a process of its own, and return the loss of each step.
+    """Train the debug model in a process of its own, and return the loss of each step, with 4 digits.
 
-    Args:
-        optimizer: optimizer.name.
-        rate: optimizer.lr.
-        seed: training.seed.
-        options: further words of the command line.
+    `rate` is optimizer.lr; `options` are further words of the command line.
     """
     with tempfile.TemporaryDirectory() as folder:
         varied = f"--optimizer.name {optimizer} --optimizer.lr {rate} --training.seed {seed} --job.dump_folder {folder}"

@@ -3,10 +3,10 @@
     python scripts/bench/packing.py [--seq-len 8192] [--median 600] [--sigma 1.3] [--family mixtral] [--size 8x7b]
 
 Lengths are log-normal; only lengths are used, as in the loader's own plan of a step. It prints the cost of the work
-over that of perfectly even work, for samples distributed round-robin and by work:
+over that of perfectly even work, for samples distributed round-robin and by work: of the busiest data rank of each
+microbatch over the mean, over a step ("rank"), and of the heaviest microbatch over the mean ("microbatch").
 
-    rank         the work of the busiest data rank of each microbatch over the mean, over a step
-    microbatch   the work of the heaviest microbatch over the mean
+M microbatches, R data ranks, B samples of each, N samples of a step, G segments of a sample.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ def imbalances(work_MRB: np.ndarray) -> np.ndarray:
 
     The first is the work of the busiest data rank of each microbatch, summed over the step, over the same sum of means.
     The second is the work of the heaviest microbatch over the mean.
-
-    Args:
-        work_MRB: The work by microbatch, data rank and sample.
     """
     work_MR = work_MRB.sum(2)
     return np.array([work_MR.max(1).sum() / work_MR.mean(1).sum(), work_MR.sum(1).max() / work_MR.sum(1).mean()])

@@ -75,8 +75,7 @@ def main() -> None:
 def shards(config: Config, runtime: Runtime) -> Targets:
     """Build a model under the config's mapping; return its live weights. Collective over all ranks.
 
-    Returns:
-        (stored tensor's name, this rank's shard) by the weight's name.
+    The result has (stored tensor's name, this rank's shard) by the weight's name.
     """
     fold, options = derive(runtime.world, config.parallelism), {"parallelism": config.parallelism, "moe": config.moe}
     meshes = make_meshes(fold, **options, training=config.training, device=runtime.device)
@@ -89,14 +88,8 @@ def shards(config: Config, runtime: Runtime) -> Targets:
 def measure(configs: list[Config], runtime: Runtime, folder: Path, rounds: int) -> list[str]:
     """Time planning and making a move between two mappings, beside a save, a load and an export. Collective.
 
-    Args:
-        configs: the config of the source and that of the destination.
-        runtime: this process.
-        folder: folder for the checkpoint.
-        rounds: number of rounds, of which the median counts.
-
-    Returns:
-        Lines of text: bytes sent, then seconds of each kind of work.
+    `configs` are those of source and destination, `folder` is for the checkpoint. Returns lines of text: bytes sent,
+    then median seconds of each kind of work.
     """
     source, destination = (shards(config, runtime) for config in configs)
     plan, export = Relayout(source, destination), LiveExport(source, configs[0].model)

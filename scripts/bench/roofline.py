@@ -7,7 +7,7 @@ Nothing is measured: operations are those of a rehearsal as on h100 of one layer
 without recomputation, compilation, FSDP's copies and messages. A kernel takes the longer of FLOPs over the bf16 matmul
 rate and bytes over the bandwidth, GAP passes before the next, and the host launches one every LAUNCH. Rates are the
 manufacturers', so the MFU is a ceiling; "at usual rates" uses those of titanmoe/plan/hardware. "edp = 1" are experts
-that no other data rank shares. torchtitan_side.py says how to install TorchTitan in DIR.
+that no other data rank shares. B samples, L positions, D model.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ def recipe(model: str, tokens: int) -> Config:
 def ours(config: Config, gathered: bool) -> Counted:
     """Return how often each operation of the second of two layers of titanmoe runs, forward and backward.
 
-    Args:
-        config: The config of two layers, from `recipe`.
-        gathered: Whether FSDP gathers the experts.
+    `config` is from `recipe`; `gathered` says whether FSDP gathers the experts.
     """
     parallelism = replace(config.parallelism, reshard_after_forward="always" if gathered else "auto")
     rehearsal = rehearse(replace(config, parallelism=parallelism), 1, 0, AS_ON)
@@ -86,11 +84,7 @@ def ours(config: Config, gathered: bool) -> Counted:
 def theirs(config: Config) -> Counted:
     """Return how often each operation of one of TorchTitan's layers runs, forward and backward, with weights in bf16.
 
-    Args:
-        config: titanmoe's config, from `recipe`.
-
-    Raises:
-        NotCompared: if TorchTitan cannot be imported or has no such model.
+    `config` is titanmoe's, from `recipe`. Raises NotCompared if TorchTitan cannot be imported or has no such model.
     """
     torchtitan_side._import("cuda")
     layer = torchtitan_side._spec(config.model, config.training.seq_len).model.layers[1]
@@ -121,13 +115,9 @@ def theirs(config: Config) -> Counted:
 def summary(counted: Counted, tokens: int) -> dict[str, Any]:
     """Return a row: kernels of the layer, FLOPs and bytes per token, and the MFU that they allow on each device.
 
-    Args:
-        counted: The operations of the layer.
-        tokens: The number of tokens of the microbatch.
-
-    Returns:
-        Under "forward" and "backward": "kernels", "kernels_outside" (of matmuls and attention), "flops", "bytes" and
-        "bytes_outside"; under "mfu", at peak rates, and "mfu_usual" the MFU by the device's name.
+    Under "forward" and "backward" are "kernels", "kernels_outside" (of matmuls and attention), "flops", "bytes" and
+    "bytes_outside"; under "mfu", at peak rates, and "mfu_usual" the MFU by the device's name. `tokens` are those of the
+    microbatch.
     """
     phases: dict[str, OperationCost] = defaultdict(OperationCost)
     for one, count in counted.items():
@@ -173,10 +163,7 @@ def fraction_of_peak(one: Operation, device: Device) -> float:
 def ceiling(counted: Counted, device: Device, usual: bool = False) -> float:
     """Return the highest MFU: model FLOPs over the FLOPs that the device could do in the time of the layer.
 
-    Args:
-        counted: The operations of the layer.
-        device: The device.
-        usual: Whether matmuls and attention run at the rates that they usually reach, instead of the peak.
+    With `usual`, matmuls and attention run at the rates that they usually reach, instead of the peak.
     """
     peak = device.peak_bfloat16
 
@@ -192,12 +179,7 @@ def ceiling(counted: Counted, device: Device, usual: bool = False) -> float:
 def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
     """Return a row of text for each operation that moves more than NAMED of all bytes, by name, line and pass.
 
-    Args:
-        counted: The operations of the layer.
-        tokens: The number of tokens of the microbatch.
-
-    Returns:
-        (name, region, pass, line, kernels, KB per token, fraction of all bytes), the most bytes first.
+    Rows are (name, region, pass, line, kernels, KB per token, fraction of all bytes), the most bytes first.
     """
     total, moved = 0, defaultdict(OperationCost)
     for one, count in counted.items():

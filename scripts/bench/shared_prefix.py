@@ -3,7 +3,7 @@
     python scripts/bench/shared_prefix.py [--text 1024] [--pairs 2] [--steps 3]
 
 Prompts are 3/4 of a text. Each layout runs in a process of its own, on one rank. CPU time is that of the median step,
-after an untimed one; memory is the peak of the process over that before the first step.
+after an untimed one; memory is the peak of the process over that before the first step. B samples, S positions.
 """
 
 from __future__ import annotations
@@ -35,12 +35,9 @@ LAYOUTS = {"copies": "two copies of the prompt", "shared": "one prompt"}
 
 
 def batch(text: int, pairs: int, layout: str) -> Batch:
-    """Return a batch of one sample with pairs of completions, without padding.
+    """Return a batch of one sample with pairs of completions, without padding, in a layout of `LAYOUTS`.
 
-    Args:
-        text: The tokens of a prompt and one completion.
-        pairs: The number of pairs.
-        layout: A key of `LAYOUTS`.
+    `text` is the number of tokens of a prompt and one completion.
     """
     draw = np.random.default_rng(0)
     stem, completion = 3 * text // 4 - 1, text // 4 + 1  # each completion repeats the prompt's last token
@@ -74,11 +71,7 @@ class Repeated:
 def measure(layout: str, text: int, pairs: int, steps: int) -> None:
     """Train some steps with a layout, and print as JSON the tokens, labels, first loss, median CPU seconds and MiB.
 
-    Args:
-        layout: a key of `LAYOUTS`.
-        text: tokens of a prompt and one completion.
-        pairs: pairs in the batch, which every step repeats.
-        steps: steps that are timed, after one that is not.
+    `text` and `pairs` are those of `batch`; every step repeats the batch, and one more, the first, is not timed.
     """
     import os
 

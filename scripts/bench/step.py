@@ -1,15 +1,13 @@
 """Time full training steps on CPUs: tokens per second, and per CPU-second of all ranks together.
 
     python scripts/bench/step.py [--models ds qwen] [--cases 1x2 ep4 ep2tp2] [--against DIR] [--torchtitan DIR]
-                                 [--compile] [--json FILE]
+        [--compile] [--json FILE]
 
-Models are TorchTitan's debug flavours of DeepSeek-V3 ("ds") and Qwen3-MoE ("qwen"): 4,096 tokens per step in sequences
-of 512, bf16 compute, nothing recomputed, dropless. Cases: one rank of two threads; four ranks of one thread with ep =
-4; the same with ep = 2 and tp = 2. Routing: learned, or forced to be balanced.
-
-CPU-seconds are user + system time of all ranks (getrusage). "peak" is the rate of a matmul of 2048^3 on one thread;
-"floor" the CPU-seconds of a step at that rate. With --against, the checkout DIR alternates with this one, and with
---torchtitan so does TorchTitan (scripts/bench/torchtitan_side.py). Each figure is the median over the rounds.
+Models are TorchTitan's debug flavours of DeepSeek-V3 and Qwen3-MoE: 4,096 tokens per step in sequences of 512, bf16,
+nothing recomputed, dropless. Cases: one rank of two threads; four ranks of one thread with ep or with ep and tp.
+CPU-seconds are user + system time of all ranks. "peak" is the rate of a matmul of 2048^3 on one thread; "floor" the
+CPU-seconds of a step at that rate. The checkout of --against and TorchTitan (scripts/bench/torchtitan_side.py)
+alternate with this one; each figure is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -104,9 +102,7 @@ class World:
     def steps(self, number: int, routing: str) -> tuple[float, float]:
         """Run steps on all ranks; return the mean seconds of one step, and its CPU seconds of all ranks together.
 
-        Args:
-            number: number of steps.
-            routing: "balanced" or "learned".
+        `routing` is "balanced" or "learned".
         """
         for rank in self.ranks:
             rank.stdin.write(f"{number} {routing}\n")
@@ -137,14 +133,7 @@ def serve(root: str, options: list[str]) -> None:
     """Run one rank: print the model's size as JSON; for each line of stdin run steps and print their seconds as JSON.
 
     A line is "STEPS ROUTING", such as "2 balanced", and its reply {"wall": ..., "cpu": ...}, of all these steps.
-    Returns at the end of stdin.
-
-    Args:
-        root: The checkout, from which titanmoe must be imported.
-        options: The options of the run.
-
-    Raises:
-        SystemExit: titanmoe was imported from elsewhere.
+    Returns at the end of stdin. Raises SystemExit if titanmoe was imported from elsewhere than the checkout `root`.
     """
     from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters
@@ -174,11 +163,9 @@ def serve(root: str, options: list[str]) -> None:
 
 
 def matrix_peak(dtype: str, size: int = 2048) -> float:
-    """Return the FLOPs per CPU second that one thread reaches in a matmul: the fastest of four.
+    """Return the FLOPs per CPU second that one thread reaches in a matmul of size^3: the fastest of four.
 
-    Args:
-        dtype: name of a dtype of torch, such as "bfloat16".
-        size: all three sizes of the matmul.
+    `dtype` is the name of a dtype of torch. Sets torch to one thread.
     """
     import torch
 
@@ -195,15 +182,8 @@ def matrix_peak(dtype: str, size: int = 2048) -> float:
 def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, object]]:
     """Measure a model in a case on all sides, in turn; return a row for each side and routing.
 
-    Sides are "here", "against" and "titan".
-
-    Args:
-        model: a key of MODELS.
-        case: a key of CASES.
-        args: The command line.
-
-    Raises:
-        SystemExit: if a rank of titanmoe ends early; TorchTitan's are left out with a message.
+    Sides are "here", "against" and "titan"; `args` is the command line. Raises SystemExit if a rank of titanmoe ends
+    early; TorchTitan's are left out with a message.
     """
     ranks, threads, _ = CASES[case]
     threads = 1 if args.tiny else threads

@@ -6,9 +6,9 @@ It is not a dependency. Install it from PyPI into a folder of its own, for Pytho
     python scripts/bench/step.py --torchtitan DIR          full steps on CPUs, alternating with titanmoe
     PYTHONPATH=DIR python scripts/bench/layers.py --sides titanmoe torchtitan          layers of real models
 
-Model, parallelism, chunked loss, fused AdamW, metrics and balancing of experts are TorchTitan's own, configured like
-titanmoe's side: bf16 compute, float32 reduction, no recomputation, no resharding after forward. What is chosen or
-changed is in `Side` and `_import`. On CPUs its router computes in bf16: torch's autocast to float32 is for GPUs.
+All is TorchTitan's own but what `Side` and `_import` choose or change: bf16 compute, no recomputation, no resharding
+after forward. On CPUs its router computes in bf16: autocast to float32 is for GPUs. B samples, L positions, N heads, H
+width of a head, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -64,16 +64,11 @@ def _stub_datasets() -> None:
 
 
 def _import(device: str) -> None:
-    """Import TorchTitan for a device, changed where it would not run.
+    """Import TorchTitan for a device, "cuda" or "cpu", changed where it would not run.
 
     Attention only uses kernels that save no scores; without one, it refuses. torch's DataParallelMeshDims, newer than
     2.11, is only used by other backends. On CPUs no accelerator means "cpu", and the memory monitor returns zeros.
-
-    Args:
-        device: "cuda" or "cpu"; TorchTitan looks for the device while it is imported.
-
-    Raises:
-        NotCompared: if it cannot be imported.
+    Raises NotCompared if it cannot be imported.
     """
     if sys.version_info < (3, 11):
         raise NotCompared("torchtitan needs Python 3.11")
@@ -242,7 +237,7 @@ def _same_size(spec: Any, model: Model) -> None:
 
 
 def _plain_sums(parallelize: Callable[..., Any]) -> Callable[..., Any]:
-    """Let FSDP reduce gradients by a plain sum: only NCCL has a sum that multiplies as it goes."""
+    """Return `parallelize`, changed to let FSDP reduce gradients by a plain sum: only NCCL multiplies as it sums."""
     from torch.distributed.fsdp import FSDPModule
 
     def wrapped(model: Any, **settings: Any) -> Any:
@@ -260,14 +255,12 @@ class Side:
 
     Attention is ScaledDotProductAttention: flex_attention has no backward on CPUs, and autotunes for long on GPUs. The
     backend is "partial_dtensor": the default shards plain tensors over several axes, which torch 2.13's FSDP refuses.
+    Raises NotCompared if TorchTitan cannot be imported or has no such model.
 
     Args:
         config: titanmoe's config of the run.
         device: "cuda" or "cpu".
         graphs: whether it uses CUDA graphs.
-
-    Raises:
-        NotCompared: if TorchTitan cannot be imported or has no such model.
     """
 
     def __init__(self, config: Config, device: str, graphs: bool = False):
@@ -385,11 +378,8 @@ def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
     """Run one rank: print the model's size as JSON; for each line of stdin run steps and print their seconds as JSON.
 
     A line is "STEPS ROUTING", such as "2 balanced", and its reply {"wall": ..., "cpu": ...}, of all these steps. An
-    error is printed as {"not compared": reason} and ends it.
-
-    Args:
-        options: The options of the run, titanmoe's.
-        cpu_seconds: returns the CPU time of this process.
+    error is printed as {"not compared": reason} and ends it. `options` are titanmoe's; `cpu_seconds` returns the CPU
+    time of this process.
     """
     from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters

@@ -90,11 +90,7 @@ class Summary:
     """The names of the kernels that attention ran in."""
 
     def lines(self, most: int = 15) -> list[str]:
-        """Return the summary as lines of text: totals, a table of groups, and a table of the longest kernels.
-
-        Args:
-            most: number of kernels in the second table.
-        """
+        """Return the summary as lines of text: totals, a table of groups, and a table of the `most` longest kernels."""
         count = len(self.kernels)
         out = [
             f"step {self.step / 1e3:.2f} ms; the GPU worked {self.busy / self.step:.1%} of it",
@@ -113,9 +109,7 @@ class Summary:
     def line(self, name: str, kernels: list[Kernel]) -> str:
         """Return a table's line on some kernels: milliseconds, fraction of busy time, calls, fraction of the roofline.
 
-        Args:
-            name: last column of the line.
-            kernels: the kernels; the roofline is that of those with a floor.
+        `name` is its last column. The roofline is that of those kernels that have a floor.
         """
         time = sum(kernel.time for kernel in kernels)
         with_floor = [kernel for kernel in kernels if kernel.floor]
@@ -144,11 +138,9 @@ def sort_longest_first(kernels: dict[Key, list[Kernel]]) -> list[tuple[Key, list
 
 
 def group_of(kernel: str, operation: str) -> str:
-    """Return the name of the first group in GROUPS whose pattern fits a kernel, else "other".
+    """Return the first group of GROUPS whose pattern fits a kernel, or the torch operation that launched it.
 
-    Args:
-        kernel: name of the kernel.
-        operation: name of the torch operation that launched it.
+    Returns "other" if there is none.
     """
     words = f"{kernel} {operation}"
     return next((name for name, fits in GROUPS.items() if re.search(fits, words, re.IGNORECASE)), "other")
@@ -187,16 +179,13 @@ def floor(operation: dict[str, Any], peak: float, bandwidth: float) -> float:
 
 
 def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidth: float) -> Summary:
-    """Summarize the trace of a step.
+    """Summarize the trace of a step; exit with an error if no kernel ran on a GPU.
 
     Args:
         events: The events of one step, as torch's profiler exports them.
         layers: The number of layers.
         peak: The device's FLOP/s.
         bandwidth: The device's bytes per second.
-
-    Raises:
-        SystemExit: if no kernel ran on a GPU.
     """
     events = [e for e in events if e.get("ph") == "X"]
     operations = {
@@ -246,15 +235,10 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
 
 
 def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float, list[str]]:
-    """Train some steps, trace the last one and write the trace to a file.
+    """Train some steps, trace the last one and write the trace to a file, a .json.gz of torch's profiler.
 
-    Args:
-        options: the command line.
-        file: file to create, a compressed trace (.json.gz) of torch's profiler.
-
-    Returns:
-        The config, the device's FLOP/s and bytes per second (infinite if unknown), and lines of text on the time of a
-        step without the profiler and on the memory.
+    Returns the config, the device's FLOP/s and bytes per second (infinite if unknown), and lines of text on the time of
+    a step without the profiler and on the memory. `options` is the command line.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule

@@ -58,10 +58,7 @@ CASES = (
 def documents(samples: int, length: int, device: str) -> Mask:
     """Return the mask of samples that are filled with documents of log-normal lengths, median 512 tokens.
 
-    Args:
-        samples: number of samples; each has other documents, the same in every call.
-        length: tokens of a sample.
-        device: the device that the mask is on.
+    Each sample has `length` tokens and other documents, the same in every call; the mask is on `device`.
     """
     random = np.random.default_rng(0)
     rows = [

@@ -189,11 +189,7 @@ PRETEND = [
 def run_part(part: Part, folder: Path, environment: dict[str, str], left: float) -> Result:
     """Run one part and return its result; its log and JSON file stay in `folder`.
 
-    Args:
-        part: the part.
-        folder: folder for all parts' files.
-        environment: environment variables of the process.
-        left: seconds that are left for all parts.
+    `left` are the seconds that are left for all parts, a limit beside the part's own.
     """
     name = part.name.replace(" ", "-")
     rows_file, files = folder / f"{name}.json", folder / name
@@ -275,8 +271,7 @@ def about_machine() -> dict[str, str]:
 def table(report: dict[str, Any]) -> str:
     """Return the report as Markdown tables, cut after TABLE_LINES lines: failures, each part's result, then figures.
 
-    Args:
-        report: "about", "command" and "results", as in results.json.
+    The report has "about", "command" and "results", as in results.json.
     """
     results = report["results"]
     lines = [", ".join(f"{key} {value}" for key, value in report["about"].items()) + ".", f"`{report['command']}`", ""]
@@ -302,12 +297,9 @@ def cells(*texts: str) -> str:
 
 
 def write(out: Path, folder: Path, report: dict[str, Any]) -> None:
-    """Write results.json, table.md and the archive; leave out the largest files if the archive would be too large.
+    """Write results.json, table.md and the archive to `out`; leave out the largest files if the archive were too large.
 
-    Args:
-        out: folder for these files.
-        folder: folder with logs and JSON files of the parts.
-        report: content of results.json.
+    `folder` has the logs and JSON files of the parts, `report` is the content of results.json.
     """
     (out / "results.json").write_text(json.dumps(report, indent=1))
     (out / "table.md").write_text(table(report))
@@ -345,11 +337,7 @@ def install_wheels(folder: Path) -> str:
 
 
 def publish(files: list[Path]) -> None:
-    """Write the table of one or several results.json into docs/benchmarks.md.
-
-    Args:
-        files: the results.json; a part that is in several is taken from the last.
-    """
+    """Write the table of these results.json into docs/benchmarks.md, each part as the last file with it has it."""
     report, *later = (json.loads(file.read_text()) for file in files)
     for new in later:
         newer = {result["name"] for result in new["results"]}

@@ -2,16 +2,12 @@
 
     python scripts/gpu/gpu_parity.py [--device cuda|cpu|pretend] [--json FILE] [--only NAME ...] [--skip NAME ...]
 
-Exits with status 1 if a check failed. `--device cpu` tests the script; with `pretend` the second side runs the code of
-a GPU on the CPU, with kernels that Triton interprets.
+"pretend" runs a GPU's code on the CPU, with kernels that Triton interprets. Exits with status 1 if a check failed:
 
-    init            initial weights and random bits
-    float64 FAMILY  two steps: loss, norm, gradients and weights within 1e-10 (relative, as in tests of parity)
-    float32 FAMILY  one step: loss, norm and gradients within 1e-4, and the same experts chosen
-    bf16 FAMILY     one step with balanced routing: the GPU's error against float64 is at most 3 times the CPU's
-    compiled ...    the GPU's side with compile.enable: as float64; so are optimizers, objectives, recomputation, ...
-    resume          the losses of train.py after a checkpoint; deterministic: the same, equal to the bit
-    generate        the text that a checkpoint generates
+    init, float64  initial weights and random bits; two steps: loss, norm, gradients, weights within 1e-10 (relative)
+    float32, bf16  one step: within 1e-4; with balanced routing, the GPU's error at most 3 times the CPU's
+    compiled ...   with compile.enable: as float64; so are optimizers, objectives, recomputation, ...
+    resume         losses of train.py after a checkpoint; deterministic: equal to the bit; generate: the same text
 """
 
 from __future__ import annotations
@@ -77,11 +73,7 @@ def differences(got: Run, want: Run, with_weights: bool) -> dict[str, float]:
     """Return the largest relative errors of "loss", "norm", "grads" and "weights", and the number of other "choices".
 
     Choices of experts are left out of compiled runs; they are infinite if the routers were called less or more often.
-
-    Args:
-        got: the run to check.
-        want: the run to compare with.
-        with_weights: whether to compare the weights after the last step.
+    Weights after the last step are left out unless `with_weights`.
     """
     out = {}
     if not got.config.compile.enable:
@@ -96,7 +88,7 @@ def differences(got: Run, want: Run, with_weights: bool) -> dict[str, float]:
 def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, documents: bool = False) -> Result:
     """Compare steps on a device with the CPU's; the result's error is the largest relative one.
 
-    In float32 a seed is used with which choices of experts do not depend on rounding.
+    In float32 a seed is used with which choices of experts do not depend on rounding; ValueError if there is none.
 
     Args:
         family: the model family.
@@ -105,9 +97,6 @@ def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, doc
         changes: options that differ from the tiny model's.
         steps: number of steps.
         documents: whether samples have several documents.
-
-    Raises:
-        ValueError: if there is no such seed.
     """
     changes = dict.fromkeys(DTYPES, dtype) | changes
     for seed in range(SEEDS):
@@ -129,15 +118,14 @@ def bf16(
     """Compare a step in bfloat16; the result's error is the largest ratio of the device's error to the CPU's.
 
     The ratio is that of the loss or of one gradient. An error is |x - x64| / |x64| in the 2-norm, with x64 from float64
-    on the CPU; smaller errors than 4 roundings, 4 u, count as these. The devices round as often but at other places,
-    which may make the ratio as large as `times`. Twice that is allowed for a pretended GPU: Triton's interpreter
-    truncates to bfloat16, with twice the error of rounding.
+    on the CPU; smaller errors than 4 roundings, 4 u, count as these.
 
     Args:
         family: the model family.
         side: the device.
         changes: options that differ from the tiny model's.
-        times: largest ratio allowed.
+        times: largest ratio allowed, because devices round at other places; twice that for a pretended GPU, because
+            Triton's interpreter truncates to bfloat16.
         documents: whether samples have several documents.
     """
     times *= 2 if side.pretended else 1
@@ -205,9 +193,7 @@ def init(side: Side) -> Result:
 def outputs(commands: list[list[str]]) -> list[str]:
     """Run commands side by side and return what each printed.
 
-    Raises:
-        RuntimeError: if a command fails; it has the end of the command's stderr.
-        TimeoutExpired: if one takes longer than PROCESS_SECONDS.
+    Raises RuntimeError, with the end of its stderr, if a command fails; TimeoutExpired after PROCESS_SECONDS.
     """
     started = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -227,10 +213,7 @@ def outputs(commands: list[list[str]]) -> list[str]:
 def training_command(folder: Path, side: Side, *more: str) -> list[str]:
     """Return the command, as words, that trains the debug recipe four steps, with checkpoints at steps 2 and 4.
 
-    Args:
-        folder: job.dump_folder.
-        side: the device.
-        more: further words, "--TABLE.FIELD" and value.
+    `folder` is job.dump_folder, `more` are further words, "--TABLE.FIELD" and value.
     """
     options = {"parallelism.tp": 1, "parallelism.experts.ep": 1, "data.source": "synthetic", "validation.interval": 0}
     options |= {"validation.held_out": 0, "training.steps": 4, "training.seq_len": 64, "training.global_batch_size": 4}
@@ -252,15 +235,10 @@ def scratch() -> tempfile.TemporaryDirectory:
 
 
 def resumed(side: Side, name: str, *more: str) -> Result:
-    """Compare the losses of steps 3 and 4 of an uninterrupted run and of one resumed at step 2.
+    """Compare the losses of steps 3 and 4 of an uninterrupted run and of one resumed at step 2, both on a device.
 
-    Args:
-        side: the device of both.
-        name: folder for the runs.
-        more: options of both runs.
-
-    Raises:
-        RuntimeError: if a run fails or does not report each step's loss.
+    `name` is the folder for the runs in `scratch`, `more` are options of both. Raises RuntimeError if a run fails or
+    does not report each step's loss.
     """
     uninterrupted, rest = (Path(scratch().name) / name / run_name for run_name in ("uninterrupted", "resumed"))
     outputs([training_command(uninterrupted, side, *more)])
@@ -294,9 +272,7 @@ def generated(side: Side) -> Result:
 def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]:
     """Yield the name of each check and the function that runs it, the most important first, slow ones late.
 
-    Args:
-        side: the device that is compared with the CPU; checks that need a real GPU are left out if it is pretended.
-        tiny: whether only the main models are checked, and slow checks left out.
+    Checks that need a real GPU are left out if `side` is pretended; `tiny` leaves out slow checks and most families.
     """
     main, others = (MAIN[:2], ()) if tiny else (MAIN, OTHERS)
 

@@ -54,7 +54,7 @@ class Rank:
     Args:
         device: The device of the rank's tensors.
         group: The world's group, which has a name even if it has one rank.
-        report: The JSON file in which the rank reports its phase, and finally its figures.
+        report: The JSON file of the rank's phase, and finally of its figures, which `run` reads.
     """
 
     device: torch.device
@@ -62,7 +62,7 @@ class Rank:
     report: Path
 
     def write(self, **content: Any) -> None:
-        """Replace the content of the report file with these fields."""
+        """Replace the content of the report file with these fields, at once for a reader."""
         temporary = self.report.with_suffix(".new")
         temporary.write_text(json.dumps(content))
         temporary.replace(self.report)
@@ -100,10 +100,10 @@ def work(
     Args:
         check: the check, which returns its figures.
         device: "cuda" or "cpu".
-        folder: folder of the ranks' reports.
+        folder: folder of the ranks' reports, RANK.json.
         rank: number of this rank.
         ranks: number of ranks.
-        seconds: time limit; shortly before it the stack is printed.
+        seconds: time limit; SPARE seconds before it the stack is printed.
         environment: more environment variables.
     """
     faulthandler.dump_traceback_later(max(1.0, seconds - SPARE))
@@ -129,7 +129,7 @@ def work(
 def run(
     check: Callable[[Rank], dict[str, Any]], device: str, ranks: int, seconds: float, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """Run a check on several ranks and return its outcome.
+    """Run a check on several ranks, each a new process, and return its outcome.
 
     Args:
         check: The check, called on each rank.

@@ -89,12 +89,7 @@ def read_training(log: str, results: str) -> list[Row]:
 
 
 def read_sanitizer(log: str, results: str) -> list[Row]:
-    """Return a row with compute-sanitizer's verdict, and pytest's row "all".
-
-    Args:
-        log: text that compute-sanitizer and pytest printed.
-        results: not used.
-    """
+    """Return a row with compute-sanitizer's verdict in the log, and pytest's row "all"."""
     verdicts = re.findall(r"ERROR SUMMARY: (\d+) errors?", log)
     errors = re.findall(r"^========= (Invalid .*|.*Race.*)$", log, re.MULTILINE)[:3]
     text = f"{verdicts[-1]} errors {'; '.join(errors)}" if verdicts else "it gave no verdict"
@@ -102,12 +97,7 @@ def read_sanitizer(log: str, results: str) -> list[Row]:
 
 
 def read_ncu(log: str, results: str) -> list[Row]:
-    """Return a row for each kernel that Nsight Compute profiled; a failed one if there is none.
-
-    Args:
-        log: text that Nsight Compute printed.
-        results: not used.
-    """
+    """Return a row for each kernel in the log of Nsight Compute; a failed one if there is none."""
     rows: list[Row] = []
     for line in log.splitlines():
         if kernel := re.match(r"^  (\w+) \(.*Context \d+", line):

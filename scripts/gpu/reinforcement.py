@@ -70,15 +70,7 @@ COMPARED = ("loss", "grad_norm", "rl.reward", "policy.mismatch", "policy.entropy
 
 
 def command(folder: Path, *words: str) -> str:
-    """Run Python in a folder, print and return what it printed.
-
-    Args:
-        folder: the folder.
-        words: arguments of `python`.
-
-    Raises:
-        RuntimeError: if it fails; with the end of what it printed.
-    """
+    """Run Python with these words in a folder; print and return stdout and stderr. RuntimeError if it fails."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [sys.executable, *words],
@@ -97,8 +89,7 @@ def command(folder: Path, *words: str) -> str:
 def sums(device: str) -> dict[str, Any]:
     """Teach sums by rewards and return under "note" a text with the mean reward of each 20 steps.
 
-    Raises:
-        RuntimeError: if the rewards do not rise as scripts/sums.py asks for.
+    Raises RuntimeError if the rewards do not rise as scripts/sums.py asks for.
     """
     with tempfile.TemporaryDirectory() as folder:
         precision = ["--training.mixed_precision_param", "bfloat16" if device == "cuda" else "float32"]
@@ -113,12 +104,7 @@ def config_of(device: str) -> dict[str, Any]:
 
 
 def steps(device: str, *options: str) -> list[dict[str, Any]]:
-    """Run steps of real layers and return the metrics of each.
-
-    Args:
-        device: "cuda" or "cpu".
-        options: further words of `titanmoe train`, "--TABLE.FIELD" and value.
-    """
+    """Run steps of real layers and return the metrics of each; `options` are further words of `titanmoe train`."""
     changes = config_of(device) | {"training.device": device, "job.name": "layers"}
     words = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
     with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +115,7 @@ def steps(device: str, *options: str) -> list[dict[str, Any]]:
 
 
 def speed(device: str) -> dict[str, Any]:
-    """Return the seconds of a step of real layers, means without the first step, and its memory."""
+    """Return figures of a step of real layers by name: means without the first step, maxima of memory and mismatch."""
     lines, config = steps(device), config_of(device)
     completions = config["rl.prompts_per_step"] * config["rl.completions"]
     mean = {key: sum(line[key] for line in lines[1:]) / (len(lines) - 1) for key in SUMMED}
@@ -147,8 +133,7 @@ def speed(device: str) -> dict[str, Any]:
 def offload(device: str) -> dict[str, Any]:
     """Compare two steps of real layers with and without generation.offload_training; return figures of the run with it.
 
-    Raises:
-        ValueError: if a loss, a norm or a mismatch differs.
+    Raises ValueError if a metric of COMPARED differs.
     """
     short = ("--training.steps", "2", "--rl.prompts_per_step", "8", "--generation.max_tokens", "16")
     deterministic = (*short, "--training.deterministic", "true")

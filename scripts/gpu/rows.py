@@ -17,7 +17,7 @@ class Rows:
     """Writer of the results of one part. If a check raises an error, its row is "failed", and the next check runs.
 
     Args:
-        file: The file of the JSON list, rewritten after every row; None only prints.
+        file: The file of the JSON list; None only prints.
         seconds: The seconds after which no further check begins: its row is "left out", and failed.
     """
 
@@ -25,11 +25,9 @@ class Rows:
         self.file, self.rows, self.began, self.seconds = file, [], time.monotonic(), seconds
 
     def check(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        """Run one check, print its row and add it to the JSON file.
+        """Run one check, print its row and add it to the JSON file; an error that it raises makes a failed row.
 
-        Args:
-            name: The name of the row.
-            run: Returns the figures by name, and under "note" a text; raises if the check fails.
+        `run` returns the figures by name, and under "note" a text.
         """
         begin = time.monotonic()
         if begin - self.began > self.seconds:
@@ -92,7 +90,10 @@ def elapsed(run: Callable[[], Any]) -> float:
 
 
 def both_ways(run: Callable[[], Any], inputs: Iterable[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return two calls to time: `run` alone, and `run` with the backward that computes the gradients of `inputs`."""
+    """Return two calls to time: `run` alone, and `run` with the backward that computes the gradients of `inputs`.
+
+    Calls `run` once, for the shape of its one output.
+    """
     import torch
 
     leaves = list(inputs)

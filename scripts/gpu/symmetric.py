@@ -3,10 +3,10 @@
     python scripts/gpu/symmetric.py [--device cuda|cpu] [--json FILE] [--seconds S]
 
 Each check runs in processes of its own with a time limit, because a rendezvous that one rank does not reach waits
-forever. If the machine refuses to share memory, the row is "unsupported" with torch's reason; then the checks of one
-rank run on plain memory of the device, with the same kernels.
+forever. It raises Unsupported, with torch's reason, if the machine refuses to share memory; then the checks of one rank
+run with `plain_memory`: the same kernels on memory of the device that is not shared.
 
-Shapes as in titanmoe.moe.dispatchers.symm_mem.
+T tokens, D model, K top-k, e experts of this rank, R routed tokens received, S slots of the send buffer.
 """
 
 from __future__ import annotations
@@ -53,11 +53,7 @@ class PlainHandle:
 
 
 def prepare(here: Rank, plain: bool) -> None:
-    """Share some symmetric memory as a test; with `plain` first replace it by plain memory, for the whole process.
-
-    Raises:
-        Unsupported: if the machine refuses to share memory; has torch's reason.
-    """
+    """Share some symmetric memory as a test; with `plain` first replace it by plain memory, for the whole process."""
     if plain:
         symm_mem.empty, symm_mem.rendezvous = torch.empty, PlainHandle
     share_memory(here)
@@ -66,8 +62,7 @@ def prepare(here: Rank, plain: bool) -> None:
 def share_memory(here: Rank, numbers: int = 2**20) -> tuple[Tensor, Any]:
     """Allocate float32 numbers of symmetric memory; return the tensor and torch's handle. Collective over the ranks.
 
-    Raises:
-        Unsupported: if the machine refuses to share memory; has torch's reason.
+    Raises Unsupported if the machine refuses to share memory.
     """
     try:
         here.reached("rendezvous")
@@ -82,16 +77,8 @@ def share_memory(here: Rank, numbers: int = 2**20) -> tuple[Tensor, Any]:
 def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
     """Check allocation, rendezvous, writing and reading through the handle, and barriers.
 
-    Args:
-        here: this rank.
-        plain_memory: whether memory of the device that is not shared replaces symmetric memory.
-
-    Returns:
-        "ms to share" and "us a barrier"; on a GPU also a "note" on the allocator's segments.
-
-    Raises:
-        Unsupported: if the machine refuses to share memory.
-        AssertionError: if what was written is not read.
+    Returns "ms to share" and "us a barrier"; on a GPU also a "note" on the allocator's segments. Raises AssertionError
+    if what was written is not read.
     """
     seconds = elapsed(lambda: prepare(here, plain_memory))
     buffer, handle = share_memory(here)
@@ -151,12 +138,8 @@ def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tens
     """Return random inputs of a MoE layer: tokens, routing weights, chosen experts, and the gradient of the output.
 
     Shapes are (T, D), (T, K), (T, K) and (T, D). Every fifth token has one choice fewer, given as expert num_experts.
-    Tokens and gradient are small integers, so that the sums of toy experts do not depend on their order.
-
-    Args:
-        here: this rank, whose number in the group is the seed and whose device the inputs are on.
-        config: gives D, K and the number of experts.
-        tokens: number of tokens T of this rank.
+    Tokens and gradient are small integers, so that the sums of toy experts do not depend on their order. The rank's
+    number in its group is the seed.
     """
     model, generator = config.model, torch.Generator().manual_seed(here.group.rank)
     x_TD, grad_TD = (torch.randint(-2, 3, (tokens, model.dim), generator=generator).bfloat16() for _ in range(2))
@@ -186,9 +169,7 @@ def toy_experts(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Te
 def dispatch_and_combine(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return f(x_TD, weights_TK, chosen_TK), which dispatches tokens, calls experts and combines to (T, D).
 
-    Args:
-        dispatcher: the dispatcher.
-        experts: called with (x_RD, weights_R1, count_e); returns (R, D).
+    `experts` is called with (x_RD, weights_R1, count_e) and returns (R, D).
     """
 
     def round_trip_of_tokens(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
@@ -199,26 +180,18 @@ def dispatch_and_combine(dispatcher: Dispatcher, experts: Any) -> Callable[[Tens
 
 
 def as_graph(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return `dispatch_and_combine`'s function, compiled as one graph.
-
-    Args:
-        dispatcher: the dispatcher.
-        experts: called with (x_RD, weights_R1, count_e); returns (R, D).
-    """
+    """Return the function of `dispatch_and_combine`, compiled as one graph."""
     backend = "inductor" if torch.cuda.is_available() else "aot_eager"
     return torch.compile(dispatch_and_combine(dispatcher, experts), backend=backend, fullgraph=True, dynamic=False)
 
 
 def forward_backward(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], *weights: Tensor) -> list[Tensor]:
-    """Run a function forward and backward; return its output and the gradients of all its inputs.
+    """Run a function forward and backward; return its output, and gradients of tokens, routing weights and `weights`.
 
     Args:
         forward: from `dispatch_and_combine` or `as_graph`.
         inputs: from `batch`; the last is the gradient of the output.
         weights: the experts' weights.
-
-    Returns:
-        The output, then gradients of tokens, routing weights and the experts' weights.
     """
     x_TD, weights_TK, chosen_TK, grad_TD = inputs
     leaves = [x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()]
@@ -229,12 +202,8 @@ def forward_backward(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...],
 def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
     """Return "differ by", the largest difference over a tensor's largest number, and "equal", such as "3 of 3" tensors.
 
-    Args:
-        got: outputs and gradients to judge.
-        want: the right ones, in the same order; differences are relative to their largest numbers.
-
-    Raises:
-        AssertionError: if a tensor differs by 1e-2 of its largest number, or a wanted one is not finite or zero.
+    Differences are relative to the largest number of each tensor in `want`. Raises AssertionError if one reaches 1e-2,
+    or if a wanted tensor is zero or not finite.
     """
     assert all(bool(x.isfinite().all()) and float(x.abs().max()) > 0 for x in want), "the comparison shows nothing"
     worst = max(
@@ -248,15 +217,7 @@ def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
     """Compare the symmetric-memory dispatcher on one rank with all-to-all, both passes; return the differences.
 
     Through toy experts all tensors must be equal bit by bit. Through real experts the host must not wait for the GPU,
-    eager and as one graph.
-
-    Args:
-        here: this rank.
-        plain_memory: whether memory of the device that is not shared replaces symmetric memory.
-
-    Raises:
-        Unsupported: if the machine refuses to share memory.
-        AssertionError: if the dispatchers differ.
+    eager and as one graph. Raises AssertionError if the dispatchers differ.
     """
     prepare(here, plain_memory)
     config = make_config(512, 32, 4, 2.0) if here.device.type == "cuda" else make_config(64, 8, 2, 2.0)
@@ -291,16 +252,8 @@ def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
 def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
     """Compare the symmetric-memory dispatcher on two ranks with all-to-all over gloo; return the differences.
 
-    Forward and backward. Each expert is on one rank, then sharded over both. gloo's messages go through the host.
-    Collective over both ranks.
-
-    Args:
-        here: this rank.
-        plain_memory: False, because ranks cannot share plain memory.
-
-    Raises:
-        Unsupported: if the machine refuses to share memory.
-        AssertionError: if the dispatchers differ.
+    Forward and backward, with each expert on one rank, then sharded over both. `plain_memory` is False, because ranks
+    cannot share it. Collective over both ranks. Raises AssertionError if the dispatchers differ.
     """
     prepare(here, plain_memory)
     collectives._ops = OverHost(here.device)
@@ -322,12 +275,7 @@ def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
 def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
     """Time a dispatch of Qwen3's size beside a copy of as many bytes, and both dispatchers without experts.
 
-    Args:
-        here: this rank.
-        plain_memory: whether memory of the device that is not shared replaces symmetric memory.
-
-    Returns:
-        The "MiB" of the dispatched tokens, and "GB/s" and "ms" of each operation by name.
+    Returns the "MiB" of the dispatched tokens, and "GB/s" and "ms" of each operation by name.
     """
     prepare(here, plain_memory)
     cuda = here.device.type == "cuda"

@@ -193,10 +193,7 @@ PRETENDED = {"moe.router_product": "float32", "parallelism.attention_backend": "
 def config_of(family: str, changes: Changes, side: Side) -> Any:
     """Return the config of the tiny model of a family on a device, in float64 unless `changes` say otherwise.
 
-    Args:
-        family: the model family.
-        changes: options that differ from the tiny model's, by path, such as "moe.force_balance".
-        side: the device.
+    `changes` are options that differ from the tiny model's, by path, such as "moe.force_balance".
     """
     changes = changes | (PRETENDED if side.pretended else {})
     if changes.get("compile.enable"):
@@ -206,13 +203,7 @@ def config_of(family: str, changes: Changes, side: Side) -> Any:
 
 
 def trainer_of(config: Any, side: Side, documents: bool = False) -> Any:
-    """Build the trainer of a tiny model on a device.
-
-    Args:
-        config: the config.
-        side: the device.
-        documents: whether samples have several documents.
-    """
+    """Build the trainer of a tiny model on a device; with `documents`, samples have several documents."""
     runtime = Runtime(0, 0, 1, side.device, keep_timeouts=True)
     return parity.build_trainer(config, runtime, garbage=parity.no_collection, loader=parity.samples(documents))
 

@@ -75,7 +75,7 @@ def expect_event(run: Run, kind: str, *words: str) -> None:
 def expect_end_and_restart(run: Run) -> None:
     """Raise Wrong unless all ranks end in time and the report names the struck rank; then let the run start again.
 
-    torchrun restarts the ranks by itself; `titanmoe train` is launched again.
+    torchrun restarts the ranks by itself; `titanmoe train` is launched again. Does not wait for the end of that run.
     """
     expect_report(run)
     if run.launcher != "torchrun":
@@ -109,9 +109,7 @@ def expect_report(run: Run, restarted: bool | None = None) -> None:
 def expect_straggler(run: Run, slow: Callable[[], tuple[list[int], str]]) -> None:
     """Raise Wrong unless one straggler event names the slowed ranks and the cause, and none comes before the fault.
 
-    Args:
-        run: the run.
-        slow: slows ranks down; returns these ranks and the cause that should be named.
+    `slow` slows ranks down when it is called; it returns these ranks and the cause that should be named.
     """
     named = partial(run.events, "straggler")
     run.wait(lambda: run.step() >= CALM_STEPS, "calm")
@@ -165,11 +163,9 @@ def process_size(pid: int) -> tuple[float, int, int]:
 def expect_no_growth(run: Run, rows: list[list[float]]) -> None:
     """Raise Wrong if memory, open files or threads grow over a long run.
 
-    The first quarter, in which the heap settles, is left out. Of the rest, no maximum may be higher in the second half
-    than in the first, memory by at most 5 %. While a checkpoint is written there may be one more file or thread.
-
-    Args:
-        rows: MiB, open files and threads at each time, each of the rank that has most.
+    `rows` has MiB, open files and threads at each time, each of the rank that has most. The first quarter, in which the
+    heap settles, is left out. Of the rest, no maximum may be higher in the second half than in the first, memory by at
+    most 5 %. While a checkpoint is written there may be one more file or thread.
     """
     settled = rows[len(rows) // 4 :]
     halves = settled[: len(settled) // 2], settled[len(settled) // 2 :]

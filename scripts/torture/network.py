@@ -34,12 +34,7 @@ def address(rank: int) -> str:
 def enter_namespace(spaces: str, rank: int | str = "lan") -> None:
     """Move this thread into the network namespace of a rank, or of the bridge ("lan").
 
-    Args:
-        spaces: common prefix of the names of the run's namespaces.
-        rank: the rank, or "lan".
-
-    Raises:
-        OSError: there is no such namespace, or this process may not enter it.
+    `spaces` is what `network` yields. Raises OSError if there is no such namespace or this process may not enter it.
     """
     with open(f"/run/netns/{spaces}-{rank}") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
@@ -50,10 +45,7 @@ def enter_namespace(spaces: str, rank: int | str = "lan") -> None:
 def network(ranks: int) -> Iterator[str]:
     """Create a network namespace for each rank and a bridge between them, for the duration of this context.
 
-    Needs root.
-
-    Yields:
-        The common prefix of the namespaces' names.
+    Yields the common prefix of the namespaces' names, which the other functions take as `spaces`.
     """
     spaces = f"torture-{os.getpid()}"
     lan, *ends = names = [f"{spaces}-{name}" for name in ("lan", *range(ranks))]
@@ -76,13 +68,7 @@ def network(ranks: int) -> Iterator[str]:
 
 
 def set_link(spaces: str, rank: int, state: str = "down") -> None:
-    """Take the network link of a rank "down" or bring it "up".
-
-    Args:
-        spaces: common prefix of the names of the run's namespaces, as `network` yields it.
-        rank: the rank.
-        state: "down" or "up".
-    """
+    """Take the network link of a rank "down" or bring it "up"."""
     run_ip("-n", f"{spaces}-lan", "link", "set", f"port{rank}", state)
 
 
@@ -90,10 +76,10 @@ def delay_packets(spaces: str, ends: tuple[int, int], seconds: float, stall: flo
     """Forward packets between two ranks with a delay, for ever; run it in a process of its own.
 
     Args:
-        spaces: common prefix of the names of the run's namespaces.
+        spaces: what `network` yields.
         ends: the two ranks.
         seconds: delay of each packet.
-        stall: seconds at the begin in which no packet arrives; these arrive afterwards.
+        stall: seconds from now on in which no packet arrives; these arrive afterwards.
     """
     devices, begin = [], time.monotonic() + stall
     for end in ends:

@@ -152,11 +152,8 @@ class Run:
     def wait_for_random_step(self, first: int = INTERVAL + 1) -> None:
         """Wait until a random moment in a random step, `first` to STEPS - 2 * INTERVAL, and for a first checkpoint.
 
-        A run that starts from scratch renames its event files, so faults come after the first checkpoint.
-
-        Raises:
-            Missed: if the run ends first.
-            Wrong: if it takes longer than LIMIT_S seconds.
+        A run that starts from scratch renames its event files, so faults come after the first checkpoint. Raises Missed
+        if the run ends first, Wrong if it takes longer than LIMIT_S seconds.
         """
         step = self.rng.randint(first, STEPS - 2 * INTERVAL)
         self.wait(lambda: self.step() >= step and layout.read_latest(self.checkpoints), f"step {step}")
@@ -170,7 +167,7 @@ class Run:
         self.saved_step, self.pids = max(layout.checkpoints_by_step(self.checkpoints), default=0), self.ranks()
 
     def signal_ranks(self, number: int, *ranks: int) -> None:
-        """Record the moment of the fault and send a signal to these ranks; raise Missed if ranks have ended already."""
+        """Record the moment of the fault and send these ranks the signal `number`; raise Missed if a rank has ended."""
         if len(pids := self.ranks()) < RANKS:
             raise Missed("the run is ending")
         self.record_strike()
@@ -189,16 +186,15 @@ class Run:
     def start_and_strike(self, restarts: int, **fault: Any) -> None:
         """Start the run with a fault, wait until the fault has struck once, and record the moment (`record_strike`).
 
-        Args:
-            restarts: how often the launcher may restart the ranks.
-            fault: a fault inside the ranks, as scripts/torture/faults/sitecustomize.py takes it, without "once".
+        `fault` is one inside the ranks, as scripts/torture/faults/sitecustomize.py takes it, without "once". Raises
+        Missed if the run ends before it strikes.
         """
         self.start(restarts, fault | {"once": str(self.struck_file)})
         self.wait(self.struck_file.exists, "the fault")
         self.record_strike()
 
     def wait_for_end(self) -> None:
-        """Wait for the launcher to end by itself, with no restarts left; set `saved_step` to the newest on disk."""
+        """Wait for the launcher to end by itself, without restarts; set `saved_step` to that of the last checkpoint."""
         self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
         self.saved_step = max(layout.checkpoints_by_step(self.checkpoints), default=0)
 
@@ -292,8 +288,6 @@ def fork_ranks() -> None:
 
 def run_rank(args: tuple[str, ...], env: dict[str, str], output: tuple[Any, Any]) -> None:
     """Run a rank in this forked process, as `python -u train.py ...` or `python -u -m titanmoe.rank ...` does.
-
-    Four such ranks on two cores start in one second instead of ten.
 
     Args:
         args: the command.

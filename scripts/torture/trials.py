@@ -1,7 +1,8 @@
 """The kinds of trials: which fault strikes a run, and how the result is judged.
 
-Each fault function starts the run and strikes it at a moment that the run's seed decides; where the run must go on and
-the launcher does not restart the ranks, it starts the run again. The checks that follow are those of its group.
+Each fault function starts the run and strikes it at a moment that the run's seed decides; it raises Missed if the run
+ends before. Where the run must go on and the launcher does not restart the ranks, it starts the run again, without
+waiting for its end. The checks that follow are those of its group.
 """
 
 from __future__ import annotations
@@ -53,10 +54,7 @@ def kill_ranks(run: Run, number: int) -> None:
 
 
 def start_and_kill_launcher(run: Run, first: int = INTERVAL + 1) -> None:
-    """Start the run, kill its launcher at a random step from `first` on, and wait until all ranks have ended.
-
-    Raises Missed if the run ends first.
-    """
+    """Start the run, kill its launcher at a random step from `first` on, and wait until all ranks have ended."""
     run.start()
     run.wait_for_random_step(first)
     run.kill_launcher()
@@ -68,7 +66,7 @@ def kill_launcher_and_restart(run: Run) -> None:
 
 
 def kill_while_saving(run: Run) -> None:
-    """Start the run and kill a rank at a random disk operation of a save."""
+    """Start the run, kill a rank at a random disk operation of a save, and let the launcher restart the ranks."""
     step = INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)
     rank = run.rng.choice([0, run.rank])  # rank 0 does more with the disk
     at = run.rng.randint(1, 3 if rank else 9)
@@ -82,9 +80,9 @@ def kill_between_renames(run: Run) -> None:
 
 
 def flip_checkpoint_bit(run: Run) -> None:
-    """Kill the run, flip a bit in a file of its newest checkpoint, and start it again, without waiting for its end.
+    """Kill the run, flip a bit in a file of its newest checkpoint, and start it again.
 
-    Sets `run.saved_step` to the checkpoint before. Raises Missed if there is none, or if the run ends first.
+    Sets `run.saved_step` to the checkpoint before. Raises Missed if there is none.
     """
     start_and_kill_launcher(run, 2 * INTERVAL + 1)
     checkpoints = layout.checkpoints_by_step(run.checkpoints)
@@ -115,10 +113,7 @@ def fill_disk(run: Run) -> None:
 
 
 def slow_disk_and_kill(run: Run) -> None:
-    """Slow the disk down, raise Wrong unless steps are made during a save without a hang event, and kill a rank.
-
-    Raises Missed if the run ends before the kill.
-    """
+    """Slow the disk down, raise Wrong unless steps are made during a save without a hang event, and kill a rank."""
     seconds = run.rng.uniform(0.05, 0.2)
     run.start(3, {"do": "slow", "on": TO_DISK, "times": 10**9, "path": "/checkpoints", "seconds": seconds})
     during: dict[Path, set[int]] = {}
@@ -156,7 +151,7 @@ def fail_writes(run: Run) -> None:
 def send_sigterm(run: Run) -> None:
     """Stop the launcher with SIGTERM, raise Wrong unless the run saves its last step, and start it again.
 
-    Sets `run.last_step` and `run.saved_step` to the step at which it stopped. Raises Missed if the run ends first.
+    Sets `run.last_step` and `run.saved_step` to the step at which it stopped.
     """
     run.start()
     run.wait_for_random_step()
@@ -173,7 +168,7 @@ def send_sigterm(run: Run) -> None:
 
 
 def hang(run: Run, number: int, do: str) -> None:
-    """Make a rank hang, check that the report names this rank, and let the run start again.
+    """Make a rank hang, raise Wrong unless the report names this rank, and let the run start again.
 
     Args:
         run: the run.
@@ -188,7 +183,7 @@ def hang(run: Run, number: int, do: str) -> None:
 
 
 def hang_disk(run: Run) -> None:
-    """Make a write of a rank hang during a save, check that the report names this rank, and let the run start again."""
+    """Make a write of a rank hang in a save, raise Wrong unless the report names the rank; let the run start again."""
     path = layout.folder_name(INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)) + layout.WRITING
     fault = {"do": "slow", "on": ["write"], "path": path, "rank": run.rank, "seconds": 1000}
     run.options |= {"checkpoint.timeout_s": TIMEOUT_S // 2}  # before any rank has waited for the next step too long
@@ -199,7 +194,7 @@ def hang_disk(run: Run) -> None:
 def slow_link(run: Run) -> None:
     """Delay the packets between two ranks, to the end, at first for seconds but less than a collective's time-out.
 
-    Waits for the end of the run; raises Missed if it comes before the first of these packets.
+    Waits for the end of the run; raises Missed also if it comes before the first of these packets.
     """
     run.start()
     run.wait_for_random_step()
@@ -212,7 +207,7 @@ def slow_link(run: Run) -> None:
 
 
 def wait_at_barrier(run: Run) -> None:
-    """Make a rank wait between two steps at a barrier that no other comes to; check report and resume."""
+    """Make a rank wait between two steps at a barrier that no other comes to; check the report, and the resumed run."""
     run.start(0, {"do": "barrier", "on": ["signal"], "rank": run.rank, "path": AFTER})
     run.wait_for_random_step()
     run.signal_ranks(signal.SIGUSR1, run.rank)
@@ -224,7 +219,7 @@ def wait_at_barrier(run: Run) -> None:
 def hang_at_end(run: Run) -> None:
     """Make a rank hang when it closes its loader at the end of the run; raise Wrong unless the report names it.
 
-    Sets the run's checkpoint.timeout_s to 3 s. Raises Missed if the run ends before the fault strikes.
+    Sets the run's checkpoint.timeout_s to 3 s.
     """
     run.options |= {"checkpoint.timeout_s": 3}
     run.start(0, {"do": "slow", "on": ["signal"], "rank": run.rank, "path": CLOSE, "seconds": 1000})
@@ -236,7 +231,7 @@ def hang_at_end(run: Run) -> None:
 
 
 def take_link_down(run: Run) -> None:
-    """Take a rank's network link down, check the report, bring the link up and start the run again."""
+    """Take a rank's network link down, check the report, bring the link up, start the run and check that it resumes."""
     run.start()
     run.wait_for_random_step()
     set_link(run.network, run.rank)
@@ -251,13 +246,10 @@ def take_link_down(run: Run) -> None:
 
 
 def insert_nan(run: Run, places: list[tuple[str, str]]) -> None:
-    """Insert a NaN in one microbatch of a step on one rank.
+    """Insert a NaN in one microbatch of a step on one rank; wait until the step has been skipped.
 
-    The step must be repeated, the place of the NaN be named, and no update be made.
-
-    Args:
-        run: the run.
-        places: (module of a layer, parameter) to choose from; for parameter "" the module's output gets the NaN.
+    Raises Wrong unless an event names the place and the step is repeated and makes no update. `places` are (module of a
+    layer, parameter) to choose from; for parameter "" the module's output gets the NaN.
     """
     run.skips = run.rng.choice([5, 8])
     run.options |= judge.SKIPS | {"debug.culprit": "name"}
@@ -288,8 +280,8 @@ def sample_number(run: Run, microbatch: int) -> int:
 def flip_memory_bit(run: Run) -> None:
     """Flip a bit of a weight or moment that several ranks hold; raise Wrong unless an event names who differs.
 
-    If only two ranks hold it, both must be named. The run must return to its last checkpoint by itself; sets its
-    options debug.replicas_every and debug.on_difference. Raises Missed if the run ends first.
+    If only two ranks hold it, both must be named. The run must return to its last checkpoint by itself and end; sets
+    its options debug.replicas_every and debug.on_difference.
     """
     every, at = 2, run.rng.randint(INTERVAL + 1, STEPS - INTERVAL)
     names = {"router.weight": [4, 16]}  # held by all ranks of a stage
@@ -348,11 +340,9 @@ def slow_data(run: Run) -> tuple[list[int], str]:
 
 
 def slow_rank(run: Run, slow: Callable[[Run], tuple[list[int], str]]) -> None:
-    """Start the run, slow ranks down once it is calm, and check that they are named as stragglers.
+    """Start the run, slow ranks down once it is calm, and raise Wrong unless they are named as stragglers.
 
-    Args:
-        run: the run.
-        slow: slows ranks down; returns them and the cause that must be named: "compute", "link" or "data".
+    `slow` slows ranks down; it returns them and the cause that must be named: "compute", "link" or "data".
     """
     seconds = run.rng.uniform(0.3, 0.6)
     run.start(0, {"do": "slow", "on": ["signal"], "rank": run.rank, "path": READ, "seconds": seconds})
@@ -435,7 +425,7 @@ def trial(kind: str, seed: int, folder: Path, launcher: str = "") -> judge.Outco
     """Run one trial and return its outcome; while its fault misses the run, try other seeds, five in all.
 
     Args:
-        kind: name of the kind of trial.
+        kind: a key of KINDS.
         seed: decides the mapping, the fault's moment and details.
         folder: parent of the runs' folders; undisturbed runs stay there for later trials.
         launcher: one of LAUNCHERS; "" for both in turn, by the seed. Trials with a network always use torchrun, whose

@@ -46,11 +46,9 @@ def sharded_axes(parameter: torch.Tensor) -> dict[str, bool]:
 
 
 def sums_in_backward(axis: str, is_sharded: dict[str, bool]) -> bool:
-    """Return whether a gradient is summed over this axis during backward, and not after it as a router's is.
+    """Return whether a gradient is summed over this axis of the mapping during backward, not after it as a router's is.
 
-    Args:
-        axis: an axis of the mapping, such as "dp_shard".
-        is_sharded: the parameter's `sharded_axes`.
+    `is_sharded` is the parameter's `sharded_axes`.
     """
     return axis in DATA and ("edp" in is_sharded or is_sharded["dp_shard"])
 
@@ -58,9 +56,7 @@ def sums_in_backward(axis: str, is_sharded: dict[str, bool]) -> bool:
 def what_sums(axis: str, is_sharded: dict[str, bool]) -> str:
     """Return the name of what sums a gradient over an axis, in Markdown, or "sharded" if nothing does.
 
-    Args:
-        axis: a key of `is_sharded`.
-        is_sharded: the parameter's `sharded_axes`.
+    `is_sharded` is the parameter's `sharded_axes`, and the axis a key of it.
     """
     if sums_in_backward(axis, is_sharded):
         if not is_sharded.get("edp", True):
@@ -99,25 +95,15 @@ Shards = list[dict[str, HeldShard]]
 
 
 def axes_of(fold: Fold, seen: View) -> dict[str, int]:
-    """Return the axes of a view that have several ranks, with their sizes.
-
-    Args:
-        fold: degrees of the mapping.
-        seen: the view: "attention", or "experts".
-    """
+    """Return the sizes, by name, of those axes of a view that have several ranks."""
     sizes = fold.attention_axes if seen == "attention" else fold.expert_axes
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def differing_axes(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
-    """Return the axes along which the first rank differs from the others.
+    """Return the axes of a view along which the first rank differs from the others, at least one.
 
     If it differs from some of them along a single axis, only such axes are returned.
-
-    Args:
-        fold: degrees of the mapping.
-        seen: the view whose axes are returned.
-        ranks: the rank to blame, then the ranks that it is compared with, at least one.
     """
     first, *others = (coordinates(fold, seen, rank) for rank in ranks)
     apart = [{axis for axis in first if first[axis] != other[axis]} for other in others]
@@ -126,13 +112,9 @@ def differing_axes(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
 
 
 def axes_apart(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict[str, set[int]]:
-    """Return the axes on which right and wrong shards share no position, with the positions of the wrong ones.
+    """Return the axes of a view on which right and wrong shards share no position, with those of the wrong ones.
 
-    Args:
-        fold: the mapping.
-        seen: the view that the axes are of.
-        wrong: ranks with a wrong shard; {} is returned if there are none.
-        right: ranks with a right one, likewise.
+    `wrong` and `right` are ranks; {} is returned if there are none of either.
     """
     out = {}
     for axis in axes_of(fold, seen) if wrong and right else ():
@@ -145,9 +127,7 @@ def axes_apart(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict
 def constant_factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
     """Return the factor by which a full tensor is wrong; None if that is about 1, or not the same for all elements.
 
-    Args:
-        got: the full tensor to judge, in float64.
-        want: the right one.
+    `got` and `want` are in float64.
     """
     scale = float(want.abs().max())
     if scale == 0.0 or not bool(got.isfinite().all()):
@@ -253,11 +233,7 @@ def _in_common(
 ) -> dict[str, str]:
     """Return the axes over which all wrong tensors, and no right one, are summed in one way, with that way as text.
 
-    Args:
-        fold: degrees of the mapping.
-        holders: the shard that each rank holds, by name of the tensor and then by rank.
-        wrong: names of wrong tensors; {} is returned if there are none.
-        right: names of right tensors.
+    `holders` has the shard of each rank by name and then rank; `wrong` and `right` are names. {} if none is wrong.
     """
 
     def sums_of(name: str) -> set[tuple[str, str]]:
@@ -275,7 +251,7 @@ def _in_common(
 def describe_wrong_gradients(
     fold: Fold, shards: Shards, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], allowed: float
 ) -> str:
-    """Return the failure's text for full gradients.
+    """Return the failure's text for full gradients, by name, which need not be wrong.
 
     Args:
         fold: the mapping.

@@ -173,9 +173,7 @@ FEATURES = {
 def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
     """Return the recipe keys of a mapping and a choice of features, with at least two microbatches.
 
-    Args:
-        fold: the mapping.
-        choice: name of an entry by feature, such as {"model": "gla"}; FEATURES lists both.
+    `choice` has the name of an entry by feature, such as {"model": "gla"}; FEATURES lists both.
     """
     out = as_changes(fold)
     for feature, name in choice.items():
@@ -194,9 +192,5 @@ def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
 
 
 def steps(choice: dict[str, str]) -> int:
-    """Return how many steps show a fault: 2 if state other than weights and moments carries over, else 1.
-
-    Args:
-        choice: name of an entry of FEATURES by feature.
-    """
+    """Return how many steps show a fault: 2 if state other than weights and moments carries over, else 1."""
     return 2 if choice.get("balance") == "global+bias" else 1

@@ -1,4 +1,7 @@
-"""Calls a dispatcher in a test: dispatch now, combine by the function that is returned."""
+"""Calls a dispatcher in a test: dispatch now, combine by the function that is returned.
+
+T tokens, D model, K top-k, E experts, e of them on this rank, R routed tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,10 @@ def dispatched(
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Dispatch tokens to their experts, and wait for them. Collective over the dispatch group, as is the function.
 
-    Args:
-        dispatcher: the dispatcher.
-        x_TD: this rank's tokens.
-        weights_TK: routing weights.
-        chosen_TK: numbers of the chosen experts; E for none.
-        slots_per_expert: slots of each expert for each sending rank; 0 if buffers are not padded.
-
-    Returns:
-        The routed tokens (R, D) of this rank's experts, sorted by expert; their routing weights (R, 1); the number of
-        each expert's (e,); and the function that combines the experts' outputs (R, D) to those of the tokens (T, D).
+    Chosen experts are numbers, E for none; `slots_per_expert` counts those for each sending rank, 0 if buffers are not
+    padded. Returns the routed tokens (R, D) of this rank's experts, sorted by expert; their routing weights (R, 1); the
+    number of each expert's (e,); and the function that combines the experts' outputs (R, D) to those of the tokens (T,
+    D).
     """
     exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
     return *exchange.receive_routed(), exchange.combine

@@ -1,13 +1,11 @@
 """Emulation of the package `deep_ep` on CPUs over gloo, as far as titanmoe.experiments.deepep calls it.
 
 Importing this module makes `deep_ep` importable. It asserts what the real kernels assert, but sends any dtype in place
-of bfloat16, with weights in the dtype that it promotes to with float32.
-
-Contract (deep_ep/buffer.py), with G ranks and E experts, E / G on each in order of the ranks: `get_dispatch_layout`
-counts the tokens for each rank and expert; choice -1 is none. `dispatch` sends a token once to each rank that it has
-choices of, with its choices renumbered from that rank's first expert (-1: another rank's) and their weights (0 there);
-tokens arrive in order of sender and token. With a handle it sends other rows the same way. `combine` sends rows back
-and adds up, at home, what the ranks return of a token; so it does with weights.
+of bfloat16, with weights in the dtype that it promotes to with float32. deep_ep/buffer.py: with G ranks and E / G
+experts on each, `get_dispatch_layout` counts the T tokens for each rank and expert. `dispatch` sends a token once to
+each rank that it has choices of, with its J choices renumbered from that rank's first expert (-1: another rank's) and
+their weights (0 there); N tokens arrive in order of sender and token. With a handle it sends other rows the same way.
+`combine` sends rows back and adds up, at home, what the ranks return of a token; so it does with weights.
 """
 
 from __future__ import annotations

@@ -239,12 +239,9 @@ class FakeGPU:
         return not x.is_meta and x.untyped_storage()._cdata in self.on_gpu
 
     def place(self, out: Any, on_gpu: bool, page_locked: bool = False) -> None:
-        """Record the place of those tensors whose storage is new.
+        """Record the place of those tensors in `out`, nested or not, whose storage is new.
 
-        Args:
-            out: a tensor, or nested tensors, that an operation returned.
-            on_gpu: whether they are on the pretended GPU, else in host memory.
-            page_locked: whether their host memory is page-locked; not used on the GPU.
+        They are on the fake GPU if `on_gpu`, else in host memory, which may be page-locked.
         """
         for x in tensors(out):
             if not x.is_meta and (key := x.untyped_storage()._cdata) not in self.order.storages:
@@ -327,14 +324,7 @@ class FakeGPU:
     # ---- operations
 
     def computed(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """Record an operation that has run.
-
-        Args:
-            func: operation of torch, as `__torch_dispatch__` gets it.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            out: its result.
-        """
+        """Record an operation that has run, with its result `out`, as `__torch_dispatch__` gets it."""
         name, making = func._overloadpacket.__name__, getattr(self.thread, "making", None)
         given, results = tensors((args, kwargs)), tensors(out)
         goes = any(map(self.has, given)) if making is None else making

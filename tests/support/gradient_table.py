@@ -62,12 +62,8 @@ CASES: tuple[dict[str, Any], ...] = (
 def replace_gradients(modules: Iterable[nn.Module], unsharded: Iterable[nn.Parameter], value: float) -> Iterator[None]:
     """Return a context in which every parameter's local gradient on this rank is `value`.
 
-    FSDP must allocate its unsharded weights in this context.
-
-    Args:
-        modules: the model's modules.
-        unsharded: the unsharded expert weights that FSDP does not manage.
-        value: the gradient.
+    FSDP must allocate its unsharded weights in this context. `modules` are those of the model, `unsharded` the expert
+    weights that FSDP does not manage.
     """
 
     def replaced(grad: torch.Tensor) -> torch.Tensor:
@@ -97,11 +93,8 @@ def replace_gradients(modules: Iterable[nn.Module], unsharded: Iterable[nn.Param
 def contributing_ranks(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, tuple[int, ...]]:
     """Return the ranks whose local gradients were added to each parameter's, by name and in ascending order.
 
-    Parameters of which this rank holds no elements are left out.
-
-    Args:
-        parameters: parameters whose local gradients were BASE**rank on every rank.
-        microbatches: number of microbatches that were summed.
+    Local gradients were BASE**rank on every rank, in each of the microbatches. Parameters of which this rank holds no
+    elements are left out.
     """
     counts = {}
     for name, parameter in parameters.items():
@@ -121,11 +114,7 @@ def contributing_ranks(parameters: dict[str, nn.Parameter], microbatches: int) -
 def axes_of_group(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
     """Return the axes along which these ranks differ, and assert that they are a full group of these axes.
 
-    Args:
-        fold: the mapping.
-        seen: "attention" or "experts", whose axes are meant.
-        ranks: the ranks in ascending order.
-        rank: one of them.
+    `ranks`, in ascending order, include `rank`; `seen` is the view whose axes are meant, "attention" or "experts".
     """
     here = coordinates(fold, seen, rank)
     axes = {a for other in ranks for a, at in coordinates(fold, seen, other).items() if at != here[a]}
@@ -136,10 +125,7 @@ def axes_of_group(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> s
 def table_of_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     """Return for each of this rank's parameters and each axis of several ranks what sums its gradient.
 
-    Makes a step with replaced gradients. Collective over the world.
-
-    Args:
-        changes: recipe keys, such as "parallelism.tp".
+    Makes a step with replaced gradients; collective over the world. `changes` are recipe keys.
     """
     trainer = parity.make_trainer(changes, loader=parity.samples())
     fold, rank, batches = trainer.training.fold, dist.get_rank(), trainer.training.loader.next_step()

@@ -2,9 +2,10 @@
 
     python -m tests.support.graph_launches qwen3_30b_a3b mixtral_8x7b deepseek_671b gpt_oss_20b
 
-prints a table, on any machine: eager layers from a rehearsal of the recipe's step, graphs from
-the code that inductor writes for them (tests.parallel.test_compiled_on_gpus). The experts' products and activations are
-left out, because both run the same ones. A step has one sample of the recipe's length, ep ranks, and no other axis.
+prints a table, on any machine: eager layers from a rehearsal of the recipe's step, graphs from the code that inductor
+writes for them (tests.parallel.test_compiled_on_gpus). The experts' products and activations are left out, because both
+run the same ones. A step has one sample of the recipe's length, ep ranks, and no other axis. B samples, s owned
+positions, D model.
 """
 
 from __future__ import annotations
@@ -54,12 +55,7 @@ Costs = dict[str, Cost]
 
 
 def config_of(recipe: str, ep: int) -> Config:
-    """Return the config of a recipe on ep ranks, with few layers and one sample per rank.
-
-    Args:
-        recipe: name of a file in train_configs, without ".toml".
-        ep: number of ranks, the only axis of several.
-    """
+    """Return the config of train_configs/RECIPE.toml on ep ranks, with few layers and one sample per rank."""
     sizes = {"parallelism.experts.ep": ep, "parallelism.experts.etp": 1, "activation_checkpoint.mode": "none"}
     sizes |= {f"parallelism.{axis}": 1 for axis in ONE_RANK if axis != "dp_shard"} | {"parallelism.dp_shard": ep}
     sizes |= {"moe.overlap": "none", "moe.dispatcher": "alltoall", "pipeline.schedule": "1F1B"}
@@ -75,9 +71,7 @@ def config_of(recipe: str, ep: int) -> Config:
 def eager_costs(config: Config, ep: int) -> Costs:
     """Return the costs of the first MoE layer without torch.compile, from a rehearsal of rank 0.
 
-    Args:
-        config: result of `config_of`.
-        ep: the number of ranks that it was made for.
+    `config` is from `config_of`, for the same ep.
     """
     rehearsal, costs = rehearse(config, ep, 0, "h100"), {"forward": Cost(), "backward": Cost()}
     layer = f"layers.{rehearsal.moe_layers[0]}"
@@ -101,9 +95,7 @@ def eager_costs(config: Config, ep: int) -> Costs:
 def graph_costs(config: Config, ep: int) -> Costs:
     """Return the costs of a MoE layer compiled as one graph, from the code that inductor writes.
 
-    Args:
-        config: result of `config_of`.
-        ep: the number of ranks that it was made for.
+    `config` is from `config_of`, for the same ep.
     """
     backend, costs = on_gpus.Backend(), []
     rows = config.training.seq_len * config.model.top_k // ep  # that one rank sends another under even routing

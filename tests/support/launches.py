@@ -2,7 +2,8 @@
 
 Triton compiles a variant of a kernel for each combination of dtypes and constants, and of arguments that are 1 or
 divisible by 16, addresses included. So each launch goes through Triton's own code with all arguments, but does not run.
-CUDA's allocator aligns every storage to 512 bytes, so a tensor's offset in its storage serves as its address.
+CUDA's allocator aligns every storage to 512 bytes, so a tensor's offset in its storage serves as its address. N rows of
+D numbers.
 """
 
 from __future__ import annotations
@@ -87,11 +88,7 @@ def compile_launches() -> Iterator[list[Kernel]]:
 
 
 def launcher_of(operation: str) -> Callable[..., Any]:
-    """Return the function of titanmoe/ops/kernels that launches the kernels of an operation titanmoe::NAME.
-
-    Args:
-        operation: NAME.
-    """
+    """Return the function of titanmoe/ops/kernels that launches the kernels of the operation titanmoe::OPERATION."""
     modules = (import_module(f"{kernels.__name__}.{module.name}") for module in iter_modules(kernels.__path__))
     return next(getattr(module, operation) for module in modules if hasattr(module, operation)).__wrapped__
 
@@ -111,24 +108,15 @@ def shrink(config: Config) -> Config:
 
 
 def read_recipe(recipe: Path, *overrides: str) -> tuple[Config, int]:
-    """Return the config of a recipe and its number of ranks.
-
-    Args:
-        recipe: its file.
-        overrides: words of a command line, such as "--moe.kernels", "triton".
-    """
+    """Return the config of a recipe's file and its number of ranks; `overrides` are words of a command line."""
     ranks = recipe_ranks(read_draft([str(recipe)], COMPONENTS))
     return recipe_to_rehearse(["--config", str(recipe), *overrides], ranks, "h100"), ranks
 
 
 def compile_kernels(recipe: Path, *overrides: str) -> list[Kernel]:
-    """Return all kernels that a rank of the recipe launches in a step, compiled.
+    """Return all kernels that a rank of the recipe launches in a step, compiled, with words of a command line changed.
 
     Included are those of 8-bit experts, Triton's norms, accumulated weight gradients, benchmarks and symm_mem.
-
-    Args:
-        recipe: its file.
-        overrides: words of a command line, such as "--training.dtype", "float64".
     """
     recipe_config, ranks = read_recipe(recipe, *overrides)
     config, ranks = shrink(recipe_config), ranks // recipe_config.parallelism.pp

@@ -1,4 +1,4 @@
-"""Attention masks built by hand, and their dense form by definition."""
+"""Attention masks built by hand, and their dense form by definition. B samples, L positions."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def tree_mask(window: int = 0) -> Mask:
 def dense_mask(mask: Mask, length: int) -> Tensor:
     """Return by definition whether each query sees each key, as booleans (B, L, L): batch, query, key.
 
-    Args:
-        mask: the mask in its compact form; B is 1 if it has no tensors.
-        length: number of positions L.
+    B is 1 if the mask has no tensors; L is `length`.
     """
     until = torch.full((1, length), length) if mask.until_BL is None else mask.until_BL
     depth = torch.arange(length).expand_as(until) if mask.depth_BL is None else mask.depth_BL

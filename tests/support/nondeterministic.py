@@ -88,11 +88,7 @@ def names_in_docstring() -> set[str]:
 def cuda_refuses(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
     """Return whether PyTorch would refuse a call of an operation on CUDA, under deterministic algorithms.
 
-    Args:
-        func: operation of torch, with its overload.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        out: its result.
+    `func` is the operation with its overload, `out` its result.
     """
     condition = CONDITIONS.get(func._schema.name)
     if condition is None:

@@ -19,9 +19,7 @@ def every_second(completion: str, record: dict[str, Any]) -> float:
 def asks(turns: list[str], record: dict[str, Any]) -> dict[str, Any]:
     """Return a message with the reward -1, or for a completion in three only a reward from 0 to 4, by its bytes.
 
-    Args:
-        turns: texts of the completion's turns and of the messages between them.
-        record: the prompt's line of the file; not used.
+    `turns` are the completion's turns and the messages between them.
     """
     total = sum("".join(turns).encode())
     return {"message": f"{total % 10}?", "reward": -1.0} if total % 3 else {"reward": total % 5}

@@ -33,13 +33,9 @@ def relative_error(got: float, want: float, scale: float | None = None) -> float
 
 
 def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Return the largest over logical tensors of max|a-b| / max(max|ref|, 1e-8 * max over all ref), and its name.
+    """Return the largest over tensors of max|got - want| / max(max|want|, 1e-8 * max over all of want), and its name.
 
-    A NaN counts as infinite.
-
-    Args:
-        got: full tensors a to judge, by name.
-        want: the reference's full tensors b, by the same names.
+    Both have full tensors by the same names. A NaN counts as infinite.
     """
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
     floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
@@ -52,7 +48,7 @@ def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 
 def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, float]:
-    """Return the largest relative errors of a run's metrics, "grads" and updated "weights", by these names.
+    """Return the largest relative errors of a run's metrics, first "grads" and updated "weights", by these names.
 
     Args:
         got: what the run reported and computed.

@@ -63,8 +63,7 @@ def _parse(code: str) -> ast.expr | ast.stmt:
 def plant(mutant: Mutant, root: Path = ROOT) -> tuple[Path, str]:
     """Return the file that defines the mutant's function, and its text with the bug in it. Writes nothing.
 
-    Raises:
-        ValueError: the code to replace does not occur exactly once.
+    Raises ValueError if the code to replace does not occur exactly once.
     """
     old, new = _parse(mutant.old), _parse(mutant.new)
     code, spots = ast.unparse(old), []
@@ -104,12 +103,7 @@ def copy_tree(to: Path) -> Path:
 def first_failed_test(status: int, output: str) -> str:
     """Return the id of the first test that failed, without its parameters, or SURVIVED.
 
-    Args:
-        status: exit status of pytest.
-        output: what it printed.
-
-    Raises:
-        RuntimeError: no test has run.
+    `status` is pytest's exit status, `output` what it printed. Raises RuntimeError if no test has run.
     """
     if status == 0:
         return SURVIVED
@@ -122,14 +116,8 @@ def first_failed_test(status: int, output: str) -> str:
 def run_mutant(mutant: Mutant, tree: Path, number: int) -> str:
     """Plant a bug in the copied tree, run its tests, remove the bug; return the first test that failed, or SURVIVED.
 
-    Args:
-        mutant: the bug.
-        tree: the copied tree.
-        number: a positive number that is another one for each bug; the file's time, by which Python recompiles it.
-
-    Raises:
-        ValueError: the table of bugs is out of date.
-        RuntimeError: no test has run.
+    `number` is another one for each bug, from 1 on: the file's time, by which Python recompiles it. Raises ValueError
+    if the table of bugs is out of date, RuntimeError if no test has run.
     """
     (file, wrong), output = plant(mutant, tree), tree / "output"
     right = file.read_text()
@@ -148,12 +136,9 @@ def run_mutant(mutant: Mutant, tree: Path, number: int) -> str:
 
 
 def _pytest(words: list[str], tree: Path, output: Path) -> None:
-    """Run pytest in a tree and exit; called in a fork of a process that has imported torch and few of our modules.
+    """Run pytest on the copy of the code in `tree` and exit; called in a fork of a process that has imported torch.
 
-    Args:
-        words: tests to run, and options of pytest.
-        tree: folder with the copy of the code, which is imported.
-        output: file that stdout and stderr are written to.
+    `words` are tests and options of pytest; stdout and stderr are written to the file `output`.
     """
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC * (stream == 1) | os.O_APPEND), stream)

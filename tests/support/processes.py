@@ -35,7 +35,7 @@ class Started:
         forks: bool = False,
         stdin: str = "",
     ):
-        """Start `python WORDS` in a fork.
+        """Start `python WORDS` in a fork, and return at once.
 
         Args:
             words: arguments of python: a file, or -c and code, or -m and a module, and its arguments.
@@ -85,14 +85,7 @@ def fork_ranks() -> None:
 def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, forks: bool, stdin: str) -> None:
     """Run a file, a module or code in the forked process, as python does. It exits or returns when that ends.
 
-    Args:
-        words: what follows "python" on a command line: a file, "-m" and a module, or "-c" and code; then arguments.
-        env: the whole environment.
-        cwd: working folder, which comes first on sys.path.
-        out: file that stdout is appended to.
-        err: file that stderr is appended to.
-        forks: whether ranks that torchrun starts are forks of this process.
-        stdin: text that it reads from stdin.
+    The parameters are those of `Started`; stdout and stderr are appended to the files `out` and `err`.
     """
     world.begin_in_fork()
     for path, number in ((out, 1), (err, 2)):

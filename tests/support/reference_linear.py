@@ -38,12 +38,10 @@ def same_document(document_GS: Tensor | None, s: int, t: int) -> Tensor | float:
 
 
 def convolve(x_GSC: Tensor, taps_CW: Tensor, document_GS: Tensor | None) -> Tensor:
-    """Return silu of the causal depthwise convolution within documents, (G, S, C); the last tap is its position's.
+    """Return silu of the causal depthwise convolution within documents, (G, S, C).
 
-    Args:
-        x_GSC: input, of which G are samples, S positions and C channels.
-        taps_CW: weights of each channel; the last is that of the position itself.
-        document_GS: id of each position's document; None if each sample is one.
+    `taps_CW` has each channel's weights, the last that of the position itself; `document_GS` the id of each position's
+    document, or None if each sample is one.
     """
     width, out = taps_CW.shape[1], []
     for s in range(x_GSC.shape[1]):
@@ -54,7 +52,7 @@ def convolve(x_GSC: Tensor, taps_CW: Tensor, document_GS: Tensor | None) -> Tens
 
 
 def normalize(x: Tensor) -> Tensor:
-    """Normalize the last dim by its L2 norm."""
+    """Return x divided by its L2 norm over the last dim."""
     return x / torch.sqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 

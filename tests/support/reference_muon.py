@@ -31,7 +31,7 @@ def newton_schulz(x: Tensor, kind: str, steps: int, small: float) -> Tensor:
         x: the matrix.
         kind: optimizer.ns_coefficients, "classic" or "polar_express".
         steps: number of steps.
-        small: number added to the norm that the matrix is divided by first.
+        small: number added to the Frobenius norm that the matrix is divided by first.
     """
     norm = float(x.norm()) + small
     if norm == 0:
@@ -50,11 +50,7 @@ def newton_schulz(x: Tensor, kind: str, steps: int, small: float) -> Tensor:
 def rows_of(model: Model, name: str, rows: int, by_head: bool) -> list[list[int]]:
     """Return the row numbers of each matrix that Muon treats on its own in a weight.
 
-    Args:
-        model: the recipe's [model].
-        name: full name of the weight.
-        rows: number of its rows; of experts, of one expert.
-        by_head: optimizer.by_head.
+    `name` is the weight's full name, `rows` the number of its rows, of experts of one expert's.
     """
     latent, nope, value = model.kv_lora_rank, model.qk_nope_head_dim, model.v_head_dim
     every, leaf = list(range(rows)), name.split(".")[-2]
@@ -75,10 +71,7 @@ def rows_of(model: Model, name: str, rows: int, by_head: bool) -> list[list[int]
 def head_width(model: Model, name: str, leaf: str) -> int:
     """Return the number of rows of one head in a weight of attention.
 
-    Args:
-        model: the recipe's [model].
-        name: full name of the weight.
-        leaf: its last part but ".weight", such as "wq".
+    `name` is the weight's full name, `leaf` its last part but ".weight", such as "wq".
     """
     from tests.reference import blocks, own_layer
 
@@ -105,12 +98,12 @@ def muon(
     step_number: int,
     norm: float,
 ) -> tuple[dict[str, Tensor], dict]:
-    """Return updated weights and moments.
+    """Return updated weights and moments by name, as new dicts.
 
     Args:
         config: the config.
         weights: all weights.
-        grads: their gradients.
+        grads: gradients of those that are trained.
         moments: moments of the last step; {} before the first.
         step_number: 1 for the first step.
         norm: norm of all gradients, by which ns_eps is multiplied.

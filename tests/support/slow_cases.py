@@ -20,11 +20,9 @@ def quick_tests() -> dict[str, str]:
 
 
 def table_problems(table: dict[str, str], tests: Collection[str]) -> list[str]:
-    """Return a line for each thing that is wrong with the table, given the ids of all tests; [] if nothing is.
+    """Return a line for each thing that is wrong with the table of `quick_tests`; [] if nothing is.
 
-    Args:
-        table: result of `quick_tests`.
-        tests: ids of all tests that pytest collects.
+    `tests` are the ids of all tests that pytest collects.
     """
     gone = sorted({*table, *table.values()}.difference(tests))
     absent = sorted(set(table.values()) & set(table))

@@ -34,11 +34,9 @@ class SmallHub:
         return commit
 
     def respond(self, path: str, token: str) -> tuple[int, dict[str, str], bytes]:
-        """Return status, headers and body of the response to a request.
+        """Return status, headers and body of the response to a request with a token, "" for none.
 
-        Args:
-            path: path of the URL, such as "/api/datasets/OWNER/NAME/revision/main".
-            token: the request's token; "" for none.
+        `path` is that of the URL, such as "/api/datasets/OWNER/NAME/revision/main".
         """
         parts = path.strip("/").split("/")
         parts = parts[1:] if parts[0] == "api" else parts

@@ -1,14 +1,14 @@
 """Tolerances for two computations of the same numbers on any CPU, from counts of roundings and not by tuning.
 
-A rounding to a dtype errs by at most u = eps / 2 of what is rounded. Rounding errors are independent, so the squares
-of n of them add up: to less than 2 u sqrt(n). Another order of additions or another register width rounds differently.
-Two computations, each with that many `roundings` to a dtype (on the way from the inputs to a number, including its own)
-and with sums of that many `terms` in its accumulator (float32 for narrower dtypes), differ by at most
+A rounding to a dtype errs by at most u = eps / 2; errors are independent, so the squares of n of them add up, to less
+than 2 u sqrt(n). Two computations, each with that many `roundings` to a dtype (on the way from the inputs to a number,
+including its own) and with sums of that many `terms` in its accumulator (float32 for narrower dtypes), differ by at
+most
 
     4 sqrt(roundings u(dtype)^2 + terms u(accumulator)^2)
 
-of the tensor's largest entry, or of `scale` where far larger terms cancel. exp and the like err by about 2 u: 4
-roundings. A rounding whose effect is m times as large, such as that of an angle m, counts m^2 times.
+of the tensor's largest entry, or of `scale` where far larger terms cancel. exp and the like count 4 roundings, and a
+rounding whose effect is m times as large, such as that of an angle m, counts m^2 times.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def bound(dtype: torch.dtype, terms: int = 0, roundings: int = 1) -> float:
-    """Return the allowed difference relative to the largest entry, by this module's formula.
-
-    Args:
-        dtype: dtype that both computations round to.
-        terms: number of terms of their sums, in the accumulator.
-        roundings: number of roundings to `dtype` from the inputs to a number, its own included.
-    """
+    """Return the allowed difference relative to the largest entry, by this module's formula."""
     accumulator = torch.promote_types(dtype, torch.float32)
     return 4 * math.sqrt(roundings * unit_roundoff(dtype) ** 2 + terms * unit_roundoff(accumulator) ** 2)
 
@@ -39,11 +33,6 @@ def relative_difference(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
     """Return the largest difference relative to the largest finite entry of `want`, or to `scale` if that is larger.
 
     Equal infinities do not differ, and a NaN is infinitely far. Empty tensors differ by 0.
-
-    Args:
-        got: the tensor to judge.
-        want: the right one.
-        scale: least number that differences are relative to.
     """
     if not want.numel():
         return 0.0

@@ -1,6 +1,6 @@
 """Fills receive buffers of symmetric memory with NaN before every exchange, from the import of this module on.
 
-A row that is read without having been written then gives a NaN.
+A row that is read without having been written then gives a NaN. N rows are sent, M received.
 """
 
 from __future__ import annotations

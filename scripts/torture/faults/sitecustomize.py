@@ -4,23 +4,9 @@ With this folder on PYTHONPATH, Python imports the file at its start. FAULTS in 
 
     {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000004.writing", "at": 3, "once": FILE}
 
-do      kill: SIGKILL to this process. fail: OSError with `errno`. slow: sleep for `seconds`. wait: until the file
-        `until` exists.
-rank    the rank that has the fault; all of them if left out.
-on      write or read (a file is opened for it), scandir, listdir, mkdir, rename, remove, rmdir, fsync; any if left out.
-path    what the path must contain; for a rename, the new name.
-at      the number of the first such event to have the fault, 1 if left out; times: how many have it, 1 if left out.
-once    a file made when it strikes; if that exists already, from the process before a restart, it does not strike.
-
-With "on": ["signal"], at SIGUSR1: "deadlock" waits for ever in Python, "leave" ends the process with exit code 0,
-"skip" makes the next call of "path", MODULE:FUNCTION, return its argument. Of it, or of MODULE:CLASS.METHOD, "barrier"
-makes the next call wait for all ranks first, and "slow" makes every later call take `seconds` longer.
-
-flip    a bit of a parameter of this `shape`, the first in the last of the optimizer's groups that has one, or of its
-        moment `of`, after the optimizer's step number `at`: bit `bit` of its number `place`.
-nan     number `place` of the output of the module named `module` becomes NaN in the step after `at` optimizer steps,
-        in the microbatch number `microbatch` of `of`, each time it is computed (once, then once more in a repeated
-        step); with `parameter`, of the gradient of that parameter of the module.
+"rank" is the rank that has the fault; all have it if left out. "once" is a file that is made when the fault strikes; if
+it exists already, from the process before a restart, the fault does not strike. Other settings are those of `Fault`, of
+`at_signal` with "on": ["signal"], and of `flip` and `Nan` with "do": "flip" and "nan".
 """
 
 import functools
@@ -36,7 +22,7 @@ EVENTS = ("os.scandir", "os.listdir", "os.mkdir", "os.rename", "os.remove", "os.
 
 
 def strikes(once):
-    """Return True if this is the rank's first process that gets here: no file `once` exists, which this creates."""
+    """Create the file `once` and return True; return False if it exists, because an earlier process has made it."""
     try:
         os.close(os.open(once, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -48,7 +34,15 @@ def strikes(once):
 
 
 class Fault:
-    """A fault of disk access: an error, a delay or a kill at a chosen disk event."""
+    """A fault of disk access: an error, a delay or a kill at a chosen disk event.
+
+    do      kill: SIGKILL to this process. fail: OSError with `errno`. slow: sleep for `seconds`. wait: until the file
+            `until` exists.
+    on      write or read (a file is opened for it), scandir, listdir, mkdir, rename, remove, rmdir, fsync; any if left
+            out.
+    path    what the path must contain; for a rename, the new name.
+    at      number of the first such event to have the fault, 1 if left out; times: how many have it, 1 if left out.
+    """
 
     on, path, at, times, once, until, seen = (), "", 1, 1, "", "", 0
 
@@ -58,9 +52,7 @@ class Fault:
     def meet(self, event, path):
         """Kill this process, raise an OSError, sleep or wait for a file if the fault is set for this disk event.
 
-        Args:
-            event: kind of the event, such as "write".
-            path: the file or folder.
+        `event` is its kind, such as "write", and `path` the file or folder. Counts the events that fit.
         """
         if (self.on and event not in self.on) or self.path not in path:
             return
@@ -119,7 +111,7 @@ def at_signal(do, path="", seconds=0.0, **_):
 
     Args:
         do: "leave": end with exit code 0; "deadlock": wait for ever; "skip": make the next call of a function return
-            its argument; "barrier": make it wait for all ranks first; "slow": make all later calls take longer.
+            its first argument; "barrier": make it wait for all ranks first; "slow": make all later calls take longer.
         path: the function that the last three change, MODULE:FUNCTION or MODULE:CLASS.METHOD, imported by then.
         seconds: delay of each call of the function, for "slow".
     """
@@ -189,7 +181,12 @@ def flip(shape, place, bit, at, once, of="", **_):
 
 
 class Nan:
-    """The fault that makes a number of a module's output, or of a parameter's gradient, NaN, even if `once` exists."""
+    """The fault that makes a number of a module's output NaN, or of its parameter's gradient, even if `once` exists.
+
+    It is number `place` of the module named `module`, in the step after `at` optimizer steps, in the microbatch number
+    `microbatch` of `of`, each time it is computed (once, then once more in a repeated step); with `parameter`, of the
+    gradient of that parameter of the module.
+    """
 
     def __init__(self, module, place, at, microbatch, of, once, parameter="", **_):
         self.module, self.place, self.parameter, self.once = module, place, parameter, once
@@ -228,12 +225,7 @@ WITH_TORCH = {"flip": flip, "nan": Nan}
 
 
 def later(do, **fault):
-    """Wait until torch is imported, then set up a fault in weights, gradients or outputs; runs in a thread of its own.
-
-    Args:
-        do: kind of the fault, a key of WITH_TORCH.
-        fault: its settings.
-    """
+    """Wait until torch is imported, then set up the fault `do`, a key of WITH_TORCH; runs in a thread of its own."""
     while not hasattr(sys.modules.get("torch"), "compile"):  # among the last things that importing it defines
         time.sleep(0.01)
     WITH_TORCH[do](**fault)
