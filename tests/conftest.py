@@ -97,7 +97,7 @@ def turn(nodeid: str) -> int:
 
 
 def whole_suite(config: pytest.Config) -> bool:
-    """Whether nothing was picked by name."""
+    """Return whether nothing was picked by name."""
     picked = {"-k", "-m", "--lf"}.intersection(config.invocation_params.args)
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not picked
 

@@ -2,6 +2,7 @@
 
 `measure` runs on every rank of a pool and calls what train.py calls: a recipe is read, checked and resolved, a Trainer
 is built from it and takes two steps. Only the samples are the test's own: they have padding and labels without loss.
+`changes` are recipe keys in place of TINY's. T tokens, E experts.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ SAVING = TINY | {
 
 
 def arguments(changes: dict[str, Any]) -> list[str]:
-    """Overrides as a command line."""
+    """Return recipe keys and values as words of a command line."""
 
     def text(value: Any) -> list[str]:
         if isinstance(value, bool):
@@ -101,9 +102,10 @@ def read(changes: dict[str, Any], size: int) -> Config:
 
 
 def sample(config: Config, number: int, clean: bool = False) -> Batch:
-    """Sample of a global number: random tokens; some end in padding, one is all padding, some labels have no loss.
+    """Return the sample of a global number: random tokens, padding at the end of some, labels without loss.
 
-    It begins with five equal tokens: as long as they see nothing else, they stay equal in every layer.
+    It begins with five equal tokens: as long as they see nothing else, they stay equal in every layer. Number 3 is all
+    padding. A `clean` one has neither padding nor labels without loss.
     """
     length = config.training.seq_len
     ids = counter_rng.bits(counter_rng.key("sample", config.training.seed), number * 1000 + torch.arange(length + 1))
@@ -121,8 +123,12 @@ def sample(config: Config, number: int, clean: bool = False) -> Batch:
 
 
 def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
-    """documents: of 1 to 7 tokens, starting with the sample's first, with shuffled positions: RoPE only depends on
-    distances, so ordinary positions would give the right numbers even if they never reached it."""
+    """Return a batch of the samples with these numbers.
+
+    With `documents`, samples have documents of 1 to 7 tokens, starting with the sample's first, with shuffled
+    positions: RoPE only depends on distances, so ordinary positions would give the right numbers even if they never
+    reached it.
+    """
     tokens, labels, valid, *_ = zip(*(sample(config, n) for n in numbers), strict=True)
     length = config.training.seq_len
     document = position = None
@@ -139,8 +145,10 @@ def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
 
 
 def pairs(numbers: list[int], document: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A sample's documents as pairs of completions, and what a reference might say of their labels. The last document
-    of an odd number has no labels."""
+    """Return the fields of samples' documents as pairs of completions, and what a reference might say of their labels.
+
+    The last document of an odd number loses its labels, in place.
+    """
     count, length = (document.max(1).values + 1) // 2, document.shape[1]
     labels[document >= 2 * count.unsqueeze(1)] = IGNORE
     reference = torch.stack([-(torch.arange(length) * (3 + n) % 7).double() for n in numbers])
@@ -148,12 +156,12 @@ def pairs(numbers: list[int], document: torch.Tensor, labels: torch.Tensor) -> d
 
 
 def weight(config: Config, number: int) -> torch.Tensor:
-    """Of each label of a sample; a sixth of them are 0."""
+    """Return the weight of each label of a sample; a sixth of them are 0."""
     return (torch.arange(config.training.seq_len) * (3 + number) % 6).float() / 4
 
 
 def grouped(config: Config, dp: int, step: int, documents: bool = False) -> list[list[Batch]]:
-    """Microbatches of a step (from 0): by index, then by data rank."""
+    """Return the microbatches of a step (from 0): by index, then by data rank."""
     size, total = config.training.local_batch_size, config.training.global_batch_size
     return [
         [batch(config, [step * total + (m * dp + d) * size + b for b in range(size)], documents) for d in range(dp)]
@@ -162,7 +170,7 @@ def grouped(config: Config, dp: int, step: int, documents: bool = False) -> list
 
 
 class Samples:
-    """A run's loader, over the test's samples."""
+    """Stand-in for a run's loader, over the test's samples."""
 
     mix = SimpleNamespace(tokenizer=None)
 
@@ -181,7 +189,7 @@ class Samples:
 
 
 class NaNPositions(Loader):
-    """From step 2 on positions are NaN, and so is everything that attention computes from them."""
+    """Loader whose positions are NaN from step 2 on, and so is everything that attention computes from them."""
 
     def next_step(self) -> list[Batch]:
         batches = super().next_step()
@@ -203,7 +211,10 @@ class Outcome:
 def whole(
     pieces: dict[str, Any], rank: int, fold: Fold, places: dict[str, blame.HeldShard] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Logical tensors from every rank's pieces, on rank 0; replicas must be equal, up to rounding."""
+    """Return full tensors from every rank's shards, on rank 0; {} on others. Replicas must be equal, up to rounding.
+
+    Collective over the world. `places` says where this rank's shards are, None to find that out.
+    """
     mine, places = {}, places or blame.describe_shards(pieces)
     for name, tensor in pieces.items():
         part = tensor.detach()
@@ -231,12 +242,12 @@ def whole(
 
 
 def no_collection(every: int) -> Any:
-    """Replaces GarbageCollection, whose first full collection would be a third of a short test's time."""
+    """Return a stand-in for GarbageCollection, whose first full collection would be a third of a short test's time."""
     return SimpleNamespace(collect=lambda step: None)
 
 
 def runtime_here() -> Any:
-    """The runtime of a pool's rank. The ranks are reused, so the time-outs of their groups must not change."""
+    """Return the runtime of a pool's rank. The ranks are reused, so the time-outs of their groups must not change."""
     from titanmoe.train.runtime import Runtime
 
     rank = dist.get_rank()
@@ -244,7 +255,7 @@ def runtime_here() -> Any:
 
 
 def make_trainer(changes: dict[str, Any], **seams: Any) -> Any:
-    """On a rank: the Trainer of a recipe, with the recipe's own data unless a loader is given."""
+    """Build the Trainer of a recipe on this rank, with the recipe's own data unless a loader is given."""
     runtime = runtime_here()
     return build_trainer(read(changes, runtime.world), runtime, **{"garbage": no_collection} | seams)
 
@@ -257,7 +268,7 @@ def build_trainer(config: Config, runtime: Any, **seams: Any) -> Any:
 
 
 def samples(documents: bool = False) -> Callable[[Config, int, int], Samples]:
-    """The test's own samples, as a run's loader."""
+    """Return the maker of `Samples`, for `loader`."""
     return functools.partial(Samples, documents=documents)
 
 
@@ -266,13 +277,13 @@ B_STD = 0.2
 
 
 def initial_weights(config: Config) -> dict[str, torch.Tensor]:
-    """Of the plain model: with random A and B, if it has adapters."""
+    """Return the initial weights of the plain model: with random A and B, if it has adapters."""
     seed = config.training.seed
     return reference.initial_weights(config.model, seed) | reference.initial_adapters(config, seed, b=B_STD)
 
 
 def random_b(trainer: Any) -> None:
-    """Gives a run, of seed 0, the same B."""
+    """Set the adapters' B of a run of seed 0 to those of `initial_weights`, in place."""
     from titanmoe.parallel.materialize import fill_normal, local_shard
 
     for name, parameter in trainer.training.parameters.items():
@@ -287,7 +298,7 @@ Choices = dict[int, torch.Tensor]
 
 @contextmanager
 def frozen(choices: Choices | None) -> Iterator[None]:
-    """Every router on this rank makes these choices, whatever its scores."""
+    """Let every router on this rank make these choices within this context, whatever its scores; None: its own."""
     from titanmoe.moe.router import Router
 
     def choose(self: Router, scores_TE: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
@@ -310,7 +321,17 @@ def measure(
     prepare: Callable[[Any], None] = lambda trainer: None,
     train_step: Callable[[Any], dict[str, Any]] = one_step,
 ) -> Outcome | None:
-    """prepare: called with the Trainer before its first step. train_step: runs one step of it."""
+    """Run steps of a recipe on this rank; return what they gave on rank 0, None on others. Collective over the world.
+
+    Args:
+        changes: recipe keys.
+        documents: whether samples have several documents.
+        fault: name of a planted fault; "" for none.
+        steps: number of steps.
+        choices: experts that every router is made to choose; None for its own.
+        prepare: called with the Trainer before its first step.
+        train_step: runs one step of it.
+    """
     from tests.support import planted_faults
 
     config, rank = read(changes, dist.get_world_size()), dist.get_rank()
@@ -357,7 +378,7 @@ def measure(
 
 
 def train(argv: list[str]) -> None:
-    """On a rank: what train.py does once it has joined the others."""
+    """Do on this rank what train.py does once it has joined the others."""
     from titanmoe.components import COMPONENTS
     from titanmoe.train.launch import read_config
 
@@ -366,7 +387,7 @@ def train(argv: list[str]) -> None:
 
 
 def places(changes: dict[str, Any]) -> dict[str, blame.HeldShard]:
-    """On a rank: where its pieces of the parameters are."""
+    """Return where this rank's shards of the parameters are, by name."""
     return blame.describe_shards(make_trainer(changes, loader=samples()).training.parameters)
 
 
@@ -387,7 +408,7 @@ NEUTRAL = (
 
 
 def owners(config: Config) -> list[int]:
-    """Which rank of a sequence owns each position: its cp rank's chunks side by side, cut over tp."""
+    """Return which rank of a sequence owns each position: its cp rank's chunks side by side, divided over tp."""
     fold, length = config.parallelism, config.training.seq_len
     chunk = length // (2 * fold.cp) if fold.cp > 1 and fold.cp_placement == "zigzag" else length // fold.cp
     place: dict[int, int] = {}
@@ -410,7 +431,10 @@ def _expected(
 
 
 def expected(changes: dict[str, Any], size: int, documents: bool = False, steps: int = STEPS) -> reference.Run:
-    """The plain model's steps. Mappings that must agree share one result; dp and owners enter only where they may."""
+    """Return the plain model's steps. Mappings that must agree share one result.
+
+    dp and owners enter only where they may.
+    """
     config = read(changes, size)
     moe, fold = config.moe, config.parallelism
     sub_sequence = moe.capacity_factor > 0 and moe.capacity_scope == "sub_sequence"
@@ -422,7 +446,7 @@ def expected(changes: dict[str, Any], size: int, documents: bool = False, steps:
 
 
 class OutsideTolerance(AssertionError):
-    """A mapping that disagrees with the plain model. `errors` are all of its errors, by what was compared."""
+    """Error of a mapping that disagrees with the plain model. `errors` are all of its errors, by what was compared."""
 
     def __init__(self, message: str, errors: dict[str, float]):
         super().__init__(message)
@@ -442,10 +466,7 @@ def check(
 ) -> dict[str, float]:
     """Return a mapping's errors. Raise OutsideTolerance unless it agrees with the plain model.
 
-    Args:
-        freeze: run one step, with the plain model's choices of experts.
-        prepare: as in `measure`.
-        train_step: as in `measure`.
+    With `freeze`, run one step with the plain model's choices of experts. Other parameters are those of `measure`.
     """
     config, allowed = read(changes, size), tolerance(read(changes, size))
     want = expected(changes, size, documents, 1 if freeze else steps)
@@ -481,7 +502,7 @@ def preset_of(family: str, size: str = "debug") -> dict[str, Any]:
 
 
 def biased(changes: dict[str, Any], bias: list[float]) -> Outcome | None:
-    """`measure`, with every router's selection bias set."""
+    """Return the result of a step of `measure` with every router's selection bias set."""
 
     def set_bias(trainer: Any) -> None:
         for moe in trainer.training.moe_layers.values():
@@ -491,7 +512,10 @@ def biased(changes: dict[str, Any], bias: list[float]) -> Outcome | None:
 
 
 def check_biased(size: int, changes: dict[str, Any], bias: list[float]) -> dict[str, float]:
-    """One step with the routers' choice forced; `deserted` is the largest gradient of an expert that nothing chose."""
+    """Return errors of a step with the routers' choice forced; AssertionError if it disagrees with the plain model.
+
+    `deserted` is the largest gradient of an expert that nothing chose.
+    """
     got = world.run(size, biased, changes, bias)[0]
     config = read(changes, size)
     weights = reference.initial_weights(config.model, config.training.seed, torch.float64)

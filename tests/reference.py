@@ -1,11 +1,11 @@
 """The plain model that every mapping is compared with: one process, one autograd graph for a whole optimizer step.
 
-It shares no code with the model, router, dispatchers, sharding or optimizer under test: only the configuration's
-fields and the counted random numbers. Nothing here is fast, fused or clever. Parameter names are the model's own.
+It shares no code with the model, router, dispatchers, sharding or optimizer under test: only the configuration's fields
+and the counted random numbers. Nothing here is fast, fused or clever. Parameter names are the model's own.
 
-G samples of the step, S positions, T = G * S tokens, V vocabulary, D model, H heads, h head width, F hidden,
-E experts, K choices per token. The G samples stand in the order of their global number: all data ranks of
-microbatch 0, then all of microbatch 1, and so on, so a token's row in (T, ...) is its global index in the step.
+G samples of the step in the order of their global number, B of a batch, S positions, T = G * S tokens (a token's row in
+(T, ...) is its global index in the step), V vocabulary, D model, H heads, h head width, v that of values, R latent
+width, r its rotary part, F hidden, E experts, e those of a group, K choices per token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Slices = int | Sequence[int]
 
 
 class Batch(NamedTuple):
-    """One microbatch of one data rank. Anything with these fields will do."""
+    """A microbatch of one data rank. Anything with these fields will do."""
 
     tokens_BS: Tensor
     labels_BS: Tensor
@@ -85,7 +85,7 @@ class Run:
 
 
 class OwnLayer(NamedTuple):
-    """What a family has in the place of attention, as plain as everything here."""
+    """The layer that a family has in the place of attention, as plain as everything here."""
 
     has: Callable[[Model, int], bool]
     """Whether a block has it, by its number."""
@@ -118,7 +118,7 @@ def own_layer(model: Model, layer: int) -> OwnLayer | None:
 
 
 def blocks(model: Model) -> dict[int, str]:
-    """All blocks by number: the layers, followed by that of multi-token prediction."""
+    """Return the names of all blocks by number: the layers, followed by that of multi-token prediction."""
     out = {i: f"layers.{i}" for i in range(model.num_layers)}
     return out | ({model.num_layers: "mtp.0.block"} if model.mtp_depth else {})
 
@@ -222,7 +222,7 @@ def initial_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64)
 
 
 def adapted(config: Config) -> dict[str, tuple[str, int]]:
-    """The matrices that have adapters: the stem of their adapters' names, and the rank of these."""
+    """Return by matrix that has adapters the stem of their names, and their rank; {} without adapters."""
     out = {}
     for name in shapes(config.model):
         attention = ".attention.w" in name and name.endswith(".weight")
@@ -242,7 +242,10 @@ def adapted(config: Config) -> dict[str, tuple[str, int]]:
 def initial_adapters(
     config: Config, seed: int, dtype: torch.dtype = torch.float64, b: float = 0.0
 ) -> dict[str, Tensor]:
-    """A is normal, with the variance of a uniform number of at most 1 / sqrt(inputs); B is 0, or b times normal."""
+    """Return initial adapters: A normal, with the variance of a uniform number of at most 1 / sqrt(inputs).
+
+    B is 0, or `b` times normal.
+    """
     out = {}
     for name, (stem, rank) in adapted(config).items():
         *experts, outputs, inputs = shapes(config.model)[name]
@@ -280,7 +283,7 @@ class Dropping(NamedTuple):
 
 
 def with_adapters(config: Config, weights: dict[str, Tensor], step_number: int) -> dict[str, Any]:
-    """W + alpha / r B A, in the place of W; with dropout what computes that product."""
+    """Return the weights with W + alpha / r B A in the place of W; with dropout what computes that product."""
     merged = {name: weight for name, weight in weights.items() if "lora_" not in name}
     for name, (stem, rank) in adapted(config).items():
         a, b = weights[stem + "A"], weights[stem + "B"]
@@ -291,7 +294,7 @@ def with_adapters(config: Config, weights: dict[str, Tensor], step_number: int) 
 
 
 def with_whole_norms(model: Model, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What norms multiply by, in the place of their weights. A layer of a family's own has its own norms."""
+    """Return the weights with what norms multiply by in the place of theirs. A family's own layer has its own norms."""
     own = tuple(f"{block}.attention." for i, block in blocks(model).items() if own_layer(model, i))
     adds = {n for n in weights if model.norm_adds_one and n.endswith("norm.weight") and not n.startswith(own)}
     return {name: 1 + weight if name in adds else weight for name, weight in weights.items()}
@@ -314,7 +317,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def yarn(model: Model, width: int) -> tuple[list[float], float]:
-    """Frequency of each pair, and the factor on queries and keys (Peng et al., arXiv 2309.00071, eq. 17 to 22)."""
+    """Return the frequency of each pair, and the factor on queries and keys (arXiv 2309.00071, eq. 17 to 22)."""
     plain = [model.rope_theta ** (-2 * i / width) for i in range(width // 2)]
     if model.rope_scaling == "none":
         return plain, 1.0
@@ -337,8 +340,10 @@ def yarn(model: Model, width: int) -> tuple[list[float], float]:
 
 
 def rope(x_GSHh: Tensor, model: Model, position_GS: Tensor | None = None) -> Tensor:
-    """Rotates the pair (x_i, x_{i + h/2}) of position s by the angle s * its frequency; and scales it under YaRN. h may
-    be the first part of a head."""
+    """Return x with the pair (x_i, x_{i + h/2}) of position s rotated by the angle s * its frequency.
+
+    Under YaRN it is scaled too. h may be the first part of a head.
+    """
     positions, width = x_GSHh.shape[1], model.rotary_dim or x_GSHh.shape[-1]
     wide = torch.promote_types(x_GSHh.dtype, torch.float32)
     frequencies, scale = yarn(model, width)
@@ -356,7 +361,7 @@ def rope(x_GSHh: Tensor, model: Model, position_GS: Tensor | None = None) -> Ten
 
 
 def window(model: Model, layer: int) -> int | None:
-    """Every n-th block sees the whole sequence, the others a window; what follows the last is like it."""
+    """Return the window of a block; None for every n-th, which sees the whole sequence. A block after the last is like it."""
     every, layer = model.full_attention_every, min(layer, model.num_layers - 1)
     sees_all = not model.sliding_window or (every > 0 and layer % every == every - 1)
     return None if sees_all else model.sliding_window
@@ -407,8 +412,7 @@ def latent_attention(
     document_GS: Tensor | None = None,
     position_GS: Tensor | None = None,
 ) -> Tensor:
-    """arXiv 2405.04434, eq. 9 to 19, absorbed: keys and values are never computed, heads attend to the latent
-    itself."""
+    """Return the output of latent attention (arXiv 2405.04434, eq. 9 to 19), whose heads attend to the latent itself."""
     heads, nope, value, rank = model.num_heads, model.qk_nope_head_dim, model.v_head_dim, model.kv_lora_rank
 
     def matrix(part: str) -> Tensor:
@@ -439,7 +443,10 @@ def latent_attention(
 def causal_softmax(
     scores: Tensor, document_GS: Tensor | None, narrow: int | None = None, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """Weights of the keys; a sink, a logit without a value, takes its share of the total."""
+    """Return the weights of the keys; a sink, a logit without a value, takes its part of the total.
+
+    A query sees the last `narrow` positions, None for all.
+    """
     positions = scores.shape[-1]
     hidden = torch.ones(positions, positions, dtype=torch.bool).triu(1)
     if narrow is not None:
@@ -485,7 +492,7 @@ def named_swiglu(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 @dataclass
 class Tokens:
-    """All tokens of the step by global index, and how they are grouped."""
+    """Tokens of the step by global index, and how they are grouped."""
 
     tokens_GS: Tensor
     labels_GS: Tensor
@@ -547,9 +554,9 @@ def route(
     layer: int,
     logit_bias_E: Tensor | None = None,
 ) -> Routing:
-    """bias_E only affects the choice, logit_bias_E is a weight like any other.
+    """Return the routing of all tokens, padding included, which whoever uses it leaves out.
 
-    Padding tokens are routed here like any other; whoever uses the result leaves them out.
+    bias_E only affects the choice, logit_bias_E is a weight like any other.
     """
     model, moe = config.model, config.moe
     wide = torch.promote_types(x_TD.dtype, getattr(torch, moe.router_dtype))
@@ -579,7 +586,7 @@ def route(
 
 
 def choose(model: Model, scores_TE: Tensor, valid_T: Tensor) -> tuple[Tensor, float]:
-    """The K best experts of the best groups, lower numbers first among equals; and the smallest margin."""
+    """Return the K best experts of the best groups, lower numbers first among equals; and the smallest margin."""
     margin = math.inf
     if model.num_groups > 1:
         in_group = model.num_experts // model.num_groups
@@ -602,14 +609,14 @@ def best(scores: Tensor, number: int, valid_T: Tensor) -> tuple[Tensor, float]:
 
 
 def owners(slices: Slices, positions: int) -> Tensor:
-    """Which rank of a sequence owns each position."""
+    """Return which rank of a sequence owns each position."""
     if isinstance(slices, int):
         return torch.arange(positions) // (positions // slices)
     return torch.tensor(slices)
 
 
 class Rounded(NamedTuple):
-    """A weight among the numbers with 8 significant bits."""
+    """A weight as one of the numbers with 8 significant bits."""
 
     number: int
     """In ascending order."""
@@ -628,7 +635,7 @@ def rounded(weight: float) -> Rounded:
 
 
 def lead(kept: tuple[Rounded, int, int], dropped: tuple[Rounded, int, int]) -> float:
-    """The relative change of two weights that makes the dropped one come first."""
+    """Return the relative change of two weights that makes the dropped one come first; infinite if rounding cannot."""
     steps = kept[0].number - dropped[0].number + (kept[1] < dropped[1])
     if steps > 2:
         return math.inf  # more than a step of 1/256, which no rounding bridges
@@ -636,7 +643,7 @@ def lead(kept: tuple[Rounded, int, int], dropped: tuple[Rounded, int, int]) -> f
 
 
 def keep(config: Config, tokens: Tokens, routing: Routing, slices: Slices) -> tuple[Tensor, float]:
-    """(T, K): which routed pairs are computed. At most C per scope and expert."""
+    """Return which routed pairs (T, K) are computed, at most C per scope and expert, and the smallest `lead`."""
     model, moe = config.model, config.moe
     kept_TK = tokens.valid_T[:, None].repeat(1, model.top_k)
     if not moe.capacity_factor:
@@ -674,14 +681,14 @@ def expert_counts(routing: Routing, of: Tensor, num_experts: int) -> Tensor:
 
 
 def balance_terms(model: Model, tokens: Tokens, routing: Routing) -> dict[str, Tensor]:
-    """Each is 1 under uniform routing, except z, which is then (ln E)^2. Only valid tokens count."""
+    """Return the balance terms by name: 1 under uniform routing, but z is then (ln E)^2. Only valid tokens count."""
     share_TE = routing.scores_TE / routing.scores_TE.sum(-1, keepdim=True)
 
     def valid(of_T: Tensor) -> Tensor:
         return of_T & tokens.valid_T
 
     def load_E(of_T: Tensor) -> Tensor:
-        """f: 1 for an expert that is chosen as often as the average."""
+        """Return f: 1 for an expert that is chosen as often as the average."""
         return model.num_experts * expert_counts(routing, of_T, model.num_experts) / (model.top_k * of_T.sum())
 
     samples = int(tokens.valid_T.view(len(tokens.tokens_GS), -1).any(1).sum())
@@ -705,7 +712,7 @@ def balance_terms(model: Model, tokens: Tokens, routing: Routing) -> dict[str, T
 
 
 def coefficients(config: Config) -> dict[str, float]:
-    """Of the balance losses that are on, by the name of a recipe."""
+    """Return the coefficients of the balance losses that are on, by the name of a recipe."""
     named = [line.split() for line in config.moe.balance_losses]
     return {name: getattr(config.moe, name) for name in KEYS if getattr(config.moe, name)} | {
         name: float(coefficient) for name, coefficient in named
@@ -779,7 +786,7 @@ def forward(
     step_number: int = 1,
     slices: Slices = 1,
 ) -> tuple[Tensor, Tensor | None, dict[int, MoEResult]]:
-    """Logits (G, S, V), those of the token after next if the model predicts it, and what each MoE layer did."""
+    """Return logits (G, S, V), those of the token after next or None, and by MoE layer what it did."""
     model = config.model
     moe_results: dict[int, MoEResult] = {}
 
@@ -824,7 +831,7 @@ def forward(
 
 
 def next_tokens(tokens: Tokens) -> Tensor:
-    """For the last position: its label, or itself if it has none."""
+    """Return the token after each; for the last position its label, or itself if it has none."""
     out_GS = tokens.tokens_GS.clone()
     for sample, (ids, labels) in enumerate(zip(tokens.tokens_GS.tolist(), tokens.labels_GS.tolist(), strict=True)):
         last = ids[-1] if labels[-1] == IGNORE else labels[-1]
@@ -833,7 +840,7 @@ def next_tokens(tokens: Tokens) -> Tensor:
 
 
 def later_labels(tokens: Tokens) -> Tensor:
-    """For the token after next: the next position's label, if there is one and it belongs to the same document."""
+    """Return labels for the token after next: the next position's, if there is one and it is of the same document."""
     out_GS = torch.full_like(tokens.labels_GS, IGNORE)
     samples, positions = out_GS.shape
     for sample in range(samples):
@@ -845,7 +852,7 @@ def later_labels(tokens: Tokens) -> Tensor:
 
 
 def cross_entropies(logits_GSV: Tensor, labels_GS: Tensor) -> Tensor:
-    """Of each label; 0 where there is none."""
+    """Return the cross-entropy of each label; 0 where there is none."""
     wide = torch.promote_types(logits_GSV.dtype, torch.float32)
     labelled = labels_GS != IGNORE
     log_p = logits_GSV.log_softmax(-1, dtype=wide).gather(-1, labels_GS.where(labelled, 0)[..., None]).squeeze(-1)
@@ -853,7 +860,7 @@ def cross_entropies(logits_GSV: Tensor, labels_GS: Tensor) -> Tensor:
 
 
 class Scores(NamedTuple):
-    """Of each label; 0 where there is none."""
+    """Scores of each label; 0 where there is none."""
 
     loss_GS: Tensor
     entropy_GS: Tensor
@@ -868,7 +875,7 @@ def scores(logits_GSV: Tensor, labels_GS: Tensor) -> Scores:
 
 
 def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor, number: Tensor | None = None) -> Tensor:
-    """Sum over the labelled tokens, divided once by their number, or by a given one."""
+    """Return the sum over the labelled tokens, divided once by their number, or by a given one."""
     return cross_entropies(logits_GSV, labels_GS).sum() / ((labels_GS != IGNORE).sum() if number is None else number)
 
 
@@ -881,7 +888,7 @@ def weighted_cross_entropy(scores: Scores, tokens: Tokens) -> Tensor:
 
 
 def dpo(beta: float) -> Objective:
-    """Each pair of completions by itself."""
+    """Return the objective that computes DPO's loss of each pair of completions by itself."""
 
     def mean(scores: Scores, tokens: Tokens) -> Tensor:
         completion_GS, losses = tokens.extra_fields["completion"], []
@@ -910,10 +917,10 @@ def step(
     bias: dict[str, Tensor] | None = None,
     slices: Slices = 1,
 ) -> StepResult:
-    """Loss and gradients of one optimizer step. step_batches[m][d] is microbatch m of data rank d.
+    """Return loss and gradients of one optimizer step. step_batches[m][d] is microbatch m of data rank d.
 
-    step_number counts from 1. slices are the pieces of each sequence that sub_sequence capacity is counted in.
-    Neither weights nor bias are changed. Under torch.no_grad there are no gradients.
+    step_number counts from 1. slices are the pieces of each sequence that sub_sequence capacity is counted in. Neither
+    weights nor bias are changed. Under torch.no_grad there are no gradients.
     """
     weights = {name: value.detach().requires_grad_(trains(config, name)) for name, value in weights.items()}
     merged = with_whole_norms(config.model, with_adapters(config, weights, step_number))
@@ -968,7 +975,7 @@ def learning_rate(config: Config, step_number: int) -> float:
 
 
 def schedule(options: LRSchedule, step_number: int, steps: int) -> float:
-    """As a fraction of the peak."""
+    """Return the learning rate of a step as a fraction of the peak."""
     floor, warmup = options.min_ratio, options.warmup_steps
     if step_number <= warmup:
         return step_number / warmup
@@ -989,7 +996,7 @@ def decays(name: str, weight: Tensor, decay_all: bool) -> bool:
 
 
 def rate_and_decay(config: Config, name: str, weight: Tensor, step_number: int) -> tuple[float, float]:
-    """Of a parameter: its group's, if it is in one."""
+    """Return learning rate and weight decay of a parameter: its group's, if it is in one."""
     options = config.optimizer
     groups = [group for group in options.groups if any(fnmatchcase(name, pattern) for pattern in group["match"])]
     own = {key: value for group in groups for key, value in group.items()}
@@ -1005,7 +1012,7 @@ def adamw(
     moments: dict[str, tuple[Tensor, Tensor]],
     step_number: int,
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-    """New weights and moments (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). Moments start as {}."""
+    """Return new weights and moments (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). Moments start as {}."""
     options, new_weights, new_moments = config.optimizer, {}, {}
     for name, w in weights.items():
         if name not in grads:
@@ -1028,7 +1035,7 @@ def clipped(grads: dict[str, Tensor], norm: float, max_norm: float) -> dict[str,
 
 
 def moved_bias(config: Config, bias: dict[str, Tensor], counts: dict[int, Tensor]) -> dict[str, Tensor]:
-    """Up for experts with less than the average load, down for those with more."""
+    """Return the biases moved up for experts with less than the average load, down for those with more."""
     rate = config.moe.bias_update_rate
     name = {i: f"{block}.moe.router.expert_bias" for i, block in blocks(config.model).items()}
     moves = {i: rate * trains(config, name[i].replace("expert_bias", "weight")) for i in counts}
@@ -1041,7 +1048,7 @@ def train(
     batches_per_step: Sequence[Sequence[Sequence[Batch]]],
     slices: Slices = 1,
 ) -> Run:
-    """Steps 1, 2, ... with these batches; config.training.steps is only the length of the schedule."""
+    """Run steps 1, 2, ... with these batches; config.training.steps is only the length of the schedule."""
     bias, moments, results = initial_bias(config.model), {}, []
     for step_number, step_batches in enumerate(batches_per_step, start=1):
         result = step(config, weights, step_batches, step_number, bias, slices)

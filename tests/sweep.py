@@ -5,15 +5,9 @@
     python -m tests.sweep --minutes 30      stop after a while; the next call goes on from there
     python -m tests.sweep --optimizer muon  three steps of Muon each, in docs/parity_muon.jsonl and a table of its own
 
-517 mappings, each with one family, dispatcher, schedule, ... of those in tests/support/case_features.py: dealt out in
-turn, so each choice gets as many mappings as any other of its feature (alltoall and hierarchical twice as many as other
-dispatchers). Also, schedules and context-parallel kinds by a cover of all pairs; adapters, frozen weights and a few
-options by a cover of all pairs of degrees; and 16-rank mappings, including the paper's convergence run. Muon runs all
-of these but the pairs of schedules and kinds, and adapters. Pools of ranks are renewed along the way (tests/world.py),
-so the number of process groups stays bounded.
-
-A mapping that crashes, hangs or is outside the tolerance has a row too, with its errors and its message in `failure`.
-The table counts these rows as failed, and the exit code is 1. Rows and tables are written here and not edited by hand.
+Each of 517 mappings has one choice of each feature of tests/support/case_features.py, dealt out in turn. SETS names
+further cases: pairs of schedules and context-parallel kinds, adapters, frozen weights, options, 16 ranks. A mapping
+that crashes, hangs or is outside the tolerance has a row too, with its message in `failure`; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -71,8 +65,10 @@ class Case(NamedTuple):
 
 
 def dealt(feature: str) -> Iterator[str]:
-    """Every choice once per round, or as its deck has it; rounds in different orders, so that no two features stay in
-    step."""
+    """Yield every choice once per round, or as its deck has it, for ever.
+
+    Rounds have different orders, so that no two features stay in step.
+    """
     draw, choices = random.Random(feature), list(DECKS.get(feature, FEATURES[feature]))
     while True:
         draw.shuffle(choices)
@@ -80,8 +76,10 @@ def dealt(feature: str) -> Iterator[str]:
 
 
 def spread(given: list[tuple[Fold, dict[str, str]]]) -> list[tuple[Fold, dict[str, str]]]:
-    """Adds a choice of every feature not given: schedules only with stages, cp kinds only with cp. All is trained, with
-    no option, unless given."""
+    """Return the mappings with a choice of every feature not given: schedules only with stages, cp kinds only with cp.
+
+    All is trained, with no option, unless given.
+    """
     decks = {feature: dealt(feature) for feature in FEATURES if feature not in NOT_DEALT}
     out = []
     for fold, fixed in given:
@@ -91,7 +89,10 @@ def spread(given: list[tuple[Fold, dict[str, str]]]) -> list[tuple[Fold, dict[st
 
 
 def pairs() -> list[tuple[Fold, dict[str, str]]]:
-    """Every schedule on 2 and 4 pipeline ranks (8 stages for V schedules on 4), every cp kind, every pair of them."""
+    """Return cases with every schedule on 2 and 4 pipeline ranks, every cp kind, and every pair of them.
+
+    V schedules on 4 ranks have 8 stages.
+    """
     pool = []
     for fold in all_folds(8):
         schedules = list(SCHEDULES) if 1 < fold.pp <= 4 else [""]
@@ -103,15 +104,17 @@ def pairs() -> list[tuple[Fold, dict[str, str]]]:
 
 
 def partly() -> list[tuple[Fold, dict[str, str]]]:
-    """Every pair of two axes' degrees, or of one and what is trained."""
+    """Return mappings with every pair of two axes' degrees, or of one and what is trained."""
     pool = [(fold, what) for fold in all_folds(8) for what in TRAINED if what != "all"]
     rows = [degrees(fold) | {"trained": what} for fold, what in pool]
     return [(pool[i][0], {"trained": pool[i][1]}) for i in cover(rows)]
 
 
 def with_options() -> list[tuple[Fold, dict[str, str]]]:
-    """The same of an option. Gradients accumulate only where no data rank shares an expert; the option that keeps rows
-    is a kind of recomputation."""
+    """Return mappings with every pair of two axes' degrees, or of one and an option.
+
+    Gradients accumulate only where no data rank shares an expert; saving dispatched tokens is a kind of recomputation.
+    """
     pool = [(fold, option) for fold in all_folds(8) for option in OPTIONS if option != "accumulated" or fold.edp == 1]
     rows = [degrees(fold) | {"option": option} for fold, option in pool]
     instead = {"dispatch_saved": {"recompute": "none"}}
@@ -153,7 +156,7 @@ def read(rows: Path) -> list[Row]:
 
 
 def is_of(row: Row, case: Case) -> bool:
-    """Whether a row was measured with this case's choices and conditions."""
+    """Return whether a row was measured with this case's choices and conditions."""
     return row["choices"] == case.choices and row.get("conditions", {}) == case.conditions
 
 
@@ -236,7 +239,7 @@ def agreeing(rows: list[Row], optimizer: str) -> str:
 
 
 def marks(optimizer: str) -> tuple[str, str]:
-    """Of its table's beginning and end in docs/parity.md."""
+    """Return the marks of its table's beginning and end in docs/parity.md."""
     return f"<!-- table of {optimizer} -->", f"<!-- end of {optimizer} -->"
 
 

@@ -3,9 +3,8 @@
     results = world.run(4, function, *arguments)     # function(*arguments) on 4 ranks; their results by rank
 
 `function` is at the top level of a module; arguments and results are pickled by value. torch.distributed is
-initialised, and RANK, WORLD_SIZE, LOCAL_RANK and so on are set as torchrun sets them. Ranks persist: process groups,
-caches and whatever else a function leaves behind are still there at the next call, which gets the same groups when
-it asks for new ones, until the pool is renewed. That happens after any failure, when a function destroyed the default
+initialised, with the environment of torchrun. Ranks persist: process groups, caches and all that a function leaves
+behind are there at the next call, until the pool is renewed: after any failure, when a function destroyed the default
 group, when a rank is in MAX_GROUPS groups, and by `restart`. A failing rank ends the call with a RankError that shows
 its traceback; ranks that then wait for it in a collective are killed, and their stacks shown.
 """
@@ -71,7 +70,7 @@ PRELOAD = (
 
 
 class RankError(Exception):
-    """Some ranks failed or hung. `failures` and `stuck` map a rank to its traceback or stack."""
+    """Error of ranks that failed or hung. `failures` and `stuck` have the traceback or stack of each, by rank."""
 
     def __init__(self, message: str, failures: dict[int, str], stuck: dict[int, str]):
         super().__init__(message)
@@ -83,7 +82,7 @@ class RankError(Exception):
 
 @dataclass
 class Answer:
-    """What a rank sends back after a call."""
+    """Reply of a rank to a call."""
 
     value: bytes = b""
     error: str = ""
@@ -97,10 +96,11 @@ _pools: dict[int, Pool] = {}
 
 
 def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
-    """fn(*args) on each of `world_size` ranks; returns the results in the order of the ranks.
+    """Run fn(*args) on each of `world_size` ranks; return the results in the order of the ranks.
 
-    A rank that crashes in compiled code (torch 2.13 on gloo does, about once in ten thousand calls) gets a second try
-    on fresh ranks, and pytest's summary reports it. No other failure does.
+    Raises RankError if a rank fails or takes longer than `timeout` seconds. A rank that crashes in compiled code (torch
+    2.13 on gloo does, about once in ten thousand calls) gets a second try on fresh ranks, and pytest's summary reports
+    it.
     """
     request, name = dumps((fn, args)), f"{fn.__module__}.{fn.__qualname__}"
     try:
@@ -113,7 +113,7 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 30
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors as numpy arrays: a tenth of the time if there are hundreds of small ones."""
+    """Pickler that sends tensors as numpy arrays: a tenth of the time if there are hundreds of small ones."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout == torch.strided:
@@ -132,7 +132,7 @@ def _tensor(array: Any, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor
 
 
 def dumps(obj: Any) -> bytes:
-    """Like pickle.dumps: tensors by value. (The pickler of multiprocessing would send shared-memory handles.)"""
+    """Return pickled bytes with tensors by value. (The pickler of multiprocessing would send shared-memory handles.)"""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
     return buffer.getvalue()
@@ -151,7 +151,7 @@ def _call(world_size: int, request: bytes, name: str, timeout: float) -> list[An
 
 
 def restart(world_size: int) -> None:
-    """End these ranks; the next `run` starts fresh ones."""
+    """End these ranks, if there are any; the next `run` starts fresh ones."""
     if world_size in _pools:
         _pools.pop(world_size).stop()
 
@@ -164,7 +164,7 @@ def shutdown() -> None:
 
 
 class Pool:
-    """`size` processes that share one default process group."""
+    """Processes, `size` of them, that share one default process group."""
 
     def __init__(self, size: int):
         self.size = size
@@ -205,13 +205,16 @@ class Pool:
         return [pickle.loads(answers[rank].value) for rank in range(self.size)]
 
     def _signal(self, number: signal.Signals) -> None:
-        """Idle ranks are stopped: each has a thread that wakes a hundred times a second."""
+        """Send a signal to all ranks. Idle ranks are stopped: each has a thread that wakes a hundred times a second."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
     def _exchange(self, request: bytes, timeout: float) -> dict[int, Answer]:
-        """Send the request to all ranks and gather the answers that come in time."""
+        """Send the request to all ranks and return the answers, by rank, that come within `timeout` seconds.
+
+        Once a rank has failed, the others have GRACE_S seconds.
+        """
         message = pickle.dumps((sys.path, request))
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank; receiving shows how it died
@@ -237,8 +240,7 @@ class Pool:
             return Answer(error=f"the process ended with exit code {code}\n", crash=crash, when=time.monotonic())
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """The stack of every thread of these ranks, as written by faulthandler, which needs no help from the stuck
-        code."""
+        """Return the stacks of all threads of these ranks, by rank, as faulthandler writes them even if the code is stuck."""
         files = {rank: Path(self._stack_file(rank)) for rank in ranks}
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -264,7 +266,7 @@ class Pool:
 
 
 def _report(name: str, size: int, timeout: float, failures: dict[int, str], stuck: dict[int, str]) -> str:
-    """failures: in chronological order."""
+    """Return the text of a RankError; `failures` are in chronological order."""
     lines = []
     for rank, error in failures.items():
         if not lines:
@@ -285,7 +287,7 @@ def _readable(dump: str) -> str:
 
 @functools.cache
 def _forkserver() -> multiprocessing.context.BaseContext:
-    """A clean process with the slow imports done; each rank is a fork of it.
+    """Return the context whose processes are forks of a clean process with the slow imports done.
 
     A plain fork of this process would hang as soon as it has used OpenMP; a spawn would import torch in every rank.
     """
@@ -299,7 +301,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
 
 
 def _importable(module: str) -> bool:
-    """Our own modules: tried here first, because an error in one would end the fork server."""
+    """Return whether a module can be imported; only ours are tried, because an error would end the fork server."""
     if not module.startswith(("titanmoe", "tests")):
         return True
     try:
@@ -324,7 +326,7 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _serve(pipe: multiprocessing.connection.Connection, rank: int, size: int, port: int, stack_file: str) -> None:
-    """A rank's life: answer calls until the pool kills it."""
+    """Answer calls as a rank until the pool kills this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends the pool
     begin_in_fork()
     faulthandler.enable()
@@ -351,8 +353,9 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int, size: int, po
 
 
 def begin_in_fork() -> None:
-    """Called in a fork of it. The fork server ends with pytest once no other process has this pipe open, and a fork,
-    even a stopped one, ends with the fork server.
+    """Let this fork of the fork server end with it, and collect no garbage of its imports.
+
+    The fork server ends with pytest once no other process has its pipe open, which this closes.
     """
     os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -376,11 +379,10 @@ def _answer(message: bytes) -> Answer:
 
 
 def _keep_groups() -> Callable[[], None]:
-    """From here on the n-th new group of some ranks in a call is the n-th one that an earlier call made of them, if
-    any.
+    """Replace dist.new_group: the n-th new group of some ranks in a call is the n-th that an earlier call made of them.
 
-    Within a call all groups stay distinct. A mapping of 8 ranks makes 60 groups, in up to 0.3 s. Returns a function
-    that begins a call.
+    If there is none, it is new; within a call all groups are distinct. A mapping of 8 ranks makes 60 groups, in up to
+    0.3 s. Returns a function that begins a call.
     """
     kept: dict[Any, Any] = {}
     asked: Counter[Any] = Counter()
@@ -402,7 +404,7 @@ def _keep_groups() -> Callable[[], None]:
 
 
 def _share_device() -> None:
-    """From here on all groups of this rank share one of gloo's devices: a thread that wakes a hundred times a second.
+    """Let all later groups of this rank share one of gloo's devices: a thread that wakes a hundred times a second.
 
     With a device for each group a step on 8 ranks takes 1.1 times the CPU time with 7 groups, and 1.6 times with 37.
     """

@@ -73,9 +73,8 @@ class RankLogs(LogsSpecs):
     def tidy(self, refused: bool = False) -> None:
         """Remove empty logs and unused advice files, then folders that are empty. Called after the ranks have ended.
 
-        Args:
-            refused: whether the ranks refused the recipe, with a message that is printed in full: if so, also remove
-                the agent's log and the ranks' notes (JSON files on why they ended).
+        If the ranks `refused` the recipe, with a message that is printed in full, also remove the agent's log and the
+        ranks' notes (JSON files on why they ended).
         """
         for file in self.folder.rglob("rank*"):
             if (

@@ -58,11 +58,8 @@ BASE: dict[str, Any] = {
 def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
     """Return the test cases by name, each as new values of fields by path ("parallelism.tp": 2), in place of BASE's.
 
-    {} is the case of BASE itself. Cases that cannot run on this cluster are among them; `compare` skips these.
-
-    Args:
-        world: ranks of all nodes.
-        node: ranks of a node.
+    {} is the case of BASE itself. Cases that cannot run on this cluster, of `world` ranks, `node` of them on a node,
+    are among them; `compare` skips these.
     """
     everywhere = {"parallelism.experts.ep": world}
     nodes = {"parallelism.node": node if node < world else max(1, world // 2)}
@@ -145,9 +142,8 @@ class Comparison:
 def run_steps(config: Config, runtime: Runtime) -> tuple[list[float], float]:
     """Train a model of this config for STEPS steps. Collective over all ranks.
 
-    Returns:
-        Loss and gradient norm of each step in turn, as one list of 2 * STEPS numbers; and the seconds of the last step
-        on this rank.
+    Returns loss and gradient norm of each step in turn, as one list of 2 * STEPS numbers; and the seconds of the last
+    step on this rank.
     """
     training = build_training(config, runtime)
     trainer = Trainer(training)
@@ -165,14 +161,8 @@ def run_steps(config: Config, runtime: Runtime) -> tuple[list[float], float]:
 def run_steps_on_one_rank(world: int, device: str) -> list[float]:
     """Return loss and gradient norm of each step in turn, as computed by one rank in a process of its own.
 
-    Called on rank 0 alone while the others wait; it waits for the process.
-
-    Args:
-        world: ranks of all nodes, on which model and batches depend.
-        device: training.device: "cpu" or "cuda".
-
-    Raises:
-        RuntimeError: with the end of its stderr, if the process fails.
+    Called on rank 0 alone while the others wait; it waits for the process. Model and batches depend on `world`, the
+    ranks of all nodes. Raises RuntimeError, with the end of its stderr, if the process fails.
     """
     launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher_variables)}
@@ -238,10 +228,7 @@ class AxisTiming:
 def seconds_per_call(runtime: Runtime, send: Callable[[], Any], rounds: int) -> float:
     """Return the mean seconds of a call of `send` on the slowest rank. Collective over all ranks.
 
-    Args:
-        runtime: this rank's runtime.
-        send: runs the collective to time.
-        rounds: how often `send` is called and timed, the same on all ranks; two calls before that are not timed.
+    Calls it `rounds` times, the same on all ranks, after two calls that are not timed.
     """
 
     def wait() -> None:
@@ -264,12 +251,8 @@ def seconds_per_call(runtime: Runtime, send: Callable[[], Any], rounds: int) -> 
 def build_collectives(group: Group, size: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
     """Return functions that run a collective in bfloat16 over a group, by name: all-gather, reduce-scatter, all-to-all.
 
-    All ranks of the group call such a function together; it waits for its result (on GPUs, the stream waits).
-
-    Args:
-        group: the ranks that take part.
-        size: about the bytes of the all-gather's result on each rank, and of what each rank puts into the others.
-        device: where its tensors are.
+    All ranks of the group call such a function together; it waits for its result (on GPUs, the stream waits). `size` is
+    about the bytes of the all-gather's result on each rank, and of what each rank puts into the others.
     """
     ops, name, ranks = torch.ops._c10d_functional, group.name, group.size
     count = max(1, size // 2 // ranks)
@@ -287,10 +270,6 @@ def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
 
     Collective over all ranks; rank 0 prints a line for each. Axes of one rank are left out. HSDP's all-reduces and the
     pipeline's messages use the same links and are not timed.
-
-    Args:
-        meshes: the groups of ranks of each axis.
-        runtime: this rank's device, and the world.
     """
     axes = {
         "tp": (meshes.tp, ("all-gather", "reduce-scatter")),
@@ -335,6 +314,8 @@ def versions(runtime: Runtime) -> list[str]:
 def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     """Run all comparisons and timings, and print them. Collective over all ranks.
 
+    Raises ConfigError if the recipe cannot run on so many ranks.
+
     Args:
         runtime: this rank's runtime.
         only: run cases whose names contain one of these words; all if empty.
@@ -345,9 +326,6 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
         "rows" (a Comparison for each case), "wires" (an AxisTiming for each axis and collective) and "problems" (error
         lines; none if the cluster is fit). All but the Comparisons' seconds are the same on every rank. If one rank
         alone fails, "rows" and "wires" are empty.
-
-    Raises:
-        ConfigError: if the recipe cannot run on so many ranks.
     """
     node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world))
     device = f"{runtime.device.type} {torch.cuda.get_device_name() if runtime.device.type == 'cuda' else ''}".strip()

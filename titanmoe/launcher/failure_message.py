@@ -79,10 +79,8 @@ def read_note(file: Path) -> dict:
 def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
     """Return the phase of the step in which each late rank was, by global rank, as told by the notes of other ranks.
 
-    The watch of a rank that waits writes it, as words for the user, to that rank's note. {} if no note tells.
-
-    Args:
-        notes: note files of this machine's ranks.
+    The watch of a rank that waits writes it, as words for the user, to that rank's note file, one of `notes`, which are
+    those of this machine's ranks. {} if no note tells.
     """
     parts: dict[int, str] = {}
     for file in notes:
@@ -91,10 +89,9 @@ def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
 
 
 def ranks_ended_by_hang(notes: Iterable[Path]) -> set[int]:
-    """Return the global ranks that ended because the watch found a hang, not for a cause of their own.
+    """Return the global ranks that, by the note files of this machine's ranks, ended because the watch found a hang.
 
-    Args:
-        notes: note files of this machine's ranks.
+    They have no cause of their own.
     """
     return {rank for file in notes for rank in read_note(file).get("following", [])}
 
@@ -102,11 +99,8 @@ def ranks_ended_by_hang(notes: Iterable[Path]) -> set[int]:
 def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     """Return the failure that caused the others: the earliest, those that follow from another rank's coming last.
 
-    Ranks that only lost the connection to another come after it, whatever the clocks say. If all ranks failed alike, it
-    is that of the lowest rank.
-
-    Args:
-        failures: at least one.
+    There must be one. Ranks that only lost the connection to another come after it, whatever the clocks say. If all
+    ranks failed alike, it is that of the lowest rank.
     """
 
     def order(failure: RankFailure) -> tuple[bool, float, int]:

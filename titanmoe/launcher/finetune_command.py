@@ -99,10 +99,8 @@ def add_finetune(commands: argparse._SubParsersAction) -> None:
 def run_finetune(words: Sequence[str]) -> int:
     """Run `titanmoe finetune`: write the recipe NAME.toml into the current folder and train it; return the exit code.
 
-    The code is 2 for a refused request, as when that file exists with another text.
-
-    Args:
-        words: the command line after `finetune`. With --help (code 0), or without words (2), only the usage is printed.
+    The code is 2 for a refused request, as when that file exists with another text. With --help (code 0), or without
+    words (2), only the usage is printed.
     """
     names, rest = _leading_names(words)
     flags = {word for word in rest if word in ("--lora", "--full", "--dpo")}
@@ -116,13 +114,12 @@ def run_finetune(words: Sequence[str]) -> int:
 def _finetune(names: list[str], flags: set[str], request: Request) -> int:
     """Write the recipe NAME.toml into the current folder and train it; return the exit code.
 
+    Raises ConfigError with every problem; also if the file exists with another text.
+
     Args:
         names: the model, then the data's paths.
         flags: those of --lora, --full and --dpo that are given.
         request: the rest of the command line, from which --name is removed.
-
-    Raises:
-        ConfigError: with every problem; also if the file exists with another text.
     """
     name = _take_name(request)
     if problems := _usage_problems(names, flags):
@@ -155,8 +152,7 @@ def _leading_names(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def _take_name(request: Request) -> str:
     """Remove --name from the request and return its value, without a suffix .toml; "" without --name.
 
-    Raises:
-        ConfigError: if the value is empty or has a slash.
+    Raises ConfigError if the value is empty or has a slash.
     """
     for i, word in enumerate(request.rest):
         if word.partition("=")[0] == "--name":
@@ -223,14 +219,9 @@ def write_recipe(model: str, paths: list[str], request: Request, lora: bool, dpo
 
 
 def _read(settings: dict[str, Setting], request: Request) -> tuple[Config, dict[str, Any]]:
-    """Return the config of these settings and the user's options, and the values of the options by path.
+    """Return the config of these settings and the user's options in `request.rest`, and the options' values by path.
 
-    Args:
-        settings: values by path, such as "training.seq_len"; the user's options override them.
-        request: the command line, whose `rest` has the user's options.
-
-    Raises:
-        ConfigError: with every problem.
+    The options override the settings. Raises ConfigError with every problem.
     """
     words = [word for path, (value, _) in settings.items() for word in _words(path, value)]
     draft = read_draft([*words, *request.rest], COMPONENTS)
@@ -259,8 +250,7 @@ def _model_and_data(model: str, paths: list[str], dpo: bool) -> dict[str, Settin
 def measure(config: Config) -> Length:
     """Tokenize the entries of config.data.paths into the cache, unless they are there, and return their lengths.
 
-    Raises:
-        ConfigError: if an entry cannot be read or tokenized.
+    Raises ConfigError if an entry cannot be read or tokenized.
     """
     from titanmoe.data.open_documents import open_documents
 
@@ -312,14 +302,8 @@ def _sizes(config: Config, given: dict[str, Any], length: Length, context: int |
 def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
     """Return the settings, by path, in which the planner's fastest mapping that fits differs from the config.
 
-    Expert parallelism, microbatch and recomputation are always among them.
-
-    Args:
-        config: the config, with job.ranks and a global batch size.
-        machine: this machine, which has GPUs.
-
-    Raises:
-        ConfigError: if none fits, with remedies, such as a number of GPUs on which one does.
+    Expert parallelism, microbatch and recomputation are always among them. The config has job.ranks and a global batch
+    size, the machine GPUs. Raises ConfigError if none fits, with remedies, such as a number of GPUs on which one does.
     """
     ranks, (device, figures), factors = config.job.ranks, similar_device(machine), Factors()
     if best := search(config, ranks, device, factors, count=1).best:
@@ -342,9 +326,7 @@ def _planned_mapping(config: Config, machine: Machine) -> dict[str, Setting]:
 def _usual(lora: bool, dpo: bool) -> dict[str, Setting]:
     """Return the settings, by path, that are usual for this kind of fine-tuning, each a value and a comment.
 
-    Args:
-        lora: whether adapters are trained, not all weights.
-        dpo: whether it trains on preference pairs.
+    `lora` trains adapters, not all weights; `dpo` trains on preference pairs.
     """
     rate = {(False, False): 1e-5, (True, False): 2e-4, (False, True): 1e-6, (True, True): 5e-6}[lora, dpo]
     settings: dict[str, Setting] = {
@@ -368,11 +350,7 @@ def _steps(config: Config, length: Length, given: dict[str, Any]) -> dict[str, S
     """Return the settings, by path, that follow from the number of steps and documents, without those in `given`.
 
     They are warm-up and the interval of checkpoints, and from 40 chats or pairs on validation and the best checkpoint.
-
-    Args:
-        config: the config with seq_len, global batch size and epochs; epochs = 0 counts as one.
-        length: lengths of the data.
-        given: the user's values by path.
+    The config has seq_len, global batch size and epochs; epochs = 0 counts as one.
     """
     training, documents = config.training, len(length.tokens_D)
     samples = -(-length.tokens // training.seq_len)
@@ -399,10 +377,9 @@ TABLES = ("job", "model", "data", "training", "dpo", "lora", "optimizer", "lr_sc
 
 
 def to_text(settings: dict[str, Setting]) -> str:
-    """Return settings as TOML: a [table] for each, those of TABLES first, with comments in one column.
+    """Return settings, (value, comment or "") by path, as TOML: a [table] for each, those of TABLES first.
 
-    Args:
-        settings: (value, comment or "") by path, such as "training.seq_len".
+    Comments are in one column.
     """
     tables: dict[str, list[tuple[str, str]]] = {table: [] for table in TABLES}
     for path, (value, comment) in settings.items():

@@ -107,16 +107,10 @@ def why_too_many(
 
 
 def nearest_changes(config: Config, world: int) -> dict[str, tuple[int, int]]:
-    """Return the degrees that differ between a recipe's mapping and the nearest legal one.
+    """Return the degrees that differ between a recipe's mapping and the nearest legal one of `world` ranks.
 
-    {} if none differs, or no mapping is legal.
-
-    Args:
-        config: the recipe.
-        world: ranks of all nodes.
-
-    Returns:
-        (old, new) by option, such as parallelism.tp; an old value of -1 was to be derived.
+    They are (old, new) by option, such as parallelism.tp; an old value of -1 was to be derived. {} if none differs, or
+    no mapping is legal.
     """
     mappings = nearest(world, config.parallelism, config, count=1)
     return (

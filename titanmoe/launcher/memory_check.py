@@ -2,7 +2,8 @@
 
 The form is a lower bound of what a step holds, with balanced routing; for [rl] also of what is held while completions
 are generated that are as long as they may be. On GPUs each rank has memory of its own; without them the ranks of a
-machine share it.
+machine share it. A config's mapping must be legal for `world`, the ranks of all machines, `per_machine` of them on
+each; all are taken to be like `machine`.
 """
 
 from __future__ import annotations
@@ -52,14 +53,7 @@ class MemoryNeed:
 
 
 def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed:
-    """Return a lower bound of the memory that a run needs, by the planner's formulas.
-
-    Args:
-        config: the config, whose mapping is legal.
-        world: ranks of all machines.
-        per_machine: ranks on a machine.
-        machine: this machine; all are taken to be alike.
-    """
+    """Return a lower bound of the memory that a run needs, by the planner's formulas."""
     fold = derive(world, config.parallelism)
     if config.moe.overlap != "auto":  # with halves, which that may become, it is alltoall
         config = with_planned_dispatcher(config, fold, per_machine, machine.gpus > 0)
@@ -85,13 +79,7 @@ def _beside_generator(
 ) -> list[memory.RankMemory]:
     """Return each pipeline rank's memory in its fullest moment, of training or of generating completions for [rl].
 
-    If [generation.parallelism] is refused, they are the `stages`.
-
-    Args:
-        stages: memory of training.
-        config: the config.
-        world: ranks of all machines.
-        machine: this machine.
+    `stages` has that of training, which is returned if [generation.parallelism] is refused.
     """
     device = similar_device(machine)[0] if machine.gpus else read_device("cpu")
     if not machine.gpus:  # the host's memory is the same
@@ -104,14 +92,7 @@ def _beside_generator(
 
 
 def need_if_too_large(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed | None:
-    """Return a lower bound of a run's memory if the machine has less; None if it fits, or memory is unknown.
-
-    Args:
-        config: the config, whose mapping is legal.
-        world: ranks of all machines.
-        per_machine: ranks on a machine.
-        machine: this machine; all are taken to be alike.
-    """
+    """Return a lower bound of a run's memory if the machine has less; None if it fits, or memory is unknown."""
     if not machine.memory:  # unknown
         return None
     need = memory_need(config, world, per_machine, machine)
@@ -121,13 +102,8 @@ def need_if_too_large(config: Config, world: int, per_machine: int, machine: Mac
 def describe_shortage(config: Config, world: int, per_machine: int, machine: Machine, command: str) -> str:
     """Return a text on why a run does not fit into memory, and what would; "" if it fits or memory is unknown.
 
-    Args:
-        config: the recipe, whose mapping is legal.
-        world: ranks of all machines.
-        per_machine: ranks on a machine.
-        machine: this machine; all are taken to be alike.
-        command: the recipe and its overrides as a shell's words ("debug --training.seq_len 64"), for a suggested
-            command.
+    `command` is the recipe and its overrides as a shell's words ("debug --training.seq_len 64"), for a suggested
+    command.
     """
     need = need_if_too_large(config, world, per_machine, machine)
     if need is None:
@@ -150,15 +126,10 @@ def describe_shortage(config: Config, world: int, per_machine: int, machine: Mac
 
 
 def smallest_change(config: Config, world: int, per_machine: int, machine: Machine) -> str:
-    """Return the fewest options that make the run fit, such as "--activation_checkpoint.mode full"; "" if none do.
+    """Return the fewest options that make a run that does not fit fit, as words; "" if none do.
 
-    They change which activations are saved and how the state is placed, not what the model learns.
-
-    Args:
-        config: the recipe, which does not fit.
-        world: ranks of all machines.
-        per_machine: ranks on a machine.
-        machine: this machine; all are taken to be alike.
+    They are such as "--activation_checkpoint.mode full": they change which activations are saved and how the state is
+    placed, not what the model learns.
     """
     for change in sorted(product(*_alternatives(config, world, machine)), key=lambda options: sum(map(bool, options))):
         values: dict[str, Any] = {path: value for option in change for path, value in option.items()}
@@ -169,16 +140,9 @@ def smallest_change(config: Config, world: int, per_machine: int, machine: Machi
 
 
 def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list[dict[str, Any]]]:
-    """Yield lists of alternative changes that save memory, from mild to costly.
-
-    A combination takes one change from each list.
+    """Yield lists of alternative changes that save memory, from mild to costly; a combination takes one from each list.
 
     A change is a dict of new values by option; {} changes nothing.
-
-    Args:
-        config: the recipe, which does not fit.
-        world: ranks of all machines.
-        machine: this machine; all are taken to be alike.
     """
     training, parallelism, options = config.training, config.parallelism, config.activation_checkpoint
     modes = ["moe", "full_except_dispatch", "full"]
@@ -207,13 +171,8 @@ def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> 
     """Return a sentence with a number of GPUs on which the run fits, and the command that plans a mapping on them.
 
     GPUs are like this machine's, or H100s if it has none; what CUDA reserves for itself is subtracted. Numbers are
-    tried by doubling from `world`, or from 1 without GPUs; if none fits, the sentence has the command alone.
-
-    Args:
-        config: the recipe, which does not fit.
-        world: ranks of all machines.
-        machine: this machine; all are taken to be alike.
-        command: the recipe and its overrides as a shell's words ("debug --training.seq_len 64").
+    tried by doubling from `world`, or from 1 without GPUs; if none fits, the sentence has the command alone. `command`
+    is as in `describe_shortage`.
     """
     training, (device, figures) = config.training, similar_device(machine)
     usable = device.memory - device.reserved

@@ -61,9 +61,8 @@ def run_score(words: Sequence[str]) -> int:
 def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     """Split a command line at its option --data.
 
-    Returns:
-        The paths after --data, up to the next word that begins with --, and the other words; None and all words without
-        --data.
+    Returns the paths after --data, up to the next word that begins with --, and the other words; None and all words
+    without --data.
     """
     if "--data" not in words:
         return None, list(words)
@@ -75,8 +74,7 @@ def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
 def _options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Take the options --top and --temperature out of a command line.
 
-    Returns:
-        Their values as text, by the option's name without dashes; and the other words.
+    Returns their values as text, by the option's name without dashes; and the other words.
     """
     options, rest, words = {}, [], iter(words)
     for word in words:

@@ -36,8 +36,7 @@ def add_show(data_commands: argparse._SubParsersAction) -> None:
 def run_show(args: argparse.Namespace) -> int:
     """Run `titanmoe data show`: print the report, or what is wrong; return 0, or 2 if the request is refused.
 
-    Args:
-        args: `sample`, the number of samples, and `overrides`, the words of the recipe and its overrides.
+    `args` has `sample`, the number of samples, and `overrides`, the words of the recipe and its overrides.
     """
     problems = [] if args.sample > 0 else [f"--sample = {args.sample} is not a number of samples: use 1 or more"]
     if not args.overrides:
@@ -60,9 +59,7 @@ def run_show(args: argparse.Namespace) -> int:
 def _describe(config: Config, count: int) -> Iterator[str]:
     """Yield the lines of `titanmoe data show`: samples, what the chat template writes, lengths of each source.
 
-    Args:
-        config: the recipe, with local_batch_size 1 and a global_batch_size of 1 or more.
-        count: number of samples, from the run's first on.
+    `count` samples are shown, from the run's first on. `config` must have local_batch_size 1 and a global batch size.
     """
     from titanmoe.data.describe_samples import (
         BRACKETS,

@@ -109,11 +109,8 @@ def run_slurm(args: argparse.Namespace) -> int:
 def job_script(args: argparse.Namespace) -> str:
     """Return the text of a job script for sbatch. With --print-config, prints the config and exits.
 
-    Args:
-        args: the options that `add_slurm` defines, and `overrides`, the words of the recipe and its overrides.
-
-    Raises:
-        ConfigError: if the ranks do not fill nodes, or the recipe or its mapping cannot run.
+    `args` has the options that `add_slurm` defines, and `overrides`, the words of the recipe and its overrides. Raises
+    ConfigError if the ranks do not fill nodes, or the recipe or its mapping cannot run.
     """
     world = world_of(args.ranks, args.overrides, COMPONENTS)
     ranks_per_node = min(8, world) if args.gpus_per_node is None else args.gpus_per_node
@@ -165,13 +162,10 @@ def _head(args: argparse.Namespace, config: Config, nodes: int, ranks_per_node: 
 
 
 def _container_prefix(image: str | None, mounts: str | None) -> str:
-    """Return the words between srun and its command that run it in a container; "" without one.
+    """Return the words between srun and its command that run it in a container; "" without an image.
 
-    The folder from which the job is submitted is mounted.
-
-    Args:
-        image: name of the image, or the path of a .sif file; None without a container.
-        mounts: further folders, FROM:TO separated by commas.
+    An image is a name or the path of a .sif file. Mounted are the folder from which the job is submitted and those of
+    `mounts`, FROM:TO separated by commas.
     """
     if not image:
         return ""

@@ -130,13 +130,10 @@ def run_train(words: Sequence[str]) -> int:
 
 
 def parse_words(words: Sequence[str]) -> Request:
-    """Parse the command line of `titanmoe train`; errors are collected in the request's `problems`. Reads no file.
+    """Parse the words after `titanmoe train`; errors are collected in the request's `problems`. Reads no file.
 
     The recipe comes first, or after an option of the launcher; after an override it would be read as the value of that.
     Overrides and unknown options are not looked at: they go into `rest`.
-
-    Args:
-        words: the words after `titanmoe train`.
     """
     request, rest, override = Request(typed=list(words)), list(words), False
     old: dict[str, int | str] = {}
@@ -202,9 +199,7 @@ def prepare(request: Request) -> PreparedRun:
 
     With training.epochs, tokenizes the data into its cache. With --fit, a mapping that does not fit is replaced by the
     nearest that does. With --print-config, prints the config and exits. With several nodes, each calls it for itself.
-
-    Raises:
-        ConfigError: with all problems; a MappingMisfit, which suggests a mapping, if this one does not fit the ranks.
+    Raises ConfigError with all problems; a MappingMisfit, which suggests a mapping, if this one does not fit the ranks.
     """
     if not request.recipe and not request.rest:
         request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
@@ -264,7 +259,8 @@ def final_config(
 ) -> tuple[Config, CheckedConfig]:
     """Return the config that the ranks will have, and the checked config in the form in which it is passed to them.
 
-    With --print-config, prints the first and exits.
+    With --print-config, prints the first and exits. Raises MappingMisfit if the mapping does not fit the number of
+    ranks, ConfigError with all problems if something else cannot run.
 
     Args:
         request: the parsed command line.
@@ -272,10 +268,6 @@ def final_config(
         world: ranks of all nodes.
         nproc: ranks on this machine.
         machine: this machine, for the check of memory.
-
-    Raises:
-        MappingMisfit: the mapping does not fit the number of ranks.
-        ConfigError: something else cannot run; all problems at once.
     """
     from titanmoe.checkpoint.choose_checkpoint import record_to_resume
     from titanmoe.data.hub_datasets import pin_datasets
@@ -327,13 +319,11 @@ def final_config(
 def start(prepared: PreparedRun) -> int:
     """Start a prepared run's ranks on this machine, wait for them, and print why they failed, if they did.
 
-    Called on every node, in the main thread. Sets environment variables of this process.
+    Called on every node, in the main thread. Sets environment variables of this process. Raises ConfigError, before
+    ranks are started, if the port is taken or the folder of the logs cannot be made.
 
     Returns:
         The exit code: 0, that of the rank that failed first, 128 + the number of a signal, or 1 if the launcher failed.
-
-    Raises:
-        ConfigError: before ranks are started, if the port is taken or the folder of the logs cannot be made.
     """
     with notes_in_memory():
         return _start(prepared)
@@ -436,11 +426,9 @@ def _torchrun_options(request: Request) -> list[str]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise a ConfigError if this machine cannot listen on the port at which the nodes meet. Only node 0 calls it.
+    """Raise ConfigError if this machine cannot listen on --master-port. Only node 0 calls it.
 
-    Args:
-        host: the value of --master-addr, for the message.
-        port: the value of --master-port.
+    `host` is the value of --master-addr, for the message.
     """
     if why := port_problem(port):
         raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])

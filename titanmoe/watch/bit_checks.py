@@ -41,9 +41,9 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """Return the tensor's bits as a flat tensor of int64, or of integers as wide as its elements if those do not fit.
+    """Return the tensor's bits as a flat tensor of int64; of integers as wide as its elements if those do not fit.
 
-    They do not if the tensor's size is no multiple of eight bytes.
+    They do not if the tensor's size is no multiple of eight bytes. It is a view where that is possible.
     """
     flat = tensor.detach().reshape(-1)
     if flat.nbytes % 8:
@@ -72,7 +72,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def combine_fingerprints(fingerprints: list[Tensor]) -> Tensor:
-    """Hash several fingerprints (int64 scalars), in their order, to one."""
+    """Return one hash, an int64 scalar, of at least one fingerprint (int64 scalars); their order matters."""
     return (torch.stack(fingerprints) * torch.arange(1, 2 * len(fingerprints), 2, device=fingerprints[0].device)).sum()
 
 
@@ -110,11 +110,7 @@ class ReplicaCheck:
         """The last step after which all ranks agreed; -1 if none."""
 
     def _view_groups(self, view: View) -> Iterator[ReplicaGroup]:
-        """Yield a ReplicaGroup for each non-empty set of a view's mesh axes, of the axes that have more than one rank.
-
-        Args:
-            view: "attention" or "experts".
-        """
+        """Yield a ReplicaGroup for each non-empty set of a view's mesh axes, of those with more than one rank."""
         axes = {name: names for name, names in AXES[view].items() if len(group_of(self.fold, view, names, 0)) > 1}
         for count in range(1, len(axes) + 1):
             for combination in combinations(axes.values(), count):
@@ -191,13 +187,10 @@ class ReplicaCheck:
         return self._message(differences, step)
 
     def _message(self, differences: list[ReplicaDifference], step: int) -> str:
-        """Return a text that names the ranks and tensors that differ.
+        """Return a text that names the ranks and tensors whose replicas differ after a step.
 
-        Collective over the world: exchanges the fingerprints of single tensors.
-
-        Args:
-            differences: replicas that differ, the same on all ranks; at least one.
-            step: the step after which they were compared.
+        `differences` are the same on all ranks, at least one. Collective over the world: exchanges the fingerprints of
+        single tensors.
         """
         rank = dist.get_rank()
         own_prints: dict[str, int] = {}
@@ -223,11 +216,9 @@ class ReplicaCheck:
 
 
 def differing_ranks(group: tuple[int, ...], values: list[int]) -> list[int]:
-    """Return the ranks of `group` whose value is not the majority's, [] if all are equal; all if there is no majority.
+    """Return the ranks of `group` whose value, of one for each, is not the majority's.
 
-    Args:
-        group: The ranks.
-        values: One value for each of these ranks.
+    [] if all are equal; all ranks if there is no majority.
     """
     (majority_value, count), *others = Counter(values).most_common()
     if not others:
@@ -259,10 +250,7 @@ def pass_fingerprints(gradients: Gradients, local_sums: PassSums) -> dict[str, i
     """Return fingerprints of a rank's last forward and backward, by name, in the order in which a fault spreads.
 
     They are of the routing counts of each MoE layer, the loss, and the gradient shards. The host waits for them.
-
-    Args:
-        gradients: The forward and backward passes, with their gradients.
-        local_sums: This rank's sums of the pass, before they were summed over ranks.
+    `local_sums` are this rank's of the pass, before they were summed over ranks.
     """
     prints: dict[str, Tensor] = {}
     for number, moe in sorted(gradients.moe_layers.items()):
@@ -276,12 +264,8 @@ def pass_fingerprints(gradients: Gradients, local_sums: PassSums) -> dict[str, i
 def repeat_pass(gradients: Gradients, work: StepWork, local_sums: PassSums) -> tuple[StepSums, str]:
     """Repeat a step's forward and backward, and compare the results with those of the first pass bit by bit.
 
-    Collective over the world. The gradients of the second pass replace those of the first.
-
-    Args:
-        gradients: The forward and backward passes.
-        work: The step's batches.
-        local_sums: This rank's sums of the first pass, before they were summed over ranks.
+    Collective over the world. The gradients of the second pass replace those of the first. `local_sums` are this rank's
+    of the first pass, before they were summed over ranks.
 
     Returns:
         The sums of the second pass, and a text that names the ranks that are not reproducible ("" if all are).
@@ -299,8 +283,7 @@ def repeat_pass(gradients: Gradients, work: StepWork, local_sums: PassSums) -> t
 def describe_differences(differences: list[list[str]]) -> str:
     """Return a text that names the ranks on which two passes differ, and the first difference; "" if none differs.
 
-    Args:
-        differences: For each rank, the names of the fingerprints that differ, in the order of `pass_fingerprints`.
+    `differences` has for each rank the names of the fingerprints that differ, in the order of `pass_fingerprints`.
     """
     differing = {rank: names for rank, names in enumerate(differences) if names}
     if not differing:

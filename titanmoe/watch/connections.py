@@ -38,12 +38,9 @@ class Connections:
 
 
 def read_connections(process: Path = Path("/proc/self")) -> Connections:
-    """Return the TCP connections of a process as its kernel lists them; none where the system has no /proc.
+    """Return the TCP connections of a process, given its folder in /proc, as its kernel lists them; none without /proc.
 
     No peer is probed, so `reached` is empty.
-
-    Args:
-        process: The process's folder in /proc.
     """
     pairs, unanswered, inodes = set[tuple[str, str]](), set[tuple[str, str]](), set[str]()
     with contextlib.suppress(OSError):
@@ -105,11 +102,7 @@ def _sockets(process: Path) -> Iterator[str]:
 def _address(text: str, family: socket.AddressFamily) -> str:
     """Return the IP address of an entry such as `0201A8C0:1F90` in /proc/net/tcp, without the port.
 
-    An IPv4 address in IPv6 form is returned as IPv4.
-
-    Args:
-        text: the entry; each word of 4 bytes is in the byte order of the machine.
-        family: AF_INET, or AF_INET6 for entries of /proc/net/tcp6.
+    Entries of /proc/net/tcp6 have the family AF_INET6. An IPv4 address in IPv6 form is returned as IPv4.
     """
     digits = text.partition(":")[0]
     words = (int(digits[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(digits), 8))

@@ -223,15 +223,12 @@ def beginning_of_text(batch: Batch, row: int, tokenizer: Tokenizer | None) -> st
 def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSums, str]:
     """Repeat a step's forward and backward with checks, to find the first NaN or infinity on any rank.
 
-    Collective over the world. The gradients of this pass replace those of the first.
-
-    Args:
-        trace: A trace that has not run yet.
-        work: The step's microbatches.
+    Collective over the world. The gradients of this pass replace those of the first. The trace must not have run yet.
 
     Returns:
         The sums of this pass, and a text that names module, microbatch, rank and samples of the first non-finite
-        tensor, or says that this time all are finite.
+            tensor, or
+        says that this time all are finite.
     """
     trace.passes.drop()
     sums = trace.run(work)
@@ -243,10 +240,8 @@ def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSum
 def describe_first_nonfinite(first_by_rank: list[FirstNonFinite | None]) -> str:
     """Return a text that names the first non-finite tensor of all ranks, its ranks, and its samples.
 
-    If no rank has one, it says that the second pass is finite.
-
-    Args:
-        first_by_rank: The first non-finite tensor of each rank; None where all are finite.
+    It is given that of each rank, None where all are finite. If no rank has one, it says that the second pass is
+    finite.
     """
     firsts = {rank: first for rank, first in enumerate(first_by_rank) if first}
     if not firsts:

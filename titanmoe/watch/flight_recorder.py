@@ -114,9 +114,7 @@ def _collectives(entries: Iterator[Entry]) -> list[Collective]:
 def _entries(group_indices: Mapping[str, int]) -> Iterator[Entry]:
     """Yield the collectives in torch's flight recorder as tuples, oldest first, without sends and receives.
 
-    Args:
-        group_indices: The index of each process group in `name_groups`, by torch's name for it. Collectives of other
-            groups are left out.
+    Those of groups that are not in `group_indices` are left out.
     """
     for entry in sorted(_dump(), key=lambda entry: entry["record_id"]):
         group = group_indices.get(entry["process_group"][0])
@@ -132,8 +130,7 @@ def _entries(group_indices: Mapping[str, int]) -> Iterator[Entry]:
 def save(folder: Path, rank: int) -> bool:
     """Write the content of torch's flight recorder to a file of this rank in `folder`, for PyTorch's torchfrtrace.
 
-    Returns:
-        Whether this build of torch can dump its recorder; if not, nothing is written.
+    Returns False, and writes nothing, if this build of torch cannot dump its recorder.
     """
     c10d = torch._C._distributed_c10d
     dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)

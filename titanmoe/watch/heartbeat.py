@@ -54,11 +54,9 @@ class Heartbeat:
     """One rank's heartbeat in shared memory: integers at fixed indices, and the rank's reply to an alarm."""
 
     def __init__(self, path: Path, create: bool = False):
-        """Map the file that holds a rank's heartbeat into memory.
+        """Map the file that holds a rank's heartbeat into memory; with `create`, make it as this process's own.
 
-        Args:
-            path: The file.
-            create: Whether the file is created, because the heartbeat is this process's own.
+        Raises OSError if the file to create exists or has no room.
         """
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         try:

@@ -1,8 +1,9 @@
 """The ranks that a hung run waits for, found from what is known of each rank, and the report that names them.
 
-The watchdog of the first machine calls `find_late_ranks` with the statuses of all ranks. Each rule is a function that
-returns late ranks and why they are named; the first rule that finds any decides. In reports "number" counts the
-collectives of a group over the run, and "message" those of a rank in its step.
+The watchdog of the first machine calls `find_late_ranks` with the statuses of all ranks and all process groups, as
+`name_groups` numbers them. Each rule is a function of these that returns late ranks and why they are named; the first
+rule that finds any decides. In reports "number" counts the collectives of a group over the run, and "message" those of
+a rank in its step.
 """
 
 from __future__ import annotations
@@ -73,12 +74,8 @@ class LateRanks:
 def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> LateRanks:
     """Return the ranks that a hung training job waits for, with the reasons and the report.
 
-    If no rank is behind, `late` is empty and the report says that the network is to be checked.
-
-    Args:
-        statuses: The statuses of all ranks.
-        groups: The process groups, as `name_groups` numbers them.
-        stage: The number of ranks in a pipeline stage, which all issue the same collectives.
+    If no rank is behind, `late` is empty and the report says that the network is to be checked. `stage` is the number
+    of ranks in a pipeline stage, which all issue the same collectives.
     """
     by_rank = {status.rank: status for status in statuses}
     late = (
@@ -162,10 +159,6 @@ def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups])
 
     That is so if a rank waits for a collective that a rank in a later step has not issued: one of the two has called
     the collective too often, or not often enough.
-
-    Args:
-        by_rank: statuses of all ranks, by rank.
-        groups: all process groups, as `name_groups` numbers them.
     """
     conflicts = {
         status.step: other.step
@@ -191,10 +184,6 @@ def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups
     """Return (rank -> reason) of ranks whose n-th collective in a process group is another operation than most have.
 
     {} if there is none.
-
-    Args:
-        statuses: statuses of all ranks.
-        groups: all process groups, as `name_groups` numbers them.
     """
     issued: dict[tuple[int, int, tuple[int, ...]], dict[int, str]] = {}
     for status in statuses:
@@ -217,12 +206,8 @@ def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups
 def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
     """Return (rank -> reason) of ranks whose n-th collective of a step differs from that of most ranks of their stage.
 
-    If a pipeline stage is split evenly, the ranks of other stages decide. {} if all agree, or no kind has most ranks.
-
-    Args:
-        statuses: statuses of all ranks.
-        groups: all process groups, as `name_groups` numbers them.
-        stage: number of ranks in a pipeline stage.
+    If a pipeline stage, of `stage` ranks, is split evenly, the ranks of other stages decide. {} if all agree, or no
+    kind has most ranks.
     """
     issued: dict[tuple[int, int], dict[int, CollectiveKind]] = {}  # by step and index in it, then by rank
     for status in statuses:
@@ -250,12 +235,8 @@ def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroup
 def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
     """Return (rank -> reason) of ranks whose n-th collective of a step differs from the one in their previous step.
 
-    A rank counts only if another rank of its stage has repeated its previous step up to that collective.
-
-    Args:
-        statuses: statuses of all ranks.
-        groups: all process groups, as `name_groups` numbers them.
-        stage: number of ranks in a pipeline stage.
+    A rank counts only if another rank of its stage, of `stage` ranks, has repeated its previous step up to that
+    collective.
     """
     late = {}
     for status in statuses:
@@ -273,11 +254,7 @@ def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroup
 def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
     """Return (rank -> reason) of ranks that others wait for and that wait for nobody, else of a cycle.
 
-    A rank in a collective that all of its group have issued is left out: it waits for the network.
-
-    Args:
-        by_rank: statuses of all ranks, by rank.
-        groups: all process groups, as `name_groups` numbers them.
+    A rank in a collective that all of its group have issued is left out: it waits for the network. {} if nobody waits.
     """
     waits = {rank: _waits_for(status, by_rank, groups) for rank, status in by_rank.items()}
     awaited = {other for others in waits.values() for other in others}
@@ -292,12 +269,7 @@ def _stuck_collectives(
 ) -> dict[tuple[int, int, tuple[int, ...]], list[int]]:
     """Return the collectives that all members have issued and that do not complete, with the ranks that wait in them.
 
-    Args:
-        by_rank: statuses of all ranks, by rank.
-        groups: all process groups, as `name_groups` numbers them.
-
-    Returns:
-        The waiting ranks, by (index of the group, number of the collective in the group, members of the group).
+    The waiting ranks are by (index of the group, number of the collective in the group, members of the group).
     """
     stuck: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
     for rank, status in by_rank.items():
@@ -310,13 +282,7 @@ def _stuck_collectives(
 
 
 def _waits_for(status: RankStatus, by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> set[int]:
-    """Return the ranks that have not yet issued a collective that the rank of `status` has issued.
-
-    Args:
-        status: status of the rank that waits.
-        by_rank: statuses of all ranks, by rank.
-        groups: all process groups, as `name_groups` numbers them.
-    """
+    """Return the ranks that have not yet issued a collective that the rank of `status` has issued."""
     late = set()
     for name, number in status.recorded.numbers.items():
         peers = (by_rank[rank] for rank in groups[int(name)].of(status.rank) if rank in by_rank)

@@ -45,9 +45,10 @@ class Machines:
 
     @staticmethod
     def meet(rank: int, world: int) -> Machines:
-        """Create this rank's heartbeat in shared memory, and open those of the other ranks on this machine.
+        """Create this rank's heartbeat in shared memory, open those of the other ranks on this machine, and return all.
 
-        Collective over the world. Afterwards the files have no names any more, so nothing is left when the ranks end.
+        Collective over the world, of `world` ranks. Afterwards the files have no names any more, so nothing is left
+        when the ranks end.
         """
         tokens: list[Any] = [uuid.uuid4().hex]
         dist.broadcast_object_list(tokens, 0)
@@ -74,11 +75,7 @@ class Machines:
 def _create_heartbeat(parent: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
     """Create this rank's heartbeat file in `parent/titanmoe-TOKEN`, the folder of the ranks that share a machine.
 
-    Returns:
-        The folder, and this rank's heartbeat.
-
-    Raises:
-        OSError: `parent` has no room. Nothing is left behind.
+    Returns the folder and the heartbeat. Raises OSError if `parent` has no room; nothing is left behind.
     """
     folder = parent / f"titanmoe-{token}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -31,12 +31,8 @@ class AxisGroups:
 def name_groups(communicators: Communicators, fold: Fold) -> list[AxisGroups]:
     """Return all process groups of the training job, one AxisGroups for each kind of messages and axes.
 
-    All ranks return the same order. The index in this list is the group's number in heartbeats, flight recorders and
-    reports. No communication.
-
-    Args:
-        communicators: the job's communicators, which list the groups of all ranks.
-        fold: degrees of the mapping, which name the axes.
+    All ranks return the same order, whose index is the group's number in heartbeats, flight recorders and reports. No
+    communication.
     """
     return [AxisGroups(kind, ranks, axes_of(fold, kind, ranks[0])) for kind, ranks in communicators.groups]
 

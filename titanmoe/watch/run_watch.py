@@ -42,12 +42,9 @@ DUMPS = "flight_recorder"
 
 
 def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
-    """Return how long the watchdog tolerates no progress, in seconds, from the time-outs of the config.
+    """Return the watchdog's limits, from the time-outs of the config's tables [training] and [checkpoint].
 
-    Args:
-        options: [training] of the config.
-        checkpoint: [checkpoint] of the config.
-        gpu: Whether ranks run on GPUs, where the limit of a step holds whatever the host does.
+    On a GPU the limit of a step holds whatever the host does.
     """
     between = checkpoint.timeout_s if checkpoint.enable else options.first_step_timeout_s
     return Limits(

@@ -51,9 +51,7 @@ class Link(NamedTuple):
 def distances(size: int, kind: str) -> list[int]:
     """Return the distance of each round of probes in a group: in a round, rank i of the group meets rank i ^ distance.
 
-    Args:
-        size: The number of ranks in the group.
-        kind: The communicator kind. "dispatch", and groups of at most `FEW` ranks, try all pairs, others 1, 2, 4, ...
+    All pairs meet if `kind` is "dispatch" or the group has at most `FEW` ranks; else the distances are 1, 2, 4, ...
     """
     past = 1 << (size - 1).bit_length()
     return list(range(1, past)) if size <= FEW or kind == "dispatch" else [1 << i for i in range(past.bit_length() - 1)]
@@ -97,13 +95,7 @@ def probe_links(
 def _round_trip(x: torch.Tensor, group: dist.ProcessGroup, own_rank: int, peer: int) -> float:
     """Send x to a peer and back several times; return the least seconds, or 0 on the pair's higher rank.
 
-    Both ranks of the pair call it.
-
-    Args:
-        x: the message; it is overwritten with what is received.
-        group: the process group of the pair.
-        own_rank: this rank's number in the group.
-        peer: the other rank's number in the group, not in the world.
+    Both ranks of the pair call it, with numbers in `group`, not in the world. x is overwritten with what is received.
     """
     fastest = float("inf")
     for attempt in range(TRIES + 1):
@@ -121,11 +113,9 @@ def _round_trip(x: torch.Tensor, group: dist.ProcessGroup, own_rank: int, peer: 
 
 
 def pair_times(table_RC: np.ndarray, groups: Sequence[AxisGroups]) -> PairSeconds:
-    """Return the seconds of a round trip for each pair of ranks, from the measurements of all ranks.
+    """Return the seconds of a round trip for each pair of ranks, the least over groups, from what all ranks measured.
 
-    Args:
-        table_RC: The result of `probe_links` on each rank; further columns are ignored.
-        groups: All process groups.
+    `table_RC` has the result of `probe_links` on each rank in a row; further columns are ignored.
     """
     times: PairSeconds = {}
     column = 0
@@ -187,10 +177,7 @@ def find_slow_link(
 def messages_over_link(link: Link, groups: Sequence[AxisGroups], messages: Mapping[str, float]) -> float:
     """Return the number of messages of a step in all groups that contain both ends of the link, or its one rank.
 
-    Args:
-        link: The link.
-        groups: All process groups.
-        messages: The messages of a step in the groups along each set of axes, by the axes' names.
+    `messages` has those of a step in the groups along each set of axes, by the axes' names.
     """
     ends = {link.rank} if link.other_end is None else {link.rank, link.other_end}
     return sum(messages[axes] for axes in {group.axes for group in groups if ends <= set(group.of(link.rank))})

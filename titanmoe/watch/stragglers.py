@@ -186,9 +186,7 @@ class Stragglers:
     def evaluate_window(self, steps: list[int], times_NRK: np.ndarray) -> None:
         """Set `latest`; report the straggler that `IN_A_ROW` windows show, if it is new. Collective over the world.
 
-        Args:
-            steps: The numbers of the measured steps.
-            times_NRK: The seconds of each step, rank and column.
+        `times_NRK` are the seconds of each of these measured steps, by rank and column.
         """
         observe.active.rank_times(steps, self.columns(times_NRK))
         usual = np.median(self.usual, axis=0) if self.usual else None
@@ -220,9 +218,6 @@ class Stragglers:
 
         Then the messages themselves are slow. If ranks waited as usual, `link` becomes None. One window is not enough,
         because a first probe opens connections between ranks that may have had none. Collective over the world.
-
-        Args:
-            result: The slowest rank of the window.
         """
         if not self.waits or result.wait_s - median(self.waits) <= SLOW_FRACTION * result.step_s:
             self.waits.append(result.wait_s)

@@ -147,10 +147,7 @@ class Watchdog(threading.Thread):
     # ---- is anything wrong?
 
     def is_alarmed(self) -> bool:
-        """Return whether any rank of this machine raised an alarm.
-
-        The machine's leader also sees alarms that other machines have posted.
-        """
+        """Return whether any rank of this machine raised an alarm; its leader also sees those of other machines."""
         if any(heart.numbers[heartbeat.ALARM] for heart in self.machines.local.values()):
             return True
         with contextlib.suppress(RuntimeError, OSError):
@@ -263,12 +260,10 @@ class Watchdog(threading.Thread):
         launch_messages.write_failure_note(**report, alike=True, following=following)
 
     def report(self, statuses: list[RankStatus]) -> None:
-        """Find the late ranks, report them, and end this machine's processes.
+        """Find the late ranks, report them, and end this machine's processes, this one with exit code 1.
 
-        Called by the leader of the first machine, or of the second if the first is gone.
-
-        Args:
-            statuses: The statuses of this machine's ranks.
+        Called by the leader of the first machine, or of the second if the first is gone, with the statuses of its
+        machine.
         """
         all_statuses = statuses + self._statuses_of_other_machines()
         verdict = find_late_ranks(all_statuses, self.groups, self.stage)
@@ -287,7 +282,8 @@ class Watchdog(threading.Thread):
     def _statuses_of_other_machines(self) -> list[RankStatus]:
         """Return the statuses of the other machines' ranks, from their replies to the alarm.
 
-        A machine that does not reply in time is represented by its last published heartbeats, in the state "unknown".
+        It waits at most `GATHER_S`. A machine that does not reply in time is represented by its last published
+        heartbeats, in the state "unknown".
         """
         by_machine = {}
         others = [host for host in range(len(self.machines.ranks)) if host != self.machines.number]
@@ -336,8 +332,7 @@ class Watchdog(threading.Thread):
     def end_others(self, wait: bool) -> None:
         """Kill the ranks of this machine that cannot end themselves.
 
-        Args:
-            wait: Whether to wait `ENDING_S` for the others, and to kill those that have not ended by then.
+        With `wait`, wait `ENDING_S` for the others, and kill those that have not ended by then.
         """
         others = [heart for rank, heart in self.machines.local.items() if rank != self.rank]
         for heart in others:
