@@ -70,6 +70,8 @@ def learn_format(seed: int, options: list[str]) -> str:
 def learn_sums(name: str, seed: int, begin: str, options: list[str]) -> tuple[list[float], float]:
     """Train a model by rewards; return the mean reward of each full STEPS steps, and the run's seconds.
 
+    Exit this process if the training fails.
+
     Args:
         name: the run's name.
         seed: training.seed, of the order of the prompts and of the completions.

@@ -361,7 +361,10 @@ def rope(x_GSHh: Tensor, model: Model, position_GS: Tensor | None = None) -> Ten
 
 
 def window(model: Model, layer: int) -> int | None:
-    """Return the window of a block; None for every n-th, which sees the whole sequence. A block after the last is like it."""
+    """Return the window of a block; None for every n-th, which sees the whole sequence.
+
+    A block after the last layer is like that.
+    """
     every, layer = model.full_attention_every, min(layer, model.num_layers - 1)
     sees_all = not model.sliding_window or (every > 0 and layer % every == every - 1)
     return None if sees_all else model.sliding_window
@@ -412,7 +415,7 @@ def latent_attention(
     document_GS: Tensor | None = None,
     position_GS: Tensor | None = None,
 ) -> Tensor:
-    """Return the output of latent attention (arXiv 2405.04434, eq. 9 to 19), whose heads attend to the latent itself."""
+    """Return the output of latent attention (arXiv 2405.04434, eq. 9 to 19); heads attend to the latent itself."""
     heads, nope, value, rank = model.num_heads, model.qk_nope_head_dim, model.v_head_dim, model.kv_lora_rank
 
     def matrix(part: str) -> Tensor:

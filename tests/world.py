@@ -240,7 +240,7 @@ class Pool:
             return Answer(error=f"the process ended with exit code {code}\n", crash=crash, when=time.monotonic())
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Return the stacks of all threads of these ranks, by rank, as faulthandler writes them even if the code is stuck."""
+        """Return the stacks of all threads of these ranks, by rank; faulthandler writes them, even for stuck code."""
         files = {rank: Path(self._stack_file(rank)) for rank in ranks}
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):

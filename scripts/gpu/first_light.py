@@ -297,7 +297,7 @@ def cells(*texts: str) -> str:
 
 
 def write(out: Path, folder: Path, report: dict[str, Any]) -> None:
-    """Write results.json, table.md and the archive to `out`; leave out the largest files if the archive were too large.
+    """Write results.json, table.md and the archive to `out`; leave out the largest files if the archive is too large.
 
     `folder` has the logs and JSON files of the parts, `report` is the content of results.json.
     """

@@ -53,7 +53,10 @@ class PlainHandle:
 
 
 def prepare(here: Rank, plain: bool) -> None:
-    """Share some symmetric memory as a test; with `plain` first replace it by plain memory, for the whole process."""
+    """Share some symmetric memory as a test; with `plain` first replace it by plain memory, for the whole process.
+
+    Raises Unsupported if the machine refuses to share memory.
+    """
     if plain:
         symm_mem.empty, symm_mem.rendezvous = torch.empty, PlainHandle
     share_memory(here)

@@ -47,7 +47,7 @@ READ = "titanmoe.data.loader:SampleReader.__getitem__"
 
 
 def kill_ranks(run: Run, number: int) -> None:
-    """Start the run and kill `number` random ranks with SIGKILL at a random step."""
+    """Start the run and kill `number` random ranks with SIGKILL at a random step; the launcher restarts the ranks."""
     run.start(3)
     run.wait_for_random_step()
     run.signal_ranks(signal.SIGKILL, *run.rng.sample(range(RANKS), number))
@@ -143,7 +143,7 @@ def fail_reads(run: Run) -> None:
 
 
 def fail_writes(run: Run) -> None:
-    """Start the run and make a random disk operation of rank 0 on the checkpoints fail."""
+    """Make a random disk operation of rank 0 on the checkpoints fail, and let the launcher restart the ranks."""
     fault = {"do": "fail", "errno": run.rng.choice(STALE), "on": TO_DISK, "path": "/checkpoints"}
     run.start_and_strike(3, **fault, rank=0, at=run.rng.randint(20, 50))
 

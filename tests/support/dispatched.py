@@ -17,10 +17,12 @@ def dispatched(
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """Dispatch tokens to their experts, and wait for them. Collective over the dispatch group, as is the function.
 
-    Chosen experts are numbers, E for none; `slots_per_expert` counts those for each sending rank, 0 if buffers are not
-    padded. Returns the routed tokens (R, D) of this rank's experts, sorted by expert; their routing weights (R, 1); the
-    number of each expert's (e,); and the function that combines the experts' outputs (R, D) to those of the tokens (T,
-    D).
+    `chosen_TK` has numbers of experts, E for none. `slots_per_expert` is the slots of each expert for each sending
+    rank, 0 if buffers are not padded.
+
+    Returns:
+        The routed tokens (R, D) of this rank's experts, sorted by expert; their routing weights (R, 1); the number of
+        each expert's (e,); and the function that combines the experts' outputs (R, D) to those of the tokens (T, D).
     """
     exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
     return *exchange.receive_routed(), exchange.combine

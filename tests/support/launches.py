@@ -114,9 +114,10 @@ def read_recipe(recipe: Path, *overrides: str) -> tuple[Config, int]:
 
 
 def compile_kernels(recipe: Path, *overrides: str) -> list[Kernel]:
-    """Return all kernels that a rank of the recipe launches in a step, compiled, with words of a command line changed.
+    """Return all kernels that a rank of the recipe launches in a step, compiled.
 
     Included are those of 8-bit experts, Triton's norms, accumulated weight gradients, benchmarks and symm_mem.
+    `overrides` are words of a command line, such as "--training.dtype", "float64".
     """
     recipe_config, ranks = read_recipe(recipe, *overrides)
     config, ranks = shrink(recipe_config), ranks // recipe_config.parallelism.pp

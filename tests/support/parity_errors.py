@@ -35,7 +35,7 @@ def relative_error(got: float, want: float, scale: float | None = None) -> float
 def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
     """Return the largest over tensors of max|got - want| / max(max|want|, 1e-8 * max over all of want), and its name.
 
-    Both have full tensors by the same names. A NaN counts as infinite.
+    Both have full tensors by the same names, else it raises AssertionError. A NaN counts as infinite.
     """
     assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
     floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
@@ -48,12 +48,9 @@ def worst_error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 
 def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, float]:
-    """Return the largest relative errors of a run's metrics, first "grads" and updated "weights", by these names.
+    """Return the largest relative errors of a run's metrics, gradients and updated weights, by name.
 
-    Args:
-        got: what the run reported and computed.
-        want: the reference of the same steps.
-        config: the recipe of both, which says what there is to compare.
+    "grads" are those of the first step. `config`, the recipe of both, says what there is to compare.
     """
     errors: dict[str, float] = {}
 

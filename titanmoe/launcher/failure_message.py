@@ -77,10 +77,9 @@ def read_note(file: Path) -> dict:
 
 
 def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
-    """Return the phase of the step in which each late rank was, by global rank, as told by the notes of other ranks.
+    """Return the phase of the step in which each late rank was, by global rank, in words for the user; {} if unknown.
 
-    The watch of a rank that waits writes it, as words for the user, to that rank's note file, one of `notes`, which are
-    those of this machine's ranks. {} if no note tells.
+    `notes` are the note files of this machine's ranks: the watch of a rank that waits writes the phases to its note.
     """
     parts: dict[int, str] = {}
     for file in notes:
@@ -89,9 +88,9 @@ def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
 
 
 def ranks_ended_by_hang(notes: Iterable[Path]) -> set[int]:
-    """Return the global ranks that, by the note files of this machine's ranks, ended because the watch found a hang.
+    """Return the global ranks that ended because the watch found a hang, not for a cause of their own.
 
-    They have no cause of their own.
+    `notes` are the note files of this machine's ranks, which tell.
     """
     return {rank for file in notes for rank in read_note(file).get("following", [])}
 

@@ -126,10 +126,9 @@ def describe_shortage(config: Config, world: int, per_machine: int, machine: Mac
 
 
 def smallest_change(config: Config, world: int, per_machine: int, machine: Machine) -> str:
-    """Return the fewest options that make a run that does not fit fit, as words; "" if none do.
+    """Return the fewest options that make the run fit, such as "--activation_checkpoint.mode full"; "" if none do.
 
-    They are such as "--activation_checkpoint.mode full": they change which activations are saved and how the state is
-    placed, not what the model learns.
+    They change which activations are saved and how the state is placed, not what the model learns.
     """
     for change in sorted(product(*_alternatives(config, world, machine)), key=lambda options: sum(map(bool, options))):
         values: dict[str, Any] = {path: value for option in change for path, value in option.items()}

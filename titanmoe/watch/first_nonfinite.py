@@ -214,7 +214,10 @@ def text_tokenizer(data: Data) -> Tokenizer | None:
 
 
 def beginning_of_text(batch: Batch, row: int, tokenizer: Tokenizer | None) -> str:
-    """Return the first `SHOWN_CHARACTERS` characters of sample `row` of the batch; "" without a tokenizer."""
+    """Return the first `SHOWN_CHARACTERS` characters of sample `row` of the batch, on one line.
+
+    "" without a tokenizer.
+    """
     if tokenizer is None:
         return ""
     return " ".join(tokenizer.decode(batch.tokens_BS[row, :SHOWN_CHARACTERS].tolist()).split())[:SHOWN_CHARACTERS]
@@ -227,8 +230,7 @@ def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSum
 
     Returns:
         The sums of this pass, and a text that names module, microbatch, rank and samples of the first non-finite
-            tensor, or
-        says that this time all are finite.
+        tensor, or says that this time all are finite.
     """
     trace.passes.drop()
     sums = trace.run(work)

@@ -282,7 +282,7 @@ def _stuck_collectives(
 
 
 def _waits_for(status: RankStatus, by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> set[int]:
-    """Return the ranks that have not yet issued a collective that the rank of `status` has issued."""
+    """Return the ranks of its groups that have not yet issued a collective that the rank of `status` has issued."""
     late = set()
     for name, number in status.recorded.numbers.items():
         peers = (by_rank[rank] for rank in groups[int(name)].of(status.rank) if rank in by_rank)

@@ -271,7 +271,7 @@ class Stragglers:
     # ---- reporting
 
     def _report_straggler(self, straggler: Straggler, excess_s: float) -> None:
-        """Emit an event that names a straggler, its cost and what to look at, unless it was the last one reported."""
+        """Set `straggler`, and emit an event that names it, its cost and what to look at, unless it was set before."""
         previous, self.straggler = self.straggler, straggler
         same_kind = previous is not None and (previous.cause == "link") == (straggler.cause == "link")
         if same_kind and previous[:2] == straggler[:2]:
