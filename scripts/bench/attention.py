@@ -2,7 +2,7 @@
 
     python scripts/bench/attention.py [--lengths 8192 131072] [--cp 8] [--window 1024] [--write]
 
-One layer of Qwen3-30B-A3B's shape and one sequence, forward. Documents have log-normal lengths from 256 to 131072;
+One layer of Qwen3-30B-A3B's shape and one sequence, forward. N documents have log-normal lengths from 256 to 131072;
 pairs are two completions of a prompt, 3/4 of each text, stored twice or once. --write changes docs/. B samples, L
 positions.
 

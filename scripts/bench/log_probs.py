@@ -5,6 +5,8 @@
 A random model of 4 layers with 32 experts, 8 samples of 64 tokens; each case against one sample a microbatch, no rank
 sharing a layer with another. "experts given" replays the experts of that case. The last column is the fraction of
 tokens whose probability ratio is outside [0.9, 1.1]. One process alone runs the cases that need no second rank.
+
+N samples, S positions, L MoE layers, K top-k.
 """
 
 from __future__ import annotations
@@ -58,9 +60,8 @@ CASES: dict[str, dict[str, Any]] = {
 def measure(changes: dict[str, Any], experts_NSLK: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probabilities of the labels (samples, length - 1) and the experts of all tokens. Collective.
 
-    `changes` are new values of the recipe's fields by path. `experts_NSLK` are the experts (sample, position, MoE
-    layer, top-k place) that tokens are sent to, as a call with the same samples per sequence returned them; None lets
-    the routers choose.
+    `changes` are new values of the recipe's fields by path. `experts_NSLK` are the experts that tokens are sent to, as
+    a call with the same samples per sequence returned them; None lets the routers choose.
     """
     run = titanmoe.open("debug", changes, trains=False)
     ids = torch.randint(0, 512, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(5))

@@ -176,7 +176,7 @@ def expect_no_growth(run: Run, rows: list[list[float]]) -> None:
 
 
 def expect_bitwise_equal(run: Run) -> None:
-    """Raise Wrong unless losses, gradient norms, weights and moments equal those of `undisturbed_run` bitwise."""
+    """Raise Wrong unless an ended run's losses, norms, weights and moments equal those of `undisturbed_run` bitwise."""
     from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 
     undisturbed = undisturbed_run(run)

@@ -183,7 +183,10 @@ def hang(run: Run, number: int, do: str) -> None:
 
 
 def hang_disk(run: Run) -> None:
-    """Make a write of a rank hang in a save, raise Wrong unless the report names the rank; let the run start again."""
+    """Make a write of a rank hang in a save, raise Wrong unless the report names the rank; let the run start again.
+
+    Sets the run's checkpoint.timeout_s.
+    """
     path = layout.folder_name(INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)) + layout.WRITING
     fault = {"do": "slow", "on": ["write"], "path": path, "rank": run.rank, "seconds": 1000}
     run.options |= {"checkpoint.timeout_s": TIMEOUT_S // 2}  # before any rank has waited for the next step too long
@@ -248,8 +251,8 @@ def take_link_down(run: Run) -> None:
 def insert_nan(run: Run, places: list[tuple[str, str]]) -> None:
     """Insert a NaN in one microbatch of a step on one rank; wait until the step has been skipped.
 
-    Raises Wrong unless an event names the place and the step is repeated and makes no update. `places` are (module of a
-    layer, parameter) to choose from; for parameter "" the module's output gets the NaN.
+    Raises Wrong unless events name the NaN's place and the skipped step. `places` are (module of a layer, parameter) to
+    choose from; for parameter "" the module's output gets the NaN.
     """
     run.skips = run.rng.choice([5, 8])
     run.options |= judge.SKIPS | {"debug.culprit": "name"}

@@ -251,7 +251,7 @@ def _in_common(
 def describe_wrong_gradients(
     fold: Fold, shards: Shards, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], allowed: float
 ) -> str:
-    """Return the failure's text for full gradients, by name, which need not be wrong.
+    """Return the failure's text for full gradients, given by name.
 
     Args:
         fold: the mapping.

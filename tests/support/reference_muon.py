@@ -103,7 +103,7 @@ def muon(
     Args:
         config: the config.
         weights: all weights.
-        grads: gradients of those that are trained.
+        grads: gradients of the trained weights.
         moments: moments of the last step; {} before the first.
         step_number: 1 for the first step.
         norm: norm of all gradients, by which ns_eps is multiplied.

@@ -264,8 +264,8 @@ def pass_fingerprints(gradients: Gradients, local_sums: PassSums) -> dict[str, i
 def repeat_pass(gradients: Gradients, work: StepWork, local_sums: PassSums) -> tuple[StepSums, str]:
     """Repeat a step's forward and backward, and compare the results with those of the first pass bit by bit.
 
-    Collective over the world. The gradients of the second pass replace those of the first. `local_sums` are this rank's
-    of the first pass, before they were summed over ranks.
+    Collective over the world. `gradients` must still hold the gradients of the first pass; those of the second replace
+    them. `local_sums` are this rank's of the first pass, before they were summed over ranks.
 
     Returns:
         The sums of the second pass, and a text that names the ranks that are not reproducible ("" if all are).

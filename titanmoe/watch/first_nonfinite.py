@@ -91,7 +91,7 @@ class NonFiniteTrace(Observer):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Register the checking hooks on all modules within this context, and remove them on exit."""
+        """Register the checking hooks on all modules and listen within this context; remove the hooks on exit."""
         with ExitStack() as stack:
             for stage in self.passes.stages:
                 for name, module in stage.named_modules():

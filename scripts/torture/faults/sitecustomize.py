@@ -150,7 +150,7 @@ def at_signal(do, path="", seconds=0.0, **_):
 
 
 def after_steps(do):
-    """Call do(optimizer, number of the step) after each optimizer step of this process, from 1 on."""
+    """Call do(optimizer, number from 1 on) after each optimizer step of this process. Needs torch imported."""
     made = itertools.count(1)
     hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook
     hook(lambda optimizer, *_: do(optimizer, next(made)))
