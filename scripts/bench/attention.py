@@ -2,9 +2,8 @@
 
     python scripts/bench/attention.py [--lengths 8192 131072] [--cp 8] [--window 1024] [--write]
 
-One layer of Qwen3-30B-A3B's shape and one sequence, forward. N documents have log-normal lengths from 256 to 131072;
-pairs are two completions of a prompt, 3/4 of each text, stored twice or once. --write changes docs/. B samples, L
-positions.
+One sequence of L positions in a layer of Qwen3-30B-A3B's shape. N documents have log-normal lengths, 256 to 131072;
+pairs are two completions of a prompt, 3/4 of each text, stored twice or once. --write changes docs/. B is 1 sample.
 
     seen, computed  FLOPs of the pairs of a query and a key that see each other; of the blocks that are computed
     makespan        FLOPs of the busiest rank, over the mean

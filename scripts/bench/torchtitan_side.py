@@ -6,9 +6,8 @@ It is not a dependency. Install it from PyPI into a folder of its own, for Pytho
     python scripts/bench/step.py --torchtitan DIR          full steps on CPUs, alternating with titanmoe
     PYTHONPATH=DIR python scripts/bench/layers.py --sides titanmoe torchtitan          layers of real models
 
-All is TorchTitan's own but what `Side` and `_import` choose or change: bf16 compute, no recomputation, no resharding
-after forward. On CPUs its router computes in bf16: autocast to float32 is for GPUs. B samples, L positions, N heads, H
-width of a head, E experts, K top-k.
+All is TorchTitan's own but what `Side` and `_import` choose or change, without recomputation and resharding. On CPUs
+its router computes in bf16. B samples, L positions, N heads, H width of a head, E experts, K top-k.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Tolerances for two computations of the same numbers on any CPU, from counts of roundings and not by tuning.
 
 A rounding to a dtype errs by at most u = eps / 2; errors are independent, so the squares of n of them add up, to less
-than 2 u sqrt(n). Two computations, each with that many `roundings` to a dtype (on the way from the inputs to a number,
-including its own) and with sums of that many `terms` in its accumulator (float32 for narrower dtypes), differ by at
-most
+than 2 u sqrt(n). Two computations, each with that many `roundings` to a dtype (from the inputs to a number, its own
+included) and sums of that many `terms` in its accumulator (float32 for narrower dtypes), differ by at most
 
     4 sqrt(roundings u(dtype)^2 + terms u(accumulator)^2)
 
