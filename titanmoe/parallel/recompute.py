@@ -7,8 +7,8 @@
     full_except_dispatch    inputs of both; received routed tokens    `attend`; `feed` without dispatch
     full                    inputs of both                            `attend`; `feed`
 
-(*) The experts' act(gate) * up * weight is recomputed in every mode (titanmoe.moe.expert_products). `selective` does the
-like for dense networks, and for MLA and linear attention: `recomputable_methods`, `use_recomputable` of their modules.
+(*) The experts' act(gate) * up * weight is recomputed in every mode (titanmoe.moe.expert_products). `selective` does so
+for dense networks, MLA and linear attention (`recomputable_methods`, `use_recomputable` of their modules).
 
 Methods of a block: `attend` (norm, mixer), `feed` (norm, MoE or dense layer). B samples, s owned positions, D model.
 """
