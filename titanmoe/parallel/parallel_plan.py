@@ -52,8 +52,8 @@ def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list
 SummedOver = Literal["tp", "etp", "stage"]
 """Ranks over which `sum_replicated` sums the gradient of a replicated parameter, once per step.
 
-"stage" is all ranks of the pipeline stage, for routers, which FSDP does not shard: cp x tp (`Meshes.sequence`), then data
-ranks (`Meshes.data`). FSDP, or titanmoe.parallel.unsharded, sums the gradients of all else over data ranks.
+"stage" is all ranks of the pipeline stage, for routers, which FSDP does not shard: cp x tp (`Meshes.sequence`), and
+then data ranks (`Meshes.data`). FSDP, or titanmoe.parallel.unsharded, sums all other gradients over data ranks.
 """
 
 
