@@ -11,7 +11,7 @@ BEGIN, END = "<!-- sizes: written by `python -m titanmoe.models docs/models.md` 
 
 
 def renew(page: str) -> str:
-    """Return a page's text with the table between the two markers replaced by one computed from the families."""
+    """Return the page's text with a new table between BEGIN and END, which are appended where the page lacks them."""
     lines = [
         "| family | size | parameters | active per token | training GFLOPs per token at seq_len 4096 |",
         "| --- | --- | ---: | ---: | ---: |",

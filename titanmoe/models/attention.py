@@ -25,14 +25,11 @@ def causal_attention(
 ) -> Tensor:
     """Return attention over full sequences on one rank, (B, S, H, v); query head i uses key head i // (H / G).
 
-    Windows and documents are a dense mask here, and sinks use plain operations;
-    `titanmoe.parallel.choose_attention` replaces this function with faster ones.
+    Windows and documents are a dense mask here, and sinks use plain operations; `titanmoe.parallel.choose_attention`
+    replaces this function with faster ones.
 
     Args:
-        q_BSHh: queries.
-        k_BSGh: keys.
         v_BSGh: values (B, S, G, v), where v may be less than h.
-        mask: which positions see each other.
         sinks_H: logit of one more key of each head, whose value is zero; None for no sinks.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
@@ -49,8 +46,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks_H: Tensor
         q: queries (B, H, S, h).
         k: keys (B, G, S, h); query head i uses key head i // (H / G).
         v: values, shaped like keys.
-        mask: which positions see each other.
-        sinks_H: logit of one more key of each head, whose value is zero.
+        sinks_H: logit of one more key of each head, whose value is zero; None for no sinks.
     """
     grouped, all_places = q.shape[1] != k.shape[1], slice(0, q.shape[2])
     causal = mask.until_BL is None and not mask.window

@@ -2,8 +2,8 @@
 
 The classes of a token are its K candidate ids, and all other ids together: the rest. The rest is a log-sum-exp over the
 logits of ids that are no candidates, never one minus the others, so it is exact where it is tiny, and zero where every
-id is a candidate. Full logits are never in memory, as in `titanmoe.models.vocabulary`. Logits are divided by a
-temperature.
+id is a candidate. Full logits are never in memory. `weight_VD` is this rank's shard of the head's weight, `tp` are the
+ranks that shard it, `chunks` is the largest number of slices that a shard is split into.
 
 Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it, K candidate ids of each token, n values of a
 token, C = K + 1 classes, the rest last.
@@ -29,20 +29,15 @@ def _candidate_columns(row_TK: Tensor, begin: int, logits_Tv: Tensor) -> tuple[T
     Args:
         row_TK: row of each candidate in this rank's vocabulary; -1 if it is not there.
         begin: index of the slice's first column in this rank's vocabulary.
-        logits_Tv: the slice.
     """
     place_TK = (row_TK - begin).clamp(0, logits_Tv.shape[1] - 1)
     return place_TK, place_TK == row_TK - begin
 
 
 def _without_candidates(logits_Tv: Tensor, place_TK: Tensor, within_TK: Tensor, temperature: float) -> Tensor:
-    """Return a slice of logits divided by the temperature, with -inf in place of the candidates' logits.
+    """Return a copy of a slice of logits divided by the temperature, with -inf in place of the candidates' logits.
 
-    Args:
-        logits_Tv: the slice.
-        place_TK: column of each candidate in the slice.
-        within_TK: whether the candidate is in the slice.
-        temperature: divides the logits.
+    `place_TK` and `within_TK` are what `_candidate_columns` returns for the slice.
     """
     removed_TK = torch.zeros_like(place_TK, dtype=logits_Tv.dtype).masked_fill_(within_TK, -torch.inf)
     return (logits_Tv / temperature).scatter_add_(1, place_TK, removed_TK)
@@ -122,15 +117,12 @@ def candidate_log_probs(
     """Return each label's cross-entropy (T,) and the log-probabilities of the candidate ids (C, T). Collective over tp.
 
     Row C - 1 = K is the log-probability of all ids that are no candidates together. Both results are in float32 at
-    least, and 0 where there is no label.
+    least, differentiable, and 0 where there is no label.
 
     Args:
         x_TD: normed hidden states, the same on all ranks of tp. Each rank gets its summand of their gradient.
-        weight_VD: this rank's shard of the head's weight.
         label_T: ids of the labels, IGNORE where there is none.
         candidates_TK: candidate ids of each token, all different.
-        tp: the ranks that shard the vocabulary.
-        chunks: largest number of slices that this rank's vocabulary is split into.
         temperature: divides the logits for the log-probabilities, not for the cross-entropy.
     """
     x_TD, weight_VD = as_non_leaf(x_TD), as_non_leaf(weight_VD)
@@ -140,10 +132,8 @@ def candidate_log_probs(
 def _keep_largest(a_Tn: Tensor, rest_T: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return each token's largest values and their columns, both (T, count), and the log-sum-exp of its other values.
 
-    Args:
-        a_Tn: the values, which are overwritten.
-        rest_T: log-sum-exp of values that were left out before, which the returned one includes.
-        count: number of values to keep.
+    The largest value is first. `a_Tn`, the values, are overwritten. The log-sum-exp includes `rest_T`, that of values
+    which were left out before.
     """
     top_TK, place_TK = a_Tn.topk(count, 1)
     return top_TK, place_TK, torch.logaddexp(rest_T, a_Tn.scatter_(1, place_TK, -torch.inf).logsumexp(1))
@@ -160,10 +150,7 @@ def top_k_log_probs(
 
     Args:
         x_TD: normed hidden states, the same on all ranks of tp.
-        weight_VD: this rank's shard of the head's weight.
-        count: number k of ids for each token.
-        tp: the ranks that shard the vocabulary.
-        chunks: largest number of slices that this rank's vocabulary is split into.
+        count: number K of ids for each token.
         temperature: divides the logits.
     """
     wide, tokens = torch.promote_types(x_TD.dtype, torch.float32), x_TD.shape[0]

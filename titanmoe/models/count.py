@@ -1,14 +1,13 @@
-"""Count the parameters and FLOPs of a model by arithmetic on its shape.
+"""Count the parameters and FLOPs of a model by arithmetic on its shape, for headers of runs, planner and stages.
 
-Called by the header of a run, the planner and the balancing of stages. "Active" parameters are those that one token
-uses: all but the routed experts that it is not sent to. As in model cards, embedding and head are included. FLOPs per
-token, where a multiplication and an addition count as two:
+"Active" parameters are those that one token uses: all but the routed experts that it is not sent to. As in model cards,
+embedding and head are included. FLOPs per token, where a multiplication and an addition count as two:
 
     forward  = 2 * N + L * H * (h + v) * S        training = 3 * forward, since backward costs two forwards
 
 N active parameters without the embedding, L layers, H query heads, h and v widths of their queries and values, S
-sequence length. The second term is causal attention: a token sees S / 2 positions on average. Softmax, RoPE,
-activations and recomputation are not counted: this is the work of the model (MFU), not of the hardware (HFU).
+sequence length, of which a token sees half on average. Softmax, RoPE, activations and recomputation are not counted:
+this is the work of the model (MFU), not of the hardware (HFU).
 """
 
 from __future__ import annotations
@@ -116,15 +115,11 @@ def forward_flops_per_token(model: Model, seq_len: int) -> int:
 
 
 def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) -> int:
-    """Return the FLOPs to train on one token, forward and backward, averaged over a sequence.
+    """Return the FLOPs to train on one token, forward and backward, averaged over a sequence of `seq_len` tokens.
 
     With multi-token prediction the head is multiplied twice. A token sees W - W^2 / 2S positions in a window of W.
-    Dropped tokens count. A frozen weight costs 4 FLOPs instead of 6, or 2 if nothing before it is trained.
-
-    Args:
-        model: the recipe's [model].
-        seq_len: length of the sequence.
-        tuning: which parameters are trained; None for all.
+    Dropped tokens count. A frozen weight costs 4 FLOPs instead of 6, or 2 if nothing before it is trained. `tuning`
+    says which parameters are trained; None for all.
     """
     if tuning is None or tuning.trains_all:
         return 3 * forward_flops_per_token(model, seq_len)
@@ -146,12 +141,7 @@ NO_WORK = TrainingWork()
 
 
 def training_work(model: Model, tuning: Tuning) -> TrainingWork:
-    """Return the FLOPs of the model's forward and backward, per token and per visible (query, key) pair of positions.
-
-    Args:
-        model: the recipe's [model].
-        tuning: which parameters are trained.
-    """
+    """Return the FLOPs of forward and backward, per token and per visible (query, key) pair of positions."""
     blocks, ends = training_flops(model, 1, tuning)
     per_token, per_pair = float(sum(ends)), {}
     for layer, (mixer, block) in enumerate(zip(mixers(model), blocks, strict=True)):
@@ -207,11 +197,10 @@ class _Walk:
     def count(self, elements: Mapping[str, int]) -> PassFlops:
         """Return the FLOPs per token of weights that multiply the same input, in forward and in backward.
 
-        Backward has the gradient of each weight that is trained, and of the input if a weight of an earlier call is:
-        calls have to come in forward's order, and each remembers whether its weights are trained.
+        Calls have to come in forward's order: each remembers whether its weights are trained.
 
         Args:
-            elements: number of elements of each weight that multiply a token, by the weight's name.
+            elements: number of elements of each weight that multiply a token, by the weight's name in checkpoints.
         """
         trained = {name: not self.tuning.freezes(name) for name in elements}
         work = PassFlops(
@@ -225,12 +214,7 @@ def training_flops(model: Model, seq_len: int, tuning: Tuning) -> tuple[list[Blo
     """Return the FLOPs of a token in each block, as a list, and in all that lies outside blocks.
 
     The block of multi-token prediction is the last of the list. Outside blocks are the final norm, the head, and norms
-    and projection of multi-token prediction.
-
-    Args:
-        model: the recipe's [model].
-        seq_len: length of a sequence, over which the positions that a token sees are averaged.
-        tuning: which parameters are trained.
+    and projection of multi-token prediction. What a token sees is averaged over a sequence of `seq_len` tokens.
     """
     walk, blocks, ends = _Walk(tuning), [], PassFlops()
     walk.count({"embed.weight": 0})  # looked up, not multiplied

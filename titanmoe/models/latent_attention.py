@@ -1,11 +1,9 @@
 """Multi-head latent attention: keys and values of all heads come from one narrow latent vector per token.
 
-arXiv 2405.04434, section 2.1, and arXiv 2412.19437. RoPE rotates one part of a query or key; the rotated key comes from
-the residual stream, one for all heads. RoPE's pairs are (i, i + rope / 2), and DeepSeek's files are reordered.
-
-    wq_a, q_norm, wq_b      residual stream -> query latent -> queries; or wq, without a query latent
-    wkv_a, kv_norm          residual stream -> key-value latent (normalised), then rope rows: the rotated key
-    wkv_b                   key-value latent -> keys without positions and values, (num_heads, nope + v) rows
+arXiv 2405.04434, section 2.1, and arXiv 2412.19437. wq_a, q_norm and wq_b (or wq alone) make the queries; wkv_a makes
+the latent, which kv_norm normalises, and then the key that RoPE rotates, one for all heads; wkv_b makes keys without
+positions and values from the latent, (H, n + v) rows. RoPE's pairs are (i, i + p / 2), and DeepSeek's files are
+reordered. `rope` has cos and sin of RoPE's angles for the attention slice, (B, S, 1, p) each.
 
 Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), D model, r a latent, H
 heads of this rank, h query and key width, n its part without positions, p its part with, v value width, X = H * h, m =
@@ -61,7 +59,6 @@ class LatentAttention(nn.Module):
 
         Args:
             x_BsD: normed hidden states of these tokens.
-            rope: cos and sin of RoPE's angles for the attention slice, (B, S, 1, p) each.
             mask: which positions see each other.
         """
         # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
@@ -87,8 +84,6 @@ class LatentAttention(nn.Module):
             source_BSr: the normed query latent or, if there is none, the block's normed hidden states (B, S, D).
             latent_BSr: the normed key-value latent.
             key_BSp: the part of the key that RoPE rotates, before RoPE, one for all heads.
-            rope: cos and sin of RoPE's angles, (B, S, 1, p) each.
-            mask: which positions see each other.
         """
         if self.wq is None:
             return self.use_recomputable(
@@ -104,9 +99,7 @@ class LatentAttention(nn.Module):
     def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Return the queries of this rank's heads (B, S, H, h), with RoPE applied, times YaRN's factor on logits.
 
-        Args:
-            source_BSr: the normed query latent or, if there is none, the block's normed hidden states (B, S, D).
-            rope: cos and sin of RoPE's angles, (B, S, 1, p) each.
+        `source_BSr` is the normed query latent or, if there is none, the block's normed hidden states (B, S, D).
         """
         if self.sharpen != 1:  # here, because it is narrower than all queries
             source_BSr = source_BSr * self.sharpen
@@ -127,7 +120,6 @@ class LatentAttention(nn.Module):
         Args:
             latent_BSr: the normed key-value latent.
             key_BSp: the part of the key that RoPE rotates, before RoPE, one for all heads.
-            rope: cos and sin of RoPE's angles, (B, S, 1, p) each.
         """
         kv_BSHm, key_BS1p = self.wkv_b(latent_BSr).unflatten(-1, (-1, sum(self.key_value))), key_BSp.unsqueeze(2)
         if self.in_one_pass(kv_BSHm):

@@ -1,10 +1,13 @@
 """Layers that all models are made of: linear, norm, feed-forward, rotary position embeddings.
 
-Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, H query heads,
-G key heads, h head.
 A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width
 (titanmoe.parallel.parallel_plan). `recomputable_methods` are those that take little time for the memory of what they
-save: with selective recomputation (titanmoe.parallel.recompute) backward calls them a second time.
+save: with selective recomputation (titanmoe.parallel.recompute) backward calls them a second time. `kernels` is the
+option moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere. `rope` has cos and sin of
+RoPE's angles, (B, S, 1, width) each.
+
+Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, H query heads,
+G key heads, h head.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from titanmoe.ops.kernels import fused
 
 
 def promote(x: Tensor) -> Tensor:
-    """Return x in float32 at least, for norms, RoPE, softmax and loss. Wider dtypes stay as they are."""
+    """Return x in float32, for norms, RoPE, softmax and loss; x itself if it has that dtype or a wider one."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -85,7 +88,7 @@ def product_and_input(x: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Te
 
 
 class Linear(nn.Module):
-    """A linear layer, whose weight may be sharded over tp."""
+    """A linear layer, whose weight may be sharded over tp. It communicates nothing."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, dtype: torch.dtype | None = None):
         super().__init__()
@@ -97,8 +100,7 @@ class Linear(nn.Module):
 
         Args:
             x: input.
-            pass_on: whether to return the pair (product, x), where x is for the next product of the same input
-                (`product_and_input`).
+            pass_on: whether to return the pair (product, x), where x is for the next product of the same input.
             rows: the rows (outputs) of this rank's shard to multiply by; None for all.
         """
         weight, bias = local_rows(self.weight, rows), None if self.bias is None else local_rows(self.bias, rows)
@@ -122,14 +124,9 @@ def local_rows(parameter: nn.Parameter, rows: slice | None) -> Tensor:
 
 
 def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros as initial values of the elements of a parameter that have these indices.
+    """Return zeros, of the shape of `index`, as initial values of those elements of a parameter; `key` is not used.
 
     A module's `initial` has such functions by parameter name; `materialize` calls them.
-
-    Args:
-        key: key of the random numbers, which zeros do not need.
-        index: indices of the elements in the full parameter, row-major.
-        dtype: of the values.
     """
     return torch.zeros(index.shape, dtype=dtype, device=index.device)
 
@@ -145,14 +142,14 @@ class RMSNorm(nn.Module):
         adds_one: bool = False,
         kernels: str = "auto",
     ):
-        """Allocate the weight.
+        """Allocate the weight, without values.
 
         Args:
             dim: width.
             eps: added to the mean square.
             dtype: of the weight.
             adds_one: whether x is multiplied by one plus the weight, which begins at zero.
-            kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
+            kernels: moe.kernels.
         """
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
@@ -191,11 +188,7 @@ def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def plain_norm(x: Tensor, weight_D: Tensor, eps: float, tp: Group = NO_GROUP) -> Tensor:
     """Return x / rms(x) * weight by plain operations in float32 at least, in x's dtype. Collective over tp.
 
-    Args:
-        x: input; with tp this rank's shard of the last dim.
-        weight_D: the weight of the elements of x.
-        eps: added to the mean square.
-        tp: the ranks that shard the last dim, over which the mean square is averaged.
+    With tp, x and the weight are this rank's shards of the last dim, and the mean square is that of the full width.
     """
     wide = promote(x)
     mean_square = wide.square().mean(-1, keepdim=True)
@@ -241,12 +234,7 @@ class FeedForward(nn.Module):
         return reduce_scatter_autograd(self.down(gate_BSF, self.w3(x_BSD)), 1, self.tp)
 
     def down(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
-        """Return w2 (silu(gate) * up), (B, S, D); with tp this rank's summand of it: w2 is sharded by its inputs.
-
-        Args:
-            gate_BSF: the product with w1, before SiLU.
-            up_BSF: the product with w3.
-        """
+        """Return w2 (silu(gate) * up), (B, S, D); with tp this rank's summand of it: w2 is sharded by its inputs."""
         return self.w2(swiglu(gate_BSF, up_BSF))
 
 
@@ -263,21 +251,15 @@ class SharedExpert(FeedForward):
         self.gate = Linear(dim, 1, dtype=dtype) if gated else None
 
     def forward(self, x_BsD: Tensor) -> Tensor:
-        """Return the output for the tokens that this rank owns. Collective over tp."""
+        """Return the output (B, s, D) for the tokens that this rank owns. Collective over tp."""
         y_BsD = super().forward(x_BsD)
         return y_BsD if self.gate is None else y_BsD * torch.sigmoid(self.gate(x_BsD))
 
 
 def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the angle per position, in radians, of each pair i of a head's `width` dims, (width / 2,).
+    """Return the angle per position, in radians, of each pair i of the `width` dims that RoPE rotates: (width / 2,).
 
-    It is theta^(-2i/width), interpolated by YaRN if the model asks for it.
-
-    Args:
-        model: the recipe's [model].
-        width: number of dims of a head that are rotated.
-        dtype: of the result and its computation.
-        device: of the result.
+    It is theta^(-2i/width), computed in `dtype`, and interpolated by YaRN if the model asks for it.
     """
     pair = torch.arange(0, width, 2, device=device, dtype=dtype)
     frequency = model.rope_theta ** -(pair / width)
@@ -303,9 +285,7 @@ def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch
 def yarn_mscale(model: Model, scale: float) -> float:
     """Return YaRN's m(s) = 1 + 0.1 s ln(rope_factor), by which it scales queries and keys for a longer context.
 
-    Args:
-        model: the recipe's [model].
-        scale: s, such as model.rope_mscale.
+    `scale` is s, such as model.rope_mscale.
     """
     return 1 + 0.1 * scale * math.log(model.rope_factor)
 
@@ -326,7 +306,6 @@ def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtyp
 
     Args:
         position_BS: position of each token in its sequence or document.
-        model: the recipe's [model].
         width: number of dims of a head that RoPE rotates.
         dtype: the model's; the result is in float32 at least.
     """
@@ -337,13 +316,7 @@ def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtyp
 
 
 def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -> Tensor:
-    """Return x with RoPE applied: it rotates pairs (i, i + h / 2), as in Hugging Face's checkpoints.
-
-    Args:
-        x_BSHh: queries or keys.
-        rope: cos and sin of the angles, (B, S, 1, h) each.
-        kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
-    """
+    """Return x with RoPE applied to all h dims; dims i and i + h / 2 are a pair, as in Hugging Face's checkpoints."""
     if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # the compiler fuses these by itself
         B, S, _, h = x_BSHh.shape
         return rotate_both(x_BSHh, x_BSHh.new_empty(B, S, 0, h), rope, kernels)[0]
@@ -355,13 +328,7 @@ def rotate_both(
 ) -> tuple[Tensor, Tensor]:
     """Return queries and keys with RoPE applied, on GPUs in one kernel.
 
-    In heads wider than cos and sin the last dims stay as they are.
-
-    Args:
-        q_BSHh: queries.
-        k_BSGh: keys.
-        rope: cos and sin of the angles, (B, S, 1, width) each.
-        kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
+    Dims i and i + width / 2 are a pair. In heads wider than `rope` the last dims stay as they are.
     """
     width, head = rope[0].shape[-1], q_BSHh.shape[-1]
     if width < head:
@@ -376,13 +343,9 @@ def rotate_both(
 
 
 def plain_rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x (B, S, H, h) with RoPE applied, by plain operations in float32 at least.
+    """Return x (B, S, H, h) with RoPE applied to all h dims, by plain operations in float32 at least.
 
     Dims i and i + h / 2 are a pair. The result has x's dtype.
-
-    Args:
-        x_BSHh: queries or keys, of which all h dims are rotated.
-        rope: cos and sin of the angles, (B, S, 1, h) each.
     """
     wide, (cos, sin) = promote(x_BSHh), rope
     first, second = wide.chunk(2, -1)

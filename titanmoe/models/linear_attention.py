@@ -1,12 +1,10 @@
 """Linear attention: a state of fixed size per head instead of keys and values (titanmoe.ops.gated_delta_rule).
 
-Gated DeltaNet (arXiv 2412.06464), or with own.linear_gate = "gla" gated linear attention (arXiv 2312.06635):
-
-    wq, wk, wv, wz          residual stream -> queries and keys of the key heads, values and gates of the value heads
-    wb, wa                  one number per value head: beta = sigmoid(b), decay = -exp(A_log) softplus(a + dt_bias)
-    wg_a, wg_b              GLA: a decay per row of the state, log sigmoid(wg_b wg_a x) / 16
-    conv_q, conv_k, conv_v  taps of each channel; the last one is that of the position itself
-    norm, wo                heads, normed and multiplied by SiLU(z) -> residual stream
+Gated DeltaNet (arXiv 2412.06464) has beta = sigmoid(wb x) and log decay -exp(A_log) softplus(wa x + dt_bias), both (R,
+c, H). GLA, or own.linear_gate = "gla" (arXiv 2312.06635), has no beta, and log decay log sigmoid(wg_b wg_a x) / 16, (R,
+c, K, k); `decay` is always the logarithm. Queries, keys and values go through a short convolution; heads are normed,
+multiplied by SiLU(wz x) and projected by wo. `until` says where the document of each position ends, of those before the
+segment too; None if all are in one document.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, R segments of this rank
 (titanmoe.models.sequence_segments), c positions of a segment, w positions before it that a convolution sees, C
@@ -34,14 +32,13 @@ GLA_TEMPERATURE = 16
 
 
 def log_of_uniform(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return initial values of A_log: logarithms of random numbers that are uniform in [0.01, 16).
+    """Return initial values of A_log, in the shape of `index`: logarithms of random numbers uniform in [0.01, 16).
 
     They are computed in float64, because devices differ in the last bit of a float32 logarithm.
 
     Args:
         key: key of the random numbers.
-        index: indices of the elements in the full parameter, row-major; the result has this shape.
-        dtype: of the result.
+        index: indices of the elements in the full parameter, row-major.
     """
     return torch.log(0.01 + 15.99 * counter_rng.uniform(key, index, torch.float64)).to(dtype)
 
@@ -66,8 +63,7 @@ def short_convolution(x_RcC: Tensor, before_RwC: Tensor, taps: Tensor, until: Te
         x_RcC: inputs of the segments.
         before_RwC: the last inputs before each segment.
         taps: weights of each channel, (C, w + 1); the last one is that of the position itself.
-        until: where the document of each position ends, (R, at least w + c) with positions before the segment; None if
-            all positions are in one document.
+        until: where the document of each position ends, (R, at least w + c); None if all positions are in one.
     """
     length, last = x_RcC.shape[1], before_RwC.shape[1]
     padded = torch.cat((before_RwC, x_RcC), 1)
@@ -129,8 +125,6 @@ class GatedDelta(nn.Module):
 
         Args:
             qkv: projected queries, keys and values before the convolution, (R, c, C) each.
-            decay: logarithm of the decay, (R, c, H); in gated linear attention (R, c, K, k).
-            beta_RcH: beta; None in gated linear attention.
             mask: says where documents end.
         """
         last = self.heads.conv_width - 1
@@ -141,10 +135,9 @@ class GatedDelta(nn.Module):
         )
 
     def project(self, x_RcD: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor | None]:
-        """Return ([queries, keys, values] before the convolution, z, logarithm of the decay, beta or None).
+        """Return ([queries, keys, values] before the convolution, z before SiLU, logarithm of the decay, beta or None).
 
-        Queries, keys, values and z are (R, c, channels). The decay and beta are (R, c, H); in gated linear attention
-        the decay is (R, c, K, k), and beta is None.
+        Queries, keys, values and z are (R, c, channels); decay and beta as `gates` returns them.
         """
         qkvz = []
         for linear in (self.wq, self.wk, self.wv, self.wz):
@@ -153,10 +146,7 @@ class GatedDelta(nn.Module):
         return qkvz[:3], qkvz[3], *self.gates(x_RcD)
 
     def gates(self, x_RcD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the logarithm of the decay, and beta (R, c, H), which is None in gated linear attention.
-
-        The decay is (R, c, H), in gated linear attention (R, c, K, k).
-        """
+        """Return the logarithm of the decay, and beta or, in GLA, None; both in float32 at least."""
         if self.wa is None:
             decay = -softplus(-promote(self.wg_b(self.wg_a(x_RcD)))) / GLA_TEMPERATURE
             return decay.unflatten(-1, (-1, self.heads.key_dim)), None
@@ -170,8 +160,7 @@ class GatedDelta(nn.Module):
         Args:
             qkv: projected queries, keys and values, (R, c, C) each.
             before: the last inputs of each of the three before each segment, (R, w, C) each.
-            until: where the document of each position ends, (R, at least w + c) with positions before the segment;
-                None if all positions are in one document.
+            until: where the document of each position ends, (R, at least w + c), or None.
         """
         taps, widths = (self.conv_q, self.conv_k, self.conv_v), (self.heads.key_dim,) * 2 + (self.heads.value_dim,)
         return tuple(
@@ -190,14 +179,7 @@ class GatedDelta(nn.Module):
     ) -> Tensor:
         """Return the recurrence's output (R, c, H, v). Collective over cp: a segment begins with another's last state.
 
-        Args:
-            q_RcKk: queries after the convolution.
-            k_RcKk: keys after the convolution.
-            v_RcHv: values after the convolution.
-            decay: logarithm of the decay, (R, c, H); in gated linear attention (R, c, K, k).
-            beta_RcH: beta; None in gated linear attention.
-            until: where the document of each position ends, (R, at least 1 + c) with the position before the segment;
-                None if all positions are in one document.
+        Queries, keys and values are those after the convolution. `until` has at least one position before the segment.
         """
         length = q_RcKk.shape[1]
         documents = (None, None) if until is None else (until[:, -length:], until[:, -length - 1])
@@ -210,9 +192,7 @@ class GatedDelta(nn.Module):
     def down(self, out_RcHv: Tensor, z_RcX: Tensor) -> Tensor:
         """Return wo (norm(out) * SiLU(z)), (R, c, D); with tp this rank's summand of it.
 
-        Args:
-            out_RcHv: the recurrence's output, before the norm.
-            z_RcX: the product with wz, before SiLU.
+        `out_RcHv` is the recurrence's output, `z_RcX` the product with wz before SiLU.
         """
         z, normed = (promote(x) for x in (z_RcX, self.norm(out_RcHv).flatten(2)))
         return self.wo(swiglu(z, normed).to(z_RcX.dtype))

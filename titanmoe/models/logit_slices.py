@@ -1,9 +1,10 @@
 """Compute a loss from slices of the logits, so that full logits are never in memory; the vocabulary is sharded.
 
 `chunked_cross_entropy` does it in one call of the ranks of tp. If ranks of other pipeline stages have rows too, each
-computes `Statistics`, and `merge_statistics` computes the loss from all of them.
-
-Used by the head's losses (titanmoe.models.vocabulary, titanmoe.models.candidate_classes).
+computes `Statistics`, and `merge_statistics` computes the loss from all of them. Called by the head's losses
+(titanmoe.models.vocabulary, titanmoe.models.candidate_classes). `row_T` is the row of each label in this rank's
+vocabulary, `begin` the row of a slice's first column, `log_total_T` the log-sum-exp of all logits of a token, `scale_T`
+the gradient of the loss with respect to its cross-entropy.
 
 Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it, R ranks that shard the vocabulary, K statistics.
 """
@@ -86,7 +87,7 @@ def accumulate_slice(
         top_T: largest logit so far; -inf before the first slice, when the sums are 0.
         total_T: sum of exp(logit - top_T) so far.
         label_logit_T: logit of the label, added if the label is in the slice.
-        weighted_T: sum of exp(logit - top_T) * (logit - top_T) so far, for the entropy.
+        weighted_T: sum of exp(logit - top_T) * (logit - top_T) so far, for the entropy; None without.
     """
     logits_Tv = promote(logits_Tv)
     place_T = (row_T - begin).clamp(0, logits_Tv.shape[1] - 1)
@@ -136,14 +137,9 @@ def merge_statistics(statistics_RKT: Tensor, has_label_T: Tensor) -> tuple[Tenso
 
 
 def slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> Tensor:
-    """Return the gradient of the cross-entropy for a slice of logits: scale * (softmax - one-hot label).
+    """Return the gradient of the cross-entropy for a slice of logits, in its dtype: scale * (softmax - one-hot label).
 
-    Args:
-        logits_Tv: the slice, which is overwritten if it is in float32 or wider.
-        row_T: row of each label in this rank's vocabulary; -1 if the label is not there.
-        begin: index of the slice's first column in this rank's vocabulary.
-        log_total_T: log-sum-exp of all logits of a token.
-        scale_T: gradient of the loss with respect to each token's cross-entropy.
+    The slice is overwritten if it is in float32 or wider. `row_T` is -1 for labels of other ranks.
     """
     grad_Tv = promote(logits_Tv).sub_(log_total_T.unsqueeze(1)).exp_()
     place_T = (row_T - begin).clamp(0, grad_Tv.shape[1] - 1)
@@ -152,18 +148,14 @@ def slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: Te
 
 
 def divide(logits: Tensor, temperature: float) -> Tensor:
-    """Return logits divided by a temperature, in float32 at least unless it is 1."""
+    """Return logits divided by a temperature, in float32 at least; logits themselves if it is 1."""
     return logits if temperature == 1 else promote(logits) / temperature
 
 
 def _entropy_backward(logits_Tv: Tensor, log_total_T: Tensor, entropy_T: Tensor, scale_T: Tensor) -> Tensor:
-    """Return the gradient of a slice of logits through the tokens' entropies, -p (log p + entropy) * scale.
+    """Return the gradient of a slice of logits through the tokens' entropies: -p (log p + entropy) * scale.
 
-    Args:
-        logits_Tv: the slice.
-        log_total_T: log-sum-exp of all logits of a token.
-        entropy_T: entropy of each token's distribution.
-        scale_T: gradient of the loss with respect to each entropy.
+    `scale_T` is the gradient of the loss with respect to each entropy here.
     """
     log_p_Tv = promote(logits_Tv) - log_total_T.unsqueeze(1)
     return (log_p_Tv.exp() * (log_p_Tv + entropy_T.unsqueeze(1))).mul_(-scale_T.unsqueeze(1)).to(logits_Tv.dtype)
@@ -195,7 +187,6 @@ def _sum_slices(
         x_TD: normed hidden states.
         weight_VD: this rank's shard of the head's weight.
         row_T: row of each label in the shard. A row outside has no effect.
-        options: chunks, kernels, whether to sum for the entropy, and the temperature.
         logits: list to which the logits of each slice are appended, if given.
     """
     take = accumulate_slice
@@ -234,12 +225,9 @@ def _slices_backward(
         x_TD: normed hidden states.
         weight_VD: this rank's shard of the head's weight.
         row_T: row of each label in the shard; -1 if the label is not there.
-        options: as in forward.
-        log_total_T: log-sum-exp of all logits of a token.
-        scale_T: gradient of the loss with respect to each token's cross-entropy.
         entropy_T: entropy of each token's distribution; None without.
         entropy_scale_T: gradient of the loss with respect to each entropy; None without.
-        logits: those of all slices, which are overwritten; () to compute them again.
+        logits: those of all slices, which are overwritten; () to recompute them.
     """
     use_kernel = options.use_kernels(x_TD)
     if use_kernel:
@@ -340,7 +328,7 @@ def chunked_cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Return each token's cross-entropy (T,), and the entropy (T,) of its distribution or None. Collective over tp.
 
-    They are computed from slices of the logits. Both are 0 without a label. Full logits are never in memory.
+    Both are differentiable, in float32 at least, and 0 without a label.
 
     Args:
         x_TD: normed hidden states, the same on all ranks of tp. Each rank gets its summand of their gradient.
@@ -348,8 +336,7 @@ def chunked_cross_entropy(
         label_T: ids of the labels, IGNORE where there is none.
         tp: the ranks that shard the vocabulary.
         chunks: largest number of slices that this rank's vocabulary is split into.
-        kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
-        with_entropy: whether to compute the entropy of each distribution.
+        kernels: moe.kernels; there are none for the entropy or a temperature.
         temperature: divides the logits.
     """
     options = LossOptions(chunks, kernels, with_entropy, temperature)

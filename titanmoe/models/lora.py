@@ -33,14 +33,12 @@ from titanmoe.ops import counter_rng
 
 
 def add_adapters(model: Transformer, config: Config, tp_rank: int = 0) -> None:
-    """Add the adapters that the recipe asks for to a model, in place, while it is on meta and not sharded yet.
+    """Add the adapters that the recipe asks for to a stage, in place, while it is on meta and not sharded yet.
 
     The caller gives them values (titanmoe.parallel.materialize) and freezes the other parameters. With lora.dropout,
     methods of the blocks are wrapped too (`tell_tokens`): call this before recomputation wraps them.
 
     Args:
-        model: a pipeline stage.
-        config: the recipe.
         tp_rank: this rank's index in tensor parallel, by which dropout finds its shard of a split input.
 
     Raises:
@@ -88,7 +86,6 @@ def normal(key: int, index: Tensor, dtype: torch.dtype, inputs: int) -> Tensor:
     Args:
         key: key of the random numbers.
         index: indices of the elements in the full parameter, row-major; the result has this shape.
-        dtype: of the result.
         inputs: width of the adapter's input.
     """
     return counter_rng.normal(key, index, dtype) * (1 / math.sqrt(3 * inputs))
@@ -179,7 +176,7 @@ class AdaptedExperts(Experts):
         Args:
             multiplier: multiplies routed tokens by their experts' matrices; the one that `gate_and_up` got.
             hidden: gate and up of the routed tokens, (R, F) each, or side by side in one tensor (R, 2F).
-            weight_R1: routing weight of each routed token.
+            weight_R1: routing weights, which the result includes.
         """
         if not hasattr(self, "w2_lora_A"):
             return super().down(multiplier, hidden, weight_R1)
@@ -193,21 +190,17 @@ class AdaptedExperts(Experts):
         return y_RD
 
     def up_after_dropout(self, name: str, multiplier: ExpertProducts, x: Tensor, a: Tensor) -> Tensor:
-        """Return the product (R, r) of routed tokens, after dropout, with A (e, r, inputs) of a matrix such as "w1".
+        """Return the product (R, r) of routed tokens, after dropout, with this rank's shard `a` of A (e, r, inputs).
 
         Args:
-            name: the matrix, "w1", "w2" or "w3".
+            name: the adapter's matrix, "w1", "w2" or "w3".
             multiplier: multiplies routed tokens by their experts' matrices; dropout draws by its `index_R`.
             x: inputs of the matrix for the routed tokens, before dropout.
-            a: this rank's shard of A.
         """
         return multiplier.up(getattr(self, f"{name}_dropout")(x, multiplier.index_R, self.etp_rank), a)[0]
 
     def adapter_pair(self, name: str, multiplier: ExpertProducts) -> tuple[Tensor, Tensor]:
-        """Return this rank's shards of the adapter's A and B of a matrix, such as "w1".
-
-        They are padded with zeros to a rank that its kernels take.
-        """
+        """Return this rank's shards of A and B of a matrix such as "w1", padded with zeros to a rank for kernels."""
         a, b = (to_local(getattr(self, adapter)) for adapter in adapter_names(name))
         missing = -a.shape[1] % multiplier.width_multiple(a.dtype)
         return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

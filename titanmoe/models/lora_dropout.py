@@ -59,9 +59,8 @@ class CurrentTokens:
     def index_of(self, x: Tensor) -> Tensor:
         """Return the global index of the token in each row of x, in the shape of x without its last dim.
 
-        Call it only while `indices` are set.
-        A module gets either all tokens of the attention slice or those that this rank owns, in their order: (B, S, D),
-        (B, s, D), or the slice's segments (titanmoe.models.sequence_segments).
+        Call it only while `indices` are set. x has all tokens of the attention slice or those that this rank owns, in
+        their order: (B, S, D), (B, s, D), or the slice's segments (titanmoe.models.sequence_segments).
         """
         rows = x.shape[:-1]
         return next(index for index in self.indices if index.numel() == rows.numel()).view(rows)
@@ -71,11 +70,9 @@ class InputDropout(nn.Module):
     """The dropout of the inputs of one matrix's adapters."""
 
     def __init__(self, name: str, inputs: int, rate: float, seed: int):
-        """Make the dropout.
+        """Make the dropout of the adapters of the matrix `name`, whose full input is `inputs` wide.
 
         Args:
-            name: the matrix's name.
-            inputs: width of the full input.
             rate: probability with which an element is dropped.
             seed: training.seed.
         """
@@ -93,7 +90,7 @@ class InputDropout(nn.Module):
     def forward(self, x: Tensor, index: Tensor, rank: int) -> Tensor:
         """Return x with elements dropped, and the others divided by 1 - rate, which is rounded to a multiple of 2^-16.
 
-        Four elements share the 64 bits of a random number, because each takes many passes over it.
+        It drops in evaluation too: adapters call it in training only.
 
         Args:
             x: the input, or this rank's shard of its last dim.

@@ -44,10 +44,7 @@ def is_adaptable(name: str) -> bool:
 
 
 def adapter_names(matrix: str) -> tuple[str, str]:
-    """Return the names of a matrix's A and B, such as "wq.lora_A" for "wq.weight" or "w1_lora_A" for "w1" of experts.
-
-    Experts' matrices are parameters, not modules, so their adapters are parameters beside them.
-    """
+    """Return the names of a matrix's A and B: "wq.lora_A" and "wq.lora_B" for "wq.weight", "w1_lora_A" ... for "w1"."""
     base = f"{matrix.removesuffix('.weight')}." if matrix.endswith(".weight") else f"{matrix}_"
     return f"{base}{ADAPTER}A", f"{base}{ADAPTER}B"
 
@@ -114,10 +111,7 @@ def of_routers(patterns: list[str]) -> Iterator[Violation]:
 def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
     """Yield a Violation for each option that adapters exclude, and for a rank that is too high.
 
-    Args:
-        config: the recipe.
-        tuning: which parameters the recipe trains.
-        shapes: shapes of all parameters, by name.
+    `shapes` are those of all parameters, by name.
     """
     lora = config.lora
     yield from _high_rank(config, tuning, shapes)
@@ -137,12 +131,9 @@ def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) 
 
 
 def _high_rank(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
-    """Yield a Violation if lora.rank or lora.experts_rank exceeds the smaller side of every matrix that it adapts.
+    """Yield at most one Violation: a rank in [lora] that exceeds the smaller side of every matrix that it is for.
 
-    Args:
-        config: the recipe.
-        tuning: ranks and targets of the adapters.
-        shapes: shapes of all parameters, by name.
+    `shapes` are those of all parameters, by name.
     """
     for field, rank, of_experts in (
         ("lora.rank", tuning.rank, False),

@@ -64,11 +64,8 @@ def matrix_parameters(model: Model, router: bool) -> dict[str, tuple[Shape, Matr
     """Return full shape and division of the rows of each parameter that an optimizer such as Muon takes as matrices.
 
     Keys are the names of parameters in checkpoints. The parameters are the projections of attention, of dense networks
-    and of experts. Embeddings, the head, norms, biases and gates are not among them.
-
-    Args:
-        model: the recipe's [model].
-        router: whether routers are matrices too.
+    and of experts, and with `router` those of routers. Embeddings, the head, norms, biases and gates are not among
+    them.
     """
     full, out = MatrixRows(()), {}
     for layer, mixer in enumerate(mixers(model)):
@@ -91,7 +88,6 @@ def flops(model: Model, by_head: bool, router: bool, steps: int) -> int:
     """Return the FLOPs of orthogonalizing every matrix of a model once.
 
     Args:
-        model: the recipe's [model].
         by_head: whether each head is a matrix of its own.
         router: whether routers are matrices too.
         steps: number of Newton-Schulz steps for each matrix.

@@ -47,14 +47,12 @@ class SequenceSegments(NamedTuple):
         return self._stack([padded[:, n * length : (n + 1) * length + before] for n in self.local])
 
     def inputs_before(self, xs: Sequence[Tensor], count: int) -> Sequence[Tensor]:
-        """Return the last inputs in front of each segment, which other ranks may have. Collective over the group.
+        """Return, for each of xs, the last inputs in front of each segment, (R, w, C). Collective over the group.
 
         Args:
             xs: inputs of this rank's segments, (R, c, C) each.
-            count: number w of positions in front of a segment. Inputs in front of the sequence are 0.
-
-        Returns:
-            For each of xs the inputs (R, w, C).
+            count: number w of positions in front of a segment, which other ranks may have. Inputs in front of the
+                sequence are 0.
         """
         widths, begin = [x.shape[-1] for x in xs], max(0, xs[0].shape[1] - count)
         ends = self._gather(torch.cat([x[:, begin:] for x in xs], -1))
@@ -81,8 +79,7 @@ class SequenceSegments(NamedTuple):
     def _gather(self, x_R: Tensor) -> list[Tensor]:
         """Return x of each segment of the sequence, (B, ...), in the sequence's order. Collective over the group.
 
-        Args:
-            x_R: this rank's segments, (R, ...).
+        `x_R` has this rank's segments, (R, ...).
         """
         gathered = all_gather_autograd(x_R.unflatten(0, (-1, len(self.local))), 1, self.group).unbind(1)
         return [gathered[self.order.index(n)] for n in range(len(self.order))]

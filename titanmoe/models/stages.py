@@ -20,7 +20,6 @@ def split_layers(
     embedding's small lookup, without head and lookup if all stages share these.
 
     Args:
-        model: the recipe's [model].
         seq_len: length of a sequence.
         stages: number of stages, at most the number of layers.
         explicit: number of layers of each stage; empty to balance them. One stage has all layers.

@@ -20,12 +20,7 @@ from titanmoe.models.mixers.mixer_spec import MixerSpec, Shape, Split
 
 
 def swiglu(dim: int, hidden: int) -> dict[str, Split]:
-    """Return the full shape and the dim that tp shards of "w1.weight" (gate), "w3.weight" (up) and "w2.weight" (down).
-
-    Args:
-        dim: width of the residual stream.
-        hidden: width between up and down.
-    """
+    """Return the full shape and the dim that tp shards of "w1.weight" (gate), "w3.weight" (up), "w2.weight" (down)."""
     return {"w1.weight": ((hidden, dim), 0), "w3.weight": ((hidden, dim), 0), "w2.weight": ((dim, hidden), 1)}
 
 
@@ -40,8 +35,6 @@ def block_splits(model: Model, mixer: MixerSpec, experts: bool, tp: int = 1) -> 
     These are the parameters that FSDP shards over attention's data ranks. Names are those within the block.
 
     Args:
-        model: the recipe's [model].
-        mixer: spec of the block's mixer.
         experts: whether the block has routed experts instead of a dense network.
         tp: number of ranks of tensor parallel. Parameters that so many ranks cannot shard, such as keys where tp
             exceeds the number of key heads, have the dim None.
@@ -102,13 +95,7 @@ def expert_data_dim(name: str) -> int:
 def layer_splits(model: Model, layer: int, mixer: MixerSpec, tuning: Tuning) -> dict[str, Split]:
     """Return the full shape, and the dim that tp (of experts: etp) shards, of all parameters of a block.
 
-    Router, experts and adapters are included. Names are those within the block.
-
-    Args:
-        model: the recipe's [model].
-        layer: number of the block.
-        mixer: spec of the block's mixer.
-        tuning: says which matrices have adapters.
+    Router, experts and, where `tuning` has them, adapters are included. Names are those within the block.
     """
     experts = has_experts(model, layer)
     tensors = block_splits(model, mixer, experts)
@@ -127,7 +114,6 @@ def edge_splits(model: Model, first: bool = True, last: bool = True) -> dict[str
     A tied head is among them.
 
     Args:
-        model: the recipe's [model].
         first: whether the stage begins with the embedding.
         last: whether the stage ends with the head, and multi-token prediction if the model has it. The latter needs a
             copy of the embedding, "embed_copy.weight", where the stage is not the first.
@@ -143,19 +129,14 @@ def edge_splits(model: Model, first: bool = True, last: bool = True) -> dict[str
 
 
 def block_name(model: Model, layer: int) -> str:
-    """Return the path of a block's module, such as "layers.3".
-
-    The block of multi-token prediction, "mtp.0.block", has the number after the last layer's.
-    """
+    """Return the path of a block's module, such as "layers.3"; "mtp.0.block" for the number after the last layer's."""
     return f"layers.{layer}" if layer < model.num_layers else "mtp.0.block"
 
 
 def shapes(model: Model, tuning: Tuning | None = None) -> Iterator[tuple[str, Shape]]:
     """Yield (name, full shape) of all parameters as checkpoints store them: a tied head is not among them.
 
-    Args:
-        model: the recipe's [model].
-        tuning: says which matrices have adapters, to be included; None for a model without adapters.
+    `tuning` says which matrices have adapters, to be included; None for a model without adapters.
     """
     ends = edge_splits(model)
     yield "embed.weight", ends.pop("embed.weight")[0]
@@ -235,10 +216,7 @@ class Tuning(NamedTuple):
 
         Args:
             block: path of the block, such as "layers.3".
-            matrices: shape and sharded dim of the block's parameters, by name within the block.
-
-        Returns:
-            A dict by the adapters' names within the block.
+            matrices: shape and sharded dim of the block's parameters, by name within the block, as in the result.
         """
         out: dict[str, Split] = {}
         for name, split in matrices.items():
@@ -292,7 +270,7 @@ def unmatched(field: str, patterns: Sequence[str], known: Collection[str], probl
         field: path of the option that has the patterns, such as "training.freeze".
         patterns: shell patterns of parameters' names.
         known: the names that a pattern may match.
-        problem: what the message says of the patterns; "" for that they match no parameter.
+        problem: what the message says of the patterns; "" for "which match no parameter".
     """
     if unmatched := unmatched_patterns(patterns, known):
         layers = [name.split(".")[1] for name in known if name.startswith("layers.")]

@@ -1,9 +1,10 @@
 """The transformer: embedding, blocks, head. A pipeline stage is a transformer that lacks some of them.
 
-titanmoe.parallel.apply builds it on meta and lays it on the meshes.
+titanmoe.parallel.apply builds it on meta and lays it on the meshes. `rope` has cos and sin of RoPE's angles for the
+attention slice, (B, S, 1, rotated width) each; `tokens` is the metadata of this rank's tokens.
 
-Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, M microbatches
-of a step, N values of the head for each label, K candidate ids.
+Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, M microbatches of a step,
+N values of the head for each label, K candidate ids.
 """
 
 from __future__ import annotations
@@ -63,12 +64,8 @@ class Block(nn.Module):
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
         """Return the residual stream (B, s, D) after the block, for the tokens that this rank owns.
 
-        Collective over the groups of the mixer and of the experts: tp, cp, ep and etp.
-
-        Args:
-            x_BsD: the residual stream before the block.
-            rope: cos and sin of RoPE's angles for the attention slice, (B, S, 1, rotated width) each.
-            tokens: metadata of the tokens.
+        `x_BsD` is the residual stream before it. Collective over the groups of the mixer, of the experts and, in
+        training, of the balance losses.
         """
         if not self.in_halves or len(x_BsD) < 2:
             return self.feed(self.attend(x_BsD, rope, tokens), tokens)
@@ -80,10 +77,7 @@ class Block(nn.Module):
     def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
         """Return the residual stream x + mixer(norm(x)), (B, s, D). Collective over tp and cp.
 
-        Args:
-            x_BsD: the residual stream before the block, of the tokens that this rank owns.
-            rope: cos and sin of RoPE's angles for the attention slice, (B, S, 1, rotated width) each.
-            tokens: metadata of the tokens, of which the mask is used.
+        `tokens` is the metadata of x's tokens, which may be half of the samples; its mask is used.
         """
         y_BsD = self.attention_norm(x_BsD)
         with region("attention"):
@@ -93,7 +87,7 @@ class Block(nn.Module):
     def feed(self, x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor] | None = None) -> Tensor:
         """Return the residual stream of all samples, (B, s, D), after the norm and the dense network or the experts.
 
-        Collective over tp; with experts over ep and etp too, and with `attend` over cp.
+        Collective over tp; with experts over ep, etp and the balance losses' groups too, and with `attend` over cp.
 
         Args:
             x_BsD: the residual stream after the mixer, of the first half of the samples if there is `attend`.
@@ -154,8 +148,6 @@ class MultiToken(nn.Module):
         Args:
             x_BsD: hidden states of the last layer; with model.mtp_after_norm, after the final norm.
             next_BsD: embeddings of the next tokens.
-            rope: cos and sin of RoPE's angles for the attention slice, (B, S, 1, rotated width) each.
-            tokens: metadata of this rank's tokens.
         """
         both = torch.cat((self.embed_norm(next_BsD), self.hidden_norm(x_BsD)), -1)
         return self.norm(self.block(self.project(both), rope, tokens))
@@ -163,13 +155,12 @@ class MultiToken(nn.Module):
     def add_loss(self, scores_NBS: Tensor, mtp_loss_BS: Tensor, microbatch: Tensor) -> Tensor:
         """Return the scores unchanged, but let their backward train multi-token prediction as well.
 
-        Its losses are multiplied by training.mtp_weight and get the gradient of the loss, scores_NBS[0]. Their sum,
-        not multiplied, is written into `loss_M`.
+        Its losses are multiplied by training.mtp_weight and get the gradient of the loss, scores_NBS[0]. Their sum, not
+        multiplied, is written into `loss_M`, at the index `microbatch`, a scalar.
 
         Args:
             scores_NBS: the head's output, of which the first is the loss.
             mtp_loss_BS: cross-entropy of multi-token prediction at each position.
-            microbatch: index of the microbatch in the step, a scalar.
         """
         with torch.no_grad():
             self.loss_M.index_copy_(0, microbatch.view(1), mtp_loss_BS.sum().view(1).to(torch.float64))
@@ -196,7 +187,7 @@ class Transformer(nn.Module):
         last: bool = True,
         output: HeadOutput = LOSS_ONLY,
     ):
-        """Build a stage on the current device, which is meta in training.
+        """Build a stage on the current device, which is meta in training. Its parameters have no values yet.
 
         Args:
             config: the recipe.
@@ -251,13 +242,12 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the stage's output: hidden states (B, s, D), HeadScores (N, B, S), or logits without labels.
 
-        Collective over the groups of its layers: tp, cp, ep and etp. If all stages share the head, the last one returns
-        normed hidden states (B, s, D), in training with those of multi-token prediction behind them, (2 B, s, D). Else,
-        in training, multi-token prediction writes its loss to its `loss_M`, and trains by the scores' backward.
+        Collective over the groups of its layers. If all stages share the head, the last one returns normed hidden
+        states (B, s, D), in training with those of multi-token prediction behind them, (2 B, s, D). Else, in training,
+        multi-token prediction writes its loss to its `loss_M`, and trains by the scores' backward.
 
         Args:
             x: ids (B, S) on the first stage, else the previous stage's hidden states (B, s, D).
-            tokens: metadata of this rank's tokens.
             labels_BS: ids to predict, IGNORE where there is none.
             candidates_BSK: ids whose log-probabilities the HeadScores have.
             next_BsD: embeddings of the next tokens for multi-token prediction, if all stages share the embedding.

@@ -123,13 +123,12 @@ def cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Return each token's cross-entropy (T,), and the entropy (T,) of its distribution or None. Collective over tp.
 
-    Both are 0 without a label.
+    Both are differentiable, in float32 at least, and 0 without a label.
 
     Args:
         logits_TV: logits of this rank's vocabulary.
         label_T: ids of the labels, IGNORE where there is none.
         tp: the ranks that shard the vocabulary.
-        with_entropy: whether to compute the entropy of each distribution.
         temperature: divides the logits.
     """
     return _CrossEntropy.apply(promote(divide(logits_TV, temperature)), label_T, tp, with_entropy)
@@ -144,10 +143,9 @@ wide.
 
 
 def chunk_count(tokens: int, vocabulary: int, logit_bytes: int, setting: int, slice_bytes: int = CHUNK_BYTES) -> int:
-    """Return the number of slices, at least 1, of the vocabulary whose logits the loss computes one after the other.
+    """Return the number of slices, from 1 to `vocabulary`, whose logits the loss computes one after the other.
 
     Args:
-        tokens: number of tokens.
         vocabulary: number of ids in this rank's shard of the vocabulary.
         logit_bytes: bytes of a logit.
         setting: training.loss_chunks: the number of slices; 0 for one, -1 for slices of at most `slice_bytes`.
@@ -227,7 +225,7 @@ class Head(Vocabulary):
 
     @property
     def num_values(self) -> int:
-        """Values that the head returns for each label: N of the HeadScores (N, B, S)."""
+        """Number of values that the head returns for each label: N of the HeadScores (N, B, S)."""
         if self.top_k:
             return 2 * self.top_k + 1
         return 1 + self.with_entropy + (self.candidates + 1 if self.candidates else 0)
@@ -242,7 +240,7 @@ class Head(Vocabulary):
         """Return the labels' scores (N, B, S), or logits (B, S, vocabulary) without labels. Collective over tp.
 
         With `mtp` it returns a pair. If all pipeline stages share the head, with labels it returns statistics (K, T) of
-        this rank's logits, for `merge_statistics`.
+        this rank's logits, for `merge_statistics`. Logits have no gradient if tp exceeds 1.
 
         Args:
             x_BsD: hidden states of the tokens that this rank owns.
@@ -271,12 +269,12 @@ class Head(Vocabulary):
         """Return the head's output (N, B, S) for candidate ids or, in teacher mode, top-k ids. Collective over tp.
 
         With K candidates it is the loss, then log-probabilities of the candidates and of all other ids together; these
-        are 0 if no candidates are given, as in validation. With top-k it is the K ids, then K + 1 log-probabilities.
+        are 0 if no candidates are given, as in validation. With top-k it is the K ids, as floating-point numbers, then
+        K + 1 log-probabilities.
 
         Args:
             normed_BsD: normed hidden states of the tokens that this rank owns.
             labels_BS: ids to predict, IGNORE where there is none.
-            candidates_BSK: the candidate ids; None without.
         """
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         options = (self.tp, chunks, self.temperature)
@@ -298,7 +296,6 @@ class Head(Vocabulary):
         Args:
             normed_BsD: normed hidden states of this rank's owned tokens.
             labels_BS: ids of the labels, IGNORE where there is none.
-            with_entropy: whether to compute the entropy of each label's distribution too.
             temperature: divides the logits.
         """
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)
@@ -322,7 +319,7 @@ class Head(Vocabulary):
         their gradient (`Statistics`).
 
         Args:
-            normed_BsD: the residual stream of this rank's tokens after the last norm.
+            normed_BsD: normed hidden states of this rank's owned tokens.
             labels_BS: label of each position of the attention slice.
         """
         x_TD, weight_VD, chunks = self._inputs(normed_BsD)

@@ -40,10 +40,9 @@ class FinalNorm(nn.Module):
 
         Args:
             x_BsD: hidden states before the norm.
-            labels_BS: not used, here for the interface of `Head`.
+            labels_BS: not used, here for the interface of `Head`, as `candidates_BSK`.
             mtp: hidden states of multi-token prediction, already normed, or a function that computes them from the
                 normed hidden states; and their labels, which are not used. None without.
-            candidates_BSK: not used.
         """
         normed_BsD = self.norm(x_BsD)
         if mtp is None:
@@ -65,13 +64,7 @@ class VocabularyShards(nn.Module):
     """{}, as no rank has the rows of another; in the interface of a stage."""
 
     def __init__(self, config: Config, dtype: torch.dtype, output: HeadOutput = LOSS_ONLY):
-        """Build the two layers on the current device, which is meta in training.
-
-        Args:
-            config: the recipe.
-            dtype: of the stored parameters.
-            output: what the head returns.
-        """
+        """Build the two layers on the current device, which is meta in training. `dtype` is that of the parameters."""
         super().__init__()
         self.shape, self.dtype = config.model, dtype
         self.embed = Embedding(config.model.vocab_size, config.model.dim, dtype)
@@ -82,12 +75,8 @@ class VocabularyShards(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:
         """Return this stage's summand of the embeddings of ids x (B, S), or with labels statistics (K, T) of logits.
 
-        Collective over tp. With labels x are normed hidden states (B, s, D).
-
-        Args:
-            x: ids, or normed hidden states.
-            tokens: metadata of the tokens, which tells hooks the microbatch, as in a stage's forward.
-            labels_BS: ids to predict, IGNORE where there is none; None for the embeddings.
+        Collective over tp. With labels x are normed hidden states (B, s, D). `tokens` tells hooks the microbatch, as in
+        a stage's forward.
         """
         return self.embed(x) if labels_BS is None else self.head(x, labels_BS)
 

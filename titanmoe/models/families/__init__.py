@@ -54,7 +54,7 @@ def preset(family: str, size: str) -> dict[str, object]:
     Fields that the size leaves out are missing. "own" is the [model.own], for families that have one.
 
     Raises:
-        ComponentError: if there is no such family or size.
+        ComponentError: if there is no such family or size, or the family is inconsistent.
     """
     values = family_of(family).preset({"model.family": family, "model.size": size})
     own = Own({path.removeprefix(f"{OWN}."): value for path, value in values.items() if path.startswith(f"{OWN}.")})

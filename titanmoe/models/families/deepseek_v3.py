@@ -119,10 +119,8 @@ COPIES = {
 def all_hf_tensors(block: hf.Names) -> dict[str, hf.HFTensor]:
     """Return the Hugging Face names and layouts of all tensors of a model, by our names.
 
-    The block of multi-token prediction is stored as a layer after the last.
-
-    Args:
-        block: Hugging Face's name within a block, and layout, of each tensor, by our name within the block.
+    `block` has those of a block's tensors, with names within the block. The block of multi-token prediction is stored
+    as a layer after the last.
     """
     mtp = {
         "hidden_norm.weight": "hnorm.weight",

@@ -106,9 +106,7 @@ class Family(Spec):
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
         """Yield a message for each reason why the mixers cannot run with these degrees of parallelism.
 
-        Args:
-            config: the recipe.
-            degrees: number of ranks by axis, such as {"cp": 2}; an axis may be missing.
+        `degrees` has numbers of ranks by axis, such as {"cp": 2}; an axis may be missing.
         """
         for mixer in self._mixers(config.model):
             yield from mixer.violations(config, degrees)

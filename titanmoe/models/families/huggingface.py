@@ -118,15 +118,12 @@ Names = Mapping[str, str | HFTensor]
 def layer(
     hf_tensors: Names, our_prefix: str = "layers.{layer}", hf_prefix: str = "model.layers.{layer}"
 ) -> dict[str, HFTensor]:
-    """Return the Hugging Face names and layouts of the tensors of all layers, from those within a block.
+    """Return the Hugging Face names and layouts of the tensors of all layers, by our names, from those within a block.
 
     Args:
-        hf_tensors: Hugging Face's name within a block, and layout, of each tensor, by our name within the block.
+        hf_tensors: names and layouts within a block, by our names within the block.
         our_prefix: prefix of our names, with {layer} in place of the block's number.
         hf_prefix: prefix of Hugging Face's names, likewise.
-
-    Returns:
-        A dict by our names, with both prefixes added.
     """
     full = {
         name: HFTensor(hf_tensor) if isinstance(hf_tensor, str) else hf_tensor for name, hf_tensor in hf_tensors.items()
@@ -256,12 +253,11 @@ def _rotary_dim(config: Json, fraction: Any, partial_rotary: bool) -> dict[str, 
     """Return {"rotary_dim": number of dims of a head that RoPE rotates}, or {} if it rotates full heads.
 
     Args:
-        config: a config.json.
         fraction: partial_rotary_factor of the config.json; None for full heads.
         partial_rotary: whether the family can rotate a part of a head.
 
     Raises:
-        Unrepresentable: if the family cannot, or the part is not an even number of dims.
+        Unrepresentable: if the family cannot, or the part is not an even number of dims below the head's.
     """
     if fraction in (None, 1):
         return {}

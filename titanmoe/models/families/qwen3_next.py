@@ -29,10 +29,7 @@ SWITCHES = dict(
 def linear(keys: int, values: int, width: int) -> dict[str, object]:
     """Return {"own": the options of linear attention in [model.own]} for a size.
 
-    Args:
-        keys: number of key heads.
-        values: number of value heads.
-        width: width of every key and value head.
+    `keys` and `values` are the numbers of key and value heads, `width` is that of each head.
     """
     heads = dict(linear_key_heads=keys, linear_value_heads=values, linear_key_dim=width, linear_value_dim=width)
     return {"own": FIELDS | heads}

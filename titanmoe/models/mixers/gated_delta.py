@@ -58,8 +58,8 @@ class Heads(NamedTuple):
 def chunk_elements(heads: Heads) -> float:
     """Return the most elements per position, in float32, that backward of the recurrence holds for its chunks.
 
-    The recurrence is titanmoe.ops.gated_delta_rule. The result is for all heads, as without tp.
-    It is within 4 % of what is counted in bfloat16 for heads 64 to 256 wide. Kernels of fla-core hold and move less.
+    The result is for all heads, as without tp. It is within 4 % of what is counted in bfloat16 for heads 64 to 256
+    wide. Kernels of fla-core hold and move less.
     """
     K, H, k, v, C = heads.keys, heads.values, heads.key_dim, heads.value_dim, CHUNK
     if heads.gate == "gla":

@@ -26,13 +26,7 @@ def attention_output_bytes(heads: int, value_dim: int, batch: LocalBatch, sinks:
     """Return the bytes of attention's output and log-sum-exp that one rank saves for backward of a microbatch.
 
     Sinks make a second output from both. Ring attention's output has heads before positions, and is copied for the
-    output projection.
-
-    Args:
-        heads: query heads of the rank.
-        value_dim: width of a value head.
-        batch: the rank's slice of a microbatch.
-        sinks: whether attention has sinks.
+    output projection. `heads` are the query heads of the rank.
     """
     output, sums = batch.positions * heads * value_dim * batch.width, batch.positions * heads * 4
     if batch.ring:

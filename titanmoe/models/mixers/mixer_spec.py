@@ -173,10 +173,7 @@ class MixerSpec(Spec, ABC):
     def flops(self, model: Model, layer: int, seq_len: int) -> int:
         """Return the forward FLOPs of a token without products with weights, averaged over a causal sequence.
 
-        Args:
-            model: the recipe's [model].
-            layer: number of the block, which may have a sliding window.
-            seq_len: number of tokens of the sequence.
+        `layer` is the number of the block, which may have a sliding window; the sequence has `seq_len` tokens.
         """
         width = min(window(model, layer) or seq_len, seq_len)
         twice_visible = 2 * width - width * width // seq_len  # average positions: a triangle without a corner
@@ -226,9 +223,7 @@ class MixerSpec(Spec, ABC):
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
         """Yield a message for each reason why the mixer cannot run with these degrees of parallelism.
 
-        Args:
-            config: the recipe.
-            degrees: number of ranks by axis, such as {"cp": 2}; an axis may be missing.
+        `degrees` has numbers of ranks by axis, such as {"cp": 2}; an axis may be missing.
         """
         if degrees.get("cp", 1) > 1 and not self.attends and not self.by_segments:
             yield (
@@ -237,11 +232,9 @@ class MixerSpec(Spec, ABC):
             )
 
     def build(self, model: Model, layer: int, dtype: torch.dtype, kernels: str) -> nn.Module:
-        """Build the mixer's torch module for a layer.
+        """Build the mixer's torch module for the block with the number `layer`. Its parameters have no values yet.
 
         Args:
-            model: the recipe's [model].
-            layer: number of the block.
             dtype: of the parameters.
             kernels: moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for one everywhere.
         """
