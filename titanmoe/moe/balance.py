@@ -1,13 +1,12 @@
 """Keep the experts evenly busy: apply the balance losses and move the routers' expert_bias.
 
-With p_te a token's normalised score, count_e the choices (before dropping) and f_e = E * count_e / (K * tokens):
+With p_te a token's normalised score, count_e the choices (before dropping) and f_e = E * count_e / (K * tokens), which
+is constant in backward, so that each rank sums p over its own tokens only. The first three are 1 under uniform routing:
 
     aux_loss_sequence  mean over the step's samples of     sum_e f_e(sample) * mean_t p_te
     aux_loss           token-weighted mean over microbatches of  sum_e f_e(microbatch) * mean_t p_te
     aux_loss_global    the same with f_e over all data ranks and the step's microbatches so far
     z_loss             mean over the step's tokens of logsumexp(logits)^2
-
-f is a constant, so each rank sums p over its own tokens only. The first three are 1 under uniform routing.
 
 Shapes: B samples of a microbatch, T owned tokens, E experts, K top-k, X balance losses that are on.
 """
@@ -31,7 +30,7 @@ from titanmoe.tokens import Tokens
 
 
 class _Attach(torch.autograd.Function):
-    """Returns x unchanged; in backward, gives each balance loss its coefficient as its gradient.
+    """An identity on x, whose backward gives each balance loss its coefficient as its gradient.
 
     So the losses are trained without being added to the objective.
     """
@@ -70,11 +69,9 @@ class Balance(nn.Module):
         buffer("step_samples")
 
     def begin_step(self, tokens: Tensor, samples: Tensor | int) -> None:
-        """Reset the counts of the step before, and store the sizes of the new step.
+        """Reset the counts of the step before, and store the numbers of the new step's tokens and samples.
 
-        Args:
-            tokens: the number of tokens in the whole step, on all ranks, without padding.
-            samples: the number of samples in the whole step, on all ranks.
+        Both are of all ranks and microbatches, tokens without padding.
         """
         self.counts.begin_step()
         self.step_tokens.copy_(tokens).clamp_(min=1)
@@ -102,10 +99,8 @@ class Balance(nn.Module):
 
         Args:
             weights_TK: routing weights.
-            logits_TE: the router's logits.
             scores_TE: score function of the logits.
             count_BE: how often tokens of each sample chose each expert, on this rank.
-            tokens: metadata of the tokens.
 
         Returns:
             The routing weights (T, K) with unchanged values; their backward also gives the router the balance losses'
@@ -133,11 +128,10 @@ class Balance(nn.Module):
         return _Attach.apply(weights_TK, self.coefficients_X, *terms) if terms else weights_TK
 
     def record_dropped(self, dropped: Tensor, microbatch: Tensor) -> None:
-        """Record how many choices of experts were dropped in a microbatch because they were over capacity.
+        """Record how many of this rank's choices of experts a microbatch dropped because they were over capacity.
 
-        Args:
-            dropped: the number of this rank's dropped choices, a scalar.
-            microbatch: the index of the microbatch, a scalar.
+        Overwrites what was recorded for the microbatch. Both arguments are scalars; `microbatch` is its index in the
+        pass.
         """
         self.counts.record(microbatch, ("dropped",), dropped)
 
@@ -146,12 +140,8 @@ class Balance(nn.Module):
 def update_expert_bias(routers: Mapping[int, Router], loads: Mapping[int, Tensor], rate: float) -> None:
     """Move each router's expert_bias by `rate` towards even loads, in place: up for experts below the mean load.
 
-    Frozen routers are left out, and nothing happens if `rate` is 0.
-
-    Args:
-        routers: the routers of this rank's MoE layers, by the layer's block number.
-        loads: how often each expert was chosen in the step on all ranks, (E,), by block number.
-        rate: the step size.
+    Frozen routers are left out, and nothing happens if `rate` is 0. `loads` has how often each expert was chosen in the
+    step on all ranks, (E,); both dicts are by the number of the layer's block. Sends nothing.
     """
     for number, router in routers.items() if rate else ():
         if not router.weight.requires_grad:  # a frozen router chooses as it did

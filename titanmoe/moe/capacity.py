@@ -34,19 +34,14 @@ class Capacity(nn.Module):
     def limit(self, positions: int) -> int:
         """Return the most tokens that an expert takes from a scope (a sample, or a rank's tokens of a microbatch).
 
-        Rounded up.
-
-        Args:
-            positions: the number of token positions in the scope, including padding.
+        `positions` is the number of token positions in the scope, including padding. The result is rounded up.
         """
         return math.ceil(self.options.capacity_factor * self.model.top_k * positions / self.model.num_experts)
 
     def slots_per_expert(self, samples: int, own_tokens: int) -> int:
         """Return the most tokens that this rank can send to one expert: the size of a padded expert buffer.
 
-        Args:
-            samples: the number of samples in the microbatch.
-            own_tokens: the number of tokens that this rank owns in the microbatch, including padding.
+        `samples` and `own_tokens` are of a microbatch; the latter are this rank's, including padding.
         """
         if not self.full:
             return self.limit(own_tokens)
@@ -98,8 +93,6 @@ def over_capacity(
             order_N; if None, order_N alone decides.
         order_N: the global positions of the tokens.
         scope_N: the number of the set of tokens that each token is counted in, such as its sample.
-        num_experts: the number of experts.
-        capacity: the number of choices that each expert takes per scope.
     """
     bucket = (scope_N.unsqueeze(1) * (num_experts + 1) + chosen_NK).flatten()
     rank = order_N.argsort(stable=True)

@@ -1,13 +1,11 @@
 """The matrix products of a rank's experts: of the routed tokens of one call with the weights for gate, up and down.
 
-`Experts` makes one object for each call, which says how the call multiplies:
-
-    ExpertProducts      in the tokens' dtype, with a backward of its own that saves little
-    TracedProducts      the same, where torch.compile traces the call (titanmoe.moe.traced_products)
-    EightBitProducts    with factors in 8 bits (titanmoe.moe.fp8)
+`Experts` makes one object for each call, which says how the call multiplies: `ExpertProducts` in the tokens' dtype,
+`TracedProducts` where torch.compile traces the call (titanmoe.moe.traced_products), `EightBitProducts` with factors in
+8 bits (titanmoe.moe.fp8). Functions that get it as `products` multiply as it says.
 
 Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
-`hidden` is gate and up, (R, F) each, or both side by side, (R, 2F).
+`hidden` is gate and up, (R, F) each, or one tensor with both side by side, (R, 2F). `weight_R1` are routing weights.
 """
 
 from __future__ import annotations
@@ -66,7 +64,7 @@ class ExpertProducts:
 
     @property
     def grouped(self) -> bool:
-        """True if `torch._grouped_mm` multiplies, rather than a loop over experts or a batched product."""
+        """Whether `torch._grouped_mm` multiplies, rather than a loop over experts or a batched product."""
         return self.method == "grouped"
 
     def width_multiple(self, dtype: torch.dtype) -> int:
@@ -95,8 +93,6 @@ class ExpertProducts:
         recomputes the layer, the first of the results is uninitialized memory, since nothing reads it.
 
         Args:
-            hidden: gate and up, (R, F) each, or one tensor with both side by side.
-            weight_R1: the routing weights.
             weights: the experts' weights, such as w2.
             add: a function that adds the gradient of the first of the weights to a sum over microbatches, so that
                 autograd gets none for it.
@@ -108,10 +104,6 @@ class ExpertProducts:
         """Return the down projection's input, act(gate) * up * routing weight: (R, F). Differentiable.
 
         Backward recomputes it, so that only its own inputs are saved.
-
-        Args:
-            hidden: gate and up, (R, F) each, or one tensor with both side by side.
-            weight_R1: the routing weights.
         """
         return apply_function(_Activate, self, *gate_and_up(hidden), weight_R1)
 
@@ -133,9 +125,7 @@ class ExpertProducts:
     def product(self, x_RD: Tensor | Quantised, w_eFD: Tensor | Quantised) -> Tensor:
         """Multiply each token by its expert's transposed weight: (R, F). Not differentiable.
 
-        Args:
-            x_RD: the tokens, from `token_factor`.
-            w_eFD: the weights, from `weight_factor`.
+        `x_RD` is from `token_factor`, `w_eFD` from `weight_factor`.
         """
         return PRODUCTS[self.method](x_RD, w_eFD, self.groups)
 
@@ -233,27 +223,16 @@ class _Activate(torch.autograd.Function):
 def multiply(
     products: ExpertProducts, name: str, x_RD: Tensor, weights: Sequence[Tensor], first: int = 0
 ) -> list[Tensor]:
-    """Multiply the tokens by each of several experts' weights: a list of tensors (R, F). Not differentiable.
+    """Multiply the tokens by each of several weights of all local experts: a list of (R, F). Not differentiable.
 
-    Args:
-        products: how to multiply.
-        name: "up" or "down": the projection, for the keys under which 8-bit weights are cached.
-        x_RD: the tokens.
-        weights: the weights, each of all local experts.
-        first: the number of the first of the weights in these keys.
+    8-bit weights are cached under `name`, the projection, "up" or "down", and their numbers, which begin with `first`.
     """
     rows = products.token_factor(x_RD)
     return [products.product(rows, products.weight_factor(f"{name} {i}", w)) for i, w in enumerate(weights, first)]
 
 
 def activate(products: ExpertProducts, hidden: Sequence[Tensor], weight_R1: Tensor) -> Tensor:
-    """Compute the input of the down projection, act(gate) * up * routing weight: (R, F). Not differentiable.
-
-    Args:
-        products: says which activation and kernels to use.
-        hidden: gate and up of the routed tokens, (R, F) each, or side by side in one tensor (R, 2F).
-        weight_R1: routing weight of each routed token.
-    """
+    """Compute the input of the down projection, act(gate) * up * routing weight: (R, F). Not differentiable."""
     gate_RF, up_RF = gate_and_up(hidden)
     make, _ = activation(gate_RF, products.clamped, products.kernels)
     return make(gate_RF, up_RF, weight_R1)
@@ -270,7 +249,6 @@ def up_backward(
     """Compute the gradients of y_i = x w_i^T, the products of the same tokens with several weights (gate and up).
 
     Args:
-        products: how to multiply.
         grads: the gradient of the product with each weight.
         x_RD: the tokens; None if no weight's gradient is wanted.
         weights: the weights of all local experts, (e, F, D) each.
@@ -301,10 +279,7 @@ def down_backward(
     """Compute the gradients of y_i = h w_i^T, with h = act(gate) * up * routing weight (the down projection).
 
     Args:
-        products: how to multiply.
         grads: the gradient of the product with each weight.
-        hidden: gate and up, (R, F) each, or one tensor with both side by side.
-        weight_R1: the routing weights.
         weights: the weights of all local experts, (e, D, F) each.
         wanted: whether the gradient is wanted: of `hidden` and the routing weights together first, then of each weight.
         add: a function that adds the first weight's gradient to a sum over microbatches; None to return it.
@@ -332,11 +307,7 @@ def down_backward(
 def _through(products: ExpertProducts, name: str, grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Return the gradient of tokens that several experts' weights multiplied: the sum of grad @ weight.
 
-    Args:
-        products: how to multiply.
-        name: "up" or "down": the projection, for the keys under which 8-bit weights are cached.
-        grads: the gradient of the product with each weight.
-        weights: the weights.
+    `name` is the projection, "up" or "down", for the keys under which 8-bit weights are cached.
     """
     across = [products.weight_factor(f"{name} {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
     return _total(products.product(products.token_factor(g), w) for g, w in zip(grads, across, strict=True))
@@ -377,18 +348,14 @@ def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: boo
 def plain_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `plain_swiglu` and its gradients by operations of torch: the kernel's reference.
+    """Return the output of `plain_swiglu` (R, F), and its gradients, by operations of torch: the kernel's reference.
 
     Args:
         grad_RF: the gradient of the output of `plain_swiglu`.
-        gate_RF: gate.
-        up_RF: up.
-        weight_R1: the routing weights.
-        clamped: whether the activation is gpt-oss's clamped SwiGLU.
 
     Returns:
-        The output of `plain_swiglu` (R, F), which the gradient of w2 needs; the gradients of gate and up side by side
-        (R, 2F); and the gradient of the routing weights (R, 1).
+        The output (R, F), which the gradient of w2 needs; the gradients of gate and up side by side (R, 2F); and the
+        gradient of the routing weights (R, 1).
     """
     gate, up, grad = (x.to(weight_R1.dtype) for x in (gate_RF, up_RF, grad_RF))
     grad_h = grad * weight_R1

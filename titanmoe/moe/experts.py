@@ -1,5 +1,8 @@
 """The experts of one rank: a SwiGLU of each routed token by its expert's weights, with biases in some families.
 
+Called by the MoE layer. `hidden` is gate and up, (R, F) each, or one tensor with both side by side, (R, 2F); `count_e`
+is the number of each local expert's tokens, and a `multiplier` the object that multiplies, from `choose_products`.
+
 Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
 """
 
@@ -61,15 +64,10 @@ class Experts(nn.Module):
 
     @named("experts")
     def forward(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        """Apply each routed token's expert, times the token's routing weight: (R, D).
+        """Return each routed token's output of its expert, times the token's routing weight: (R, D).
 
         With etp the result is this rank's summand, over its part of the hidden width. Results of slots after the last
-        expert's tokens are undefined.
-
-        Args:
-            x_RD: the routed tokens, sorted by expert.
-            weight_R1: their routing weights.
-            count_e: the number of each local expert's tokens.
+        expert's tokens are undefined. Sends nothing.
         """
         y_RD = self.products(x_RD, weight_R1, count_e)
         observe.products(self, (x_RD, weight_R1), y_RD)
@@ -90,13 +88,7 @@ class Experts(nn.Module):
 
     # A method so that compilation and recomputation can wrap it.
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        """Apply each routed token's expert, times its routing weight: (R, D). Observers are not told.
-
-        Args:
-            x_RD: the routed tokens, sorted by expert.
-            weight_R1: their routing weights.
-            count_e: the number of each local expert's tokens.
-        """
+        """Return each routed token's output of its expert, times its routing weight: (R, D). Observers are not told."""
         multiplier = self.choose_products(x_RD, count_e)
         hidden = self.gate_and_up(multiplier, x_RD)
         if self.w1_bias is None:
@@ -108,9 +100,7 @@ class Experts(nn.Module):
     def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | TracedProducts:
         """Return the object that multiplies in this call: eager, traced by torch.compile, or in 8 bits.
 
-        Args:
-            x_RD: the routed tokens, sorted by expert; only shape, dtype and device are read.
-            count_e: the number of each local expert's tokens.
+        Of `x_RD` only shape, dtype and device are read.
         """
         method: ProductMethod = "grouped" if self.uses_grouped_mm(x_RD, to_local(self.w1)) else "loop"
         if method == "loop" and self.even_rows:
@@ -128,10 +118,6 @@ class Experts(nn.Module):
         """Compute gate and up without biases, (R, F) each, or with `w1_and_w3` side by side in one tensor (R, 2F).
 
         The activation is not applied. Differentiable.
-
-        Args:
-            multiplier: multiplies routed tokens by their experts' matrices.
-            x_RD: the routed tokens, sorted by expert.
         """
         weights = self.hidden_weights()
         return multiplier.up(x_RD, *weights.values(), sums=[self.sums.get(name) for name in weights])
@@ -139,12 +125,7 @@ class Experts(nn.Module):
     def down(self, multiplier: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
         """Compute the activation times the routing weights, and its down projection without bias: (R, D).
 
-        Differentiable.
-
-        Args:
-            multiplier: the object that multiplies, from `choose_products`.
-            hidden: gate and up, (R, F) each, or one tensor with both side by side.
-            weight_R1: the routing weights.
+        Differentiable. `multiplier` is the one that `gate_and_up` got.
         """
         (y_RD,) = multiplier.down(hidden, weight_R1, to_local(self.w2), add=self.sums.get("w2"))
         return y_RD
@@ -152,10 +133,7 @@ class Experts(nn.Module):
     def add_up_bias(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:
         """Return `hidden` plus the biases of gate and up. Slots after the last expert's tokens become 0.
 
-        Args:
-            hidden: gate and up, (R, F) each, or one tensor with both side by side.
-            member_Re: the mask of `expert_one_hot`, 1 where a token belongs to an expert.
-            count_e: the number of each local expert's tokens.
+        `member_Re` is the mask of `expert_one_hot`, 1 where a token belongs to an expert.
         """
         w1_eF, w3_eF = to_local(self.w1_bias), to_local(self.w3_bias)
         biases = (w1_eF, w3_eF) if len(hidden) == 2 else (torch.cat((w1_eF, w3_eF), 1),)
@@ -185,12 +163,7 @@ def expert_one_hot(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """Return a mask (R, e): 1 where a token belongs to an expert, else 0.
 
     The mask times the biases (e, F) gives each token the bias of its expert; the mask's transpose sums the gradients of
-    the biases.
-
-    Args:
-        count_e: the number of each expert's tokens, which are sorted by expert.
-        rows: R, which may be more than all experts' tokens: the last rows are 0 then.
-        dtype: the dtype of the mask.
+    the biases. `rows` is R, which may be more than all experts' tokens: the last rows are 0 then.
     """
     row_R1, end_e = torch.arange(rows, device=count_e.device).unsqueeze(1), count_e.cumsum(0)
     return ((row_R1 >= end_e - count_e) & (row_R1 < end_e)).to(dtype)

@@ -37,12 +37,7 @@ class Quantised(NamedTuple):
 
 
 def quantise(x: Tensor, kernels: str = "auto") -> Quantised:
-    """Quantise x to e4m3 numbers with a scale per row of the last dim, x ~ q * scale. A row of zeros stays zeros.
-
-    Args:
-        x: floating-point numbers in any shape.
-        kernels: the option `[moe] kernels`.
-    """
+    """Quantise x to e4m3 numbers with a scale per row of the last dim, x ~ q * scale. A row of zeros stays zeros."""
     if fused(kernels, x):
         from titanmoe.ops.kernels.quantise import quantise as by_kernel
 
@@ -98,10 +93,7 @@ class QuantisedWeights:
 def scaled_grouped_mm(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:
     """Multiply the quantised tokens of each expert by its transposed weight, by `torch._scaled_grouped_mm`: (R, F).
 
-    Args:
-        x: the tokens, sorted by expert.
-        w: the weights (e, F, D).
-        ends_e: the index in x of the token after each expert's last, int32.
+    `w` has the weights (e, F, D), `ends_e` the index in x of the token after each expert's last, int32.
     """
     return torch._scaled_grouped_mm(
         x.q, w.q.transpose(1, 2), x.scale, w.scale, offs=ends_e, out_dtype=x.dtype, use_fast_accum=True
@@ -111,12 +103,8 @@ def scaled_grouped_mm(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:
 def plain_scaled_grouped_mm(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
     """Multiply the quantised tokens of each expert by its transposed weight, by a loop over experts in float32: (R, F).
 
-    The reference of `scaled_grouped_mm`.
-
-    Args:
-        x: the tokens, sorted by expert.
-        w: the weights (e, F, D).
-        sizes: the number of each expert's tokens, R together.
+    The reference of `scaled_grouped_mm`. `w` has the weights (e, F, D), `sizes` the number of each expert's tokens, R
+    together.
     """
     rows = (x.q.to(torch.float32) * x.scale.unsqueeze(1)).split(sizes)
     weights = w.q.to(torch.float32) * w.scale.unsqueeze(2)
@@ -151,8 +139,7 @@ class EightBitProducts(ExpertProducts):
 def missing(on_gpu: bool) -> str:
     """Return why this machine cannot compute products in 8 bits ("fp8", not "fp8_emulated"); "" if it can.
 
-    Args:
-        on_gpu: whether the run is on GPUs.
+    `on_gpu` is whether the run is on GPUs.
     """
     if not on_gpu:
         return "the run is on CPUs, which have none"

@@ -1,7 +1,8 @@
 """Formulas of the product of each expert's tokens with its own weight, for all experts of a rank, and of its gradients.
 
 Three of each, for the same numbers: by torch's grouped product, by a loop over experts, and by one batched product if
-all experts have the same number of tokens. `titanmoe.moe.expert_products` chooses among them.
+all experts have the same number of tokens. `titanmoe.moe.expert_products` chooses among them. `count` is the number of
+each expert's tokens (e,); gradients of a weight come from `grad_RD`, that of the product's output, and its input.
 
 Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert; H
 weights side by side, N = H * F.
@@ -48,12 +49,8 @@ def loop_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """Multiply the tokens of each expert by its transposed weight, one product per expert: (R, F).
 
     Differentiable. An expert without tokens gets a gradient of exact zeros. Rows after the last expert's tokens, which
-    only a padded buffer has, are zero in the result (in `grouped_product` they are undefined).
-
-    Args:
-        x_RD: the tokens.
-        w_eFD: the weights.
-        count: the number of each expert's tokens (e,). On GPUs the host waits for them.
+    only a padded buffer has, are zero in the result (in `grouped_product` they are undefined). On GPUs the host waits
+    for `count`.
     """
     sizes = as_groups(count).sizes
     *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
@@ -64,12 +61,8 @@ def loop_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """Multiply the tokens of each expert by its transposed weight, by `torch._grouped_mm`: (R, F). Differentiable.
 
-    Rows after the last expert's tokens, which only a padded buffer has, are undefined in the result.
-
-    Args:
-        x_RD: the tokens, in a dtype and width that `can_group` allows.
-        w_eFD: the weights.
-        count: the number of each expert's tokens (e,).
+    The tokens have a dtype and width that `can_group` allows. Rows after the last expert's tokens, which only a padded
+    buffer has, are undefined in the result.
     """
     return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=as_groups(count).ends_e)
 
@@ -78,11 +71,6 @@ def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """Multiply the tokens of each expert by its transposed weight in one batched product: (R, F).
 
     Not differentiable. All experts must have R / e tokens, so `count` is not read, and no host sync is needed.
-
-    Args:
-        x_RD: the routed tokens, sorted by expert.
-        w_eFD: weight of each expert.
-        count: not read; has the place that other products need.
     """
     out_RF = x_RD.new_empty(x_RD.shape[0], w_eFD.shape[1])  # no view, so that it can be changed in place
     e = len(w_eFD)
@@ -91,38 +79,20 @@ def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 
 def even_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """Compute the gradient of the weights (e, D, F) in one batched product, for experts with equally many tokens.
-
-    Args:
-        grad_RD: the gradient of the product's output.
-        h_RF: the product's input.
-        count: the number of each expert's tokens.
-    """
+    """Compute the gradient of the weights (e, D, F) in one batched product, for experts with equally many tokens."""
     e = len(as_groups(count).count_e)
     return torch.bmm(grad_RD.unflatten(0, (e, -1)).transpose(1, 2), h_RF.unflatten(0, (e, -1)))
 
 
 def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """Compute the gradient of the weights (e, D, F) by one product per expert, in a loop.
-
-    Args:
-        grad_RD: the gradient of the product's output.
-        h_RF: the product's input.
-        count: the number of each expert's tokens.
-    """
+    """Compute the gradient of the weights (e, D, F) by one product per expert. On GPUs the host waits for `count`."""
     sizes = as_groups(count).sizes
     per_expert = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
     return torch.stack([g.t() @ h for g, h in per_expert])
 
 
 def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """Compute the gradient of the weights (e, D, F) by torch's grouped product.
-
-    Args:
-        grad_RD: the gradient of the product's output.
-        h_RF: the product's input.
-        count: the number of each expert's tokens.
-    """
+    """Compute the gradient of the weights (e, D, F) by torch's grouped product."""
     groups = as_groups(count)
     grad_eDF = torch._grouped_mm(grad_RD.t(), h_RF, offs=groups.ends_e)
     if forgets_empty_groups(grad_RD):

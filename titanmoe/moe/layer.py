@@ -68,10 +68,6 @@ class MoE(nn.Module):
         """Return the weighted sum of each token's experts, plus the shared expert's output: (B, s, D).
 
         Collective over the dispatch group, by the shared expert over tp, and as `route` is.
-
-        Args:
-            x_BsD: the hidden states of this rank's tokens.
-            tokens: the metadata of these tokens.
         """
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, slots_per_expert = self.route(x_TD, tokens)
@@ -107,23 +103,15 @@ class MoE(nn.Module):
     ) -> Exchange:
         """Start to send these tokens to their experts' ranks; return the exchange, from which to receive and combine.
 
-        Collective over the dispatch group.
-
-        Args:
-            x_TD: this rank's tokens.
-            tokens: the metadata of the tokens, for dropout of adapters.
-            weights_TK: the routing weights, from `route`.
-            chosen_TK: the chosen experts, from `route`; E for no expert.
-            slots_per_expert: the slots per expert and sender if expert buffers are padded, else 0.
+        Collective over the dispatch group. Routing weights, chosen experts and slots are what `route` returned; the
+        tokens' metadata is for dropout of adapters.
         """
         return self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
 
     def run_shared(self, x_BsD: Tensor, tokens: Tokens) -> Tensor | None:
         """Return the shared expert's output (B, s, D); None if the layer has no shared expert. Collective over tp.
 
-        Args:
-            x_BsD: the hidden states of this rank's tokens.
-            tokens: the metadata of the tokens, for dropout of adapters.
+        The tokens' metadata is for dropout of adapters.
         """
         if self.shared is None:
             return None

@@ -64,11 +64,7 @@ class Statistic(NamedTuple):
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
     """Return the sum of the tokens' score entropies (nats) and the number of tokens, without padding: (2,) in float64.
 
-    Args:
-        scores_TE: the router scores of each token.
-        valid_T: the mask of tokens: 0 for padding.
-        normalise: whether each token's scores have to be scaled to sum to 1.
-        kernels: the option `[moe] kernels`.
+    `valid_T` is 0 for padding; `normalise` says that each token's scores have to be scaled to sum to 1.
     """
     if fused(kernels, scores_TE) and not torch.compiler.is_compiling():
         from titanmoe.ops.kernels.router_entropy import entropy_and_count as sums
@@ -120,11 +116,7 @@ class RowLayout:
         return slice(first, first + len(names))
 
     def read(self, row: Tensor | list[float]) -> LayerStatistics:
-        """Return the counts in a row with these columns by name.
-
-        Args:
-            row: a row of counts (X,), a tensor or a list of numbers.
-        """
+        """Return the counts in a row (X,) with these columns by name, as tensors or numbers as the row has them."""
         values = dict(zip((*self.losses, *self.counts), row[self.num_experts :], strict=True))
         losses, counts = ({name: values[name] for name in names} for names in (self.losses, self.counts))
         return LayerStatistics(row[: self.num_experts], losses, counts)
@@ -186,9 +178,6 @@ class StepCounts(nn.Module):
         """Write how often a microbatch's tokens chose each expert, and the counts that STATISTICS measure.
 
         Overwrites what was written for the microbatch before. No communication.
-
-        Args:
-            routed: the router's output for the microbatch.
         """
         microbatch = routed.tokens.microbatch
         self.record_load(microbatch, routed.count_BE)
@@ -206,12 +195,9 @@ def sum_statistics(
     Args:
         counts: the counts of this rank's MoE layers, by block number.
         blocks: the block numbers of all MoE layers of the model, on all ranks.
-        layout: the columns of a layer's counts.
-        world: all ranks.
-        device: the device of the result.
 
     Returns:
-        A table (L, X): a row for each of `blocks`, with the columns of `layout`.
+        A table (L, X) on `device`: a row for each of `blocks`, with the columns of `layout`.
     """
     table_LX = torch.zeros(len(blocks), layout.width, dtype=torch.float64, device=device)
     for row, number in enumerate(blocks):

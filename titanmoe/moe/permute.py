@@ -1,9 +1,10 @@
 """Copies tokens into the slots of a buffer, one for each expert they chose, and sums what comes back by token.
 
 `permute_tokens` and `unpermute_tokens` are linear maps, each the other's transpose, so each is the other's backward.
-`source_S` has the token in each slot, `slot_TJ` the slots of each token (titanmoe.moe.send_slots). Source T, one past
-the last token, makes a row of zeros; slot S, one past the last slot, adds nothing. There are no atomics: the order of
-every sum is fixed. `kernels` is the option `[moe] kernels`; titanmoe.ops.kernels.permute_rows has the kernels.
+`source_S` has the token in each slot, `slot_TJ` the slots of each token (titanmoe.moe.send_slots), `choice_S` the
+choice in each slot, token * K + k. Source T (choice T * K), one past the last, makes a row of zeros; slot S, one past
+the last slot, adds nothing. The order of every sum is fixed. `order_R` is a permutation, `inverse_R` its inverse.
+`kernels` is the option `[moe] kernels`; titanmoe.ops.kernels.permute_rows has the kernels.
 
 Shapes: T tokens, D width, S slots of a send buffer, each with a routed token or unused, J slots of a token, K weights
 of a token, R received routed tokens, P width of a packed row, which has a routed token and its weight.
@@ -81,27 +82,13 @@ class _PermuteWithWeights(torch.autograd.Function):
 
 
 def permute_tokens(x_TD: Tensor, source_S: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
-    """Copy token source_S[s] into slot s: (S, D). Differentiable.
-
-    Args:
-        x_TD: the tokens.
-        source_S: the token in each slot; T for a row of zeros.
-        slot_TJ: the slots of each token, which backward sums; S for none.
-        kernels: the option `[moe] kernels`.
-    """
+    """Copy token source_S[s] into slot s: (S, D). Differentiable: backward sums the slots of each token."""
     with save_tensors():
         return apply_function(_Permute, x_TD, source_S, slot_TJ, kernels)
 
 
 def unpermute_tokens(y_SD: Tensor, source_S: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
-    """Sum the rows in slots slot_TJ[t] for each token t: (T, D). Differentiable.
-
-    Args:
-        y_SD: the rows in the slots.
-        source_S: the token of each slot, which backward copies; T for none.
-        slot_TJ: the slots of each token; S for none.
-        kernels: the option `[moe] kernels`.
-    """
+    """Sum the rows in slots slot_TJ[t] for each token t: (T, D). Differentiable: backward copies tokens into slots."""
     with save_tensors():
         return apply_function(_Unpermute, y_SD, source_S, slot_TJ, kernels)
 
@@ -109,18 +96,7 @@ def unpermute_tokens(y_SD: Tensor, source_S: Tensor, slot_TJ: Tensor, kernels: s
 def permute_with_weights(
     x_TD: Tensor, weights_TK: Tensor, choice_S: Tensor, slot_TJ: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Copy tokens and their routing weights into slots. Differentiable.
-
-    Args:
-        x_TD: the tokens.
-        weights_TK: the routing weights of each token's choices.
-        choice_S: the choice in each slot, numbered token * K + k; T * K for an empty slot.
-        slot_TJ: the slots of each token, which backward sums; S for none.
-        kernels: the option `[moe] kernels`.
-
-    Returns:
-        The routed tokens (S, D) and their routing weights (S, 1).
-    """
+    """Copy tokens and their routing weights into slots: (S, D) and (S, 1). Differentiable."""
     if fused(kernels, x_TD):
         with save_tensors():
             return apply_function(_PermuteWithWeights, x_TD, weights_TK, choice_S, slot_TJ)
@@ -168,10 +144,6 @@ def can_pack(x_TD: Tensor, kernels: str) -> bool:
     """Return whether each routed token and its routing weight can be copied into one row of bytes at no extra cost.
 
     So they need one message instead of two. Kernels have to run, and a token has to be a multiple of 16 bytes.
-
-    Args:
-        x_TD: the tokens.
-        kernels: the option `[moe] kernels`.
     """
     return fused(kernels, x_TD) and x_TD.shape[1] * x_TD.element_size() % 16 == 0
 
@@ -180,12 +152,6 @@ def permute_packed(x_TD: Tensor, weights_TK: Tensor, choice_S: Tensor, slot_TJ: 
     """Copy tokens into slots, each followed by its routing weight in the same row: (S, P). Differentiable.
 
     Rows have the tokens' dtype; the weight's bytes follow the token's. Only where `can_pack` holds.
-
-    Args:
-        x_TD: the tokens.
-        weights_TK: the routing weights of each token's choices.
-        choice_S: the choice in each slot, numbered token * K + k; T * K for an empty slot.
-        slot_TJ: the slots of each token, which backward sums; S for none.
     """
     with save_tensors():
         return apply_function(_PermutePacked, x_TD, weights_TK, choice_S, slot_TJ)
@@ -197,12 +163,6 @@ def reorder_and_unpack(
     """Reorder the rows of `permute_packed`, and split them into routed tokens (R, D) and routing weights (R, 1).
 
     Differentiable. Row r of the result is row order_R[r] of the packed rows.
-
-    Args:
-        packed_RP: the rows.
-        order_R: a permutation.
-        inverse_R: the inverse of that permutation.
-        weights_dtype: the dtype of the routing weights.
     """
     with save_tensors():
         return apply_function(_Unpack, packed_RP, order_R, inverse_R, weights_dtype)

@@ -76,7 +76,10 @@ class Router(nn.Module):
         return logits_TE, *(self._fused if in_kernel else self._plain)(logits_TE, tokens)
 
     def _record(self, chosen_TK: Tensor, tokens: Tokens) -> None:
-        """Write the router's own choice into `tokens.routes_TNK`, if there is one."""
+        """Write the router's own choice into `tokens.routes_TNK`, if there is one.
+
+        Does nothing in multi-token prediction.
+        """
         if tokens.routes_TNK is not None and self.takes_routes:
             routes_T1K = chosen_TK.unsqueeze(1).to(tokens.routes_TNK.dtype)
             tokens.routes_TNK.index_copy_(1, self.column, routes_T1K)
@@ -97,13 +100,8 @@ class Router(nn.Module):
     def _plain(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Route tokens by plain operations of torch, without the kernel, whose reference this is; record the choice.
 
-        Args:
-            logits_TE: the router's logits.
-            tokens: positions, samples and padding of this rank's tokens, experts that are given (given_TNK), and where
-                the router's own choice is written (routes_TNK).
-
         Returns:
-            Scores (T, E), routing weights (T, K), chosen experts (T, K), and counts of choices (B, E).
+            Scores (T, E), routing weights (T, K), chosen experts (T, K), and counts of the router's own choices (B, E).
         """
         model, is_valid_T1 = self.model, tokens.valid_T.unsqueeze(1)
         scores_TE = self.score_function.scores(logits_TE)
@@ -143,11 +141,7 @@ class Router(nn.Module):
     def _choose(self, scores_TE: Tensor, index_T: Tensor) -> Tensor:
         """Return the top-k experts (T, K) by score plus expert_bias, best first; round-robin ones if balance is forced.
 
-        Of equal scores the lower expert number comes first.
-
-        Args:
-            scores_TE: the router's scores, without expert_bias.
-            index_T: each token's global index within the step, for round-robin.
+        Of equal scores the lower expert number comes first. Round-robin goes by `index_T`, the tokens' global indices.
         """
         model = self.model
         if self.options.force_balance:
@@ -170,12 +164,7 @@ class Router(nn.Module):
         return scores_TGe.masked_fill(outside_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
     def _jitter(self, index_T: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return factors (T, D) uniform in 1 +- moe.jitter, drawn by seed, step, layer and the token's global index.
-
-        Args:
-            index_T: the global index of each token.
-            dtype: the dtype of the factors.
-        """
+        """Return factors (T, D) uniform in 1 +- moe.jitter, drawn by seed, step, layer and the token's global index."""
         dim = torch.arange(self.model.dim, device=index_T.device)
         noise_TD = counter_rng.uniform(self.jitter_key, index_T.unsqueeze(1) * self.model.dim + dim, dtype)
         return 1 + self.options.jitter * (2 * noise_TD - 1)
@@ -184,11 +173,7 @@ class Router(nn.Module):
 def count_choices(chosen_TK: Tensor, sample_T: Tensor, samples: int, num_experts: int) -> Tensor:
     """Return how often the tokens of each sample chose each expert: (B, E). Number E, of padding, is not counted.
 
-    Args:
-        chosen_TK: experts that each token chose; number E for padding.
-        sample_T: each token's sample within the microbatch, 0 to B - 1.
-        samples: B.
-        num_experts: E.
+    `sample_T` is each token's sample within the microbatch, 0 to `samples` - 1.
     """
     bucket = (sample_T.unsqueeze(1) * (num_experts + 1) + chosen_TK).flatten()
     count = bucket.new_zeros(samples * (num_experts + 1)).scatter_add_(0, bucket, torch.ones_like(bucket))

@@ -7,7 +7,6 @@ The input x is bfloat16. A float32 number is the sum of three bfloat16 terms, wh
     dx     = g1 w1 + g2 w1 + g1 w2, rounded to bfloat16 as the gradient of x is anyway
 
 Called by titanmoe.moe.router. Each line is one product, with the terms side by side.
-
 Shapes: T tokens, D model, E experts, X four terms side by side; R and C rows and columns of a matrix.
 """
 
@@ -26,12 +25,7 @@ from titanmoe.ops.kernels import fused
 def uses_terms(setting: str, x_TD: Tensor, router_dtype: torch.dtype) -> bool:
     """Return whether the router multiplies float32 numbers as sums of bfloat16 terms.
 
-    It does on GPUs, for tokens in bfloat16 and a router in float32.
-
-    Args:
-        setting: the option `[moe] router_product`, "auto" or "float32".
-        x_TD: the tokens.
-        router_dtype: the dtype that the router computes in.
+    It does on GPUs, for tokens in bfloat16 and a router in float32, if `setting`, `[moe] router_product`, is "auto".
     """
     fits = x_TD.dtype == torch.bfloat16 and router_dtype == torch.float32
     return setting == "auto" and fits and device.kind(x_TD) == "cuda"
@@ -95,12 +89,7 @@ class _ProductByTerms(torch.autograd.Function):
 def product_by_terms(x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
     """Return x w^T (T, E) in float32, by products of bfloat16 terms. Differentiable.
 
-    Result and dw differ from the exact product by at most (n + 2) 2^-23 sum |x| |w| of n terms, twice the bound of a
-    float32 product; dx, before it is rounded, by at most 2^-14 sum |g| |w| more.
-
-    Args:
-        x_TD: the tokens, in bfloat16.
-        w_ED: the router's weight, in float32.
-        kernels: the option `[moe] kernels`.
+    x is in bfloat16, w in float32. Result and dw differ from the exact product by at most (n + 2) 2^-23 sum |x| |w| of
+    n terms, twice the bound of a float32 product; dx, before it is rounded, by at most 2^-14 sum |g| |w| more.
     """
     return apply_function(_ProductByTerms, as_non_leaf(x_TD), as_non_leaf(w_ED), kernels)

@@ -51,10 +51,7 @@ class ScoreFunction(Spec):
     def weights(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         """Return the routing weights (T, K) of the chosen experts, before norm_topk and route_scale are applied.
 
-        Args:
-            logits_TE: the router's logits.
-            scores_TE: what `scores` returned for them.
-            chosen_TK: the numbers of each token's chosen experts.
+        By default they are the chosen scores. `scores_TE` is what `scores` returned for the logits.
         """
         return scores_TE.gather(1, chosen_TK)
 

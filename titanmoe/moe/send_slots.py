@@ -1,12 +1,12 @@
 """The layout of a send buffer: assigns a slot to each choice of an expert, and fills slots with copies of tokens.
 
-Dispatchers call it before they send; nothing is sent here. A choice is a pair of a token and an expert that it chose,
-numbered token * K + k. A slot is a row of the buffer, for a copy of a token for one expert, or one etp rank of it.
-Slots are padded to slots_per_expert, or one behind the other.
+Dispatchers call it before they send; nothing is sent here. A choice is a pair of a token and an expert that it chose
+(number E: "no expert"), numbered token * K + k. A slot is a row of the buffer, for a copy of a token for one expert, or
+one etp rank of it. Slots are padded to slots_per_expert, or one behind the other. `ep` is the number of ranks among
+which the experts are divided, `etp` the number of ranks that share each. `kernels` is the option `[moe] kernels`.
 
-Shapes: T tokens, D model, K top-k, E experts (number E: "no expert"), e local experts, G ranks, S slots of the send
-buffer, R received routed tokens, C = T * K choices, X = etp copies of a choice, J = K * X copies of a token, P parts of
-the experts (ep).
+Shapes: T tokens, D model, K top-k, E experts, e local experts, G ranks, S slots of the send buffer, R received routed
+tokens, C = T * K choices, X = etp copies of a choice, J = K * X copies of a token, P parts of the experts (ep).
 """
 
 from __future__ import annotations
@@ -34,10 +34,6 @@ class Route(NamedTuple):
 def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort the T * K choices by expert, then by token, with choices of no expert last.
 
-    Args:
-        chosen_TK: the expert of each choice; E for no expert.
-        num_experts: the number of experts, E.
-
     Returns:
         The sorted choices, numbered token * K + k, (C,); and the number of choices of each expert (E,).
     """
@@ -61,8 +57,6 @@ def assign_slots(
         chosen_TK: each token's chosen experts; E for no expert.
         order_C: the choices sorted by expert, from `sort_by_expert`.
         count_E: the number of choices of each expert.
-        ep: the number of ranks among which the experts are divided.
-        etp: the number of ranks that share each expert.
         slots_per_expert: the number of slots of each expert; 0 for as many as it has choices.
         num_slots: the number of slots of the buffer.
 
@@ -98,11 +92,8 @@ def fill_slots(
     """Copy tokens and their routing weights into the slots of a send buffer. Differentiable.
 
     Args:
-        x_TD: the tokens.
-        weights_TK: the routing weights of each token's choices.
-        choice_S: the choice in each slot, numbered token * K + k, from `assign_slots`.
+        choice_S: the choice in each slot, from `assign_slots`.
         slot_CX: the slots of each choice, from `assign_slots`.
-        kernels: the option `[moe] kernels`.
         packed: whether each routing weight is written behind its routed token, in one tensor.
 
     Returns:
@@ -142,16 +133,9 @@ def assign_unpadded_slots(
 
     It has T * K * etp slots. Those that are unused, because tokens chose no expert, come last.
 
-    Args:
-        chosen_TK: each token's chosen experts; E for no expert.
-        num_experts: E.
-        ep: the number of ranks among which the experts are divided.
-        etp: the number of ranks that share each expert.
-        kernels: the option `[moe] kernels`.
-
     Returns:
-        The choice in each slot (S,), numbered token * K + k, and C in an unused one; the slots of each choice (C, X);
-        and the number of choices of each expert (E,).
+        The choice in each slot (S,), numbered token * K + k, and C in an unused one; the slots of each choice (C, X), S
+        for no expert; and the number of choices of each expert (E,).
     """
     if fused(kernels, chosen_TK):
         from titanmoe.ops.kernels import slot_kernels
@@ -172,7 +156,6 @@ def order_by_expert(count_Ge: Tensor, total: int, kernels: str = "auto") -> tupl
     Args:
         count_Ge: the number of routed tokens from each sender for each local expert.
         total: the sum of these numbers, as a Python number.
-        kernels: the option `[moe] kernels`.
     """
     if fused(kernels, count_Ge):
         from titanmoe.ops.kernels import slot_kernels

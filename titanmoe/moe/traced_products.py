@@ -2,10 +2,11 @@
 
 torch's grouped product can be traced in bfloat16 only, a loop over experts not at all, and inductor's backward fails
 for a rank without a token. As operations (torch.library), both steps run the formulas of titanmoe.moe.expert_products
-in every dtype, for any number of tokens. Sums of weight gradients and products in 8 bits are for untraced calls.
+in every dtype, for any number of tokens. `groups` is the number of each expert's tokens; then, if `method` is
+"grouped", their running sums in int32, or, for "loop", a copy on the host. `clamped` says that the activation is
+gpt-oss's clamped SwiGLU. `hidden` is gate and up, (R, F) each, or both side by side, (R, 2F).
 
 Shapes: R routed tokens sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
-`hidden` is gate and up, (R, F) each, or both side by side, (R, 2F).
 """
 
 from __future__ import annotations
@@ -50,11 +51,7 @@ class TracedProducts:
     def of(count_e: Tensor, method: ProductMethod, clamped: bool, kernels: str) -> TracedProducts:
         """Create the products of one call, which takes these numbers of tokens. For "loop" on GPUs the host waits.
 
-        Args:
-            count_e: the number of tokens of each local expert, on the device.
-            method: "grouped", "even" (all experts have equally many tokens) or "loop".
-            clamped: whether the activation is gpt-oss's clamped SwiGLU.
-            kernels: the option `[moe] kernels`.
+        `count_e` is the number of tokens of each local expert, on the device.
         """
         groups = [count_e]
         if method == "grouped":
@@ -83,24 +80,14 @@ class TracedProducts:
     ) -> tuple[Tensor, ...]:
         """Return the product of the down projection's input with each of the weights (e, D, F), one tensor (R, D) each.
 
-        The input is act(gate) * up * routing weight. Differentiable.
-
-        Args:
-            hidden: gate and up, before the activation.
-            weight_R1: the routing weight of each routed token.
-            weights: weights of all local experts, (e, D, F) each.
-            add: ignored: traced calls do not sum gradients over microbatches.
+        The input is act(gate) * up * routing weight. Differentiable. `add` is ignored: traced calls do not sum
+        gradients over microbatches.
         """
         constants = self.groups, self.method, self.clamped, self.kernels
         return tuple(experts_down(hidden, weight_R1, weights, *constants))
 
     def down_input(self, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
-        """Return the down projection's input, act(gate) * up * routing weight: (R, F). Differentiable.
-
-        Args:
-            hidden: gate and up, (R, F) each, or side by side in one tensor (R, 2F).
-            weight_R1: the routing weight of each routed token.
-        """
+        """Return the down projection's input, act(gate) * up * routing weight: (R, F). Differentiable."""
         return plain_swiglu(*gate_and_up(hidden), weight_R1, self.clamped)
 
 
@@ -124,19 +111,7 @@ def experts_up(
 ) -> list[Tensor]:
     """Multiply routed tokens by their experts' weights, as one operation that torch.compile does not trace into.
 
-    Differentiable.
-
-    Args:
-        x_RD: the routed tokens, sorted by expert.
-        weights: weights of all local experts, (e, F, D) each.
-        groups: the number of each expert's tokens; then, for "grouped", their running sums in int32, or, for "loop", a
-            copy on the host.
-        method: "grouped", "loop", or "even" if all experts have equally many tokens.
-        clamped: whether the activation is gpt-oss's clamped SwiGLU; of no effect here.
-        kernels: the option `[moe] kernels`.
-
-    Returns:
-        The product with each of the weights, (R, F).
+    Differentiable. `weights` are of all local experts, (e, F, D) each; the result is the product with each, (R, F).
     """
     return multiply(_products(groups, method, clamped, kernels), "up", x_RD, weights)
 
@@ -162,13 +137,7 @@ def experts_up_backward(
     Args:
         grads: the gradient of the product with each weight.
         x_RD: the tokens; None if no weight's gradient is wanted.
-        weights: the weights.
         wanted: whether the gradient is wanted: of the tokens first, then of each weight.
-        groups: the number of each expert's tokens; then, for "grouped", their running sums in int32, or, for "loop", a
-            copy on the host.
-        method: "grouped", "loop", or "even" if all experts have equally many tokens.
-        clamped: whether the activation is gpt-oss's clamped SwiGLU.
-        kernels: the option `[moe] kernels`.
     """
     products = _products(groups, method, clamped, kernels)
     grad_x, grad_weights = up_backward(products, grads, x_RD, weights, wanted)
@@ -193,20 +162,7 @@ def experts_down(
 ) -> list[Tensor]:
     """Multiply act(gate) * up * routing weight by the experts' weights, as one operation that is not traced into.
 
-    Differentiable.
-
-    Args:
-        hidden: gate and up, (R, F) each, or one tensor with both side by side.
-        weight_R1: the routing weights.
-        weights: weights of all local experts, (e, D, F) each.
-        groups: the number of each expert's tokens; then, for "grouped", their running sums in int32, or, for "loop", a
-            copy on the host.
-        method: "grouped", "loop", or "even" if all experts have equally many tokens.
-        clamped: whether the activation is gpt-oss's clamped SwiGLU.
-        kernels: the option `[moe] kernels`.
-
-    Returns:
-        The product with each of the weights, (R, D).
+    Differentiable. `weights` are of all local experts, (e, D, F) each; the result is the product with each, (R, D).
     """
     products = _products(groups, method, clamped, kernels)
     return multiply(products, "down", activate(products, hidden, weight_R1), weights)
@@ -233,15 +189,7 @@ def experts_down_backward(
 
     Args:
         grads: the gradient of the product with each weight.
-        hidden: gate and up, (R, F) each, or one tensor with both side by side.
-        weight_R1: the routing weights.
-        weights: the weights.
         wanted: whether the gradient is wanted: of `hidden` and the routing weights together first, then of each weight.
-        groups: the number of each expert's tokens; then, for "grouped", their running sums in int32, or, for "loop", a
-            copy on the host.
-        method: "grouped", "loop", or "even" if all experts have equally many tokens.
-        clamped: whether the activation is gpt-oss's clamped SwiGLU.
-        kernels: the option `[moe] kernels`.
 
     Returns:
         The gradients of gate and up side by side (R, 2F), of the routing weights (R, 1), and of each weight.

@@ -180,10 +180,7 @@ class MixerSpec(Spec, ABC):
         return self.pair_flops(model) // 2 * twice_visible + self.token_flops(model)
 
     def work(self, model: Model, tp: int) -> MixerWork:
-        """Return the work per position of one of `tp` ranks, for the planner.
-
-        By default it is the product with each matrix alone.
-        """
+        """Return the work per position of one of `tp` ranks, for the planner; by default that of products alone."""
         products = []
         for (outputs, inputs), dim in self.matrices(model):
             split_outputs, split_inputs = outputs / tp if dim == 0 else outputs, inputs / tp if dim == 1 else inputs

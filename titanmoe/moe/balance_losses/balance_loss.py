@@ -92,13 +92,7 @@ class BalanceLoss(nn.Module):
     """
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
-        """Store the options.
-
-        Args:
-            model: the recipe's [model].
-            options: the recipe's [moe].
-            microbatches: the number of microbatches that this rank computes in one pass.
-        """
+        """Store the options. `microbatches` is the number of microbatches that this rank computes in one pass."""
         super().__init__()
         self.model, self.options = model, options
 

@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
 
 def parse_entries(lines: list[str]) -> list[Entry]:
-    """Parse the lines of `[moe] balance_losses`, each "NAME COEFFICIENT".
+    """Return the entries of the lines of `[moe] balance_losses`, each "NAME COEFFICIENT", in order.
 
     Raises:
         ComponentError: with everything that is wrong with the lines.
@@ -137,9 +137,6 @@ class Term(NamedTuple):
 
 def active_losses(moe: MoE) -> list[Term]:
     """Return the balance losses whose coefficient is not 0, in the order in which metrics report them.
-
-    Args:
-        moe: the recipe's [moe].
 
     Raises:
         ComponentError: if a line of `balance_losses` is wrong, or names an unknown loss.

@@ -49,10 +49,6 @@ class AllToAll(Dispatcher):
 
         The host waits for counts, unless expert buffers are padded or `dispatch_locally` applies.
 
-        Without padding, tokens fill a buffer of the largest possible size before its used size is known; then the
-        unused end is dropped. In a compiled graph that would copy the gradients once more, so there the size is read
-        first.
-
         Args:
             x_TD: this rank's tokens.
             weights_TK: the routing weights of each token's chosen experts.
@@ -99,12 +95,7 @@ class AllToAll(Dispatcher):
 
         Nothing is sent: experts receive the slots of the send buffer. It has the largest possible size, since the host
         does not know how much is used. Unused slots come last; what experts compute of them is undefined and reaches no
-        token.
-
-        Args:
-            x_TD: the tokens.
-            weights_TK: their routing weights.
-            chosen_TK: their experts; number E is no expert.
+        token. In `chosen_TK` number E is no expert.
         """
         choice_S, slot_CX, count_e = assign_unpadded_slots(chosen_TK, self.num_experts, 1, 1, self.kernels)
         x_SD, weights_S1, route = fill_slots(x_TD, weights_TK, choice_S, slot_CX, self.kernels)
@@ -146,10 +137,7 @@ class AllToAll(Dispatcher):
     def send_counts(self, count_E: Tensor) -> CountExchange:
         """Start to tell each rank of the dispatch group how many routed tokens this rank sends to its experts.
 
-        Collective over the dispatch group.
-
-        Args:
-            count_E: the number of this rank's choices of each expert.
+        Collective over the dispatch group. `count_E` has the number of this rank's choices of each expert.
         """
         e = self.local_experts
         send_Ge = count_E.view(self.ep, 1, e).expand(-1, self.etp, -1).reshape(self.group.size, e)
@@ -179,7 +167,7 @@ class AllToAllExchange(NamedTuple):
 
     @named("dispatch")
     def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Wait for the routed tokens of this rank's experts, and return them sorted by expert.
+        """Wait for the routed tokens of this rank's experts, and return them sorted by expert. Called once.
 
         Returns:
             The routed tokens (R, D), their routing weights (R, 1) and the number of each expert's (e,).
@@ -203,8 +191,7 @@ class AllToAllExchange(NamedTuple):
     def start_combine(self, y_RD: Tensor) -> InFlight:
         """Start to send the experts' outputs back to the ranks of their tokens. Collective over the dispatch group.
 
-        Args:
-            y_RD: the outputs, in the order of `receive_routed`.
+        `y_RD` has the order of `receive_routed`.
         """
         if self.expert_order is not None:
             y_RD = reorder(y_RD, *reversed(self.expert_order), self.kernels)

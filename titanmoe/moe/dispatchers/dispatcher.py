@@ -1,14 +1,11 @@
 """The interface of dispatchers, which send routed tokens to the ranks of their experts and bring outputs back.
 
-The MoE layer calls a dispatcher, which knows tokens and ranks but not what experts compute, in this order:
-
     exchange = dispatcher.dispatch(x, weights, chosen, slots_per_expert)    starts to send routed tokens
     y = experts(*exchange.receive_routed())                                 waits for this rank's routed tokens
     y = exchange.combine(y)                                                 sends outputs back, sums them by token
 
 A dispatcher is a subclass of `Dispatcher`, an `Exchange` and a line in dispatcher_spec.py; `allgather.py` is the
 shortest. What `combine` saves has to be small, and saved inside `titanmoe.comm.recomputation.save_tensors()`.
-
 Shapes: T tokens this rank owns, D model, K top-k, E experts (number E: "no expert"), e local experts, G ranks of the
 dispatch group (ep x etp, etp innermost), S slots of this rank's send buffer, R routed tokens that it receives.
 """
@@ -44,10 +41,8 @@ class Exchange(Protocol):
     def combine(self, y_RD: Tensor) -> Tensor:
         """Send the experts' outputs back to their tokens' ranks; return each own token's sum of them (T, D).
 
-        Collective over the dispatch group. Called once.
-
-        Args:
-            y_RD: the outputs, each already times its routing weight, in the order of `receive_routed`.
+        Collective over the dispatch group. Called once. The outputs `y_RD`, each already times its routing weight, are
+        in the order of `receive_routed`.
         """
         ...
 
@@ -62,29 +57,25 @@ class SplitExchange(Exchange, Protocol):
     """
 
     def relay(self) -> SplitExchange:
-        """Forward the tokens that this rank received for other ranks, and return the next exchange.
+        """Forward the tokens that this rank received for other ranks, and return the next exchange. Called once.
 
-        Call `receive_routed` and `start_combine` on the returned exchange. A dispatcher whose tokens go straight to
-        their experts' ranks returns the exchange itself.
+        Call `receive_routed` and `start_combine` on the returned exchange, and `finish_combine` on this one. A
+        dispatcher whose tokens go straight to their experts' ranks returns the exchange itself.
         """
         ...
 
     def start_combine(self, y_RD: Tensor) -> Any:
-        """Start to send the experts' outputs back to their tokens' ranks. Collective over the dispatch group.
+        """Start to send the experts' outputs back to their tokens' ranks; return the argument for `finish_combine`.
 
-        Args:
-            y_RD: the outputs, each already times its routing weight, in the order of `receive_routed`.
-
-        Returns:
-            The argument for `finish_combine`.
+        Collective over the dispatch group. The outputs `y_RD`, each already times its routing weight, are in the order
+        of `receive_routed`.
         """
         ...
 
     def finish_combine(self, in_flight: Any) -> Tensor:
-        """Wait for the experts' outputs, and return each token's sum of them (T, D).
+        """Wait for the experts' outputs, and return each own token's sum of them (T, D).
 
-        Args:
-            in_flight: what `start_combine` returned.
+        `in_flight` is what `start_combine` returned.
         """
         ...
 
@@ -136,8 +127,7 @@ class SharedBuffers:
     def must_repeat(self, ranks: float) -> bool:
         """Return whether the step has to be computed once more without the buffers. The same on all ranks.
 
-        Args:
-            ranks: the number of ranks of the world that set `needs_repeat` in this step.
+        `ranks` is the number of ranks of the world that set `needs_repeat` in this step. The caller does the rest.
         """
         return ranks > 0
 
@@ -147,10 +137,9 @@ class SharedBuffers:
 
     @contextmanager
     def used_by(self, layers: Collection[nn.Module]) -> Iterator[None]:
-        """Let the dispatchers of these MoE layers use the buffers inside the context; clear `needs_repeat` first.
+        """Let the dispatchers of these `MoE` modules use the buffers inside the context; clear `needs_repeat` first.
 
-        Args:
-            layers: this rank's `MoE` modules, whose `dispatcher.memory` is set and at the end None again.
+        Their `dispatcher.memory` is set, and at the end None again.
         """
         self.needs_repeat.zero_()
         try:
@@ -176,9 +165,7 @@ class Dispatcher:
     def __init__(self, num_experts: int, kernels: str = "auto"):
         """Create a dispatcher for a rank that has all experts, until `place` sets the ranks that share them.
 
-        Args:
-            num_experts: the number of experts of the layer, on all ranks.
-            kernels: the option `[moe] kernels`.
+        `num_experts` is the number of experts of the layer, on all ranks.
         """
         self.num_experts, self.kernels = num_experts, kernels
         self.place(ExpertRanks())
@@ -206,11 +193,7 @@ class Dispatcher:
 
     @staticmethod
     def missing(device: str) -> str:
-        """Return why this machine cannot run the dispatcher; "" if it can.
-
-        Args:
-            device: the value of training.device.
-        """
+        """Return why this machine cannot run the dispatcher; "" if it can. `device` is the value of training.device."""
         return ""
 
     @staticmethod
@@ -222,8 +205,6 @@ class Dispatcher:
         Collective over the world. Called once, before training.
 
         Args:
-            model: the recipe's [model].
-            options: the recipe's [moe].
             ranks: the ranks that hold a layer's experts.
             tokens: the number of tokens that a rank owns in a microbatch.
             dtype: the dtype of the tokens that are sent.

@@ -1,6 +1,7 @@
-"""The specs of dispatchers, without torch, and the table of their names.
+"""The specs of dispatchers, without torch, and the table of their names. Read by config, planner and training.
 
-A new dispatcher is a file that has its spec too, and a line in DISPATCHERS.
+`ep` and `etp` are the degrees of a dispatch group, `tokens` the number of tokens that a rank owns in a microbatch, and
+`costs` the planner's model and network. A new dispatcher is a file that has its spec too, and a line in DISPATCHERS.
 """
 
 from __future__ import annotations
@@ -61,8 +62,7 @@ class ExchangeCosts(Protocol):
     def visits(self, destinations: int) -> float:
         """Return the mean number of destinations of a token (1 to top_k), if experts are divided equally among them.
 
-        Args:
-            destinations: the number of ranks or of NVLink domains that have an equal number of experts each.
+        `destinations` is the number of ranks or of NVLink domains.
         """
 
 
@@ -76,15 +76,7 @@ class StaticSizes(NamedTuple):
 
 
 def symm_mem_sizes(model: Model, factor: float, tokens: int, ep: int, etp: int) -> StaticSizes:
-    """Return the numbers of slots that the dispatcher symm_mem allocates on a rank.
-
-    Args:
-        model: the recipe's [model].
-        factor: moe.symm_mem_factor.
-        tokens: the number of tokens that a rank owns in a microbatch.
-        ep: degree of expert parallelism.
-        etp: degree of expert tensor parallelism.
-    """
+    """Return the numbers of slots that the dispatcher symm_mem allocates on a rank. `factor` is moe.symm_mem_factor."""
     local_experts, sent = model.num_experts // ep, tokens * model.top_k * etp  # with even routing, as many arrive
     arriving = min(math.ceil(factor * sent), ep * etp * tokens * min(model.top_k, local_experts))
     slots = arriving + -arriving % ALIGN + local_experts * ALIGN
@@ -145,10 +137,8 @@ class DispatcherSpec(Spec):
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
         """Yield a message for each reason why the dispatcher cannot run with these parallel degrees.
 
-        Args:
-            config: the recipe.
-            degrees: ranks on each axis by name ("pp", "ep", "etp") and of a pipeline stage ("stage"); some may be
-                missing, which are then not checked.
+        `degrees` has the ranks on each axis by name ("pp", "ep", "etp") and of a pipeline stage ("stage"); some may be
+        missing, which are then not checked.
         """
         if config.moe.overlap == "pairs" and self.cannot_overlap and degrees.get("pp", 1) > 1:
             yield (
@@ -166,22 +156,14 @@ class DispatcherSpec(Spec):
         """Yield a message for each reason why the dispatcher cannot serve a dispatch group of these degrees.
 
         Called only if the group has more than one rank. Yields nothing by default; subclasses override it.
-
-        Args:
-            config: the recipe.
-            ep: degree of expert parallelism.
-            etp: degree of expert tensor parallelism.
         """
         yield from ()
 
     def _nodes(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
         """Yield a message if a node holds neither full dispatch groups nor an equal fraction of one, with full experts.
 
-        Checked for dispatchers that work node by node (`works_by_node`).
-
-        Args:
-            config: the recipe, whose parallelism.node is the number of ranks of a node.
-            degrees: "ep", "etp", "pp" and "stage", the ranks of a pipeline stage.
+        Checked for dispatchers that work node by node (`works_by_node`). parallelism.node is the number of ranks of a
+        node; `degrees` has "ep", "etp", "pp" and "stage", the ranks of a pipeline stage.
         """
         node, stage, ep, etp = config.parallelism.node, degrees["stage"], degrees["ep"], degrees["etp"]
         world, size = degrees["pp"] * stage, ep * etp
@@ -199,12 +181,6 @@ class DispatcherSpec(Spec):
         """Return the slots for routed tokens that the dispatcher allocates on a rank whatever the routing is.
 
         For the planner's memory estimate. All 0 by default.
-
-        Args:
-            config: the recipe.
-            tokens: the number of tokens that a rank owns in a microbatch.
-            ep: degree of expert parallelism.
-            etp: degree of expert tensor parallelism.
         """
         return StaticSizes()
 
@@ -212,24 +188,14 @@ class DispatcherSpec(Spec):
         """Estimate the seconds of a layer's dispatch and combine in one forward, without overlap, for the planner.
 
         By default those of two all-to-alls of routed tokens.
-
-        Args:
-            costs: the planner's model and network.
-            tokens: the number of tokens that a rank owns.
-            ep: degree of expert parallelism.
-            etp: degree of expert tensor parallelism.
         """
         row, K = costs.routed_token_bytes, costs.model.top_k
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
     def unhidden_seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Return how many of the seconds that `seconds` estimates no overlap with computation can hide; 0 by default.
+        """Return how many of the seconds that `seconds` estimates no overlap with computation can hide.
 
-        Args:
-            costs: the planner's model and network.
-            tokens: the number of tokens that a rank owns.
-            ep: degree of expert parallelism.
-            etp: degree of expert tensor parallelism.
+        For the planner; 0 by default.
         """
         return 0.0
 
@@ -276,14 +242,7 @@ class HierarchicalSpec(DispatcherSpec):
         return self.unhidden_seconds(costs, tokens, ep, etp) + 2 * inside
 
     def unhidden_seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Return the seconds of the messages between NVLink domains, in both directions; 0 in a single domain.
-
-        Args:
-            costs: the planner's model and network.
-            tokens: the number of tokens that a rank owns.
-            ep: degree of expert parallelism.
-            etp: degree of expert tensor parallelism.
-        """
+        """Return the seconds of the messages between NVLink domains, in both directions; 0 in a single domain."""
         if (domains := costs.domains(ep, etp)) == 1:
             return 0.0
         _, across = costs.groups_by_domain(ep, etp)
@@ -342,8 +301,6 @@ def why_not_symm_mem(config: Config, fold: Fold, node: int, gpus: bool) -> str:
     After "", a run may still fall back to alltoall because its GPUs cannot share memory.
 
     Args:
-        config: the recipe.
-        fold: the mapping.
         node: the number of ranks on a node, which share NVLink.
         gpus: whether ranks run on GPUs.
     """
@@ -368,11 +325,9 @@ def with_dispatcher(config: Config, name: str) -> Config:
 def with_planned_dispatcher(config: Config, fold: Fold, node: int, gpus: bool) -> Config:
     """Replace the dispatcher "auto" by the one that a run would choose on a machine whose GPUs can share memory.
 
-    Returns the config unchanged if it names another dispatcher.
+    Returns a copy, or the config itself if it names another dispatcher.
 
     Args:
-        config: the recipe.
-        fold: the mapping.
         node: the number of ranks on a node, which share NVLink.
         gpus: whether ranks run on GPUs.
     """
@@ -384,11 +339,8 @@ def with_planned_dispatcher(config: Config, fold: Fold, node: int, gpus: bool) -
 def halves_violations(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:
     """Yield a violation for each reason why moe.overlap = "halves" is impossible, whatever the config's moe.overlap is.
 
-    It computes one half of a microbatch's samples while routed tokens of the other half are in flight.
-
-    Args:
-        config: the recipe.
-        spec: the spec of the recipe's dispatcher.
+    It computes one half of a microbatch's samples while routed tokens of the other half are in flight. `spec` is that
+    of the recipe's dispatcher.
     """
     moe, samples = config.moe, config.training.local_batch_size
     halves, off = 'moe.overlap = "halves"', 'or overlap = "none"'

@@ -2,12 +2,11 @@
 
 It goes to the rank with this rank's position on that node, then by an all-to-all inside the node, which makes the
 copies for several experts and for etp. On the way back the node sums, and one row crosses. Inside one node it is
-AllToAll.
+AllToAll. Between nodes a slot has a token for a node: C = T * N choices of a node, with X = 1 slot each.
 
 Shapes: T tokens this rank owns, D model, K top-k, J choices of a token, E experts, e local experts, G ranks of the
 dispatch group (ep x etp), S slots of this rank's send buffer, R routed tokens that it receives for its experts, N nodes
-of the group, V tokens that arrive here from all of them. Between nodes a slot has a token for a node: C = T * N choices
-of a node, with X = 1 slot each.
+of the group, V tokens that arrive here from all of them.
 """
 
 from __future__ import annotations
@@ -124,7 +123,8 @@ class HierarchicalExchange:
     def relay(self) -> AllToAllExchange:
         """Wait for the tokens from other nodes, and start to send them to their experts inside this node.
 
-        Called once, before `start_combine`: directly, or by `receive_routed`. Collective over the node's ranks.
+        Called once, before `start_combine`: directly, or by `receive_routed`. Collective over the node's ranks. The
+        host waits for counts, unless expert buffers are padded.
 
         Returns:
             The exchange inside the node, which brings the tokens to the experts.
@@ -144,7 +144,7 @@ class HierarchicalExchange:
         return self.relay().receive_routed()
 
     def local_choices(self, chosen_VK: Tensor) -> Tensor:
-        """Renumber chosen experts (V, K) from 0 for this node's first expert.
+        """Return chosen experts (V, K), numbered from 0 for this node's first expert.
 
         Choices of other nodes' experts become the number of experts of a node, which stands for "no expert".
         """
@@ -169,6 +169,8 @@ class HierarchicalExchange:
     @named("combine")
     def finish_combine(self, in_flight: InFlight) -> Tensor:
         """Wait for the first hop back, sum the outputs by token, send the sums across nodes, and wait.
+
+        Collective over the nodes (`ranks.across`).
 
         Returns:
             Each own token's sum over its experts (T, D).

@@ -6,8 +6,7 @@ than its buffer holds, no rank sends, a flag is set, and the step is repeated wi
 
 Shapes: T tokens this rank owns, D model, K top-k, J choices of a token, E experts, e local experts, C = T * K choices
 with X = etp slots each, S = C * X slots of the send buffer, the unused ones last, R slots of the receive buffer, a
-multiple of ALIGN for every expert. G ranks as senders, P the same ranks as receivers. A place is rank * limit + slot;
--1 is nowhere.
+multiple of ALIGN for every expert. G ranks as senders, P as receivers. A place is rank * limit + slot; -1 is nowhere.
 """
 
 from __future__ import annotations
@@ -90,12 +89,11 @@ class Symmetric(Dispatcher):
     def gather_places(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
         """Gather all ranks' counts of routed tokens, and compute where each routed token goes to and comes from.
 
-        Collective over the dispatch group. Sets `needs_repeat` if the routed tokens for this rank do not fit into its
-        receive buffer.
+        Collective over the dispatch group. Sets `needs_repeat` of `memory` if the routed tokens for this rank do not
+        fit into its receive buffer.
 
         Args:
             count_E: the number of this rank's choices of each expert.
-            memory: the buffers.
             rows: the slots of this rank's send buffer.
         """
         count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)

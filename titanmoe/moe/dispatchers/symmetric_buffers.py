@@ -1,9 +1,10 @@
 """Buffers in torch's symmetric memory, and the exchange of rows through them: each rank writes to the others' buffers.
 
 Every rank of a dispatch group maps the receive buffers of the others. `exchange` writes rows to their places in them
-(titanmoe.moe.dispatchers.symmetric_places) and returns what arrived; it is differentiable, and in compiled graphs and
-under torch's dispatch modes the operation `titanmoe::exchange`. A Triton kernel writes the rows
-(titanmoe.ops.kernels.put), and `plain_put` and `plain_take` are its reference.
+and returns what arrived; in compiled graphs and under torch's dispatch modes it is the operation `titanmoe::exchange`.
+`rows` are routed tokens (N, D), and perhaps their routing weights (N, 1). `to_N` is the place to which each row goes,
+rank * limit + slot of that rank's buffer, or -1 for nowhere; `from_M` the place from which each slot of this rank's
+buffer gets its row, -1 for an unused slot.
 
 Shapes: D model, E experts, G ranks of the dispatch group, N rows that leave and M that arrive, either way: S slots of
 the send buffer and R of the receive buffer in dispatch, R and S in combine.
@@ -39,11 +40,7 @@ Arrived = TypeVar("Arrived")
 
 
 def missing(device: str) -> str:
-    """Return why this machine cannot send through symmetric memory; "" if it can.
-
-    Args:
-        device: the value of training.device.
-    """
+    """Return why this machine cannot send through symmetric memory; "" if it can. `device` is training.device."""
     kind = devices.kind_of_setting(device)
     if devices.is_imitated() and kind == "cuda":
         return ""  # we cannot know what that machine has
@@ -80,11 +77,7 @@ def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
     """Write each row to its place in the ranks' buffers, by operations of torch: the reference of a kernel.
 
     Rows whose place is -1 or in another buffer are written to the last row of each buffer, which nobody reads.
-
-    Args:
-        x_ND: the rows.
-        to_N: the place of each row, rank * limit + row of that rank's buffer; -1 for a row that is not sent.
-        buffers: the buffer of each rank, with limit + 1 rows.
+    `buffers` are the buffers of the ranks, with limit + 1 rows each.
     """
     limit = len(buffers[0]) - 1
     for rank, buffer in enumerate(buffers):
@@ -95,9 +88,7 @@ def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
 def plain_take(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
     """Return a copy of a receive buffer, with zeros in unused slots, by operations of torch: the reference of a kernel.
 
-    Args:
-        buffer_ND: the slots of the buffer.
-        from_N: where each slot's row came from; -1 for an unused slot, which nobody wrote.
+    `from_N` says where each slot's row came from; -1 for an unused slot, which nobody wrote.
     """
     return buffer_ND.where((from_N >= 0).unsqueeze(1), 0)
 
@@ -181,7 +172,7 @@ class SymmetricBuffers(SharedBuffers):
         """Allocate receive buffers for rows of this width and dtype. Collective over the world.
 
         Raises:
-            CannotReserve: on all ranks, if these ranks cannot share memory.
+            CannotReserve: on all ranks, if these ranks cannot share memory; RuntimeError instead if memory runs out.
         """
         shape, problem = (self.limit + 1, width), ""
         try:
@@ -214,13 +205,8 @@ class SymmetricBuffers(SharedBuffers):
     def exchange(self, rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor) -> tuple[Tensor, ...]:
         """Write rows to their places in the ranks' buffers, wait, and return what arrived. Collective over the group.
 
-        Args:
-            rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
-            to_N: the place to which each row goes, rank * limit + slot of that rank's buffer; -1 for nowhere.
-            from_M: the place from which each slot of this rank's buffer gets its row; -1 for an unused slot.
-
         Returns:
-            For each of `rows`, a copy of this rank's buffer, with zeros in unused slots.
+            For each of `rows`, a copy of this rank's buffer, with zeros in unused slots. Not differentiable.
         """
         buffers = (self.rows, self.weights)[: len(rows)]
         return exchange_steps(self.barrier, partial(self.put, rows, buffers, to_N), partial(self.take, buffers, from_M))
@@ -228,12 +214,7 @@ class SymmetricBuffers(SharedBuffers):
     def put(self, rows: Sequence[Tensor], buffers: Sequence[Buffers], to_N: Tensor) -> None:
         """Write this rank's rows to the buffers of all ranks: the step of `exchange` between its two barriers.
 
-        Does not wait for other ranks.
-
-        Args:
-            rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
-            buffers: the ranks' receive buffers for each of `rows`.
-            to_N: the place to which each row goes, rank * limit + slot of that rank's buffer; -1 for nowhere.
+        Does not wait for other ranks. `buffers` are the ranks' receive buffers for each of `rows`.
         """
         for x_ND, (of_ranks, addresses_G) in zip(rows, buffers, strict=True):
             if fused(self.kernels, x_ND):
@@ -246,9 +227,8 @@ class SymmetricBuffers(SharedBuffers):
     def take(self, buffers: Sequence[Buffers], from_M: Tensor) -> tuple[Tensor, ...]:
         """Copy what has arrived out of this rank's buffers, with zeros in unused slots: the last step of `exchange`.
 
-        Args:
-            buffers: the ranks' receive buffers, one for routed tokens and perhaps one for their weights.
-            from_M: the place from which each slot of this rank's buffer got its row; -1 for an unused slot.
+        `buffers` are the ranks' receive buffers, one for routed tokens and perhaps one for their weights, as in the
+        result.
         """
         arrived = [of_ranks[self.group.rank][: len(from_M)] for of_ranks, _ in buffers]
         if fused(self.kernels, arrived[0]):
@@ -295,13 +275,8 @@ def exchange(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) 
 
     Differentiable: gradients are sent back to where the rows came from. In a compiled graph it is one operation,
     `titanmoe::exchange`, which returns new tensors and gets no buffer: a compiler that sees an operation change a
-    buffer may hand it a copy, and then write that copy over what other ranks have sent.
-
-    Args:
-        rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
-        to_N: the place to which each row goes, rank * limit + slot of that rank's buffer; -1 for nowhere.
-        from_M: the place from which each slot of this rank's buffer gets its row; -1 for an unused slot.
-        memory: the name of the `SymmetricBuffers`.
+    buffer may hand it a copy, and then write that copy over what other ranks have sent. `memory` is the name of the
+    `SymmetricBuffers`.
     """
     if torch.compiler.is_compiling():
         return tuple(exchange_op(list(rows), to_N, from_M, memory))
@@ -331,13 +306,7 @@ def send(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> l
     """Write rows to their places in the ranks' buffers, and return what arrived. Not differentiable; collective.
 
     Under a torch dispatch mode, such as one that records messages, it goes through the operation `titanmoe::exchange`,
-    which the mode sees.
-
-    Args:
-        rows: routed tokens (N, D), and perhaps their routing weights (N, 1).
-        to_N: the place to which each row goes, rank * limit + slot of that rank's buffer; -1 for nowhere.
-        from_M: the place from which each slot of this rank's buffer gets its row; -1 for an unused slot.
-        memory: the name of the `SymmetricBuffers`.
+    which the mode sees. `memory` is the name of the `SymmetricBuffers`.
     """
     return (exchange_op if is_in_torch_dispatch_mode() else _exchange)(list(rows), to_N, from_M, memory)
 

@@ -40,12 +40,11 @@ class Places(NamedTuple):
 def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, send_slots: int, receive_slots: int) -> Places:
     """Compute where each routed token goes to and comes from in the buffers of a dispatch group.
 
-    Runs on the device, without a host sync or a message. A place is rank * limit + slot of that rank's buffer.
+    Runs on the device, without a host sync or a message.
 
     Args:
         count_GE: the number of routed tokens from each sending rank for each expert.
-        ranks: the ranks that hold the experts.
-        limit: at least the slots of each buffer.
+        limit: the factor of the rank in a place, at least the slots of each buffer.
         send_slots: S, the slots of this rank's send buffer.
         receive_slots: R, the slots of this rank's receive buffer.
     """
