@@ -25,8 +25,8 @@ def causal_attention(
 ) -> Tensor:
     """Return attention over full sequences on one rank, (B, S, H, v); query head i uses key head i // (H / G).
 
-    Windows and documents are a dense mask here, and sinks use plain operations; `titanmoe.parallel.choose_attention`
-    replaces this function with faster ones.
+    Scores are divided by sqrt(h). Windows and documents are a dense mask here, and sinks use plain operations;
+    `titanmoe.parallel.choose_attention` replaces this function with faster ones.
 
     Args:
         v_BSGh: values (B, S, G, v), where v may be less than h.

@@ -87,8 +87,9 @@ def parameters(model: Model) -> Parameters:
 def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
     """Return the forward FLOPs per token of each layer, as a list, and of all that follows the layers, as one number.
 
-    After the layers come multi-token prediction, with its block, and the head. A token's FLOPs are averaged over a
-    causal sequence of `seq_len` tokens. Pipeline stages are balanced by these numbers.
+    After the layers come multi-token prediction, with its block, and the head. Products alone: norms and biases do not
+    count. A token's FLOPs are averaged over a causal sequence of `seq_len` tokens. Pipeline stages are balanced by
+    these numbers.
     """
     dense = 2 * 3 * model.dim * model.dense_hidden
     experts = 2 * model.dim * (model.num_experts + 3 * (model.top_k * model.expert_hidden + model.shared_hidden))
@@ -108,7 +109,10 @@ def head_flops(model: Model) -> int:
 
 
 def forward_flops_per_token(model: Model, seq_len: int) -> int:
-    """Return the FLOPs of one token's forward pass, averaged over a sequence of seq_len."""
+    """Return the FLOPs of one token's forward pass, averaged over a causal sequence of `seq_len` tokens.
+
+    Multi-token prediction is included.
+    """
     count = parameters(model)
     multiplied = count.active - count.embedding + (1 + model.mtp_depth) * model.vocab_size * model.dim
     return 2 * multiplied + sum(mixer.flops(model, i, seq_len) for i, mixer in enumerate(mixers(model)))

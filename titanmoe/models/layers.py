@@ -7,7 +7,7 @@ option moe.kernels: "auto" for Triton kernels on GPUs, "triton" or "torch" for o
 RoPE's angles, (B, S, 1, width) each.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, H query heads,
-G key heads, h head.
+G key heads, h head, N outputs, R rows of x flattened.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class _ProductAndInput(torch.autograd.Function):
 
     Autograd would add the products' gradients of the input in separate passes, each of which reads two tensors of its
     size and writes one. Here each product of backward starts from the sum so far, which costs one read.
-    Shapes: x (..., D), w (N, D), b (N,), R rows of x flattened.
     """
 
     @staticmethod

@@ -1,10 +1,9 @@
 """Linear attention: a state of fixed size per head instead of keys and values (titanmoe.ops.gated_delta_rule).
 
-Gated DeltaNet (arXiv 2412.06464) has beta = sigmoid(wb x) and log decay -exp(A_log) softplus(wa x + dt_bias), both (R,
-c, H). GLA, or own.linear_gate = "gla" (arXiv 2312.06635), has no beta, and log decay log sigmoid(wg_b wg_a x) / 16, (R,
-c, K, k); `decay` is always the logarithm. Queries, keys and values go through a short convolution; heads are normed,
-multiplied by SiLU(wz x) and projected by wo. `until` says where the document of each position ends, of those before the
-segment too; None if all are in one document.
+Gated DeltaNet (arXiv 2412.06464) has beta = sigmoid(wb x) and decay = -exp(A_log) softplus(wa x + dt_bias), a
+logarithm, both (R, c, H). GLA (own.linear_gate = "gla", arXiv 2312.06635) has no beta, and decay = log sigmoid(wg_b
+wg_a x) / 16, (R, c, K, k). Queries, keys and values go through a convolution, heads through norm, SiLU(wz x) and wo.
+`until` says where the document of each position ends, also before the segment; None if all are in one document.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, R segments of this rank
 (titanmoe.models.sequence_segments), c positions of a segment, w positions before it that a convolution sees, C

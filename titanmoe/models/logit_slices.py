@@ -116,7 +116,7 @@ def shift_weighted_sum(weighted_T: Tensor, total_T: Tensor, by_T: Tensor) -> Ten
 
 
 def merge_statistics(statistics_RKT: Tensor, has_label_T: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return each token's log-sum-exp of all logits, its cross-entropy, and its entropy or None.
+    """Return each token's log-sum-exp of all logits, its cross-entropy, and its entropy or None. Sends nothing.
 
     The last two are 0 without a label.
 

@@ -151,7 +151,7 @@ class AdaptedExperts(Experts):
     """alpha / r, or rsLoRA's alpha / sqrt(r): the factor of the adapters' product."""
 
     def gate_and_up(self, multiplier: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
-        """Return gate and up of the routed tokens, adapters included: (R, F) each, or with `w1_and_w3` one (R, 2F).
+        """Return gate and up of the routed tokens, adapters included: (R, F) each.
 
         Args:
             multiplier: multiplies routed tokens by their experts' matrices. Its `index_R` is set to the tokens' global
@@ -175,7 +175,7 @@ class AdaptedExperts(Experts):
 
         Args:
             multiplier: multiplies routed tokens by their experts' matrices; the one that `gate_and_up` got.
-            hidden: gate and up of the routed tokens, (R, F) each, or side by side in one tensor (R, 2F).
+            hidden: gate and up of the routed tokens, (R, F) each.
             weight_R1: routing weights, which the result includes.
         """
         if not hasattr(self, "w2_lora_A"):
@@ -200,7 +200,10 @@ class AdaptedExperts(Experts):
         return multiplier.up(getattr(self, f"{name}_dropout")(x, multiplier.index_R, self.etp_rank), a)[0]
 
     def adapter_pair(self, name: str, multiplier: ExpertProducts) -> tuple[Tensor, Tensor]:
-        """Return this rank's shards of A and B of a matrix such as "w1", padded with zeros to a rank for kernels."""
+        """Return this rank's shards of A and B of a matrix, such as "w1", padded with zeros along r.
+
+        Their r becomes a multiple of what `multiplier` can multiply.
+        """
         a, b = (to_local(getattr(self, adapter)) for adapter in adapter_names(name))
         missing = -a.shape[1] % multiplier.width_multiple(a.dtype)
         return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

@@ -44,7 +44,7 @@ def is_adaptable(name: str) -> bool:
 
 
 def adapter_names(matrix: str) -> tuple[str, str]:
-    """Return the names of a matrix's A and B: "wq.lora_A" and "wq.lora_B" for "wq.weight", "w1_lora_A" ... for "w1"."""
+    """Return the names of a matrix's A and B, such as "wq.lora_A" for "wq.weight", or "w1_lora_A" for experts' "w1"."""
     base = f"{matrix.removesuffix('.weight')}." if matrix.endswith(".weight") else f"{matrix}_"
     return f"{base}{ADAPTER}A", f"{base}{ADAPTER}B"
 

@@ -247,7 +247,8 @@ class Transformer(nn.Module):
         multi-token prediction writes its loss to its `loss_M`, and trains by the scores' backward.
 
         Args:
-            x: ids (B, S) on the first stage, else the previous stage's hidden states (B, s, D).
+            x: ids (B, S) if the stage has the embedding, else hidden states (B, s, D) of the stage before, or
+                embeddings.
             labels_BS: ids to predict, IGNORE where there is none.
             candidates_BSK: ids whose log-probabilities the HeadScores have.
             next_BsD: embeddings of the next tokens for multi-token prediction, if all stages share the embedding.

@@ -1,12 +1,11 @@
 """Keep the experts evenly busy: apply the balance losses and move the routers' expert_bias.
 
 With p_te a token's normalised score, count_e the choices (before dropping) and f_e = E * count_e / (K * tokens), which
-is constant in backward, so that each rank sums p over its own tokens only. The first three are 1 under uniform routing:
+is constant in backward, so that each rank sums p over its own tokens only. The first two are 1 under uniform routing:
 
-    aux_loss_sequence  mean over the step's samples of     sum_e f_e(sample) * mean_t p_te
-    aux_loss           token-weighted mean over microbatches of  sum_e f_e(microbatch) * mean_t p_te
-    aux_loss_global    the same with f_e over all data ranks and the step's microbatches so far
-    z_loss             mean over the step's tokens of logsumexp(logits)^2
+    aux_loss_sequence, aux_loss  mean over samples, or over microbatches weighted by tokens, of sum_e f_e * mean_t p_te
+    aux_loss_global              the same with f_e over all data ranks and the step's microbatches so far; 1 as well
+    z_loss                       mean over the step's tokens of logsumexp(logits)^2
 
 Shapes: B samples of a microbatch, T owned tokens, E experts, K top-k, X balance losses that are on.
 """

@@ -41,7 +41,9 @@ class Capacity(nn.Module):
     def slots_per_expert(self, samples: int, own_tokens: int) -> int:
         """Return the most tokens that this rank can send to one expert: the size of a padded expert buffer.
 
-        `samples` and `own_tokens` are of a microbatch; the latter are this rank's, including padding.
+        Args:
+            samples: the number of samples in the microbatch.
+            own_tokens: the number of tokens that this rank owns in the microbatch, including padding.
         """
         if not self.full:
             return self.limit(own_tokens)

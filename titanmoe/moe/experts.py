@@ -100,7 +100,8 @@ class Experts(nn.Module):
     def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | TracedProducts:
         """Return the object that multiplies in this call: eager, traced by torch.compile, or in 8 bits.
 
-        Of `x_RD` only shape, dtype and device are read.
+        Of `x_RD` only shape, dtype and device are read. On GPUs the host waits if torch.compile traces a loop over
+        experts.
         """
         method: ProductMethod = "grouped" if self.uses_grouped_mm(x_RD, to_local(self.w1)) else "loop"
         if method == "loop" and self.even_rows:

@@ -53,7 +53,7 @@ class MoE(nn.Module):
         self.pad = options.pad_to_capacity
 
     def begin_step(self, step: int, tokens: Tensor, samples: Tensor | int) -> None:
-        """Reset the counts and caches of the step before, and store the totals that balance losses divide by.
+        """Reset the counts and caches of the step before, and set the router's keys and the balance losses' totals.
 
         Args:
             step: the number of the step.

@@ -59,7 +59,7 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Route this rank's tokens, and write the router's own choice into `tokens.routes_TNK`, if there is one.
 
-        Call `begin_step` before the first forward of a step.
+        Call `begin_step` before the first forward of a step. With gradients, moe.jitter multiplies tokens by noise.
 
         Returns:
             Logits (T, E), scores (T, E), routing weights (T, K), chosen experts (T, K), E where a token is padding or

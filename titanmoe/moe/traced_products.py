@@ -137,7 +137,7 @@ def experts_up_backward(
     Args:
         grads: the gradient of the product with each weight.
         x_RD: the tokens; None if no weight's gradient is wanted.
-        wanted: whether the gradient is wanted: of the tokens first, then of each weight.
+        wanted: whether the gradient is wanted, in that order.
     """
     products = _products(groups, method, clamped, kernels)
     grad_x, grad_weights = up_backward(products, grads, x_RD, weights, wanted)

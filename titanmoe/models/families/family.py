@@ -96,7 +96,10 @@ class Family(Spec):
             yield from mixer.contradictions(config)
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """Return the numbers that a degree of parallelism must divide, as {"tp": {"model.num_heads": 16}}."""
+        """Return the numbers that a degree of parallelism must divide, by degree, as {"tp": {"model.num_heads": 16}}.
+
+        A degree may also be a multiple of a number that is `Replicable`.
+        """
         divided: dict[str, dict[str, int]] = {}
         for mixer in self._mixers(config.model):
             for degree, numbers in mixer.divided(config).items():

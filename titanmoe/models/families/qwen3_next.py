@@ -160,11 +160,7 @@ EXTRA = {
 def in_layers_and_mtp(block: hf.Names) -> dict[str, hf.HFTensor]:
     """Return the Hugging Face names and layouts of a block's tensors, in all layers and in multi-token prediction.
 
-    Args:
-        block: Hugging Face's name within a block, and layout, of each tensor, by our name within the block.
-
-    Returns:
-        A dict by our names.
+    `block` has those within a block. Both are dicts by our names, `block` by those within the block.
     """
     return hf.layer(block) | hf.layer(block, "mtp.0.block", "mtp.layers.0")
 

@@ -4,8 +4,8 @@
     y = experts(*exchange.receive_routed())                                 waits for this rank's routed tokens
     y = exchange.combine(y)                                                 sends outputs back, sums them by token
 
-A dispatcher is a subclass of `Dispatcher`, an `Exchange` and a line in dispatcher_spec.py; `allgather.py` is the
-shortest. What `combine` saves has to be small, and saved inside `titanmoe.comm.recomputation.save_tensors()`.
+All are differentiable. A dispatcher is a subclass of `Dispatcher`, an `Exchange` and a line in dispatcher_spec.py. What
+`combine` saves has to be small, and saved inside `titanmoe.comm.recomputation.save_tensors()`.
 Shapes: T tokens this rank owns, D model, K top-k, E experts (number E: "no expert"), e local experts, G ranks of the
 dispatch group (ep x etp, etp innermost), S slots of this rank's send buffer, R routed tokens that it receives.
 """
@@ -127,7 +127,8 @@ class SharedBuffers:
     def must_repeat(self, ranks: float) -> bool:
         """Return whether the step has to be computed once more without the buffers. The same on all ranks.
 
-        `ranks` is the number of ranks of the world that set `needs_repeat` in this step. The caller does the rest.
+        `ranks` is the number of ranks of the world that set `needs_repeat` in this step. The caller repeats it and
+        counts.
         """
         return ranks > 0
 

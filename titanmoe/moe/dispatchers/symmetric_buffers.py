@@ -227,8 +227,7 @@ class SymmetricBuffers(SharedBuffers):
     def take(self, buffers: Sequence[Buffers], from_M: Tensor) -> tuple[Tensor, ...]:
         """Copy what has arrived out of this rank's buffers, with zeros in unused slots: the last step of `exchange`.
 
-        `buffers` are the ranks' receive buffers, one for routed tokens and perhaps one for their weights, as in the
-        result.
+        `buffers` are the ranks' receive buffers for each of the rows; one copy of each is returned.
         """
         arrived = [of_ranks[self.group.rank][: len(from_M)] for of_ranks, _ in buffers]
         if fused(self.kernels, arrived[0]):
