@@ -270,7 +270,7 @@ class Head(Vocabulary):
 
         With K candidates it is the loss, then log-probabilities of the candidates and of all other ids together; these
         are 0 if no candidates are given, as in validation. With top-k it is the K ids, as floating-point numbers, then
-        K + 1 log-probabilities.
+        K + 1 log-probabilities. `loss_temperature` and `with_entropy` are not used, and `ids` only without candidates.
 
         Args:
             normed_BsD: normed hidden states of the tokens that this rank owns.

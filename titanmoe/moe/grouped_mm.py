@@ -92,7 +92,7 @@ def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tens
 
 
 def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    """Compute the gradient of the weights (e, D, F) by torch's grouped product."""
+    """Compute the gradient of the weights (e, D, F) by torch's grouped product; zeros for experts without tokens."""
     groups = as_groups(count)
     grad_eDF = torch._grouped_mm(grad_RD.t(), h_RF, offs=groups.ends_e)
     if forgets_empty_groups(grad_RD):
