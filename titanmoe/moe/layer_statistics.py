@@ -2,7 +2,8 @@
 
 A layer writes the counts of a microbatch in that microbatch's row, so that a recomputed forward writes the same. Once a
 step `sum_statistics` sums them over microbatches and ranks in one message, for expert_bias and metrics. A new statistic
-is an entry in STATISTICS, and its names in RESERVED_METRICS of titanmoe.moe.balance_losses.balance_spec.
+is an entry in STATISTICS; RESERVED_METRICS of titanmoe.moe.balance_losses.balance_spec lists its metric and counts too,
+so that no balance loss takes their names.
 
 Shapes: M microbatches of a step, B samples of one, L MoE layers of the model, X counted numbers, T owned tokens, E
 experts.
@@ -57,8 +58,8 @@ class Statistic(NamedTuple):
     counts: tuple[str, ...]
     """The names of the numbers that are counted for it, keys of LayerStatistics.counts."""
     measure: Callable[[RouterOutput], Tensor] | None = None
-    """Counts these numbers in this rank's tokens of a microbatch, in one tensor, one for each of `counts`; None if the
-    layer records them."""
+    """Counts these numbers in this rank's tokens of a microbatch, in one tensor, one for each of `counts`; they are summed
+    over microbatches and ranks. None if the layer records them, as `Balance.record_dropped` does."""
 
 
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:

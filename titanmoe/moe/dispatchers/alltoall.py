@@ -4,9 +4,9 @@
     padded expert buffers        equal splits, known without a message: no host sync
     dropless                     ranks first send each other their counts, which the host reads to split the message
 
-Shapes: T tokens this rank owns, D model, K top-k, J choices of a token, E experts, e local experts, G ranks of the
+Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the
 dispatch group (ep x etp), S slots of this rank's send buffer, R routed tokens that it receives for its experts, C = T *
-K choices of an expert, X copies of one (etp).
+K choices of an expert, X = etp copies of a choice, J = K * X copies of a token.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class AllToAll(Dispatcher):
             slots_per_expert: the slots of a padded expert buffer for each sending rank; 0 for buffers without padding.
         """
         G, e = self.group.size, self.local_experts
-        waiting_costs = device.choose(x_TD, True, cpu=False, compiled=True)
+        waiting_costs = device.choose(x_TD, True, cpu=False, compiled=True)  # on GPUs, where kernels are queued
         if G == 1 and not slots_per_expert and self.allows_unused_slots and waiting_costs:
             return self.dispatch_locally(x_TD, weights_TK, chosen_TK)
         choice_S, slot_CX, count_E, counts = self.assign(chosen_TK, slots_per_expert)
