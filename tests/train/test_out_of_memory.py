@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support import fake_gpu
+from tests import parity
+from tests.support import fake_gpu, processes
 from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.components import COMPONENTS
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
-from titanmoe.train import host_resources, launch, out_of_memory
+from titanmoe.train import host_resources, out_of_memory
 from titanmoe.train.optimizers.adamw import AdamW
 from titanmoe.train.out_of_memory import advise_settings, explain, held_bytes, is_out_of_memory
 
@@ -180,19 +181,30 @@ def test_the_memory_of_the_host_is_the_least_limit_around_the_process(monkeypatc
     assert host_resources.memory_limit() == 1000
 
 
-def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):
-    run = trainer()
+RUNS_OUT = """
+import sys
+from titanmoe.components import COMPONENTS
+from titanmoe.train import launch
+from titanmoe.train.trainer import Trainer
 
-    def train() -> int:
-        raise MemoryError
+class RunsOut(Trainer):
+    def train_step(self):
+        if self.training.state.step == 1:
+            bytearray(1 << 62)
+        return super().train_step()
 
-    monkeypatch.setattr(launch, "read_config", lambda argv, world, parts, check_inputs: run.config)
-    monkeypatch.setattr(launch, "start", lambda config: SimpleNamespace(rank=0))
-    monkeypatch.setattr("titanmoe.train.build.build_training", lambda config, runtime, **_: run)
-    monkeypatch.setattr("titanmoe.train.trainer.Trainer", lambda training: SimpleNamespace(train=train))
-    monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
-    assert launch.main([], COMPONENTS) == 1
-    assert capsys.readouterr().err.startswith("error: rank 0 is out of memory: step 7, in ")
+sys.exit(launch.main(sys.argv[1:], COMPONENTS, trainer=lambda config, training: RunsOut(training)))
+"""
+
+
+def test_a_rank_that_runs_out_in_a_step_says_what_it_held(tmp_path):
+    changes = {"model.num_layers": 1, "training.steps": 3, "data.source": "synthetic", "metrics.console": "lines"}
+    words = parity.arguments(parity.TINY | changes | {"job.dump_folder": str(tmp_path)})
+    run = processes.run(["-c", RUNS_OUT, *words])
+    assert run.returncode == 1 and "step 1/3" in run.stdout and "Traceback" not in run.stderr
+    first, held, *_ = run.stderr[run.stderr.index("error: ") :].splitlines()
+    assert first.startswith("error: rank 0 is out of memory: step 1, in ")
+    assert re.match(r"held: weights \d+ MiB, gradients \d+ MiB, optimizer state \d+ MiB, activations", held), held
 
 
 def test_on_a_gpu_what_the_allocator_has_and_what_others_have():
