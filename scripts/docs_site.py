@@ -27,7 +27,10 @@ def source(page: str) -> str:
 
 
 def site_path(name: str) -> str:
-    """Return the path on the site of a file, given its path in the repository."""
+    """Return the path of a file among the site's sources, given its path in the repository.
+
+    "docs/launch.md" is "launch.md" and "README.md" is "index.md"; other files outside docs/ keep their path.
+    """
     return PAGES.get(name) or name.removeprefix("docs/")
 
 

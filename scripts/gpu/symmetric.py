@@ -141,8 +141,8 @@ def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tens
     """Return random inputs of a MoE layer: tokens, routing weights, chosen experts, and the gradient of the output.
 
     Shapes are (T, D), (T, K), (T, K) and (T, D). Every fifth token has one choice fewer, given as expert num_experts.
-    Tokens and gradient are small integers, so that the sums of toy experts do not depend on their order. The rank's
-    number in its group is the seed.
+    Tokens and gradient are small integers in bfloat16, so that the sums of toy experts do not depend on their order;
+    weights are float32, from 0 to 1. The rank's number in its group is the seed.
     """
     model, generator = config.model, torch.Generator().manual_seed(here.group.rank)
     x_TD, grad_TD = (torch.randint(-2, 3, (tokens, model.dim), generator=generator).bfloat16() for _ in range(2))

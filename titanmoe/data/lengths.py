@@ -77,7 +77,10 @@ def describe_lengths(packer: StreamPacker | BestFitPacker) -> list[str]:
 
 
 def _draw_histogram(length_D: np.ndarray) -> list[str]:
-    """Return a line for each range between powers of two: the range, the number of documents in it, and a bar."""
+    """Return a line for each range 2**(b - 1) + 1 to 2**b: the range, the number of documents in it, and a bar.
+
+    From the range of the shortest document to that of the longest, empty ones between them too; [] without documents.
+    """
     bin_D = np.ceil(np.log2(np.maximum(length_D, 1))).astype(np.int64)
     lines = []
     for b, count in enumerate(np.bincount(bin_D).tolist()):

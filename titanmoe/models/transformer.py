@@ -289,5 +289,8 @@ class Transformer(nn.Module):
         return blocks if self.mtp is None else blocks | {self.shape.num_layers: self.mtp[0].block}
 
     def moe_layers(self) -> dict[int, MoE]:
-        """Return the stage's MoE layers by the number of their block."""
+        """Return the stage's MoE layers by the number of their block in the model.
+
+        With that of multi-token prediction on the last stage, whose number is model.num_layers.
+        """
         return {i: block.moe for i, block in self.blocks().items() if block.moe is not None}

@@ -284,7 +284,9 @@ class Metrics(Observer):
         return self._smoothed / max(self._weight, 0.1)
 
     def _track(self, step: int, value: float, steps: int = 1) -> str:
-        """Add a loss or reward to the running average; return the text of the divergence alarm's event, or "".
+        """Add a loss or reward to the running average, unless it is not finite; check a loss for divergence.
+
+        Returns the text of an event, once when the loss has become too high and once when it has recovered; else "".
 
         Args:
             steps: number of steps since the last one that was added.

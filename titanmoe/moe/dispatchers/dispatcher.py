@@ -133,7 +133,10 @@ class SharedBuffers:
         return ranks > 0
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics about the buffers by name, for the metrics of every step; {} here, subclasses override it."""
+        """Return metrics about the buffers by name, numbers on the host; {} here, subclasses override it.
+
+        Called on every rank at a step's end. Rank 0's values are written as they are.
+        """
         return {}
 
     @contextmanager

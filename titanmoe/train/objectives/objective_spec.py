@@ -37,9 +37,9 @@ class ObjectiveSpec(Spec):
         return 0, 1.0
 
     def uniform_guess_loss(self, config: Config) -> float:
-        """Return the loss of a model that gives every token the same probability, in nats; infinite if unknown.
+        """Return the loss of a model that gives every token the same probability, in nats.
 
-        The divergence alarm compares the run's loss with it.
+        The divergence alarm compares the run's loss with it, unless it is infinite (the default: unknown).
         """
         return math.inf
 
