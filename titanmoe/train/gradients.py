@@ -9,10 +9,10 @@ Shapes: B samples, S positions of the attention slice, N numbers of the head for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.count import NO_WORK, TrainingWork
 from titanmoe.models.lora_dropout import InputDropout
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.layer import MoE
 from titanmoe.moe.layer_statistics import LayerStatistics, RowLayout, sum_statistics
 from titanmoe.observe import named
@@ -96,7 +97,7 @@ class PassSums:
     stop: Tensor
     """1 if this rank asks for training to end; summed over ranks, the number of ranks that do."""
     repeat: Tensor
-    """1 if a buffer of fixed size was too small on this rank (FirstPass); summed over ranks, how many."""
+    """1 if a buffer of fixed size was too small on this rank (SharedBuffers); summed over ranks, how many."""
     metrics: Tensor
     """Metrics of the objective, in the order of `Objective.metrics`."""
 
@@ -118,35 +119,6 @@ def to_host(values: Mapping[str, Tensor]) -> dict[str, Any]:
         name: [next(numbers) for _ in range(value.numel())] if value.ndim else next(numbers)
         for name, value in values.items()
     }
-
-
-class FirstPass(Protocol):
-    """Communication buffers of fixed size that the dispatchers use in a step's first forward and backward.
-
-    If a buffer was too small on any rank, the results are discarded, and forward and backward are made again without
-    the buffers. `titanmoe.moe.dispatchers.dispatcher.SharedBuffers` implements this.
-    """
-
-    needs_repeat: Tensor
-    """Whether a buffer was too small on this rank: a bool scalar on the device, set by the dispatchers."""
-    repeats: int
-    """Number of steps of this process whose forward and backward were made a second time."""
-
-    def used_by(self, layers: Collection[MoE]) -> AbstractContextManager[None]:
-        """Return a context in which the dispatchers of these MoE layers use the buffers; clear `needs_repeat`."""
-        ...
-
-    def must_repeat(self, ranks: float) -> bool:
-        """Return whether forward and backward must be made again without the buffers. The same on all ranks.
-
-        Args:
-            ranks: number of ranks of the world that set `needs_repeat` in this step.
-        """
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics about the buffers by name, to report with every step; perhaps {}."""
-        ...
 
 
 class StepSums(NamedTuple):
@@ -229,7 +201,7 @@ class Gradients:
     engine: WithoutPipeline | Pipeline
     objective: Objective
     tied: TiedEmbeddings
-    first_pass: FirstPass | None
+    first_pass: SharedBuffers | None
     meshes: Meshes
     model: Model
     layout: RowLayout
@@ -264,7 +236,7 @@ class Gradients:
         return sums
 
     def _sums(
-        self, work: StepWork, first_pass: FirstPass | None, wants_to_stop: Callable[[], bool]
+        self, work: StepWork, first_pass: SharedBuffers | None, wants_to_stop: Callable[[], bool]
     ) -> tuple[StepSums, bool]:
         """Make one forward and backward; return the step's sums, and whether they must be discarded and made again.
 
@@ -391,7 +363,7 @@ class Gradients:
         self,
         slices: list[BatchSlice],
         totals: Totals,
-        first_pass: FirstPass | None = None,
+        first_pass: SharedBuffers | None = None,
         wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> tuple[PassSums, PassSums]:
         """Run a step's microbatches forward and backward; return this rank's sums, and their sum over all ranks.

@@ -18,12 +18,13 @@ from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.layer import MoE
 from titanmoe.moe.layer_statistics import step_metrics
 from titanmoe.train.best import BestStep
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.evaluation import Evaluation, QuizEvaluation, Validation
-from titanmoe.train.gradients import FirstPass, Gradients, Slicer, StepScalars
+from titanmoe.train.gradients import Gradients, Slicer, StepScalars
 from titanmoe.train.guard import Guard
 from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics
@@ -46,7 +47,7 @@ class StepReport:
     """Whether the model predicts further tokens (model.mtp_depth > 0)."""
     with_skips: bool
     """Whether optimizer.skip_spikes is set."""
-    first_pass: FirstPass | None
+    first_pass: SharedBuffers | None
     """Buffers of fixed size of a step's first forward and backward, which have metrics; None without such buffers."""
     state: RunState
 
