@@ -189,9 +189,7 @@ def build_training(
         clock=clock,
         profile=config.profile,
         garbage=garbage(training.gc_every),
-        prepare=partial(prepare_reference, config)
-        if OBJECTIVES.look_up(training.objective).reads_reference
-        else no_notes,
+        prepare=partial(prepare_reference, config),
     )
 
 
@@ -262,24 +260,15 @@ def build_model(
 
 
 def prepare_reference(config: Config, training: Training) -> dict[str, str]:
-    """Give the loader a DPO run's reference log-probabilities; compute and store them beside the data unless there.
+    """Call `Reference.prepare` if the objective reads a reference model, and return its header lines; {} if not.
 
-    Called once the weights, which are the reference, are loaded, and before the first step. Collective over the world.
-
-    Returns:
-        A line for the startup header: {"reference": text}.
-
-    Raises:
-        ConfigError: the data are not token shards, or a resumed run's stored log-probabilities are gone.
+    Collective over the world.
     """
+    if not OBJECTIVES.look_up(config.training.objective).reads_reference:
+        return {}
     from titanmoe.train.reference import Reference  # few runs need it, and it takes a while
 
     return Reference(config, training).prepare()
-
-
-def no_notes(training: Training) -> dict[str, str]:
-    """Return {}, no lines for the header: in place of `prepare_reference` if the objective reads no reference model."""
-    return {}
 
 
 def make_evaluations(
