@@ -16,7 +16,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.vocabulary import HeadScores
 from titanmoe.parallel.batch_slice import BatchSlice, to_device
 from titanmoe.parallel.context import Placement
-from titanmoe.tokens import IGNORE
+from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.objectives.objective import Objective
 
 SampleLoss = Callable[[Tensor, Batch], Tensor]
@@ -24,7 +24,7 @@ SampleLoss = Callable[[Tensor, Batch], Tensor]
 no label, and of its Batch on the same device. It returns the sum of the loss over these samples, a scalar."""
 
 
-class OfLogProbs(Objective):
+class OfLogProbs(CrossEntropy):
     """Objective that calls a user's function with the labels' log-probabilities of full samples, gathered over cp."""
 
     def __init__(self, meshes: Meshes, placement: Placement, device: torch.device, function: SampleLoss):
@@ -40,9 +40,6 @@ class OfLogProbs(Objective):
         extra_fields = {name: to_device(x, self.device) for name, x in batch.extra_fields.items()}
         loss = self.function(log_p_BL, Batch(*fields, extra_fields))
         return loss / cp.size  # all cp ranks have computed it, and their gradients are summed
-
-    def count(self, batch: Batch) -> Tensor:
-        return (batch.labels_BS != IGNORE).sum()
 
 
 class WithLogProbs(Objective):
@@ -65,11 +62,8 @@ class WithLogProbs(Objective):
         return self.inner.take_metrics(template)
 
 
-class NoSum(Objective):
+class NoSum(CrossEntropy):
     """Objective without a loss, for forward passes that only compute log-probabilities."""
 
     def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
         return scores.loss_BS.new_zeros(())
-
-    def count(self, batch: Batch) -> Tensor:
-        return (batch.labels_BS != IGNORE).sum()
