@@ -356,7 +356,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "batch.valid_BS.sum()",
         ),
         (
-            "has_weight_decay",
+            "weight_decay",
             "weight decay on routers",
             '("router.weight", "gate.weight", "bias")',
             '("gate.weight", "bias")',

@@ -90,9 +90,15 @@ class Rounding:
 MOMENTS = "exp_avg", "exp_avg_sq"
 
 
-def has_weight_decay(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether weight decay applies to a parameter: not to vectors, biases, routers, the shared expert's gate."""
-    return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight", "bias"))
+def weight_decay(name: str, parameter: Tensor, group: GroupRates, options: Options) -> float:
+    """Return the weight decay of a parameter: that of its group of [[optimizer.groups]], else optimizer.weight_decay.
+
+    Vectors, biases, routers and the shared expert's gate have 0 if their group has none, unless optimizer.decay_all.
+    """
+    if group.weight_decay is not None:
+        return group.weight_decay
+    decays = parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight", "bias"))
+    return options.weight_decay if decays or options.decay_all else 0.0
 
 
 def moment_dtype(options: Options) -> torch.dtype | None:
@@ -126,8 +132,7 @@ class AdamW(Optimizer):
         alike: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, p in parameters.items():
             group = (groups or {}).get(name, GroupRates())
-            usual = options.weight_decay if options.decay_all or has_weight_decay(name, p) else 0.0
-            decay = usual if group.weight_decay is None else group.weight_decay
+            decay = weight_decay(name, p, group, options)
             rate = rate_factor(lr if group.lr is None else group.lr, options)
             alike.setdefault((rate, decay), []).append(self.local_shards[name])
         groups_of_torch = [{"params": ps, "weight_decay": decay, "rate": rate} for (rate, decay), ps in alike.items()]

@@ -25,7 +25,7 @@ from titanmoe.parallel.data_parallel import shard_experts_on_model_dim
 from titanmoe.parallel.full_matrices import plan_rounds, sum_grams
 from titanmoe.parallel.grad_norm import local_grad
 from titanmoe.parallel.matrix_shards import NOT_SHARDED, ShardedWeight, ShardGroup, sharded_weights
-from titanmoe.train.optimizers.adamw import AdamW, Rounding, has_weight_decay, moment_dtype, to_float32
+from titanmoe.train.optimizers.adamw import AdamW, Rounding, moment_dtype, to_float32, weight_decay
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.optimizer import Optimizer
 from titanmoe.train.optimizers.optimizer_spec import GroupRates, group_rates, rate_factor
@@ -170,8 +170,7 @@ class Muon(Optimizer):
             update: this rank's shard of the orthogonalized and scaled update.
         """
         shard, options, group = self.local_shards[name], self.options, self.groups.get(name, GroupRates())
-        usual = options.weight_decay if options.decay_all or has_weight_decay(name, shard) else 0.0
-        decay = usual if group.weight_decay is None else group.weight_decay
+        decay = weight_decay(name, shard, group, options)
         lr *= rate_factor(group.lr, options)
         weight = shard.data
         wide = to_float32(weight).mul_(1 - lr * decay).sub_(update, alpha=lr)
