@@ -67,12 +67,6 @@ class AdapterCheckpoints(Checkpoints):
         parameters = {name: p for name, p in self.parameters.items() if p.requires_grad != base}
         return state.shards_to_load(parameters, self.buffers if base else {}, moments, self.model.tie_embeddings)
 
-    def _hf_targets(self) -> state.Targets:
-        return self._targets(with_moments=False, base=True)
-
-    def _stored_targets(self, saved: Checkpoint, with_moments: bool) -> state.Targets:
-        return self._targets(with_moments, base="base" not in saved.record)
-
     # ---- the weights under the adapters
 
     def _load_base(self) -> None:

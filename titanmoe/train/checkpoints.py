@@ -195,7 +195,7 @@ class Checkpoints:
 
         folder = self._find_hf_folder(self.options.initial_hf)
         source = open_first_weights(folder, self.model)
-        for name, (_, shard) in self._hf_targets().items():
+        for name, (_, shard) in self._targets(with_moments=False, base=True).items():
             fill_in_blocks(shard.tensor, shard.offset, partial(source.read, name.removeprefix("model.")))
         self._copy_files(lambda: config_and_tokenizer_files(folder))
         return {"begins from": "\n".join([f"weights of {self.options.initial_hf}", *source.notes])}
@@ -303,7 +303,7 @@ class Checkpoints:
                 problems.append(f"the skipped steps (record.skips) cannot be used: {why}: {WEIGHTS_ALONE}")
         if problems:
             raise ConfigError(problems, str(saved.path))
-        targets = self._stored_targets(saved, with_moments=not model_only)
+        targets = self._targets(with_moments=not model_only, base="base" not in saved.record)
         try:
             self._check_names(saved, targets, model_only)
             on_all_ranks(self.group, lambda: saved.fill(targets))
@@ -351,31 +351,18 @@ class Checkpoints:
         trains_adapters, initial = self.lora.rank > 0, self.options.initial_adapter
         return state.refused_record(saved.record, now, saved.path, trains_adapters, model_only, initial)
 
-    def _targets(self, with_moments: bool) -> state.Targets:
+    def _targets(self, with_moments: bool, base: bool = False) -> state.Targets:
         """Return this rank's shards of all tensors that a checkpoint of this run contains, in the live tensors' memory.
 
         Args:
             with_moments: whether to add the optimizer's moments.
+            base: in a run that trains adapters, whether to return the base weights instead of these; unused in others.
 
         Returns:
             By "model.NAME" or "optimizer.MOMENT.NAME": the stored tensor's name, and a TensorShard.
         """
         moments = self.optimizer.moments() if with_moments else None
         return state.shards_to_load(self.parameters, self.buffers, moments, self.model.tie_embeddings)
-
-    def _hf_targets(self) -> state.Targets:
-        """Return the shards to fill from checkpoint.initial_hf, by "model.NAME": the stored name, and a TensorShard."""
-        return self._targets(with_moments=False)
-
-    def _stored_targets(self, saved: Checkpoint, with_moments: bool) -> state.Targets:
-        """Return this rank's shards of what the run loads from a checkpoint, in the live tensors' memory.
-
-        They are the run's own, whatever the checkpoint contains: `_check_names` compares.
-
-        Returns:
-            By "model.NAME" or "optimizer.MOMENT.NAME": the stored tensor's name, and a TensorShard.
-        """
-        return self._targets(with_moments)
 
     # ---- saving
 
