@@ -255,14 +255,14 @@ def test_train_writes_through_no_link(stranger, home, capsys, name) -> None:
 def test_each_rank_0_refuses_links_before_it_writes(stranger, home, continues) -> None:
     """Under torchrun no launcher has looked."""
     from titanmoe.config import ConfigError
-    from titanmoe.config.schema import Job
+    from titanmoe.config.schema import Checkpoint, Job
     from titanmoe.train.run_folder import claim_folder
 
     link(stranger / CONFIG, home / "secret")
     (stranger / METRICS).unlink()
     before = contents(home)
     with pytest.raises(ConfigError, match=r"config\.toml is a link to"):
-        claim_folder(Job(dump_folder="runs", name="stranger"), continues)
+        claim_folder(Job(dump_folder="runs", name="stranger"), Checkpoint(enable=continues))
     assert contents(home) == before and not (stranger / METRICS).exists()
 
 

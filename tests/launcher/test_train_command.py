@@ -341,7 +341,7 @@ from titanmoe.config.schema import Config
 from titanmoe.train.run_folder import claim_folder
 config = Config()
 config.job.dump_folder, config.job.name, config.checkpoint.enable = sys.argv[1], "debug", True
-lock = claim_folder(config.job, True)
+lock = claim_folder(config.job, config.checkpoint)
 print("locked", flush=True)
 sys.stdin.read()
 """

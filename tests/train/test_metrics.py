@@ -13,7 +13,6 @@ import torch
 from tests.support import fake_gpu
 from tests.support.fake_gpu import GPU, FakeGPU
 from tests.support.full_disk import fail_writes
-from titanmoe.checkpoint.choose_checkpoint import is_resumable
 from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.schema import Config
@@ -56,7 +55,7 @@ def clock(monkeypatch):
 
 
 def make(config: Config, rank: int = 0) -> Metrics:
-    folder = claim_folder(config.job, is_resumable(config.checkpoint))[0] if rank == 0 else Path(config.job.dump_folder)
+    folder = claim_folder(config.job, config.checkpoint)[0] if rank == 0 else Path(config.job.dump_folder)
     return begun(config, folder, rank=rank)
 
 

@@ -9,7 +9,6 @@ from typing import TextIO
 import pytest
 
 from tests.support import processes
-from titanmoe.checkpoint.choose_checkpoint import is_resumable
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.train import run_folder
@@ -17,7 +16,7 @@ from titanmoe.train.run_folder import COMMAND, EVENTS, EXPERTS, METRICS, QUIZ, r
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:
-    return run_folder.claim_folder(config.job, is_resumable(config.checkpoint))
+    return run_folder.claim_folder(config.job, config.checkpoint)
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_a_lock_dies_with_its_process(config, tmp_path):
         "import os, signal; from titanmoe.config.schema import Config;"
         "from titanmoe.train.run_folder import claim_folder; c = Config();"
         f"c.job.dump_folder, c.job.name, c.checkpoint.enable = {str(tmp_path)!r}, 'run', True; "
-        "kept = claim_folder(c.job, True);"
+        "kept = claim_folder(c.job, c.checkpoint);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert processes.run(["-c", code]).returncode == -9

@@ -74,8 +74,7 @@ class RunFolder:
         result: list[Any] = [None]
         if self.rank == 0:
             try:
-                is_resumable = choose_checkpoint.is_resumable(self.checkpoint)
-                result[0], self._lock = claim_folder(self.job, is_resumable, self.checkpoint.folder)
+                result[0], self._lock = claim_folder(self.job, self.checkpoint)
             except ConfigError as error:
                 result[0] = error
         dist.broadcast_object_list(result, 0)
@@ -107,16 +106,12 @@ class RunFolder:
             self._lock.close()
 
 
-def claim_folder(job: Job, continues: bool, checkpoints: str = "checkpoints") -> tuple[Path, TextIO | None]:
+def claim_folder(job: Job, checkpoint: Checkpoint) -> tuple[Path, TextIO | None]:
     """Choose and create the run's folder. Only one rank may call this.
 
     A run that continues uses {dump_folder}/{name} and locks it. Any other run gets a new folder: that one, or name-2,
     name-3, ... if it is taken. It claims the folder by creating metrics.jsonl, so two that start at once never share
     one.
-
-    Args:
-        continues: whether the run continues from its own checkpoints.
-        checkpoints: checkpoint.folder: the checkpoints' folder, within the run's or absolute; it may contain links.
 
     Returns:
         The folder, and for a run that continues the open lock file. Closing that file releases the lock.
@@ -129,8 +124,8 @@ def claim_folder(job: Job, continues: bool, checkpoints: str = "checkpoints") ->
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            refuse_links(folder, checkpoints)
-            if continues:
+            refuse_links(folder, checkpoint.folder)
+            if choose_checkpoint.is_resumable(checkpoint):
                 return folder, _open_lock(folder)
             (folder / METRICS).touch(exist_ok=False)
             return folder, None
