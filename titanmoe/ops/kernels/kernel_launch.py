@@ -41,9 +41,24 @@ def tile_shape(width: int, elements: int) -> tuple[int, int]:
     return elements // columns, columns
 
 
+def expert_tile(experts: int, elements: int, min_rows: int = 1) -> dict[str, int]:
+    """Return a kernel's constants by name: E, the experts; P, the power of two above; ROWS of a tile of P columns.
+
+    Args:
+        elements: the elements of the tile, a power of two, or more if `min_rows` rows have more.
+    """
+    padded = next_power_of_2(experts)
+    return {"E": experts, "P": padded, "ROWS": max(min_rows, elements // padded)}
+
+
 def sum_dtype(dtype: torch.dtype) -> tl.dtype:
     """Return the Triton dtype in which sums over numbers of this dtype are taken: float64 for float64, else float32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def adjacent_numbers(x: Tensor) -> Tensor:
+    """Return x, made contiguous if its last dim is strided; other dims may be strided."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def can_run(x: Tensor) -> bool:

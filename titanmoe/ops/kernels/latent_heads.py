@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, next_power_of_2, sum_dtype
-from titanmoe.ops.kernels.rotate import TILE, adjacent_numbers, angles, rotate_heads
+from titanmoe.ops.kernels.kernel_launch import adjacent_numbers, kernel, next_power_of_2, sum_dtype
+from titanmoe.ops.kernels.rotate import TILE, angles, rotate_heads
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import kernel, next_power_of_2, sum_dtype
+from titanmoe.ops.kernels.kernel_launch import adjacent_numbers, kernel, next_power_of_2, sum_dtype
 
 TILE = 2048
 """The pairs of numbers per step of a program."""
@@ -77,11 +77,6 @@ def _rotate(q, k, cos, sin, q_out, k_out, S, of_q, of_k, q_token, k_token, q_hea
     c, s = angles(cos, sin, sample * of_angle + position * WIDTH, SIGN, HALF, P, WIDE)
     rotate_heads(q + sample * of_q + position * q_token, q_out + t * (H * WIDTH), c, s, H, q_head, WIDTH, HALF, P, ROWS)
     rotate_heads(k + sample * of_k + position * k_token, k_out + t * (G * WIDTH), c, s, G, k_head, WIDTH, HALF, P, ROWS)
-
-
-def adjacent_numbers(x: Tensor) -> Tensor:
-    """Return x, made contiguous if its last dim is strided; other dims may be strided."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @kernel("titanmoe::rotate")

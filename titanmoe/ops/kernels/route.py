@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, next_power_of_2
+from titanmoe.ops.kernels.kernel_launch import cdiv, expert_tile, kernel, next_power_of_2
 
 TILE = 512
 """The scores per program. It is one warp, so that no sum or choice over the experts has to wait for another warp."""
@@ -186,11 +186,6 @@ def _route_backward(grad_scores, grad_weights, logits, scores, chosen, out, T, E
     tl.store(out + place, result, mask=inside)
 
 
-def _launch_constants(experts: int) -> dict[str, int]:
-    padded = next_power_of_2(experts)
-    return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
-
-
 @kernel("titanmoe::route", mutates_args=("count_BE",))
 def route(
     logits_TE: Tensor,
@@ -231,7 +226,7 @@ def route(
     T, E = logits_TE.shape
     scores_TE = torch.empty_like(inputs[0])
     weights_TK, chosen_TK = scores_TE.new_empty(T, top_k), index_T.new_empty(T, top_k, dtype=torch.int64)
-    shape = _launch_constants(E)
+    shape = expert_tile(E, TILE)
     if T:
         _route_forward[(cdiv(T, shape["ROWS"]),)](
             *inputs, scores_TE, weights_TK, chosen_TK, count_BE, T, **shape,
@@ -272,7 +267,7 @@ def route_backward(
     """
     logits_TE = logits_TE.contiguous()
     T, K = chosen_TK.shape
-    out, shape = torch.empty_like(scores_TE), _launch_constants(scores_TE.shape[1])
+    out, shape = torch.empty_like(scores_TE), expert_tile(scores_TE.shape[1], TILE)
     if T:
         _route_backward[(cdiv(T, shape["ROWS"]),)](
             out if grad_scores_TE is None else grad_scores_TE.contiguous(),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, next_power_of_2
+from titanmoe.ops.kernels.kernel_launch import cdiv, expert_tile, kernel
 
 TILE = 4096
 """The scores per program."""
@@ -34,12 +34,6 @@ def _router_entropy(scores, valid, out, T, E: tl.constexpr, P: tl.constexpr, NOR
     tl.store(target + 1, tl.sum(real.to(tl.float64), 0))
 
 
-def launch_constants(experts: int) -> dict[str, int]:
-    """Return the kernel's constants by name, for this number of experts: E, P and ROWS, the tokens of a program."""
-    padded = next_power_of_2(experts)
-    return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
-
-
 @kernel("titanmoe::entropy_and_count")
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
     """Return the sum of the tokens' score entropies in nats and the number of tokens, without padding, per program.
@@ -55,7 +49,7 @@ def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
         (N, 2) in float64: sum and number of each of N programs.
     """
     T, E = scores_TE.shape
-    shape = launch_constants(E)
+    shape = expert_tile(E, TILE)
     programs = cdiv(T, shape["ROWS"])
     out = torch.empty(programs, 2, dtype=torch.float64, device=scores_TE.device)
     if T:
@@ -68,4 +62,4 @@ def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
 @entropy_and_count.register_fake
 def _(scores_TE, valid_T, norm):
     T, E = scores_TE.shape
-    return scores_TE.new_empty(cdiv(T, launch_constants(E)["ROWS"]), 2, dtype=torch.float64)
+    return scores_TE.new_empty(cdiv(T, expert_tile(E, TILE)["ROWS"]), 2, dtype=torch.float64)

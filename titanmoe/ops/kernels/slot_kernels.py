@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, next_power_of_2
+from titanmoe.ops.kernels.kernel_launch import cdiv, expert_tile, kernel, next_power_of_2
 
 TILE = 8192
 """The pairs of a choice and an expert that a program compares."""
@@ -82,8 +82,7 @@ def _regroup_rows(count, order, inverse, J: tl.constexpr, EXPERTS: tl.constexpr,
 
 def launch_constants(experts: int) -> dict[str, int]:
     """Return the kernels' constants by name, for this number of experts: E, P and ROWS, the choices of a program."""
-    padded = next_power_of_2(experts)
-    return {"E": experts, "P": padded, "ROWS": max(16, TILE // padded)}
+    return expert_tile(experts, TILE, min_rows=16)
 
 
 def number_of_blocks(choices: int, experts: int) -> int:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.kernel_launch import cdiv, kernel, sum_dtype, tile_shape
+from titanmoe.ops.kernels.kernel_launch import adjacent_numbers, cdiv, kernel, sum_dtype, tile_shape
 
 TILE = 2048
 
@@ -85,11 +85,6 @@ def _swiglu_backward(grad, gate, up, weight, out, grad_both, grad_weight, R, F: 
     tl.store(grad_weight + row, total.to(grad_weight.dtype.element_ty), mask=row < R)
 
 
-def _with_adjacent_numbers(x: Tensor) -> Tensor:
-    """Return x (R, F), made contiguous if the numbers of a row are not adjacent in memory."""
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 @kernel("titanmoe::weighted_swiglu")
 def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
     """Compute act(gate) * up * routing weight: (R, F), in gate's dtype. Not differentiable.
@@ -97,7 +92,7 @@ def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: 
     Args:
         clamped: whether gate and up are clamped and up is increased by 1, as in gpt-oss; else it is SwiGLU.
     """
-    gate_RF, up_RF, weight_R1 = _with_adjacent_numbers(gate_RF), _with_adjacent_numbers(up_RF), weight_R1.contiguous()
+    gate_RF, up_RF, weight_R1 = adjacent_numbers(gate_RF), adjacent_numbers(up_RF), weight_R1.contiguous()
     (R, F), out = gate_RF.shape, gate_RF.new_empty(gate_RF.shape)
     rows, columns = tile_shape(F, TILE)
     if R:
@@ -130,8 +125,8 @@ def weighted_swiglu_backward(
     """
     grad_RF, gate_RF, up_RF, weight_R1 = (
         grad_RF.contiguous(),
-        _with_adjacent_numbers(gate_RF),
-        _with_adjacent_numbers(up_RF),
+        adjacent_numbers(gate_RF),
+        adjacent_numbers(up_RF),
         weight_R1.contiguous(),
     )
     R, F = gate_RF.shape
