@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from titanmoe.config.parse_json import is_deeper
+
 MAX_BYTES = 1 << 20
 """Largest size of a recipe in bytes; the file is read into memory."""
 MAX_DEPTH = 16
@@ -128,10 +130,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         data = toml_module().loads(text)
     except RecursionError:
         raise too_deep from None
-    level: list[Any] = [data]
-    for _ in range(MAX_DEPTH + 1):
-        level = [item for value in level if isinstance(value, dict | list) for item in _items(value)]
-    if level:
+    if is_deeper(data, MAX_DEPTH):
         raise too_deep
     return data
 
@@ -146,10 +145,6 @@ def _longest_key(text: str) -> int:
         run = run + 1 if _PART.fullmatch(part) else 0
         longest = max(longest, run)
     return longest
-
-
-def _items(value: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
 
 
 def _suggestion(path: Path) -> str:
