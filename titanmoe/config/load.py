@@ -22,7 +22,7 @@ from titanmoe.config.command_line import HINTS, CommandLine, split_words
 from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.field_values import WrongType, closest, convert, convert_words, nearest_field, shorten, value_text
 from titanmoe.config.fields import Field, build, fields, flatten, help_page, own_fields, tables, to_toml, toml_value
-from titanmoe.config.model_file import ModelFile, changed_paths, disagreements, listed_as
+from titanmoe.config.model_file import ModelFile, changed_paths, disagreements
 from titanmoe.config.recipe import Recipe, RecipeError, find_recipe, read_recipe
 from titanmoe.config.schema import OWN, Config
 
@@ -358,7 +358,7 @@ def _refuse_disagreements(settings: Settings, file: ModelFile) -> None:
         settings.add_problem(
             (path,),
             f"{path} = {value}, but {file.source} says {theirs}: leave it out, or, if the model is to differ from its "
-            f"file, list {toml_value(listed_as(path))} in model.change",
+            f"file, list {toml_value(path.removeprefix('model.'))} in model.change",
         )
 
 

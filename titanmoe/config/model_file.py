@@ -43,8 +43,3 @@ def disagreements(file: ModelFile, values: Mapping[str, Any], change: Sequence[s
     """
     changes = changed_paths(change)
     return [path for path, value in file.fixed.items() if values.get(path, value) != value and path not in changes]
-
-
-def listed_as(path: str) -> str:
-    """Return the name that stands for a field in model.change: its path without "model."."""
-    return path.removeprefix("model.")
