@@ -8,7 +8,7 @@ import pytest
 
 from titanmoe.components import COMPONENTS
 from titanmoe.config.schema import Config, Experts, Model, MoE, Parallelism, Training
-from titanmoe.fold.degrees import derive
+from titanmoe.fold.degrees import nodes_of_a_group
 from titanmoe.fold.legality import violations
 
 MODEL = Model(
@@ -228,7 +228,7 @@ def hierarchical(world: int, parallelism: Parallelism) -> list[str]:
 )
 def test_groups_of_experts_on_nodes(world: int, ep: int, etp: int, node: int, nodes: int | None):
     parallelism = Parallelism(node=node, experts=Experts(ep=ep, etp=etp))
-    assert derive(world, parallelism).nodes(node) == nodes
+    assert nodes_of_a_group(world, ep, etp, node) == nodes
     assert len(hierarchical(world, parallelism)) == (nodes is None)
 
 

@@ -66,13 +66,6 @@ class Fold:
         """The number of data ranks: groups of ranks (tp, cp, pp) that work on different samples."""
         return self.dp_replicate * self.dp_shard
 
-    def nodes(self, node: int) -> int | None:
-        """Return the number of nodes, of `node` ranks each, that each dispatch group (ep x etp) spans.
-
-        None if nodes split the group unevenly, or would split the etp ranks of an expert.
-        """
-        return nodes_of_a_group(self.world, self.ep, self.etp, node)
-
     @property
     def attention_axes(self) -> dict[str, int]:
         """The number of ranks on every axis of the attention view by name, outermost first."""

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed import fake_pg as _fake_pg  # noqa: F401
 
 from titanmoe.comm.collectives import NO_GROUP, Group
-from titanmoe.fold.degrees import Fold
+from titanmoe.fold.degrees import Fold, nodes_of_a_group
 from titanmoe.fold.rank_groups import View, coordinates, group_of, groups
 
 CommunicatorKind = Literal["blocking", "dispatch", "shards", "replicas", "stages"]
@@ -271,7 +271,7 @@ def _expert_groups(fold: Fold, communicators: Communicators, node: int) -> tuple
         second is the first, and the third is NO_GROUP.
     """
     axes, rank = ("ep", "etp"), dist.get_rank()
-    if node == -1 or fold.nodes(node) == 1:
+    if node == -1 or nodes_of_a_group(fold.world, fold.ep, fold.etp, node) == 1:
         full = Group.of(communicators.group("dispatch", groups(fold, "experts", axes)))
         return full, full, NO_GROUP
     members = group_of(fold, "experts", axes, rank)
