@@ -100,17 +100,18 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
                     f"(model.num_dense_layers = {model.num_dense_layers}, model.moe_every = {model.moe_every}): "
                     f"use {name} = 1"
                 )
-    elif {"ep", "edp", "etp"} <= degrees.keys() and not experts_shard(model, *_expert_degrees(degrees)):
-        ep, edp, etp = _expert_degrees(degrees)
-        local_experts = model.num_experts // ep
-        total = edp * degrees["edp_replicate"]
-        fits = [total // n for n in divisors(total) if experts_shard(model, ep, n, etp)]
-        fix = choices_text("edp_replicate", fits, degrees["edp_replicate"])
-        yield (
-            f"{DEGREE_PATHS['edp']} = {edp} ranks cannot shard the weights of {local_experts} experts "
-            f"(model.num_experts {model.num_experts} / ep {ep}) evenly, neither by expert ({local_experts} % {edp} = "
-            f"{local_experts % edp}) nor along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
-        )
+    elif {"ep", "edp", "etp"} <= degrees.keys():
+        ep, edp, etp = degrees["ep"], degrees["edp"], degrees["etp"]
+        if not experts_shard(model, ep, edp, etp):
+            local_experts = model.num_experts // ep
+            total = edp * degrees["edp_replicate"]
+            fits = [total // n for n in divisors(total) if experts_shard(model, ep, n, etp)]
+            fix = choices_text("edp_replicate", fits, degrees["edp_replicate"])
+            yield (
+                f"{DEGREE_PATHS['edp']} = {edp} ranks cannot shard the weights of {local_experts} experts "
+                f"(model.num_experts {model.num_experts} / ep {ep}) evenly, neither by expert ({local_experts} % {edp} "
+                f"= {local_experts % edp}) nor along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
+            )
 
 
 def _adapters(config: Config, ep: int, etp: int, edp: int) -> Iterator[str]:
@@ -196,11 +197,6 @@ def divided_fields(config: Config) -> dict[str, dict[str, int]]:
         dim = model.dim if model.expert_linear_bias else 0
         divided.setdefault("etp", {}).update({"model.expert_hidden": model.expert_hidden, "model.dim": dim})
     return divided
-
-
-def _expert_degrees(degrees: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return the degrees ep, edp and etp, in this order."""
-    return degrees["ep"], degrees["edp"], degrees["etp"]
 
 
 def experts_shard(model: Model, ep: int, edp: int, etp: int) -> bool:
