@@ -220,21 +220,12 @@ def is_pass(cell: Cell) -> bool:
     return any(action.does in PASSES for action in cell)
 
 
-def bubble(
-    rows: Sequence[Sequence[Cell]], stages: int, stage_costs: Sequence[float] = (), loss_cost: float = 0.0
-) -> float:
-    """Simulate a schedule as `simulate` does; return the fraction of all ranks' time that is idle.
+def bubble(rows: Sequence[Sequence[Cell]], stages: int, loss_cost: float = 0.0) -> float:
+    """Return the fraction of all ranks' time that is idle by `simulate`, if all stages cost the same.
 
-    Args:
-        rows: the cells of each pipeline rank, in the order in which it runs them.
-        stage_costs: time of each stage's forward; other actions take as many times that as COST says. () for 1 each.
-        loss_cost: time of the loss of a microbatch, forward and backward, where all stages share the vocabulary.
-
-    Raises:
-        ValueError: if the schedule deadlocks.
+    Raises ValueError if the schedule deadlocks.
     """
-    idle, _ = simulate(rows, stages, stage_costs, loss_cost)
-    return idle
+    return simulate(rows, stages, loss_cost=loss_cost)[0]
 
 
 def simulate(
