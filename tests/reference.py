@@ -862,19 +862,19 @@ def cross_entropies(logits_GSV: Tensor, labels_GS: Tensor) -> Tensor:
     return -log_p.where(labelled, 0)
 
 
-class Scores(NamedTuple):
-    """Scores of each label; 0 where there is none."""
+class HeadOutput(NamedTuple):
+    """The head's output for each label; 0 where there is none."""
 
     loss_GS: Tensor
     entropy_GS: Tensor
     logits_GSV: Tensor
 
 
-def scores(logits_GSV: Tensor, labels_GS: Tensor) -> Scores:
+def head_output(logits_GSV: Tensor, labels_GS: Tensor) -> HeadOutput:
     wide = torch.promote_types(logits_GSV.dtype, torch.float32)
     log_p = logits_GSV.log_softmax(-1, dtype=wide)
     entropy_GS = -(log_p.exp() * log_p).sum(-1)
-    return Scores(cross_entropies(logits_GSV, labels_GS), entropy_GS.where(labels_GS != IGNORE, 0), logits_GSV)
+    return HeadOutput(cross_entropies(logits_GSV, labels_GS), entropy_GS.where(labels_GS != IGNORE, 0), logits_GSV)
 
 
 def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor, number: Tensor | None = None) -> Tensor:
@@ -882,20 +882,20 @@ def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor, number: Tensor | None =
     return cross_entropies(logits_GSV, labels_GS).sum() / ((labels_GS != IGNORE).sum() if number is None else number)
 
 
-Objective = Callable[[Scores, Tokens], Tensor]
+Objective = Callable[[HeadOutput, Tokens], Tensor]
 
 
-def weighted_cross_entropy(scores: Scores, tokens: Tokens) -> Tensor:
+def weighted_cross_entropy(head: HeadOutput, tokens: Tokens) -> Tensor:
     weight_GS = tokens.extra_fields["weight"] * (tokens.labels_GS != IGNORE)
-    return (scores.loss_GS * weight_GS).sum() / weight_GS.sum()
+    return (head.loss_GS * weight_GS).sum() / weight_GS.sum()
 
 
 def dpo(beta: float) -> Objective:
     """Return the objective that computes DPO's loss of each pair of completions by itself."""
 
-    def mean(scores: Scores, tokens: Tokens) -> Tensor:
+    def mean(head: HeadOutput, tokens: Tokens) -> Tensor:
         completion_GS, losses = tokens.extra_fields["completion"], []
-        gain_GS = (-scores.loss_GS - tokens.extra_fields["reference"]) * (tokens.labels_GS != IGNORE)
+        gain_GS = (-head.loss_GS - tokens.extra_fields["reference"]) * (tokens.labels_GS != IGNORE)
         for sample, pairs in enumerate(tokens.extra_fields["pairs"].tolist()):
             for pair in range(pairs):
                 chosen, rejected = (gain_GS[sample, completion_GS[sample] == 2 * pair + side].sum() for side in (0, 1))
@@ -906,10 +906,10 @@ def dpo(beta: float) -> Objective:
 
 
 OBJECTIVES: dict[str, Objective] = {
-    "cross_entropy": lambda scores, tokens: scores.loss_GS.sum() / (tokens.labels_GS != IGNORE).sum(),
+    "cross_entropy": lambda head, tokens: head.loss_GS.sum() / (tokens.labels_GS != IGNORE).sum(),
     "weighted_cross_entropy": weighted_cross_entropy,
 }
-"""The step's loss from the scores of each label, by name. The test that brings an objective adds it."""
+"""The step's loss from the head's output for each label, by name. The test that brings an objective adds it."""
 
 
 def step(
@@ -931,7 +931,7 @@ def step(
     bias = bias or initial_bias(config.model)
     logits_GSV, further_GSV, layers = forward(config, merged, tokens, bias, step_number, slices)
     objective, mtp = OBJECTIVES[config.training.objective], torch.zeros(())
-    loss = objective(scores(logits_GSV, tokens.labels_GS), tokens)
+    loss = objective(head_output(logits_GSV, tokens.labels_GS), tokens)
     if further_GSV is not None:
         mtp = cross_entropy(further_GSV, later_labels(tokens), (tokens.labels_GS != IGNORE).sum())
     of_layers = [layer.terms for layer in layers.values()]

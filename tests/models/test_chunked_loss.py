@@ -158,7 +158,7 @@ def test_slices_on_gpus_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("cpu", "meta"):  # anything but the CPU
         head = Head(Model(vocab_size=131072, dim=2), chunks=-1, dtype=torch.bfloat16).to(device)
         x_BSD = torch.empty(1, 4096, 2, dtype=torch.bfloat16, device=device)
-        head.scores(x_BSD, torch.empty(1, 4096, device=device), False)
+        head.loss_and_entropy(x_BSD, torch.empty(1, 4096, device=device), False)
     assert given == [64, 2]
 
 

@@ -119,8 +119,8 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
     slices = trainer.training.slicer.slices(batches)
     gradients, losses = trainer.training.gradients, []
 
-    def per_label(scores_NBS: torch.Tensor, batch_slice: Any) -> torch.Tensor:
-        return gradients.objective(scores_NBS, batch_slice) / totals.divisor
+    def per_label(output_NBS: torch.Tensor, batch_slice: Any) -> torch.Tensor:
+        return gradients.objective(output_NBS, batch_slice) / totals.divisor
 
     for _ in range(2):
         losses.append(gradients.engine.run(slices, per_label, backward=False))

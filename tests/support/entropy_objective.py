@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests import reference
 from titanmoe.data.batch import Batch
-from titanmoe.models.vocabulary import HeadScores
+from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.objective import Objective
@@ -24,13 +24,13 @@ class EntropySpec(ObjectiveSpec):
 class EntropyBonus(Objective):
     spec = EntropySpec()
 
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
-        return (scores.loss_BS - BONUS * scores.entropy_BS).sum()
+    def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
+        return (head.loss_BS - BONUS * head.entropy_BS).sum()
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.labels_BS != IGNORE).sum()
 
 
-def mean(scores: reference.Scores, tokens: reference.Tokens) -> Tensor:
+def mean(head: reference.HeadOutput, tokens: reference.Tokens) -> Tensor:
     """Return the mean over labels of cross-entropy - BONUS * entropy, from the scores of tests/reference.py."""
-    return (scores.loss_GS - BONUS * scores.entropy_GS).sum() / (tokens.labels_GS != IGNORE).sum()
+    return (head.loss_GS - BONUS * head.entropy_GS).sum() / (tokens.labels_GS != IGNORE).sum()

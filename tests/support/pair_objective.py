@@ -9,7 +9,7 @@ from torch import Tensor
 from tests import reference
 from titanmoe.comm.collectives import all_reduce_autograd
 from titanmoe.data.batch import Batch
-from titanmoe.models.vocabulary import HeadScores
+from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.train.objectives.objective import Objective
 from titanmoe.train.objectives.objective_spec import ObjectiveSpec
@@ -21,19 +21,19 @@ BETA = 0.1
 class Pairs(Objective):
     spec = ObjectiveSpec()
 
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
-        first, second = all_reduce_autograd(scores.loss_BS.sum(1), self.meshes.cp).view(-1, 2).unbind(1)
+    def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
+        first, second = all_reduce_autograd(head.loss_BS.sum(1), self.meshes.cp).view(-1, 2).unbind(1)
         return F.softplus(BETA * (first - second)).sum() / self.meshes.cp.size
 
     def count(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch.labels_BS) // 2)
 
 
-def mean(scores: reference.Scores, tokens: reference.Tokens) -> Tensor:
+def mean(head: reference.HeadOutput, tokens: reference.Tokens) -> Tensor:
     """Return the mean over pairs of -log sigmoid(BETA * (log p of sample 2i - log p of sample 2i + 1)).
 
     `scores` are those of the reference model (tests/reference.py), summed over the labels of each sample here.
     """
-    total = scores.loss_GS.sum(1)
+    total = head.loss_GS.sum(1)
     pairs = [torch.log1p(torch.exp(BETA * (total[i] - total[i + 1]))) for i in range(0, len(total), 2)]
     return torch.stack(pairs).mean()

@@ -43,11 +43,11 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 def divergence(top: int, temperature: float, weight: float) -> reference.Objective:
     """With every id kept, the whole one."""
 
-    def mean(scores: reference.Scores, tokens: reference.Tokens) -> torch.Tensor:
+    def mean(head: reference.HeadOutput, tokens: reference.Tokens) -> torch.Tensor:
         config, weights = teachers_weights()
         with torch.no_grad():
             logits_GSV, _, _ = reference.forward(config, weights, tokens, reference.initial_bias(config.model))
-        log_p, log_q = ((x / temperature).log_softmax(-1) for x in (logits_GSV, scores.logits_GSV))
+        log_p, log_q = ((x / temperature).log_softmax(-1) for x in (logits_GSV, head.logits_GSV))
         kept = log_p.topk(top, -1).indices
         if top < log_p.shape[-1]:
             rest = torch.ones_like(log_p, dtype=torch.bool).scatter(-1, kept, False)
@@ -57,7 +57,7 @@ def divergence(top: int, temperature: float, weight: float) -> reference.Objecti
             )
         has_label = tokens.labels_GS != reference.IGNORE
         apart = (log_p.exp() * (log_p - log_q)).sum(-1) * has_label
-        return (weight * temperature**2 * apart.sum() + (1 - weight) * scores.loss_GS.sum()) / has_label.sum()
+        return (weight * temperature**2 * apart.sum() + (1 - weight) * head.loss_GS.sum()) / has_label.sum()
 
     return mean
 

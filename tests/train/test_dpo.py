@@ -13,7 +13,7 @@ from tests import parity, reference
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config import ConfigError
 from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, WEIGHT
-from titanmoe.models.vocabulary import HeadScores
+from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.cross_entropy import WeightedCrossEntropy
 from titanmoe.train.objectives.dpo import DPO
@@ -64,7 +64,7 @@ def test_the_gradient_is_that_of_weighted_cross_entropy() -> None:
     """DPO's gradient weighs log-probabilities by beta sigmoid(-D): chosen labels up, rejected ones down."""
     loss, batch_slice = pieces(3)
     dpo = objective(DPO, BETA)
-    (grad,) = torch.autograd.grad(dpo.sum(HeadScores(loss), batch_slice), loss)
+    (grad,) = torch.autograd.grad(dpo.sum(HeadOutput(loss), batch_slice), loss)
 
     gain = (-loss.detach() - batch_slice.extra_fields[REFERENCE]).where(batch_slice.labels_BS != IGNORE, 0)
     weight, excess = torch.zeros_like(gain), 0.0
@@ -75,16 +75,16 @@ def test_the_gradient_is_that_of_weighted_cross_entropy() -> None:
         for mask, sign in zip(of, (1, -1), strict=True):
             weight[mask & (batch_slice.labels_BS != IGNORE)] = sign * BETA / (1 + math.exp(d))
     weighted = SimpleNamespace(labels_BS=batch_slice.labels_BS, extra_fields=MappingProxyType({WEIGHT: weight}))
-    (want,) = torch.autograd.grad(objective(WeightedCrossEntropy).sum(HeadScores(loss), weighted), loss)
+    (want,) = torch.autograd.grad(objective(WeightedCrossEntropy).sum(HeadOutput(loss), weighted), loss)
     torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-15)
-    assert dpo.sum(HeadScores(loss), batch_slice).item() / 3 + dpo.constant == pytest.approx(excess / 3, rel=1e-12)
+    assert dpo.sum(HeadOutput(loss), batch_slice).item() / 3 + dpo.constant == pytest.approx(excess / 3, rel=1e-12)
 
 
 def test_its_metrics_are_of_each_pair() -> None:
     loss, batch_slice = pieces(2, seed=1)
     dpo = objective(DPO, BETA)
     for _ in range(2):  # of one microbatch only the last pass counts
-        dpo.sum(HeadScores(loss), batch_slice)
+        dpo.sum(HeadOutput(loss), batch_slice)
     accuracy, chosen, rejected, kl = (dpo.take_metrics(torch.zeros(())) / 2).tolist()
     gain = (-loss.detach() - batch_slice.extra_fields[REFERENCE]).where(batch_slice.labels_BS != IGNORE, 0)
     completions = [float(gain[batch_slice.extra_fields[COMPLETION] == n].sum()) for n in range(4)]

@@ -22,7 +22,7 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, Linear, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.mixers.mixer_spec import MixerSpec
-from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOutput
+from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOptions
 from titanmoe.models.vocabulary_shards import FinalNorm
 from titanmoe.moe.halves import forward_in_halves
 from titanmoe.moe.layer import MoE
@@ -111,8 +111,8 @@ class _AddGradient(torch.autograd.Function):
     """An identity on the scores (N, B, S) whose backward gives `other_loss_BS` the gradient of the loss, scores[0]."""
 
     @staticmethod
-    def forward(ctx, scores_NBS, other_loss_BS):
-        return scores_NBS.clone()  # on a view, FSDP would lose its hooks
+    def forward(ctx, output_NBS, other_loss_BS):
+        return output_NBS.clone()  # on a view, FSDP would lose its hooks
 
     @staticmethod
     def backward(ctx, grad_NBS):
@@ -152,19 +152,19 @@ class MultiToken(nn.Module):
         both = torch.cat((self.embed_norm(next_BsD), self.hidden_norm(x_BsD)), -1)
         return self.norm(self.block(self.project(both), rope, tokens))
 
-    def add_loss(self, scores_NBS: Tensor, mtp_loss_BS: Tensor, microbatch: Tensor) -> Tensor:
+    def add_loss(self, output_NBS: Tensor, mtp_loss_BS: Tensor, microbatch: Tensor) -> Tensor:
         """Return the scores unchanged, but let their backward train multi-token prediction as well.
 
-        Its losses are multiplied by training.mtp_weight and get the gradient of the loss, scores_NBS[0]. Their sum, not
+        Its losses are multiplied by training.mtp_weight and get the gradient of the loss, output_NBS[0]. Their sum, not
         multiplied, is written into `loss_M`, at the index `microbatch`, a scalar.
 
         Args:
-            scores_NBS: the head's output, of which the first is the loss.
+            output_NBS: the head's output, of which the first is the loss.
             mtp_loss_BS: cross-entropy of multi-token prediction at each position.
         """
         with torch.no_grad():
             self.loss_M.index_copy_(0, microbatch.view(1), mtp_loss_BS.sum().view(1).to(torch.float64))
-        return _AddGradient.apply(scores_NBS, self.weight * mtp_loss_BS)
+        return _AddGradient.apply(output_NBS, self.weight * mtp_loss_BS)
 
 
 class Transformer(nn.Module):
@@ -185,7 +185,7 @@ class Transformer(nn.Module):
         layers: Iterable[int] | None = None,
         first: bool = True,
         last: bool = True,
-        output: HeadOutput = LOSS_ONLY,
+        head_options: HeadOptions = LOSS_ONLY,
     ):
         """Build a stage on the current device, which is meta in training. Its parameters have no values yet.
 
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
             first: whether the stage begins with the embedding, unless all stages share it.
             last: whether the stage ends with multi-token prediction, if any, and the head, or its norm alone if all
                 stages share the head.
-            output: what the head returns.
+            head_options: what the head returns.
         """
         super().__init__()
         self.shape, self.dtype = config.model, dtype
@@ -220,7 +220,7 @@ class Transformer(nn.Module):
         # Keyed by the layer's global number, so that names do not depend on the stage.
         self.layers = nn.ModuleDict({str(i): block(i) for i in (range(model.num_layers) if layers is None else layers)})
         chunks, kernels = config.training.loss_chunks, config.moe.kernels
-        self.head = Head(model, chunks=chunks, dtype=dtype, kernels=kernels, output=output) if last else None
+        self.head = Head(model, chunks=chunks, dtype=dtype, kernels=kernels, options=head_options) if last else None
         if last and shared:
             self.head = FinalNorm(self.head.norm)
         self.mtp = self.embed_copy = None
@@ -240,7 +240,7 @@ class Transformer(nn.Module):
         candidates_BSK: Tensor | None = None,
         next_BsD: Tensor | None = None,
     ) -> Tensor:
-        """Return the stage's output: hidden states (B, s, D), HeadScores (N, B, S), or logits without labels.
+        """Return the stage's output: hidden states (B, s, D), HeadOutput (N, B, S), or logits without labels.
 
         Collective over the groups of its layers. If all stages share the head, the last one returns normed hidden
         states (B, s, D), in training with those of multi-token prediction behind them, (2 B, s, D). Else, in training,
@@ -250,7 +250,7 @@ class Transformer(nn.Module):
             x: ids (B, S) if the stage has the embedding, else hidden states (B, s, D) of the stage before, or
                 embeddings.
             labels_BS: ids to predict, IGNORE where there is none.
-            candidates_BSK: ids whose log-probabilities the HeadScores have.
+            candidates_BSK: ids whose log-probabilities the HeadOutput has.
             next_BsD: embeddings of the next tokens for multi-token prediction, if all stages share the embedding.
         """
         with_mtp = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()

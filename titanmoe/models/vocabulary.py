@@ -155,7 +155,7 @@ def chunk_count(tokens: int, vocabulary: int, logit_bytes: int, setting: int, sl
     return min(max(count, 1), vocabulary)
 
 
-class HeadScores(NamedTuple):
+class HeadOutput(NamedTuple):
     """The head's output for each position's label, in float32 at least, differentiable; 0 where there is no label."""
 
     loss_BS: Tensor
@@ -169,13 +169,13 @@ class HeadScores(NamedTuple):
     """
 
     @classmethod
-    def of(cls, output_NBS: Tensor) -> HeadScores:
+    def of(cls, output_NBS: Tensor) -> HeadOutput:
         """Split the head's output: N = 1 is the loss, N = 2 loss and entropy, a larger N the loss and N - 1 classes."""
         return cls(*output_NBS) if len(output_NBS) < 3 else cls(output_NBS[0], classes_CBS=output_NBS[1:])
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadOutput:
+class HeadOptions:
     """The choice of values that the head returns for each label, besides the cross-entropy."""
 
     with_entropy: bool = False
@@ -188,15 +188,15 @@ class HeadOutput:
     """Divisor of the logits whose log-probabilities are returned."""
 
 
-LOSS_ONLY = HeadOutput()
+LOSS_ONLY = HeadOptions()
 """The cross-entropy alone."""
 
 
 class Head(Vocabulary):
     """The final norm, the projection to the vocabulary, and the loss.
 
-    With labels it returns each label's HeadScores as one tensor (N, B, S), which pipelines can send; without labels it
-    returns logits. `HeadOutput` chooses the scores: besides the cross-entropy the entropy, or the log-probabilities of
+    With labels it returns each label's HeadOutput as one tensor (N, B, S), which pipelines can send; without labels it
+    returns logits. `HeadOptions` chooses the values: besides the cross-entropy the entropy, or the log-probabilities of
     candidate ids; or instead of it the top-k ids and their log-probabilities (teacher mode).
     """
 
@@ -207,7 +207,7 @@ class Head(Vocabulary):
         chunks: int,
         dtype: torch.dtype | None = None,
         kernels: str = "auto",
-        output: HeadOutput = LOSS_ONLY,
+        options: HeadOptions = LOSS_ONLY,
         with_norm: bool = True,
     ):
         super().__init__(model.vocab_size)
@@ -216,8 +216,8 @@ class Head(Vocabulary):
         )
         self.weight = nn.Parameter(torch.empty(model.vocab_size, model.dim, dtype=dtype))
         self.chunks, self.kernels = chunks, kernels
-        self.with_entropy, self.candidates = output.with_entropy, output.candidates
-        self.top_k, self.temperature = output.top_k, output.temperature
+        self.with_entropy, self.candidates = options.with_entropy, options.candidates
+        self.top_k, self.temperature = options.top_k, options.temperature
         self.loss_temperature = 1.0
         """Divisor of the logits that the loss is computed from, other than that of multi-token prediction."""
         self.ids = 0
@@ -225,7 +225,7 @@ class Head(Vocabulary):
 
     @property
     def num_values(self) -> int:
-        """Number of values that the head returns for each label: N of the HeadScores (N, B, S)."""
+        """Number of values that the head returns for each label: N of the HeadOutput (N, B, S)."""
         if self.top_k:
             return 2 * self.top_k + 1
         return 1 + self.with_entropy + (self.candidates + 1 if self.candidates else 0)
@@ -237,7 +237,7 @@ class Head(Vocabulary):
         mtp: tuple[Tensor | Callable[[Tensor], Tensor], Tensor] | None = None,
         candidates_BSK: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the labels' scores (N, B, S), or logits (B, S, vocabulary) without labels. Collective over tp.
+        """Return the labels' HeadOutput (N, B, S), or logits (B, S, vocabulary) without labels. Collective over tp.
 
         With `mtp` it returns a pair. If all pipeline stages share the head, with labels it returns statistics (K, T) of
         this rank's logits, for `merge_statistics`. Logits have no gradient if tp exceeds 1.
@@ -257,13 +257,13 @@ class Head(Vocabulary):
             return self.statistics(normed_BsD, labels_BS)
         if self.candidates or self.top_k:
             return self.classes(normed_BsD, labels_BS, candidates_BSK)
-        scores_NBS = self.scores(normed_BsD, labels_BS, self.with_entropy, self.loss_temperature)
+        output_NBS = self.loss_and_entropy(normed_BsD, labels_BS, self.with_entropy, self.loss_temperature)
         if mtp is None:
-            return scores_NBS
+            return output_NBS
         mtp_BsD, later_BS = mtp
         if not isinstance(mtp_BsD, Tensor):
             mtp_BsD = mtp_BsD(normed_BsD)
-        return scores_NBS, self.scores(mtp_BsD, later_BS, False)[0]
+        return output_NBS, self.loss_and_entropy(mtp_BsD, later_BS, False)[0]
 
     def classes(self, normed_BsD: Tensor, labels_BS: Tensor, candidates_BSK: Tensor | None) -> Tensor:
         """Return the head's output (N, B, S) for candidate ids or, in teacher mode, top-k ids. Collective over tp.
@@ -282,7 +282,7 @@ class Head(Vocabulary):
             ids_TK, log_p_CT = top_k_log_probs(x_TD, weight_VD, self.top_k, *options)
             numbers_NT = torch.cat((ids_TK.t().to(log_p_CT.dtype), log_p_CT))
         elif candidates_BSK is None:
-            loss_BS = self.scores(normed_BsD, labels_BS, False)
+            loss_BS = self.loss_and_entropy(normed_BsD, labels_BS, False)
             return F.pad(loss_BS, (0, 0, 0, 0, 0, self.num_values - 1))
         else:
             inputs = x_TD, weight_VD, labels_BS.flatten(), candidates_BSK.flatten(0, 1)
@@ -290,7 +290,9 @@ class Head(Vocabulary):
             numbers_NT = torch.cat((loss_T.unsqueeze(0), log_p_CT))
         return numbers_NT.unflatten(1, labels_BS.shape).clone()  # on a view, FSDP would lose its hooks
 
-    def scores(self, normed_BsD: Tensor, labels_BS: Tensor, with_entropy: bool, temperature: float = 1.0) -> Tensor:
+    def loss_and_entropy(
+        self, normed_BsD: Tensor, labels_BS: Tensor, with_entropy: bool, temperature: float = 1.0
+    ) -> Tensor:
         """Return each label's cross-entropy (1, B, S), or cross-entropy and entropy (2, B, S). Collective over tp.
 
         Args:
@@ -304,11 +306,11 @@ class Head(Vocabulary):
             weight_VD, label_T = existing_rows(weight_VD, label_T, self.ids, self.shard_rows, self.tp)
         if chunks > 1:
             options = {"with_entropy": with_entropy, "temperature": temperature}
-            scores = chunked_cross_entropy(x_TD, weight_VD, label_T, self.tp, chunks, kernels=self.kernels, **options)
+            values = chunked_cross_entropy(x_TD, weight_VD, label_T, self.tp, chunks, kernels=self.kernels, **options)
         else:
-            scores = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp, with_entropy, temperature)
+            values = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp, with_entropy, temperature)
         # A copy: on a view, FSDP would lose its hooks.
-        return torch.stack([score_T.view_as(labels_BS) for score_T in scores if score_T is not None])
+        return torch.stack([x_T.view_as(labels_BS) for x_T in values if x_T is not None])
 
     @torch.compiler.disable  # as `chunked_cross_entropy`
     def statistics(self, normed_BsD: Tensor, labels_BS: Tensor) -> Tensor:

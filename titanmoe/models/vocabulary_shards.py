@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from titanmoe.config.schema import Config
 from titanmoe.models.layers import RMSNorm
-from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOutput
+from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOptions
 from titanmoe.tokens import Tokens
 
 
@@ -63,13 +63,13 @@ class VocabularyShards(nn.Module):
     summed_over: dict[str, str]
     """{}, as no rank has the rows of another; in the interface of a stage."""
 
-    def __init__(self, config: Config, dtype: torch.dtype, output: HeadOutput = LOSS_ONLY):
+    def __init__(self, config: Config, dtype: torch.dtype, head_options: HeadOptions = LOSS_ONLY):
         """Build the two layers on the current device, which is meta in training. `dtype` is that of the parameters."""
         super().__init__()
         self.shape, self.dtype = config.model, dtype
         self.embed = Embedding(config.model.vocab_size, config.model.dim, dtype)
         options = {"chunks": config.training.loss_chunks, "kernels": config.moe.kernels, "with_norm": False}
-        self.head = Head(config.model, dtype=dtype, output=output, **options)
+        self.head = Head(config.model, dtype=dtype, options=head_options, **options)
         self.tie()
 
     def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
 from titanmoe.models.lora import add_adapters
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
-from titanmoe.models.vocabulary import LOSS_ONLY, HeadOutput
+from titanmoe.models.vocabulary import LOSS_ONLY, HeadOptions
 from titanmoe.models.vocabulary_shards import VocabularyShards
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.parallel.choose_attention import apply_context_parallel
@@ -64,7 +64,7 @@ def build(
     device: torch.device,
     materialize: Callable[[Transformer, int, torch.device], None] = materialize,
     flex: Callable[..., torch.Tensor] = flex,
-    output: HeadOutput = LOSS_ONLY,
+    head_options: HeadOptions = LOSS_ONLY,
 ) -> list[Transformer]:
     """Return this rank's stages of the model, ready to train: one transformer per stage, in the order of stages.
 
@@ -79,7 +79,7 @@ def build(
     Args:
         materialize: allocates and initialises a stage, given (stage, training.seed, device).
         flex: computes attention in place of `titanmoe.parallel.flex.flex`, with its arguments.
-        output: what the head of the last stage returns.
+        head_options: what the head of the last stage returns.
 
     Raises:
         ConfigError: if the head is to return top-k ids, and all stages share it.
@@ -94,7 +94,7 @@ def build(
         with torch.device("meta"):
             first, last = number == 0, number == len(ranks) - 1
             model = Transformer(
-                config, microbatches, stored, layers=layers[number], first=first, last=last, output=output
+                config, microbatches, stored, layers=layers[number], first=first, last=last, head_options=head_options
             )
             add_adapters(model, config, meshes.tp.rank)
         freeze(model, config)
@@ -109,10 +109,10 @@ def build(
         materialize(model, config.training.seed, device)
         stages.append(model)
     if shared:
-        if output.top_k:
+        if head_options.top_k:
             raise ConfigError(['a teacher\'s top-k ids need parallelism.vocab = "tensor"'])
         with torch.device("meta"):
-            shards = VocabularyShards(config, stored, output)
+            shards = VocabularyShards(config, stored, head_options)
         freeze(shards, config)
         parallelize(shards, vocabulary_plan(), meshes)
         shards.embed.tp = shards.head.tp = meshes.tp

@@ -64,11 +64,11 @@ class WithoutPipeline:
                 if self.reduce_once:
                     self.model.set_requires_gradient_sync(m == len(slices) - 1)
                 observe.active.microbatch(0, m, False)
-                scores_NBS = self.model(
+                output_NBS = self.model(
                     batch_slice.ids_BS, batch_slice.tokens, batch_slice.labels_BS, batch_slice.candidates_BSK
                 )
                 with region("head and loss"):
-                    loss = microbatch_loss(scores_NBS, batch_slice)
+                    loss = microbatch_loss(output_NBS, batch_slice)
                 if backward:
                     observe.active.microbatch(0, m, True)
                     loss.backward()
@@ -126,11 +126,11 @@ class Pipeline:
             for stage in self.stages:
                 stage.vocabulary = self.vocabulary
 
-    def _loss(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+    def _loss(self, output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
         if self.vocabulary is not None:  # a pass computes the loss
-            return scores_NBS.new_zeros(())
+            return output_NBS.new_zeros(())
         with region("head and loss"):
-            return self.microbatch_loss(scores_NBS, batch_slice)
+            return self.microbatch_loss(output_NBS, batch_slice)
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:

@@ -233,14 +233,14 @@ class VocabularyPasses:
             statistics_RKT = wait(self.statistics.pop(m), self.pp_tp).unflatten(0, (-1, len(numbers_KT)))
             has_label_BS = self._labels(m) != IGNORE
             log_total_T, *values = merge_statistics(statistics_RKT, has_label_BS.flatten())
-            scores_NBS = torch.stack([x_T.view_as(has_label_BS) for x_T in values if x_T is not None])
-            own_NBS, *others_NBS = scores_NBS.requires_grad_(self.backward).split(len(batch_slice.labels_BS), 1)
+            output_NBS = torch.stack([x_T.view_as(has_label_BS) for x_T in values if x_T is not None])
+            own_NBS, *others_NBS = output_NBS.requires_grad_(self.backward).split(len(batch_slice.labels_BS), 1)
             for mtp, (loss_BS, *_) in zip(self.multi_token, others_NBS, strict=False):
                 own_NBS = mtp.add_loss(own_NBS, loss_BS, batch_slice.tokens.microbatch)
             loss = self.microbatch_loss(own_NBS, batch_slice)
             self.losses.append(loss.detach())
             if self.backward:
-                (grad_NBS,) = torch.autograd.grad(loss, scores_NBS)
+                (grad_NBS,) = torch.autograd.grad(loss, output_NBS)
                 grads = (grad_NBS * has_label_BS).flatten(1)
                 entropy = [values[1], grads[1]] if len(grads) > 1 else []
                 numbers_KT[: 2 + len(entropy)] = torch.stack([log_total_T, grads[0], *entropy])

@@ -24,7 +24,7 @@ from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import parameters, training_work
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
-from titanmoe.models.vocabulary import HeadOutput
+from titanmoe.models.vocabulary import HeadOptions
 from titanmoe.moe.balance_losses.balance_spec import active_losses
 from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.layer_statistics import RowLayout
@@ -216,10 +216,10 @@ def build_model(
     training, device = config.training, runtime.device
     spec, distillation = OBJECTIVES.look_up(training.objective), config.distillation
     candidates, temperature = spec.teacher_top_k(config)
-    output = HeadOutput(with_entropy=spec.reads_entropy, candidates=candidates, temperature=temperature)
+    head_options = HeadOptions(with_entropy=spec.reads_entropy, candidates=candidates, temperature=temperature)
     if returns_top_k:
-        output = replace(output, top_k=distillation.top, temperature=distillation.temperature)
-    stages = build(config, meshes, loader.microbatches, device, output=output)
+        head_options = replace(head_options, top_k=distillation.top, temperature=distillation.temperature)
+    stages = build(config, meshes, loader.microbatches, device, head_options=head_options)
     every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
     state = RunState(SkipRule(config.optimizer))
     gradients = Gradients(

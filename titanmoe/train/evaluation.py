@@ -25,7 +25,7 @@ from titanmoe.config.schema import QUIZ_METRICS
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import ValidationSet
 from titanmoe.data.quiz import CHOICE, Question, QuizSet
-from titanmoe.models.vocabulary import HeadScores
+from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
@@ -145,10 +145,10 @@ class ChoiceSums(CrossEntropy):
         self.sums_C = torch.zeros(choices + 1, dtype=torch.float64, device=device)
         """Log-probability of each choice; padding is added to one more entry at the end."""
 
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+    def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
         choice_T = batch_slice.extra_fields[CHOICE].flatten() % len(self.sums_C)
-        self.sums_C.index_add_(0, choice_T, -scores.loss_BS.flatten().double())
-        return scores.loss_BS.new_zeros(())
+        self.sums_C.index_add_(0, choice_T, -head.loss_BS.flatten().double())
+        return head.loss_BS.new_zeros(())
 
 
 def score_question(question: Question, log_p: np.ndarray) -> dict[str, float]:

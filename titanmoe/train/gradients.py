@@ -346,8 +346,8 @@ class Gradients:
 
         # Sums of losses are divided here alone: before backward, so that gradients are too, those of multi-token
         # prediction included, and what is reported below. Every reduction is a sum, so nothing is scaled twice.
-        def microbatch_loss(scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
-            return objective(scores_NBS, batch_slice) / divisor
+        def microbatch_loss(output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+            return objective(output_NBS, batch_slice) / divisor
 
         mtps = [mtp for stage in self.stages for mtp in stage.mtp or ()]
         for mtp in mtps:

@@ -6,7 +6,7 @@ ids and their log-probabilities (data.token_scores). Sequences are those of a ru
 does, so that its first step finds bitwise equal numbers; then those of the validation set.
 
 Shapes: G samples of a step, N those of one data rank, M microbatches, B samples of each, S positions of the attention
-slice, L of the full sequence, R numbers per label (N in scores_NBS): 1, or K ids and K + 1 log-probabilities.
+slice, L of the full sequence, R numbers per label (N in output_NBS): 1, or K ids and K + 1 log-probabilities.
 """
 
 from __future__ import annotations
@@ -352,11 +352,11 @@ def _forward(slicer: Slicer, training: Training, step: ScoringStep, top_k: TopK 
     number_MB = torch.from_numpy(step.number_N).to(device).view(len(slices), -1)
     number_B = {id(batch_slice): number_MB[m] for m, batch_slice in enumerate(slices)}
 
-    def store(scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+    def store(output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
         if meshes.tp.rank == 0:  # all ranks of a tp group have the same
-            numbers_RBS = scores_NBS if top_k else -scores_NBS[:1]
+            numbers_RBS = output_NBS if top_k else -output_NBS[:1]
             out_GLR[number_B[id(batch_slice)].unsqueeze(1), place_S] = numbers_RBS.double().movedim(0, -1)
-        return scores_NBS.new_zeros(())
+        return output_NBS.new_zeros(())
 
     gradients.begin_step(slicer.count(step.batches))
     gradients.engine.run(slices, store, backward=False)

@@ -25,7 +25,7 @@ from titanmoe.data.batch import TEACHER_IDS, TEACHER_LOG_P, Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
-from titanmoe.models.vocabulary import HeadOutput
+from titanmoe.models.vocabulary import HeadOptions
 from titanmoe.parallel.apply import make_engine
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.train.find_teacher import check_tokenizer, find_teacher, teacher_config
@@ -54,11 +54,11 @@ class TeacherOutputs(CrossEntropy):
         super().__init__(meshes)
         self.top, self.of_slice = top, {}
 
-    def __call__(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
-        ids_KBS, log_p_CBS = scores_NBS.split((self.top, self.top + 1))
+    def __call__(self, output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+        ids_KBS, log_p_CBS = output_NBS.split((self.top, self.top + 1))
         fields = {TEACHER_IDS: ids_KBS.long(), TEACHER_LOG_P: log_p_CBS}
         self.of_slice[id(batch_slice)] = {name: x.movedim(0, -1).contiguous() for name, x in fields.items()}
-        return scores_NBS.new_zeros(())
+        return output_NBS.new_zeros(())
 
     def add_to(self, slices: list[BatchSlice]) -> list[BatchSlice]:
         """Return the microbatches with what is stored of each as extra fields, and clear the store.
@@ -94,9 +94,14 @@ class SlicerWithTeacher(Slicer):
         of_teacher = teacher_config(config, self.teacher)
         if loader.mix.tokenizer:
             check_tokenizer(self.teacher, loader.mix.tokenizer.identity)
-        output = HeadOutput(top_k=options.top, temperature=options.temperature)
+        head_options = HeadOptions(top_k=options.top, temperature=options.temperature)
         self.stages = build(
-            of_teacher, meshes, loader.microbatches, device, materialize=allocate_uninitialized, output=output
+            of_teacher,
+            meshes,
+            loader.microbatches,
+            device,
+            materialize=allocate_uninitialized,
+            head_options=head_options,
         )
         self.engine = make_engine(self.stages, of_teacher, meshes, loader.microbatches, device)
         self.outputs, self.one = TeacherOutputs(meshes, options.top), torch.ones((), dtype=torch.float64, device=device)

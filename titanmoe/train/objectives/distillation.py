@@ -16,7 +16,7 @@ from torch import Tensor
 from titanmoe.config.schema import Config, Distillation
 from titanmoe.data.batch import TEACHER_LOG_P
 from titanmoe.fold.meshes import Meshes
-from titanmoe.models.vocabulary import HeadScores
+from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
@@ -33,11 +33,11 @@ class DistillationObjective(CrossEntropy):
     def build(cls, config: Config, meshes: Meshes) -> DistillationObjective:
         return cls(meshes, config.distillation)
 
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+    def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
         log_p_CBS = batch_slice.extra_fields[TEACHER_LOG_P].movedim(-1, 0)
         # A class that the teacher has nothing in adds nothing, if the model's is empty too: nothing, not 0 * -inf.
         p_CBS = log_p_CBS.exp() * (batch_slice.labels_BS != IGNORE)
         some_CBS = p_CBS > 0
-        apart_CBS = log_p_CBS.where(some_CBS, 0) - scores.classes_CBS.where(some_CBS, 0)
+        apart_CBS = log_p_CBS.where(some_CBS, 0) - head.classes_CBS.where(some_CBS, 0)
         divergence = (p_CBS * apart_CBS).sum() * self.temperature**2
-        return self.weight * divergence + (1 - self.weight) * scores.loss_BS.sum()
+        return self.weight * divergence + (1 - self.weight) * head.loss_BS.sum()

@@ -20,7 +20,7 @@ from titanmoe.comm.collectives import all_reduce_autograd
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, Batch
 from titanmoe.fold.meshes import Meshes
-from titanmoe.models.vocabulary import HeadScores
+from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.batch_slice import BatchSlice
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.objective import Objective
@@ -40,10 +40,10 @@ class DPO(Objective):
     def build(cls, config: Config, meshes: Meshes) -> DPO:
         return cls(meshes, config.dpo.beta)
 
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+    def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
         completion_BS, cp = batch_slice.extra_fields[COMPLETION], self.meshes.cp
         gain_BS = (
-            (-scores.loss_BS - batch_slice.extra_fields[REFERENCE]).double().where(batch_slice.labels_BS != IGNORE, 0)
+            (-head.loss_BS - batch_slice.extra_fields[REFERENCE]).double().where(batch_slice.labels_BS != IGNORE, 0)
         )
         samples, length = completion_BS.shape[0], completion_BS.shape[1] * cp.size
         length += length % 2

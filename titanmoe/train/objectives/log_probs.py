@@ -13,7 +13,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import all_gather_autograd
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
-from titanmoe.models.vocabulary import HeadScores
+from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.batch_slice import BatchSlice, to_device
 from titanmoe.parallel.context import Placement
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
@@ -33,9 +33,9 @@ class OfLogProbs(CrossEntropy):
         self.batches: dict[int, Batch] = {}
         """Full samples of the microbatches of a pass, by the id of their slice. The caller sets them before it."""
 
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+    def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
         cp, batch = self.meshes.cp, self.batches[id(batch_slice)]
-        log_p_BL = self.placement.to_sequence_order(all_gather_autograd(-scores.loss_BS, 1, cp), 1)
+        log_p_BL = self.placement.to_sequence_order(all_gather_autograd(-head.loss_BS, 1, cp), 1)
         fields = (x if x is None else to_device(x, self.device) for x in batch[:-1])
         extra_fields = {name: to_device(x, self.device) for name, x in batch.extra_fields.items()}
         loss = self.function(log_p_BL, Batch(*fields, extra_fields))
@@ -50,10 +50,10 @@ class WithLogProbs(Objective):
         self.inner, self.recorded = inner, dict[int, tuple[Tensor, Tensor | None]]()
         """Log-probabilities (B, S) and entropies (B, S) or None of each microbatch, by the id of its slice."""
 
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
-        entropy_BS = None if scores.entropy_BS is None else scores.entropy_BS.detach()
-        self.recorded[id(batch_slice)] = 0 - scores.loss_BS.detach(), entropy_BS  # without a label 0, not -0
-        return self.inner.sum(scores, batch_slice)
+    def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
+        entropy_BS = None if head.entropy_BS is None else head.entropy_BS.detach()
+        self.recorded[id(batch_slice)] = 0 - head.loss_BS.detach(), entropy_BS  # without a label 0, not -0
+        return self.inner.sum(head, batch_slice)
 
     def count(self, batch: Batch) -> Tensor:
         return self.inner.count(batch)
@@ -65,5 +65,5 @@ class WithLogProbs(Objective):
 class NoSum(CrossEntropy):
     """Objective without a loss, for forward passes that only compute log-probabilities."""
 
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
-        return scores.loss_BS.new_zeros(())
+    def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
+        return head.loss_BS.new_zeros(())

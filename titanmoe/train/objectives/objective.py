@@ -19,7 +19,7 @@ from torch import Tensor
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
-from titanmoe.models.vocabulary import HeadScores
+from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.batch_slice import BatchSlice
 
 
@@ -39,9 +39,9 @@ class Objective:
         """Make the objective of a run; a subclass with options overrides this and reads them from the config."""
         return cls(meshes)
 
-    def __call__(self, scores_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
+    def __call__(self, output_NBS: Tensor, batch_slice: BatchSlice) -> Tensor:
         """Return the objective's sum over this rank's slice of a microbatch, by `sum`."""
-        return self.sum(HeadScores.of(scores_NBS), batch_slice)
+        return self.sum(HeadOutput.of(output_NBS), batch_slice)
 
     def report(self, batch_slice: BatchSlice, *sums: Tensor) -> None:
         """Record this rank's sums of a microbatch for the metrics named in `metrics`. Called by a subclass's `sum`.
@@ -65,11 +65,11 @@ class Objective:
         return sums
 
     @abstractmethod
-    def sum(self, scores: HeadScores, batch_slice: BatchSlice) -> Tensor:
+    def sum(self, head: HeadOutput, batch_slice: BatchSlice) -> Tensor:
         """Return this rank's sum of the loss over a microbatch, a scalar that gradients flow through.
 
         Args:
-            scores: what the head has computed of each label: cross-entropy, and entropy or classes if asked for.
+            head: what the head has computed of each label: cross-entropy, and entropy or classes if asked for.
             batch_slice: ids, labels, positions and further inputs of the same positions.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method `sum`")
