@@ -82,7 +82,7 @@ def fill_shards(targets: Targets, source_model: FullModel, model: Model) -> None
     Args:
         targets: (name of the stored tensor, shard to fill) by name on this rank, such as "model.embed.weight".
         source_model: the model to read.
-        model: [model] to read a Hugging Face folder as, without multi-token prediction; unused for a checkpoint.
+        model: [model] to read a Hugging Face folder as; unused for a checkpoint.
 
     Raises:
         CheckpointError: a checkpoint lacks a tensor or cannot be read.
@@ -93,12 +93,9 @@ def fill_shards(targets: Targets, source_model: FullModel, model: Model) -> None
 
         Checkpoint(source_model.path).fill(targets)
         return
-    from titanmoe.checkpoint.hf.huggingface_source import open_hf
+    from titanmoe.checkpoint.hf.huggingface_source import open_checked_hf
     from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 
-    source = open_hf(source_model.path, model)
-    if source.has_mtp:
-        source = open_hf(source_model.path, model, drop=("mtp",))
-    source.check()
+    source = open_checked_hf(source_model.path, model)
     for name, (_, shard) in targets.items():
         fill_in_blocks(shard.tensor, shard.offset, partial(source.read, name.removeprefix("model.")))

@@ -190,11 +190,11 @@ class Checkpoints:
         Raises:
             ConfigError: the model cannot be fetched or does not fit [model].
         """
-        from titanmoe.checkpoint.hf.huggingface_source import open_first_weights
+        from titanmoe.checkpoint.hf.huggingface_source import open_checked_hf
         from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files
 
         folder = self._find_hf_folder(self.options.initial_hf)
-        source = open_first_weights(folder, self.model)
+        source = open_checked_hf(folder, self.model)
         for name, (_, shard) in self._targets(with_moments=False, base=True).items():
             fill_in_blocks(shard.tensor, shard.offset, partial(source.read, name.removeprefix("model.")))
         self._copy_files(lambda: config_and_tokenizer_files(folder))

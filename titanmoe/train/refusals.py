@@ -217,14 +217,14 @@ def _check_first_weights(config: Config, start: StartPoint, record: dict[str, An
 
 def _check_model(config: Config) -> None:
     from titanmoe.checkpoint.hf.fetch import is_remote, weights_folder
-    from titanmoe.checkpoint.hf.huggingface_source import open_first_weights
+    from titanmoe.checkpoint.hf.huggingface_source import open_checked_hf
     from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files
 
     name = config.checkpoint.initial_hf
     if is_remote(name):
         show_status(f"fetching {name}")
     folder = weights_folder(name)
-    open_first_weights(folder, config.model)
+    open_checked_hf(folder, config.model)
     if config.checkpoint.enable:
         config_and_tokenizer_files(folder)
 

@@ -259,8 +259,8 @@ def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> Hug
     return HuggingFaceSource(path, configs.describe_folder(path), model, drop)
 
 
-def open_first_weights(folder: Path, model: Model) -> HuggingFaceSource:
-    """Open the Hugging Face folder that a run begins from; ConfigError if it does not fit the model.
+def open_checked_hf(folder: Path, model: Model) -> HuggingFaceSource:
+    """Open a Hugging Face folder to read its weights as a model of ours; ConfigError if they do not fit it.
 
     Multi-token prediction is left out if the model has none.
     """

@@ -20,7 +20,7 @@ from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.fetch import CARRIED, is_remote, weights_folder
-from titanmoe.checkpoint.hf.huggingface_source import HuggingFaceSource, open_hf
+from titanmoe.checkpoint.hf.huggingface_source import HuggingFaceSource, open_checked_hf
 from titanmoe.checkpoint.hf.peft_read import base_name_of, is_peft, read_peft
 from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files
 from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape
@@ -124,12 +124,7 @@ def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | C
     if not is_hf(name):
         return CheckpointWeights(latest_checkpoint(Path(name)))
     folder = weights_folder(name)
-    model = model or configs.describe_folder(folder).model
-    source = open_hf(folder, model)
-    if source.has_mtp and not model.mtp_depth:
-        source = open_hf(folder, model, drop=("mtp",))
-    source.check()
-    return source
+    return open_checked_hf(folder, model or configs.describe_folder(folder).model)
 
 
 def has_adapters(path: Path) -> bool:
