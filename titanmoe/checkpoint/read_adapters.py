@@ -14,6 +14,7 @@ from pathlib import Path
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.choose_checkpoint import base_weights_name
 from titanmoe.checkpoint.manifest import recorded_fields
 from titanmoe.checkpoint.safe_files import ANOTHER, CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor
@@ -75,18 +76,15 @@ def read_checkpoint_adapters(path: Path) -> Adapters:
         for name, (shape, dtype) in saved.tensors.items()
         if name.startswith(MODEL)
     }
-    checkpoint = config.checkpoint
-    base = checkpoint.initial_hf or (checkpoint.load if checkpoint.model_only else "")
-    digest, dropout = saved.record["base"], config.lora.dropout
     return Adapters(
         path=path,
         model=config.model,
         lora=config.lora,
         tensors=tensors,
-        base=base,
-        digest=digest,
+        base=base_weights_name(config.checkpoint),
+        digest=saved.record["base"],
         config=config,
-        dropout=dropout,
+        dropout=config.lora.dropout,
     )
 
 
