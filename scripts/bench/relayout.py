@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf.live_export import LiveExport
 from titanmoe.checkpoint.relayout import Relayout
 from titanmoe.checkpoint.state import Targets, persistent_buffers, shards_to_load, shards_to_save
@@ -99,7 +99,7 @@ def measure(configs: list[Config], runtime: Runtime, folder: Path, rounds: int) 
         "plan": lambda: Relayout(source, destination),
         "move": lambda: plan.move(source, destination),
         "save": lambda: write_checkpoint(path, shards_to_save(source), {}, True, group=dist.group.WORLD),
-        "load": lambda: open_checkpoint(path).fill(destination),
+        "load": lambda: Checkpoint(path).fill(destination),
         "export": lambda: [None for _ in export.tensors(source)],
     }
     seconds: dict[str, list[float]] = {name: [] for name in works}

@@ -177,13 +177,13 @@ def expect_no_growth(run: Run, rows: list[list[float]]) -> None:
 
 def expect_bitwise_equal(run: Run) -> None:
     """Raise Wrong unless an ended run's losses, norms, weights and moments equal those of `undisturbed_run` bitwise."""
-    from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+    from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 
     undisturbed = undisturbed_run(run)
     if (ours := losses(run)) != (theirs := losses(undisturbed)):
         first = next((a for a, b in zip(ours, theirs, strict=False) if a != b), None)
         raise Wrong(f"a different loss or norm: {first or f'{len(ours)} lines for {len(theirs)} steps'}")
-    ours, theirs = (open_checkpoint(each.checkpoints / layout.folder_name(STEPS)) for each in (run, undisturbed))
+    ours, theirs = (Checkpoint(each.checkpoints / layout.folder_name(STEPS)) for each in (run, undisturbed))
     if ours.tensors != theirs.tensors:
         raise Wrong("the last checkpoint has different tensors")
     if odd := [name for name in theirs.tensors if not ours.read(name).equal(theirs.read(name))]:

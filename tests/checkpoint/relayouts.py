@@ -14,7 +14,7 @@ from torch import Tensor
 from tests import parity
 from tests.support.live_bytes import LiveBytes
 from titanmoe.checkpoint import relayout
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint, write_checkpoint
 from titanmoe.checkpoint.relayout import WORD, Relayout
 from titanmoe.checkpoint.state import Targets, persistent_buffers, shards_to_load, shards_to_save
 from titanmoe.comm.collectives import Group, launch_all_to_all
@@ -150,7 +150,7 @@ def move(folder: str, before: dict[str, Any], after: dict[str, Any], round_bytes
             plan.move(source, destination)
     moved = {name: shard.tensor.clone() for name, (_, shard) in destination.items()}
     save(folder, source, config)
-    open_checkpoint(Path(folder)).fill(destination)
+    Checkpoint(Path(folder)).fill(destination)
     return Moved(differing(destination, moved), needed_bytes(source, destination), messages, memory.peak)
 
 

@@ -15,7 +15,7 @@ from tests import world
 from tests.checkpoint import folders, runs
 from tests.checkpoint.folders import Calls
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.cli import main
 
 TOOLS = """
@@ -45,7 +45,7 @@ def test_tools_of_pytorch_read_what_we_read(tmp_path: Path, capsys: pytest.Captu
     outputs = tmp_path / "loaded.pt", tmp_path / "unsharded.pt"
     command = [sys.executable, "-c", TOOLS, path, *outputs]
     subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""}, timeout=120)
-    ours = open_checkpoint(path)
+    ours = Checkpoint(path)
     assert any(name.startswith("model.") for name in ours.tensors)
     assert any(name.startswith("optimizer.") for name in ours.tensors)
     assert any(len(tensor.blocks) == 4 for tensor in ours.stored.values())

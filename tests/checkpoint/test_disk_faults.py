@@ -17,7 +17,7 @@ from tests import world
 from tests.checkpoint.folders import make
 from tests.checkpoint.test_layout import config
 from titanmoe.checkpoint import choose_checkpoint, layout, safe_files
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, save
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint, save
 from titanmoe.checkpoint.choose_checkpoint import choose_start
 from titanmoe.checkpoint.manifest import Manifest
 from titanmoe.checkpoint.move_in_blocks import slice_of_full
@@ -25,7 +25,7 @@ from titanmoe.checkpoint.safe_files import CheckpointError, Unreadable
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import LazyTensor, TensorShard
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Checkpoint
+from titanmoe.config.schema import Checkpoint as Options
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at
     message = layout.clean_up_interrupted(folder)
     best = start_of(folder).path
     assert best == folder / layout.folder_name(step if whole else 30) and layout.find_damage(best) == []
-    assert bool((open_checkpoint(best).read("model.a") == -1).all()) == whole
+    assert bool((Checkpoint(best).read("model.a") == -1).all()) == whole
     assert ahead == best or ahead == best.with_name(best.name + layout.WRITING), "read ahead as it will be loaded"
     assert not any(path.suffix for path in folder.iterdir())
     assert len(message) == (whole and at < (3 if step == 40 else 4))
@@ -219,7 +219,7 @@ def test_what_cannot_be_removed_is_reported_and_ends_nothing(folder, monkeypatch
 
 def go_on_past(folder: str, passed: list[str]) -> list[str]:
     lines: list[str] = []
-    saver = Saver(Path(folder), Checkpoint(enable=True, save="sync", keep_last=1), lines.append)
+    saver = Saver(Path(folder), Options(enable=True, save="sync", keep_last=1), lines.append)
     saver.passed_over = [Path(folder, name) for name in passed]
     for step in (30, 40):
         saver.save(step, {"model.a": TensorShard(torch.zeros(64), (0,), (64,))}, {"step": step})
@@ -235,7 +235,7 @@ def test_what_was_passed_over_is_never_removed(folder):
     """Neither by retention nor when the same step is repeated."""
     (message,) = world.run(1, go_on_past, str(folder), ["step-00000030", "step-00000010"])
     assert names(folder) == ["hf", "latest", "step-00000010.passed-over", "step-00000030.passed-over", "step-00000040"]
-    assert bool((open_checkpoint(folder / "step-00000030.passed-over").read("model.a") == 30).all())
+    assert bool((Checkpoint(folder / "step-00000030.passed-over").read("model.a") == 30).all())
     assert [line.split(" was passed over: kept as ")[-1] for line in message[:2]] == [
         "step-00000030.passed-over", "step-00000010.passed-over",
     ]  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from tests.checkpoint import victims
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 
 NOBODY = -1
 
@@ -40,7 +40,7 @@ def check(folder: Path) -> int:
     """What the next start would take: complete, and all from one step."""
     best = layout.newest_first(folder)[0]
     assert layout.find_damage(best) == []
-    checkpoint = open_checkpoint(best)
+    checkpoint = Checkpoint(best)
     step = checkpoint.record["step"]
     for name, tensor in victims.contents(step).items():
         assert torch.equal(checkpoint.read(name), tensor), (best, name)
@@ -138,7 +138,7 @@ def best_of(folder: Path) -> tuple[int, Any, dict[str, torch.Tensor], list[str],
     checkpoints, and the validation losses that were logged."""
     path = latest_checkpoint(folder / "run:best")
     assert layout.find_damage(path) == []
-    checkpoint, kept = open_checkpoint(path), layout.checkpoints_by_step(folder / "run/checkpoints")
+    checkpoint, kept = Checkpoint(path), layout.checkpoints_by_step(folder / "run/checkpoints")
     tracker = layout.read_manifest(layout.newest_first(folder / "run/checkpoints")[0]).record["best"]
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     tensors = {name: checkpoint.read(name) for name in checkpoint.tensors}
@@ -210,7 +210,7 @@ def test_a_storm_of_kills(tmp_path: Path) -> None:
                 process.join(600)
                 assert process.exitcode == 0, (tmp_path / "log").read_text()[-3000:]
     stormy, calm = (
-        open_checkpoint(path / "run/checkpoints" / layout.folder_name(end)) for path in (tmp_path, tmp_path / "calm")
+        Checkpoint(path / "run/checkpoints" / layout.folder_name(end)) for path in (tmp_path, tmp_path / "calm")
     )
     assert stormy.tensors == calm.tensors
     for name in calm.tensors:

@@ -15,7 +15,7 @@ from tests.checkpoint.folders import flip_a_bit, make, rewrite
 from titanmoe import files
 from titanmoe.checkpoint import layout, manifest, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint, write_checkpoint
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_folder, choose_start
 from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -260,7 +260,7 @@ def test_an_existing_checkpoint_is_not_overwritten(run):
 def test_any_block_of_a_tensor_can_be_read_alone(tmp_path):
     tensor = torch.arange(60.0).view(5, 12)
     write_checkpoint(tmp_path / "c", {"x": LazyTensor((5, 12), torch.float32, slice_of_full(lambda: tensor))}, {})
-    checkpoint = open_checkpoint(tmp_path / "c")
+    checkpoint = Checkpoint(tmp_path / "c")
     assert torch.equal(checkpoint.read("x"), tensor)
     assert torch.equal(checkpoint.read("x", (1, 2), (3, 4)), tensor[1:4, 2:6])
     assert checkpoint.read("x", (0, 0), (0, 12)).shape == (0, 12)

@@ -19,18 +19,18 @@ from tests import parity, world
 from tests.checkpoint import runs
 from tests.support.fake_gpu import FakeGPU
 from titanmoe.checkpoint import layout, write_tensors
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import TensorShard
-from titanmoe.config.schema import Checkpoint
+from titanmoe.config.schema import Checkpoint as Options
 
 
 def save_and_go_on(folder: str) -> list[bool]:
     """Weights change while the writer is held up; what is written must be their old values."""
-    saver = Saver(Path(folder), Checkpoint(enable=True, save="async"))
+    saver = Saver(Path(folder), Options(enable=True, save="async"))
     weight, go, write = torch.zeros(1000), threading.Event(), write_tensors._ChecksummedFile.write
     write_tensors._ChecksummedFile.write = lambda self, data: (go.wait(20), write(self, data))[1]
     try:
@@ -45,8 +45,7 @@ def save_and_go_on(folder: str) -> list[bool]:
     finally:
         write_tensors._ChecksummedFile.write = write
     return [
-        bool((open_checkpoint(p).read("model.w") == s).all())
-        for s, p in layout.checkpoints_by_step(Path(folder)).items()
+        bool((Checkpoint(p).read("model.w") == s).all()) for s, p in layout.checkpoints_by_step(Path(folder)).items()
     ]
 
 
@@ -118,7 +117,7 @@ def test_an_interval_of_0_saves_only_at_the_end(tmp_path):
 def _copies(folder: str) -> list[str]:
     """Of a GPU's state. Returns the lines that were said."""
     lines: list[str] = []
-    saver = Saver(Path(folder), Checkpoint(enable=True), lines.append)
+    saver = Saver(Path(folder), Options(enable=True), lines.append)
     shapes: list[Any] = [((5, 3), torch.float32), ((), torch.int64), ((0, 4), torch.bfloat16), ((7,), torch.bfloat16)]
     with FakeGPU() as gpu:
         state = [torch.full(shape, i + 2, dtype=dtype, device="cuda") for i, (shape, dtype) in enumerate(shapes)]

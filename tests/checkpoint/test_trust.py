@@ -17,7 +17,7 @@ import torch
 from tests.checkpoint import folders
 from tests.checkpoint.folders import Calls
 from titanmoe.checkpoint import layout, safe_files, tensor_index
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.manifest import Checksum
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saved_tensor import read_saved_tensor
@@ -102,7 +102,7 @@ def test_a_description_that_lies_is_one_line(tmp_path: Path, name: str) -> None:
     folders.spoil(path, "a.distcp", b"\0" * 1000)
     folders.spoil(path, tensor_index.TENSOR_INDEX, json.dumps(LIES[name]).encode())
     with pytest.raises(CheckpointError, match=r"tensors\.json cannot be read: (\w+Error|TooDeep) ") as refused:
-        open_checkpoint(path).read("x")
+        Checkpoint(path).read("x")
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 
 
@@ -148,7 +148,7 @@ def test_a_block_that_is_something_else_is_refused(
     monkeypatch.chdir(tmp_path)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=rf"rank-00000-000\.distcp cannot be read: .*{words}") as refused:
-        open_checkpoint(path).read("model.a")
+        Checkpoint(path).read("model.a")
     assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
 
@@ -258,7 +258,7 @@ def test_a_manifest_or_latest_that_is_a_link_is_not_followed(tmp_path: Path) -> 
 
 def test_a_folder_may_itself_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "here").symlink_to(folders.make(tmp_path / "there", 7))
-    assert layout.find_damage(tmp_path / "here") == [] and open_checkpoint(tmp_path / "here").read("model.a")[0] == 7
+    assert layout.find_damage(tmp_path / "here") == [] and Checkpoint(tmp_path / "here").read("model.a")[0] == 7
 
 
 def test_files_are_read_only_as_far_as_the_manifest_says(tmp_path: Path) -> None:
@@ -270,4 +270,4 @@ def test_files_are_read_only_as_far_as_the_manifest_says(tmp_path: Path) -> None
         stream.truncate(1 << 40)  # sparse
     assert "has 1,099,511,627,776 bytes but was written with" in layout.find_damage(path)[0]
     with pytest.raises(CheckpointError, match=r"tensors.json has more than \d+ bytes"):
-        open_checkpoint(path).read("model.a")
+        Checkpoint(path).read("model.a")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.hf.config_json import describe_folder
 from titanmoe.checkpoint.hf.huggingface_source import open_hf
 from titanmoe.checkpoint.state import persistent_buffers
@@ -23,7 +23,7 @@ class Saved:
     """A checkpoint of ours, read as a source."""
 
     def __init__(self, path: str):
-        self.saved = open_checkpoint(path)
+        self.saved = Checkpoint(Path(path))
         self.model = Model(**self.saved.record["config"]["model"])
 
     def read(self, name: str, offset: Any, shape: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from scripts.bench.convert import growth, make_adapters, make_folder, one_expert
 from tests.checkpoint_hf import adapted, models
 from titanmoe.checkpoint import move_in_blocks, write_tensors
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.hf import safetensors_folder
 from titanmoe.checkpoint.hf.safetensors_folder import Shape
 from titanmoe.cli import main
@@ -43,7 +43,7 @@ def convert(out: Path, *words: object) -> bytes:
     assert main(["convert", *map(str, words), str(out), "--overwrite"]) == 0
     if "--to-hf" in words:
         return (out / "model.safetensors").read_bytes()
-    saved = open_checkpoint(out)
+    saved = Checkpoint(out)
     return b"".join(saved.read(name).view(torch.uint8).numpy().tobytes() for name in sorted(saved.tensors))
 
 
@@ -61,7 +61,7 @@ def test_small_blocks_make_the_same_bytes(tmp_path: Path, family: str, monkeypat
     ):
         monkeypatch.setattr(module, name, size)
     assert [convert(tmp_path / out, *words) for out, words in conversions.items()] == whole
-    stored = open_checkpoint(tmp_path / "ours").stored["model.layers.1.moe.experts.w1"]
+    stored = Checkpoint(tmp_path / "ours").stored["model.layers.1.moe.experts.w1"]
     assert len(stored.blocks) > stored.shape[0]
     # a product of few rows is rounded otherwise
     convert(tmp_path / "again", "--to-hf", tmp_path / "adapters")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests import world
 from tests.checkpoint_hf import models, ours
 from tests.checkpoint_hf.test_convert import convert, equal
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.hf.config_json import describe_folder
 from titanmoe.checkpoint.hf.huggingface_source import open_hf
 from titanmoe.config import ConfigError
@@ -55,7 +55,7 @@ def test_multi_token_prediction_comes_in_and_goes_out(with_mtp, tmp_path, capsys
     folder = with_mtp()
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     assert "mtp_depth = 1" in capsys.readouterr().out
-    saved, hf_tensors = open_checkpoint(tmp_path / "ours"), load_file(folder / "model.safetensors")
+    saved, hf_tensors = Checkpoint(tmp_path / "ours"), load_file(folder / "model.safetensors")
     assert torch.equal(saved.read("model.mtp.0.project.weight"), hf_tensors[f"model.layers.{LAYERS}.eh_proj.weight"])
     assert not [name for name in saved.tensors if "embed_copy" in name or name.startswith("model.layers.3.")]
     assert convert("--to-hf", tmp_path / "ours", tmp_path / "out") == 0

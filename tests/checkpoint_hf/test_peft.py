@@ -18,7 +18,7 @@ from tests import parity, world
 from tests.checkpoint import runs
 from tests.checkpoint_hf import adapted, models
 from tests.checkpoint_hf.test_convert import convert
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.hf.config_json import describe_folder, hf_format_of
 from titanmoe.checkpoint.hf.peft_read import read_peft
 from titanmoe.checkpoint.hf.peft_write import plan_peft_folder
@@ -449,7 +449,7 @@ def test_a_run_begins_from_them_and_gives_back_the_same_bits(tmp_path, exported)
     assert back.keys() == want.keys() and all(back[name].equal(tensor) for name, tensor in want.items())
     # It resumes from what it saved, whatever has become of the folder.
     world.run(2, runs.go, str(tmp_path), words | {"checkpoint.initial_adapter": "gone"}, 2)
-    assert "model.layers.0.attention.wq.lora_A" in open_checkpoint(path).tensors
+    assert "model.layers.0.attention.wq.lora_A" in Checkpoint(path).tensors
 
 
 def test_other_adapters_than_the_recipe_says_are_refused_at_once(tmp_path, exported):

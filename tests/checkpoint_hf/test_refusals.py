@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint import folders
 from tests.checkpoint_hf import models
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf.config_json import describe_folder, to_config_json
 from titanmoe.checkpoint.hf.huggingface_source import compress_names, open_hf
 from titanmoe.checkpoint.move_in_blocks import slice_of_full
@@ -421,7 +421,7 @@ def test_a_damaged_checkpoint_is_not_exported(mixtral, tmp_path, capsys):
 )
 def test_a_checkpoint_that_is_not_its_model(mixtral, tmp_path, capsys, name, change, reason):
     assert main(["convert", "--from-hf", str(mixtral), str(tmp_path / "ours")]) == 0
-    saved = open_checkpoint(tmp_path / "ours")
+    saved = Checkpoint(tmp_path / "ours")
     tensors = {name: saved.read(name) for name in saved.tensors}
     tensors[f"model.{name}"] = change(tensors.get(f"model.{name}"))
     pieces = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests import world
 from tests.checkpoint_hf import models, ours
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.cli import main
 
 TITAN = {
@@ -180,7 +180,7 @@ def test_it_is_the_model_that_transformers_saved(made, tmp_path, capsys, name, r
     assert convert("--from-dcp", tmp_path / "dcp", tmp_path / "ours", "--hf-assets", hf) == 0
     assert "they are not the model's (optimizer, train_state)" in (said := capsys.readouterr().out)
     assert f'load = "{tmp_path / "ours"}"' in said
-    got, want = open_checkpoint(tmp_path / "ours"), open_checkpoint(tmp_path / "first")
+    got, want = Checkpoint(tmp_path / "ours"), Checkpoint(tmp_path / "first")
     assert got.tensors == want.tensors and got.record["config"] == want.record["config"]
     assert str(tmp_path / "dcp") in got.record["made"]
     for each in want.tensors:
@@ -197,7 +197,7 @@ def test_biases_that_only_torchtitan_has_are_read(made, tmp_path):
     tensors |= {f"layers.{layer}.moe.expert_bias_E": torch.arange(8.0) + layer for layer in (0, 1)}
     dcp.save(tensors, checkpoint_id=tmp_path / "dcp")
     assert convert("--from-dcp", tmp_path / "dcp", tmp_path / "ours", "--hf-assets", hf) == 0
-    bias = open_checkpoint(tmp_path / "ours").read("model.layers.1.moe.router.expert_bias")
+    bias = Checkpoint(tmp_path / "ours").read("model.layers.1.moe.router.expert_bias")
     assert torch.equal(bias, torch.arange(8.0) + 1)
 
 

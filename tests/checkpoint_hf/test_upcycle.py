@@ -5,7 +5,7 @@ import torch
 
 from tests import world
 from tests.checkpoint_hf import models, ours
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.cli import main
 
 # experts, top_k, granularity: copies; pieces of several copies; a small version of the paper's E8G8T8
@@ -57,7 +57,7 @@ def test_routers_are_equal_for_the_pieces_of_a_copy_and_random_otherwise(dense, 
     for seed in (0, 0, 1):
         out = tmp_path / f"{len(read)}"
         assert upcycle(folder, out, 16, 8, 4, "--seed", seed) == 0
-        read[out.name] = open_checkpoint(out).read("model.layers.1.moe.router.weight").unflatten(0, (4, 4))
+        read[out.name] = Checkpoint(out).read("model.layers.1.moe.router.weight").unflatten(0, (4, 4))
     again, other = read["1"], read["2"]
     assert torch.equal(read["0"], again) and not torch.equal(again, other)
     assert torch.equal(again, again[:, :1].expand_as(again))
@@ -68,7 +68,7 @@ def test_routers_are_equal_for_the_pieces_of_a_copy_and_random_otherwise(dense, 
 def test_bfloat16_is_split_and_scaled_without_rounding(tmp_path):
     folder = models.save(models.make("llama", torch.bfloat16), tmp_path / "in")
     assert upcycle(folder, tmp_path / "out", 8, 4, 4) == 0
-    dense, saved = models.tensors(folder), open_checkpoint(tmp_path / "out")
+    dense, saved = models.tensors(folder), Checkpoint(tmp_path / "out")
     down = saved.read("model.layers.0.moe.experts.w2")
     assert down.dtype == torch.bfloat16
     whole = torch.cat(down[4:].unbind(), 1).float() / 4

@@ -17,7 +17,7 @@ from tests.checkpoint import runs
 from tests.checkpoint_hf import models
 from tests.generate import saved
 from tests.support import processes
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.cli import main
 from titanmoe.data.tokenizer import open_tokenizer
 
@@ -71,7 +71,7 @@ def test_greedy_text_of_a_run_is_what_the_plain_model_finds_most_probable(run: P
     assert [(line["number"], line["prompt"]) for line in completions] == list(enumerate(prompts))
 
     path = run / "checkpoints/step-00000001"
-    weights = {name: open_checkpoint(path).read(name) for name in open_checkpoint(path).tensors}
+    weights = {name: Checkpoint(path).read(name) for name in Checkpoint(path).tensors}
     weights = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
     bias = {name: tensor for name, tensor in weights.items() if name.endswith("expert_bias")}
     config = parity.read(TEXT, 1)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from tests import parity, world
 from tests.support import processes
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.layout import folder_name
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
@@ -151,7 +151,7 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
     world.run(2, said, options(tmp_path / "calm", **last))
     assert losses(tmp_path / "hurt") == losses(tmp_path / "calm"), "every step once, however often it was begun"
     hurt, calm = (
-        open_checkpoint(tmp_path / name / "run/checkpoints" / folder_name(stopped + 1)) for name in ("hurt", "calm")
+        Checkpoint(tmp_path / name / "run/checkpoints" / folder_name(stopped + 1)) for name in ("hurt", "calm")
     )
     assert hurt.tensors == calm.tensors
     assert all(hurt.read(name).equal(calm.read(name)) for name in calm.tensors)

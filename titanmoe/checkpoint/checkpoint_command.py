@@ -138,10 +138,10 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+    from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 
     path = latest_checkpoint(args.RUN)
-    checkpoint = open_checkpoint(path)
+    checkpoint = Checkpoint(path)
     record, files = checkpoint.record, checkpoint.manifest.files
     model, mapping = record.get("config", {}).get("model", {}), record.get("mapping", {})
     rows = [
@@ -182,10 +182,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+    from titanmoe.checkpoint.checkpoint_folder import Checkpoint
     from titanmoe.checkpoint.manifest import flatten_record
 
-    a, b = (open_checkpoint(latest_checkpoint(path)) for path in (args.A, args.B))
+    a, b = (Checkpoint(latest_checkpoint(path)) for path in (args.A, args.B))
     before, after = flatten_record(a.record), flatten_record(b.record)
     differ = False
     for key in sorted(before.keys() | after.keys()):

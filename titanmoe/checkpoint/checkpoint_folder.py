@@ -202,6 +202,7 @@ class Checkpoint(StoredTensors):
     """A complete checkpoint that titanmoe wrote, open for reading."""
 
     def __init__(self, path: Path):
+        """Open a checkpoint's folder and read its manifest; CheckpointError if it has no valid one."""
         super().__init__(path)
         self.manifest = layout.read_manifest(path)
         self.record = self.manifest.record
@@ -217,11 +218,6 @@ class Checkpoint(StoredTensors):
             return from_json(data, files)
         except Exception as error:  # files that are not ours can raise anything
             raise safe_files.read_error(self.path / TENSOR_INDEX, error) from None
-
-
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open one checkpoint's folder for reading, and read its manifest; CheckpointError if it has no valid one."""
-    return Checkpoint(Path(path))
 
 
 def write_checkpoint(

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.files import fsync_folder, write_error
 
@@ -34,7 +34,7 @@ def write_dcp_metadata(path: Path) -> int:
     """
     if broken := layout.find_damage(path, contents=False):
         raise CheckpointError("; ".join(broken))
-    stored, size = open_checkpoint(path).stored, torch.Size
+    stored, size = Checkpoint(path).stored, torch.Size
     tensors = {
         name: TensorStorageMetadata(
             TensorProperties(dtype=tensor.dtype),

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.choose_checkpoint import base_weights_name
 from titanmoe.checkpoint.manifest import recorded_fields
 from titanmoe.checkpoint.safe_files import ANOTHER, CheckpointError
@@ -62,7 +62,7 @@ class Adapters:
 
 def read_checkpoint_adapters(path: Path) -> Adapters:
     """Open the adapters in a checkpoint; CheckpointError if it has full weights instead, or lacks some adapters."""
-    saved = open_checkpoint(path)
+    saved = Checkpoint(path)
     if "base" not in saved.record:
         raise CheckpointError(f"{path} has full weights and no adapters: a run with lora.rank above 0 makes them")
     config = build(recorded_fields(saved.record, path / layout.MANIFEST))

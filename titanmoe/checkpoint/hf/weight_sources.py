@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout, weight_digest
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
-from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.fetch import CARRIED, is_remote, weights_folder
 from titanmoe.checkpoint.hf.huggingface_source import HuggingFaceSource, open_checked_hf
@@ -54,7 +54,7 @@ class CheckpointWeights:
     """The full weights in one of our checkpoints."""
 
     def __init__(self, path: Path):
-        self.saved = open_checkpoint(path)
+        self.saved = Checkpoint(path)
         refuse_adapters(self.saved.record, path)
         self.model = recorded_model(self.saved.record, path)
         self.tensors = {n.removeprefix(MODEL): size for n, size in self.saved.tensors.items() if n.startswith(MODEL)}
