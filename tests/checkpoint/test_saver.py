@@ -20,8 +20,7 @@ from tests.checkpoint import runs
 from tests.support.fake_gpu import FakeGPU
 from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
-from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
+from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks, raise_on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import TensorShard

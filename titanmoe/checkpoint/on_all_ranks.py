@@ -13,10 +13,16 @@ import torch.distributed as dist
 
 from titanmoe.checkpoint import safe_files
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.config.load import ConfigError
 
 T = TypeVar("T")
 Group = Any
 """A process group, or None for a single process."""
+
+
+def size_and_rank(group: Group) -> tuple[int, int]:
+    """Return the group's size and this process's rank in it; (1, 0) without a group."""
+    return (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
 
 
 class _Outcome(NamedTuple):
@@ -26,7 +32,7 @@ class _Outcome(NamedTuple):
     reason: str
     """Message of the CheckpointError or OSError that the work raised; "" if it raised none."""
     unexpected: str
-    """Rank, type and message of any other exception that the work raised; "" if it raised none."""
+    """Rank in the world, type and message of any other exception that the work raised; "" if it raised none."""
 
 
 def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
@@ -43,11 +49,41 @@ def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
     if group is not None:
         outcomes = [None] * dist.get_world_size(group)
         dist.all_gather_object(outcomes, local, group)
-    raise_unexpected(error, (outcome.unexpected for outcome in outcomes))
+    _raise_unexpected(error, (outcome.unexpected for outcome in outcomes))
     reasons = dict.fromkeys(outcome.reason for outcome in outcomes if outcome.reason)
     if reasons:
         raise CheckpointError("; ".join(reasons))
     return [outcome.result for outcome in outcomes]
+
+
+def raise_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
+    """Call `work` on every rank and return this rank's result; if it fails on any rank, raise on all.
+
+    Collective over the group. Results are not sent.
+
+    Raises:
+        ConfigError: with every distinct problem, if `work` raised a ConfigError, CheckpointError or OSError on any
+            rank.
+        Exception: any other that `work` raised, on its rank; all others raise a RuntimeError that names both.
+    """
+    result: Any = None
+
+    def find_problems() -> tuple[list[str], str]:
+        nonlocal result
+        try:
+            result = work()
+        except ConfigError as error:
+            return error.problems, error.source
+        except CheckpointError as error:
+            return [str(error)], ""
+        except OSError as error:
+            return [safe_files.error_text(error)], ""
+        return [], ""
+
+    reports = on_all_ranks(group, find_problems)
+    if distinct := dict.fromkeys(problem for problems, _ in reports for problem in problems):
+        raise ConfigError(list(distinct), next((source for _, source in reports if source), ""))
+    return result
 
 
 def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
@@ -66,7 +102,7 @@ def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
     if group is not None:
         dist.broadcast_object_list(received, group=group, group_src=source)
     (outcome,) = received
-    raise_unexpected(error, [outcome.unexpected])
+    _raise_unexpected(error, [outcome.unexpected])
     if outcome.reason:
         raise CheckpointError(outcome.reason)
     return outcome.result
@@ -81,22 +117,18 @@ def _outcome(work: Callable[[], Any]) -> tuple[_Outcome, Exception | None]:
     except OSError as error:
         return _Outcome(None, safe_files.error_text(error), ""), None
     except Exception as error:  # the other ranks wait for this one
-        return _Outcome(None, "", describe_unexpected(error)), error
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return _Outcome(None, "", f"rank {rank} raised {type(error).__name__}: {error}"), error
 
 
-def describe_unexpected(error: Exception) -> str:
-    """Return a line for the other ranks on an exception of this rank, with its rank in the world, type and message."""
-    return f"rank {dist.get_rank() if dist.is_initialized() else 0} raised {type(error).__name__}: {error}"
-
-
-def raise_unexpected(error: Exception | None, lines: Iterable[str]) -> None:
+def _raise_unexpected(error: Exception | None, lines: Iterable[str]) -> None:
     """Raise this rank's own exception, or a RuntimeError with those of other ranks; return if there is none.
 
     The RuntimeError is no CheckpointError, because callers go on after some of those, which the rank at fault does not.
 
     Args:
         error: the exception that this rank has caught.
-        lines: `describe_unexpected` of each rank; "" for a rank without.
+        lines: the line on the exception of each rank; "" for a rank without.
     """
     if error is not None:
         raise error

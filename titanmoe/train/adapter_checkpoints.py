@@ -14,6 +14,7 @@ from titanmoe.checkpoint import state
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.choose_checkpoint import StartPoint, base_weights_name, start_from_path
 from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
+from titanmoe.checkpoint.on_all_ranks import raise_on_all_ranks
 from titanmoe.checkpoint.read_adapters import Adapters
 from titanmoe.checkpoint.weight_digest import frozen_digest
 from titanmoe.models.tensors import stored_name
@@ -113,7 +114,6 @@ class AdapterCheckpoints(Checkpoints):
         """
         if not (folder := self.options.initial_adapter):
             return notes
-        from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
         from titanmoe.checkpoint.hf.peft_base import read_first_adapters
 
         adapters = raise_on_all_ranks(self.group, lambda: read_first_adapters(Path(folder), self.model, self.lora))

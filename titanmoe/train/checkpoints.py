@@ -22,7 +22,7 @@ from titanmoe.checkpoint.checkpoint_folder import Checkpoint, save
 from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_folder, choose_start
 from titanmoe.checkpoint.manifest import Manifest, flatten_record
 from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
-from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
+from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks, raise_on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
@@ -209,7 +209,6 @@ class Checkpoints:
         Raises:
             ConfigError: on all ranks, if it cannot be fetched or its files differ between ranks.
         """
-        from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
         from titanmoe.checkpoint.hf.fetch import fingerprint, weights_folder
 
         folder = raise_on_all_ranks(self.group, lambda: weights_folder(name))

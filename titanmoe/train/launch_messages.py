@@ -116,7 +116,7 @@ PEER_FAILURE = re.compile(
     r"remote process|peer|^rank \d+ raised ",
     re.IGNORECASE,
 )
-"""Pattern of messages of torch.distributed when another rank is gone or does not answer, and of `raise_unexpected`."""
+"""Pattern of messages of torch.distributed when another rank is gone or does not answer, and of `on_all_ranks`."""
 
 
 def write_failure_note(

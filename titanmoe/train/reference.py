@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.checkpoint.choose_checkpoint import run_folder
-from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
-from titanmoe.checkpoint.on_all_ranks import on_all_ranks
+from titanmoe.checkpoint.on_all_ranks import on_all_ranks, raise_on_all_ranks
 from titanmoe.checkpoint.weight_digest import model_digest
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError

@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 import titanmoe
 from titanmoe.checkpoint import layout
@@ -37,14 +35,12 @@ from titanmoe.checkpoint.hf.weight_sources import (
     open_base_weights,
     open_export_source,
 )
-from titanmoe.checkpoint.on_all_ranks import Group, describe_unexpected, on_all_ranks, raise_unexpected
+from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks, raise_on_all_ranks, size_and_rank
 from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_adapters
-from titanmoe.checkpoint.safe_files import CheckpointError, error_text
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
 from titanmoe.files import fsync_folder
 
-T = TypeVar("T")
 PARTIAL = ".partial"
 
 
@@ -112,7 +108,7 @@ def assign_by_bytes(sizes: Mapping[str, int], group: Group) -> set[str]:
 
     Nothing is communicated: `sizes`, the bytes of each tensor by name, are the same on all ranks.
     """
-    ranks, rank = _size_and_rank(group)
+    ranks, rank = size_and_rank(group)
     loads, assigned = [0] * ranks, set()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         least = loads.index(min(loads))
@@ -220,7 +216,7 @@ def to_peft(
 def _check_files(path: Path, group: Group) -> None:
     if is_peft(path):
         return
-    ranks, rank = _size_and_rank(group)
+    ranks, rank = size_and_rank(group)
     names = sorted(layout.read_manifest(path).files)
     if broken := [
         line for lines in on_all_ranks(group, lambda: layout.find_damage(path, names[rank::ranks])) for line in lines
@@ -229,7 +225,7 @@ def _check_files(path: Path, group: Group) -> None:
 
 
 def _write(plan: FolderPlan | PeftFolder, out: Path, group: Group) -> None:
-    ranks, rank = _size_and_rank(group)
+    ranks, rank = size_and_rank(group)
     per_rank = -(-len(plan.files) // ranks)
     files = list(plan.files)[rank * per_rank : (rank + 1) * per_rank]
     make_folder(out, lambda unfinished: plan.write(unfinished, files), plan.complete, group)
@@ -253,9 +249,13 @@ def make_folder(out: Path, write: Callable[[Path], None], complete: Callable[[Pa
         raise_on_all_ranks(group, lambda: write(unfinished))
         _on_first_rank(group, lambda: _publish(complete, unfinished, out))
     except BaseException:
-        if _size_and_rank(group)[1] == 0:
+        if size_and_rank(group)[1] == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def _on_first_rank(group: Group, work: Callable[[], None]) -> None:
+    raise_on_all_ranks(group, work if size_and_rank(group)[1] == 0 else lambda: None)
 
 
 def _publish(complete: Callable[[Path], None], unfinished: Path, out: Path) -> None:
@@ -267,49 +267,3 @@ def _publish(complete: Callable[[Path], None], unfinished: Path, out: Path) -> N
     os.rename(unfinished, out)
     fsync_folder(out.absolute().parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-# ---- all ranks of a group
-
-
-def _size_and_rank(group: Group) -> tuple[int, int]:
-    """Return the group's size and this process's rank in it; (1, 0) without a group."""
-    return (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
-
-
-def raise_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
-    """Call `work` on every rank and return this rank's result; if it fails on any rank, raise on all.
-
-    Collective over the group.
-
-    Raises:
-        ConfigError: with every distinct problem, if `work` raised a ConfigError, CheckpointError or OSError on any
-            rank.
-        Exception: any other that `work` raised, on its rank; all others raise a RuntimeError that names both.
-    """
-    problems: list[str] = []
-    source = unexpected = ""
-    own_error: Exception | None = None
-    result: Any = None
-    try:
-        result = work()
-    except ConfigError as error:
-        problems, source = error.problems, error.source
-    except CheckpointError as error:
-        problems = [str(error)]
-    except OSError as error:
-        problems = [error_text(error)]
-    except Exception as error:  # the other ranks wait for this one
-        own_error, unexpected = error, describe_unexpected(error)
-    reports = [(problems, source, unexpected)]
-    if group is not None:
-        reports *= dist.get_world_size(group)
-        dist.all_gather_object(reports, (problems, source, unexpected), group)
-    raise_unexpected(own_error, (line for _, _, line in reports))
-    if distinct := dict.fromkeys(problem for rank_problems, _, _ in reports for problem in rank_problems):
-        raise ConfigError(list(distinct), next((source for _, source, _ in reports if source), ""))
-    return result
-
-
-def _on_first_rank(group: Group, work: Callable[[], None]) -> None:
-    raise_on_all_ranks(group, work if _size_and_rank(group)[1] == 0 else lambda: None)

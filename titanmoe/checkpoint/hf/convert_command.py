@@ -161,18 +161,19 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     from titanmoe.checkpoint.hf.huggingface_source import HuggingFaceSource
     from titanmoe.checkpoint.hf.torchtitan import open_torchtitan
     from titanmoe.checkpoint.hf.upcycle import UpcycledWeights
+    from titanmoe.checkpoint.on_all_ranks import raise_on_all_ranks
 
     if args.describe:
         from titanmoe.checkpoint.hf.describe_recipe import write_recipe
 
-        return [convert.raise_on_all_ranks(group, lambda: write_recipe(args.source))]
+        return [raise_on_all_ranks(group, lambda: write_recipe(args.source))]
     if args.to_hf or args.to_peft:
-        source = convert.raise_on_all_ranks(group, lambda: _checkpoint_or_peft(args))
+        source = raise_on_all_ranks(group, lambda: _checkpoint_or_peft(args))
         dtype = getattr(torch, args.dtype) if args.dtype else None
         return (_to_hf if args.to_hf else _to_peft)(args, source, dtype, group)
 
     described = args.hf_assets or args.source
-    folder = convert.raise_on_all_ranks(
+    folder = raise_on_all_ranks(
         group, lambda: describing_folder(described) if args.from_dcp else weights_folder(args.source)
     )
 
@@ -190,7 +191,7 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         source.check()
         return source
 
-    weights = convert.raise_on_all_ranks(group, open_weights)
+    weights = raise_on_all_ranks(group, open_weights)
     provenance = "upcycled from" if args.upcycle else "converted from"
     if args.from_dcp:
         provenance += f" {Path(args.source).absolute()} with the config.json of"

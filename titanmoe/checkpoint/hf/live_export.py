@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.checkpoint.hf.config_json import CONFIG
-from titanmoe.checkpoint.hf.convert import check_output_folder, make_folder, raise_on_all_ranks
+from titanmoe.checkpoint.hf.convert import check_output_folder, make_folder
 from titanmoe.checkpoint.hf.export import Export, FolderPlan, plan_folder
 from titanmoe.checkpoint.hf.fetch import INDEX, SINGLE
 from titanmoe.checkpoint.hf.safetensors_folder import safetensors_writer
 from titanmoe.checkpoint.hf.tensor_map import HfPlace, Shape
 from titanmoe.checkpoint.hf.weight_sources import ExportSource, MergedWeights
 from titanmoe.checkpoint.move_in_blocks import block_slices, empty
+from titanmoe.checkpoint.on_all_ranks import raise_on_all_ranks
 from titanmoe.checkpoint.read_adapters import MODEL, Adapters
 from titanmoe.checkpoint.relayout import (
     ROUND_BYTES,

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, weight_digest
@@ -26,7 +25,7 @@ from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files
 from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape
 from titanmoe.checkpoint.manifest import recorded_fields, refuse_adapters
 from titanmoe.checkpoint.move_in_blocks import empty
-from titanmoe.checkpoint.on_all_ranks import Group
+from titanmoe.checkpoint.on_all_ranks import Group, size_and_rank
 from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_adapters
 from titanmoe.checkpoint.safe_files import ANOTHER
 from titanmoe.config.fields import build
@@ -227,7 +226,7 @@ def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases:
         group: ranks that share the reading; None for a single process.
         biases: whether to include selection biases of routers, which a run updates although it freezes the rest.
     """
-    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+    ranks, rank = size_and_rank(group)
 
     def local_digest() -> int:
         names = sorted(name for name in weights.tensors if biases or not name.endswith(EXPERT_BIAS))[rank::ranks]
