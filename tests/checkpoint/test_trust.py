@@ -91,9 +91,9 @@ LIES = {
 
 
 def test_an_honest_description_is_accepted() -> None:
-    (tensor,) = tensor_index.from_json(json.dumps(described()).encode(), FILES).values()
+    (tensor,) = tensor_index.parse_entries(described(), FILES).values()
     assert tensor.shape == (4, 3)
-    assert tensor_index.from_json(tensor_index.to_json({"x": tensor}), FILES) == {"x": tensor}
+    assert tensor_index.parse_entries(json.loads(tensor_index.to_json({"x": tensor})), FILES) == {"x": tensor}
 
 
 @pytest.mark.parametrize("name", LIES)

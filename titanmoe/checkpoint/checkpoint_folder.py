@@ -30,11 +30,12 @@ from titanmoe.checkpoint.tensor_index import (
     StoredTensor,
     StridedData,
     blocks_covering,
-    from_json,
     intersection,
     locate_data,
+    parse_entries,
 )
 from titanmoe.checkpoint.write_tensors import CheckpointWriter, NonFiniteError, ShardPlanner, TensorShard, TensorsToSave
+from titanmoe.config.parse_json import parse_json
 
 
 def save(
@@ -215,7 +216,7 @@ class Checkpoint(StoredTensors):
             raise CheckpointError(f"{manifest} is damaged: {TENSOR_INDEX} is not listed", safe_files.ANOTHER)
         data = layout.read_intact(self.path, TENSOR_INDEX, files[TENSOR_INDEX])
         try:
-            return from_json(data, files)
+            return parse_entries(parse_json(data), files)
         except Exception as error:  # files that are not ours can raise anything
             raise safe_files.read_error(self.path / TENSOR_INDEX, error) from None
 

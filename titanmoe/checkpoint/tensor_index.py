@@ -22,7 +22,6 @@ from torch import Tensor
 from titanmoe.checkpoint.manifest import Checksum
 from titanmoe.checkpoint.move_in_blocks import COPY_BLOCK_BYTES, Sizes, empty
 from titanmoe.checkpoint.saved_tensor import MOST_BYTES, read_saved_tensor
-from titanmoe.config.parse_json import parse_json
 
 TENSOR_INDEX = "tensors.json"
 MOST_DIMS = 64
@@ -58,14 +57,6 @@ def to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
         entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape, "blocks": blocks}
         lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
-
-
-def from_json(data: bytes, files: Mapping[str, Checksum]) -> dict[str, StoredTensor]:
-    """Parse the contents of tensors.json; ValueError, KeyError or TypeError if `to_json` cannot have written them.
-
-    Blocks must lie within the sizes of the checkpoint's files, which `files` has by name.
-    """
-    return parse_entries(parse_json(data), files)
 
 
 def parse_entries(entries: Mapping[str, Any], files: Mapping[str, Checksum]) -> dict[str, StoredTensor]:
