@@ -38,11 +38,6 @@ def folder_name(step: int) -> str:
     return f"step-{step:08}"
 
 
-def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name, which may have a suffix such as .writing."""
-    return int(_NAME.match(path.name)[1])
-
-
 def read_manifest(folder: Path) -> Manifest:
     """Read and check a checkpoint's manifest.json; CheckpointError, in one line, if it is absent or damaged."""
     try:
@@ -353,7 +348,8 @@ def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int, best
         keep_every: also keep checkpoints whose step is a multiple of this; 0 keeps no others.
         best_step: also keep the checkpoint of this step; -1 keeps no other.
     """
-    number_of = {path: save_number(path) for path in checkpoints_by_step(folder).values()}
+    step_of = {path: step for step, path in checkpoints_by_step(folder).items()}
+    number_of = {path: save_number(path) for path in step_of}
     if not keep_last or number_of.get(newest, math.inf) == math.inf:
         return []
     older = sorted(
@@ -361,8 +357,7 @@ def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int, best
     )
     notes = []
     for path in older[keep_last - 1 :]:
-        step = step_of(path)
-        if step != best_step and not (keep_every and step % keep_every == 0):
+        if step_of[path] != best_step and not (keep_every and step_of[path] % keep_every == 0):
             try:  # first it loses its name, in one rename, then its files
                 notes += erase(_rename_with_suffix(path, REMOVING))
             except OSError as error:
