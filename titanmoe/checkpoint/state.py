@@ -136,29 +136,23 @@ def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 ADAPTERS = ("lora.rank", "lora.experts_rank", "lora.targets")
 
 
-def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: bool, adapters: bool) -> list[str]:
+def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], adapters: bool) -> list[str]:
     """Return an error line for each reason why a checkpoint of LoRA adapters does not fit this run; [] if it fits.
 
     Args:
         old: the config of the run that saved, by dotted path.
         new: the config of this run, by dotted path.
-        has_base: whether the checkpoint has adapters alone, for base weights that are stored elsewhere; if not, the
-            result is [].
         adapters: whether this run trains adapters.
     """
-    if has_base and adapters:
+    if adapters:
         return [
             f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: the "
             "adapters do not fit; use that value, or start a new run"
             for path in ADAPTERS
             if path in old and old[path] != new[path]
         ]
-    if has_base:
-        rank = old.get("lora.rank")
-        return [
-            f"the checkpoint has only adapters and none of the weights under them: set lora.rank = {rank}, as it was"
-        ]
-    return []
+    rank = old.get("lora.rank")
+    return [f"the checkpoint has only adapters and none of the weights under them: set lora.rank = {rank}, as it was"]
 
 
 def refused_record(
@@ -182,8 +176,10 @@ def refused_record(
         initial_adapter: the PEFT folder from which the run's adapters begin; "" if none.
     """
     old, has_base = flatten_record(record.get("config", {})), "base" in record
-    problems = unknown_fields(old) + refused_shapes(old, now) + refused_adapters(old, now, has_base, adapters)
-    if adapters and not has_base and not model_only:
+    problems = unknown_fields(old) + refused_shapes(old, now)
+    if has_base:
+        problems += refused_adapters(old, now, adapters)
+    elif adapters and not model_only:
         problems.append(
             "the checkpoint has full weights, and no adapters to go on with: begin a run of another job.name on them, "
             f"with checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
