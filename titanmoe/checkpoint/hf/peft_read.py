@@ -19,8 +19,7 @@ from torch import Tensor
 
 from titanmoe.checkpoint.hf.config_json import hf_format_of, read_json
 from titanmoe.checkpoint.hf.huggingface_source import compress_names
-from titanmoe.checkpoint.hf.peft_fused import fused_matrices, rows_in_fused
-from titanmoe.checkpoint.hf.peft_fused import split_fused_adapters as split_parts
+from titanmoe.checkpoint.hf.peft_fused import fused_matrices, rows_in_fused, split_fused_adapters
 from titanmoe.checkpoint.hf.peft_stacked import AdapterPair, from_peft, is_block_diagonal, split_gate_up
 from titanmoe.checkpoint.hf.peft_write import CONFIG, DOWN, GATE_UP, PREFIX, STACKED, WEIGHTS, module_of
 from titanmoe.checkpoint.hf.safetensors_folder import SafetensorsFolder
@@ -213,7 +212,8 @@ class _Reader:
         if not (keys := self._tensor_keys(names[0], self.map.hf_shapes[place.hf_name][0])):
             return
         both = [self._read_full(keys[leaf][0]) for leaf in "AB"]
-        for name, pair in split_parts(*both, {name: rows_in_fused(self.map, name) for name in names}).items():
+        rows = {name: rows_in_fused(self.map, name) for name in names}
+        for name, pair in split_fused_adapters(*both, rows).items():
             for adapter, tensor in zip(adapter_names(name), pair, strict=True):
                 self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, slice_of_full(lambda x=tensor: x))
             self.alphas[name] = self._alpha(module_of(place), len(pair[0]) / len(both[0]))

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.hf.model_card import write_model_card
-from titanmoe.checkpoint.hf.peft_fused import fuse_adapters as join_parts
-from titanmoe.checkpoint.hf.peft_fused import fused_matrices, rows_in_fused
+from titanmoe.checkpoint.hf.peft_fused import fuse_adapters, fused_matrices, rows_in_fused
 from titanmoe.checkpoint.hf.peft_stacked import AdapterPair, fuse_gate_up
 from titanmoe.checkpoint.hf.safetensors_folder import FilePlan, write_file
 from titanmoe.checkpoint.hf.tensor_map import HfPlace, Shape, TensorMap
@@ -274,7 +273,7 @@ def _fused_tensors(
 
     def both() -> tuple[Tensor, Tensor]:
         pairs = ([read_full(adapter) for adapter in adapter_names(name)] for name in names)
-        return join_parts(pairs, (rows_in_fused(map_, name) for name in names), outputs)
+        return fuse_adapters(pairs, (rows_in_fused(map_, name) for name in names), outputs)
 
     path = f"{PREFIX}{module_of(place)}"
     return {
