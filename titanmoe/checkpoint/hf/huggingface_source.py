@@ -19,7 +19,7 @@ from torch import Tensor
 from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.model_differences import differing_fields, field_value
 from titanmoe.checkpoint.hf.quantised import Dequantised, fp8_block
-from titanmoe.checkpoint.hf.safetensors_folder import SafetensorsFolder, StoredSlice
+from titanmoe.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from titanmoe.checkpoint.hf.tensor_map import Shape, TensorMap
 from titanmoe.checkpoint.move_in_blocks import COPY_BLOCK_BYTES, split_into_blocks
 from titanmoe.checkpoint.state import keeps_weights
@@ -139,7 +139,7 @@ class HuggingFaceSource:
 
     def _tensor_problems(self) -> list[str]:
         in_files = {name: shape for name, (shape, _) in self.weights.tensors.items()}
-        in_files |= {name: stored.shape for name, stored in self._unused_parts().items()}
+        in_files |= {name: self.weights.folder.tensors[name].shape for name in self.weights.unused}
         in_model = self.map.hf_shapes
         extra = self._skip(in_files.keys() - in_model.keys())
         by_problem: dict[str, list[str]] = {}
@@ -186,10 +186,6 @@ class HuggingFaceSource:
             "layers: correct the number, or add the files that are missing"
         )
         return [problem], stored ^ expected
-
-    def _unused_parts(self) -> dict[str, StoredSlice]:
-        """Return the quantisation scales in the files that belong to no weight, by name."""
-        return {name: self.weights.folder.tensors[name] for name in self.weights.unused}
 
     def _skip(self, names: set[str]) -> set[str]:
         """Return those of the names that the model should have a place for, and record the others in `skipped`.
