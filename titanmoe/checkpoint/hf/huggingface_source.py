@@ -20,7 +20,7 @@ from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.model_differences import differing_fields, field_value
 from titanmoe.checkpoint.hf.quantised import Dequantised, fp8_block
 from titanmoe.checkpoint.hf.safetensors_folder import SafetensorsFolder
-from titanmoe.checkpoint.hf.tensor_map import Shape, TensorMap
+from titanmoe.checkpoint.hf.tensor_map import Shape, TensorMap, layer_number
 from titanmoe.checkpoint.move_in_blocks import COPY_BLOCK_BYTES, split_into_blocks
 from titanmoe.checkpoint.state import keeps_weights
 from titanmoe.config.load import ConfigError
@@ -162,7 +162,7 @@ class HuggingFaceSource:
             hint += " (drop mtp leaves multi-token prediction out, model.mtp_depth = 1 includes it)"
         depth, layers = self._depth_problem(in_files)
         missing, extra = (
-            {name for name in names if _layer(name) not in layers}
+            {name for name in names if layer_number(name) not in layers}
             for names in (in_model.keys() - in_files.keys(), extra)
         )
         kinds = {"missing": missing, hint: extra, **by_problem}
@@ -178,7 +178,7 @@ class HuggingFaceSource:
         """
         ends = (".input_layernorm.weight", ".attention_norm.weight")
         norms = (name for name in in_files if name.endswith(ends) and not self._is_mtp(name))
-        stored, expected = {_layer(name) for name in norms} - {None}, set(range(self.model.num_layers))
+        stored, expected = {layer_number(name) for name in norms} - {None}, set(range(self.model.num_layers))
         if stored == expected or stored != set(range(len(stored))):
             return [], set()
         problem = (
@@ -222,7 +222,7 @@ class HuggingFaceSource:
 
         DeepSeek-V3 stores it as additional layers, Qwen under names of its own.
         """
-        layer = _layer(name)
+        layer = layer_number(name)
         first, count = self.model.num_layers, self.parsed.json.get("num_nextn_predict_layers") or 0
         return name.startswith(("mtp.", "mtp_layers.")) or (layer is not None and first <= layer < first + count)
 
@@ -237,12 +237,6 @@ class HuggingFaceSource:
         shape, dtype = tensors[a]
         blocks = split_into_blocks((0, 0), shape, dtype.itemsize, COPY_BLOCK_BYTES)
         return all(torch.equal(self.weights.read(a, *at), self.weights.read(b, *at)) for at in blocks)
-
-
-def _layer(name: str) -> int | None:
-    """Return the layer's number in a tensor's name, model.layers.NUMBER or layers.NUMBER; None for other names."""
-    number = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
-    return None if number is None else int(number[1])
 
 
 def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> HuggingFaceSource:

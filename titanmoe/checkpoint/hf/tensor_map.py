@@ -45,10 +45,10 @@ def our_shapes(model: Model) -> dict[str, Shape]:
     return shapes | {name: tuple(b.shape) for name, b in model_on_meta.named_buffers() if name.endswith(EXPERT_BIAS)}
 
 
-def _layer(name: str) -> str:
-    """Return the number of the layer that a tensor of ours is in, as text; "" for tensors outside layers."""
-    number = re.match(r"layers\.(\d+)\.", name)
-    return number[1] if number else ""
+def layer_number(name: str) -> int | None:
+    """Return the layer's number in a tensor's name, model.layers.NUMBER or layers.NUMBER; None for other names."""
+    number = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
+    return None if number is None else int(number[1])
 
 
 class TensorMap:
@@ -108,15 +108,15 @@ class TensorMap:
             yield HfPlace(name, hf_name.replace("{expert}", str(expert)), expert, hf_tensor)
 
     def _hf_tensor(self, name: str) -> HFTensor | None:
-        layer, kind = _layer(name), re.sub(r"^layers\.\d+\.", "layers.{layer}.", name)
+        layer, kind = layer_number(name), re.sub(r"^layers\.\d+\.", "layers.{layer}.", name)
         other = self.hf.alternative_hf_tensors.get(kind)
         if other is not None and self._hf_name(other, name) in self.stored:
             return other
-        mixer_hf_tensors = self.mixer_hf_tensors[int(layer)] if layer else {}
+        mixer_hf_tensors = {} if layer is None else self.mixer_hf_tensors[layer]
         return mixer_hf_tensors.get(kind) or self.hf.hf_tensors.get(kind)
 
     def _hf_name(self, hf_tensor: HFTensor, name: str) -> str:
-        return hf_tensor.name.replace("{layer}", _layer(name)).replace("{last}", str(self.model.num_layers))
+        return hf_tensor.name.replace("{layer}", str(layer_number(name))).replace("{last}", str(self.model.num_layers))
 
     def _hf_shape(self, place: HfPlace) -> Shape:
         shape = self.our_shapes[place.our_name]
