@@ -126,7 +126,7 @@ ROWS = {
     "policy": "config data tokens",
     "checkpoint": "comm config data files fold models moe ops parallel titanmoe",
     "train": "checkpoint comm config data files fold load_colours models moe observe ops parallel tokens",
-    "watch": "comm config data fold observe ops parallel titanmoe train",
+    "watch": "comm config data files fold observe ops parallel titanmoe train",
     "generate": "checkpoint comm config data files fold mask models moe ops parallel tokens train",
     "session": "checkpoint config data models parallel tokens train",
     "rl": "config data generate observe ops policy session tokens train",
@@ -139,8 +139,8 @@ ROWS = {
     "titanmoe train",
     "rehearse": "checkpoint comm components config data files fold generate models moe observe ops parallel plan "
     "replace text_report titanmoe train",
-    "cli": "checkpoint components config data fold generate launcher models parallel plan rehearse report text_report "
-    "titanmoe train",
+    "cli": "checkpoint components config data files fold generate launcher models parallel plan rehearse report "
+    "text_report titanmoe train",
     "__main__": "cli",
 }
 ARROWS = {room: set(names.split()) for room, names in ROWS.items()}

@@ -28,6 +28,7 @@ from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.data.tokenizer_command import add_tokenizer
 from titanmoe.data.verify_command import add_data
+from titanmoe.files import format_ranges
 from titanmoe.fold.degrees import DEGREE_PATHS, DERIVED, Fold, derive, resolve_degrees
 from titanmoe.fold.legal_mappings import changes, legal_stages, nearest
 from titanmoe.fold.legality import violations
@@ -307,27 +308,16 @@ def _describe_sharding(config: Config, fold: Fold) -> list[str]:
     body = iter(columns([cells for group in rows.values() for cells in group], ()))
     lines = ["Each module, its style, its mesh, and the dim of each parameter that is sharded (-: replicated)"]
     for block, group in rows.items():
-        numbers = re.sub(r"\{(.*)\}", lambda match: f"{{{_format_ranges(map(int, match[1].split(',')))}}}", block)
+        numbers = re.sub(r"\{(.*)\}", lambda match: f"{{{format_ranges(map(int, match[1].split(',')))}}}", block)
         lines += [f"    {numbers}"] * bool(block) + [next(body) for _ in group]
     if fold.pp > 1:
         stages = len(stage_ranks(config.pipeline, fold.pp))
         explicit = config.pipeline.layers_per_stage
         layers = split_layers(config.model, config.training.seq_len, stages, explicit, shared)
-        shown = "; ".join(map(_format_ranges, layers))
+        shown = "; ".join(map(format_ranges, layers))
         shown = f"layers {shown}; embed and head over all" if shared else f"embed and layers {shown} and head"
         lines.append(f"{stages} pipeline stages: {shown}")
     return lines
-
-
-def _format_ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers as text, such as 0-2,4."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ranges)
 
 
 def _print_texts(texts: Iterable[Text]) -> None:

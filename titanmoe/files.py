@@ -1,6 +1,6 @@
-"""Helpers of what reads and writes files: sizes as text, checksums, fsync of a folder, the message of a failed write.
+"""Helpers of all rooms: sizes and ranges as text; checksums, fsync of a folder, the message of a failed write.
 
-Imports nothing of titanmoe, so that data and checkpoints can share it.
+Imports nothing of titanmoe.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +26,17 @@ def format_bytes(count: float) -> str:
     while float(f"{count:.3g}") >= 1000 and unit < len(UNITS) - 1:
         count, unit = count / 1000, unit + 1
     return f"{count:.3g} {UNITS[unit]}"
+
+
+def format_ranges(numbers: Iterable[int], separator: str = ",") -> str:
+    """Return ascending numbers as text, consecutive ones as a range, such as "0-2,4"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in ranges)
 
 
 def stream_crc32(stream: BinaryIO, size: float = float("inf")) -> int:

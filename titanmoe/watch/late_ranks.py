@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+from titanmoe.files import format_ranges
 from titanmoe.watch.connections import Connections
 from titanmoe.watch.flight_recorder import CollectiveKind, FlightRecord
 from titanmoe.watch.heartbeat import Position
@@ -408,11 +409,5 @@ def _are(ranks: Sized) -> str:
 
 def _ranks(ranks: Iterable[int]) -> str:
     """Return rank numbers as text such as "ranks 0-3, 5"."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'s' * (len(spans) > 1 or spans[0][0] != spans[0][1])} {text}" if spans else "no rank"
+    ordered = sorted(ranks)
+    return f"rank{'s' * (len(ordered) > 1)} {format_ranges(ordered, ', ')}" if ordered else "no rank"

@@ -26,6 +26,7 @@ from titanmoe.checkpoint.state import keeps_weights
 from titanmoe.config.load import ConfigError
 from titanmoe.config.model_file import changed_paths
 from titanmoe.config.schema import Model
+from titanmoe.files import format_ranges
 from titanmoe.models.tensors import stored_name
 
 if TYPE_CHECKING:
@@ -274,7 +275,8 @@ def compress_names(names: Iterable[str]) -> list[str]:
     for texts, rows in sorted(groups.items()):
         columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
         if prod(map(len, columns)) == len(rows):
-            lines.append(_join(texts, [_ranges(column) for column in columns]))
+            numbers = [f"{{{format_ranges(column)}}}" if len(column) > 1 else str(column[0]) for column in columns]
+            lines.append(_join(texts, numbers))
         else:
             lines += [_join(texts, list(map(str, row))) for row in sorted(rows)]
     return lines
@@ -282,15 +284,3 @@ def compress_names(names: Iterable[str]) -> list[str]:
 
 def _join(texts: tuple[str, ...], numbers: list[str]) -> str:
     return "".join(text + number for text, number in zip(texts, [*numbers, ""], strict=True))
-
-
-def _ranges(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) + "}"
