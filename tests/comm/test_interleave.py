@@ -297,21 +297,20 @@ def test_the_side_that_is_left_unwinds_where_it_waits() -> None:
 def test_an_interrupt_of_the_one_that_waits_ends_the_other_at_its_next_turn() -> None:
     """Ctrl-C only reaches the main thread, wherever it is."""
     both, log = InterleavedPair(), []
-    wait = both.wait_for_turn
+    switch = both._switch
 
     def interrupted(me: int) -> None:
-        if me == 1:
-            return wait(me)
-        both._switch(me)
-        begun.wait(60)
-        raise KeyboardInterrupt
+        switch(me)
+        if me == 0 and not both.over[me]:
+            begun.wait(60)
+            raise KeyboardInterrupt
 
     def second() -> None:
         begun.set()
         script("b", 5, log)()
 
     begun = threading.Event()
-    both.wait_for_turn = interrupted  # type: ignore[method-assign]
+    both._switch = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         both.run(script("a", 3, log), second)
     assert log == ["a0", "b0"]

@@ -90,17 +90,17 @@ def measured(
     changes: dict[str, Any], documents: bool = False, steps: int = 1
 ) -> tuple[parity.Outcome | None, list[int]]:
     """Also returns how often each side waited for its turn."""
-    waits, wait = [0, 0], InterleavedPair.wait_for_turn
+    waits, yield_if_sent = [0, 0], InterleavedPair.yield_if_sent
 
-    def counted(self: InterleavedPair, me: int) -> None:
-        waits[me] += 1
-        wait(self, me)
+    def counted(self: InterleavedPair) -> None:
+        waits[self.turn] += self.has_sent[self.turn] and not self.over[1 - self.turn]
+        yield_if_sent(self)
 
-    InterleavedPair.wait_for_turn = counted  # type: ignore[method-assign]
+    InterleavedPair.yield_if_sent = counted  # type: ignore[method-assign]
     try:
         return parity.measure(changes, documents, steps=steps), waits
     finally:
-        InterleavedPair.wait_for_turn = wait  # type: ignore[method-assign]
+        InterleavedPair.yield_if_sent = yield_if_sent  # type: ignore[method-assign]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

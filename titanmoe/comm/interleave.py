@@ -134,15 +134,8 @@ class InterleavedPair:
             return
         self.has_sent[side] = False
         if not self.over[1 - side]:
-            self.wait_for_turn(side)
+            with self.while_waiting():
+                self._switch(side)
+                self.gates[side].acquire()
         if self.error is not None:
             raise OtherSideFailed("the other side of this pair failed")
-
-    def wait_for_turn(self, side: int) -> None:
-        """Let the other side run, which must not have ended, and block this thread until the other side yields or ends.
-
-        `side` is the side that calls: 0 for the first, 1 for the second.
-        """
-        with self.while_waiting():
-            self._switch(side)
-            self.gates[side].acquire()
