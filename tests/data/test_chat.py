@@ -130,6 +130,16 @@ def test_the_refusal_says_where_the_marks_go():
     assert text == ChatEncoder(THINKS, "t", ByteTokenizer())._render(REASONED)
 
 
+@pytest.mark.parametrize("key", ["thinking", "reasoning_content"])
+def test_a_null_beside_the_reasoning_does_not_hide_it(key):
+    message = {"role": "assistant", "content": "x", "thinking": None, "reasoning_content": None, "reasoning": "None. "}
+    template = "{% for m in messages %}{{ m.role + ': ' + (m.KEY or '') + m.content }}{% endfor %}"
+    text, _ = text_and_learned(
+        ChatEncoder(template.replace("KEY", key), "t", ByteTokenizer()), [{"role": "system", "content": ""}, message]
+    )
+    assert text == "system: assistant: None. x"
+
+
 def test_an_assistant_that_begins_has_no_header_counted():
     greeted = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]
     assert text_and_learned(ChatEncoder(CHATML, "t", ByteTokenizer()), greeted)[1] == ["Hello<|im_end|>\n"]

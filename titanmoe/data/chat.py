@@ -236,6 +236,7 @@ class ChatEncoder:
             ChatError: the template refuses the messages, or would write a null, list or object as Python writes it.
             ConfigError: rendering exceeds a limit of time or memory.
         """
+        requests = [(list(map(_with_reasoning, messages)), prompt) for messages, prompt in requests]
         texts = self._render_unchecked(requests)
         for (messages, prompt), text in zip(requests, texts, strict=True):
             if "None" in text and (culprit := self._find_written_null(messages, prompt, text.count("None"))):
@@ -247,7 +248,7 @@ class ChatEncoder:
 
     def _render_unchecked(self, requests: list[tuple[list[Any], bool]]) -> list[str]:
         def names(messages: list[Any], prompt: bool) -> dict[str, Any]:
-            variables = {"messages": list(map(_with_reasoning, messages)), "add_generation_prompt": prompt}
+            variables = {"messages": messages, "add_generation_prompt": prompt}
             return variables | {TOOLS: self._tools, "documents": None} | self.tokenizer.special_tokens
 
         try:
@@ -384,10 +385,13 @@ class ChatEncoder:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the message with its reasoning under both "thinking" and "reasoning_content".
 
-    Templates read either. A message without reasoning is returned unchanged.
+    Templates read either. A null counts as missing. A message without reasoning is returned unchanged.
     """
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    if reasoning is None:
+        return message
+    fields = {key: value for key, value in message.items() if key != "thinking" or value is not None}
+    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _has_null(value: Any) -> bool:
