@@ -25,7 +25,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.token_shards import BLOCK, MANIFEST, ShardDocuments, count_blocks, split_by_shard
+from titanmoe.data.token_shards import BLOCK, MANIFEST, CheckedFile, ShardDocuments, map_file, split_by_shard
 from titanmoe.data.write_token_shards import BlockSums, write_json
 from titanmoe.files import fsync_folder, stream_crc32, write_error
 
@@ -93,52 +93,33 @@ class StoredScores:
             raise ConfigError(
                 [f"{wrong[0]} is missing or was truncated: remove {folder}, and the scores are recomputed"]
             )
-        self._maps: dict[int, np.ndarray] = {}
-        self._checked: dict[int, np.ndarray] = {}
-        """Whether each block of a shard's file has been compared with its checksum."""
+        self._files: dict[int, CheckedFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": {}, "_checked": {}}
+        return self.__dict__ | {"_files": {}}
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.{EXTENSION}"
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the scores of tokens [start, stop) over all shards; raise a ConfigError if a checksum differs."""
-        arrays = []
-        for shard, begin, end in split_by_shard(self.first_token, start, stop):
-            data = self._map(shard)
-            self._check_blocks(shard, begin * self.dtype.itemsize, end * self.dtype.itemsize)
-            arrays.append(data[begin:end])
+        arrays = [
+            self._open_file(shard).read(slice(begin, end))
+            for shard, begin, end in split_by_shard(self.first_token, start, stop)
+        ]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
-    def _check_blocks(self, shard: int, begin: int, end: int) -> None:
-        """Compare the blocks that bytes [begin, end) of a shard's file touch with their checksums, each block once.
-
-        Raises:
-            ConfigError: a block differs.
-        """
-        name, data = self.names[shard], self._map(shard).view(np.uint8)
-        if shard not in self._checked:
-            self._checked[shard] = np.zeros(count_blocks(len(data)), bool)
-            if self.sums is None:
-                self._raise_if_changed(_crc32(self._file(name)) != self.crc32s.get(name), name, 0, len(data))
-                self._checked[shard][:] = True
-        checked = self._checked[shard]
-        touched = np.arange(begin // BLOCK, count_blocks(end))
-        for block in touched[~checked[touched]].tolist():
-            first, last = block * BLOCK, min((block + 1) * BLOCK, len(data))
-            self._raise_if_changed(zlib.crc32(data[first:last]) != int(self._read_sums(name)[block]), name, first, last)
-            checked[block] = True
-
-    def _raise_if_changed(self, changed: bool, name: str, first: int, last: int) -> None:
-        if changed:
-            raise ConfigError(
-                [
-                    f"{self._file(name)} has changed since it was written, between bytes {first:,} and {last:,}: "
-                    f"remove {self.folder}, and the scores are recomputed"
-                ]
+    def _open_file(self, shard: int) -> CheckedFile:
+        """Return a shard's scores, mapped when first asked for; ConfigError if its checksums cannot be used."""
+        if shard not in self._files:
+            name = self.names[shard]
+            path, advice = self._file(name), f"remove {self.folder}, and the scores are recomputed"
+            # Older scores have one checksum per file: the file is one block.
+            crc32s, block = (
+                ([self.crc32s.get(name)], path.stat().st_size) if self.sums is None else (self._read_sums(name), BLOCK)
             )
+            self._files[shard] = CheckedFile(path, self.dtype, crc32s, advice, block)
+        return self._files[shard]
 
     def _read_sums(self, name: str) -> np.ndarray:
         """Return the stored CRC-32 of each block of a shard's file; ConfigError if they are missing or have changed."""
@@ -154,12 +135,6 @@ class StoredScores:
                 [f"{file} has changed since it was written: remove {self.folder}, and the scores are recomputed"]
             )
         return np.frombuffer(data, "<u4")
-
-    def _map(self, shard: int) -> np.ndarray:
-        if shard not in self._maps:
-            size = int(self.first_token[shard + 1] - self.first_token[shard])
-            self._maps[shard] = _map_file(self._file(self.names[shard]), size, self.dtype, writable=False)
-        return self._maps[shard]
 
     def find_changed_files(self) -> list[str]:
         """Return a message for each shard whose scores differ from their checksum, after reading all of them."""
@@ -299,7 +274,7 @@ class ScoreWriter:
                     os.posix_fallocate(stream.fileno(), 0, size)
             except OSError as error:
                 raise ConfigError([write_error(file, error, size)]) from None
-            self._maps.append(_map_file(file, tokens, self.dtype, writable=True))
+            self._maps.append(map_file(file, self.dtype, writable=True))
 
     def _file(self, name: str) -> Path:
         return self.unfinished / f"{name}.{EXTENSION}"
@@ -378,15 +353,6 @@ def _remove_leftovers(scores: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
             _lock_file(folder).unlink(missing_ok=True)
-
-
-def _map_file(file: Path, size: int, dtype: np.dtype, writable: bool) -> np.ndarray:
-    """Return a file of `size` items of `dtype` as a memory-mapped array."""
-    import torch
-
-    # Each of numpy's maps keeps a file open, and a process may only have about a thousand.
-    data = torch.from_file(str(file), shared=writable, size=size * dtype.itemsize, dtype=torch.uint8)
-    return data.numpy().view(dtype)
 
 
 def _crc32(file: Path) -> int:

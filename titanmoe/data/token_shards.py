@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,8 @@ MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
 FORMAT, VERSION = "titanmoe token shards", 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 WEIGHTS = np.dtype("<f4")
+OTHER_DTYPES = {"starts": np.dtype("<u8"), "counted": np.dtype(bool), "weights": WEIGHTS, "sums": np.dtype("<u4")}
+"""Dtypes of the files other than tokens, by extension."""
 BLOCK = 1 << 16
 """Bytes that are checked together: some eight samples of 4,096 tokens, checked in 20 us."""
 MAKE, REMAKE = "make them with titanmoe tokenize", "make the shards again with titanmoe tokenize"
@@ -136,6 +138,69 @@ def digest_file(file: Path) -> str:
     return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
 
 
+def map_file(file: Path, dtype: np.dtype, writable: bool = False) -> np.ndarray:
+    """Return a file as a memory-mapped array of one dim, its bytes seen as items of `dtype`."""
+    import torch
+
+    # Each map of numpy or Python keeps a file open, and a process may only have about a thousand.
+    data = torch.from_file(str(file), shared=writable, size=file.stat().st_size, dtype=torch.uint8)
+    return data.numpy().view(dtype)
+
+
+class CheckedFile:
+    """A memory-mapped file whose blocks are each compared with their CRC-32 when they are first read.
+
+    Args:
+        file: path of the file.
+        dtype: dtype of its items.
+        crc32s: CRC-32 of each block; None to compare nothing, as in older folders.
+        advice: end of the message about a changed block.
+        block: bytes of a block.
+    """
+
+    def __init__(
+        self, file: Path, dtype: np.dtype, crc32s: Sequence[int] | np.ndarray | None, advice: str, block: int = BLOCK
+    ):
+        self.file, self.crc32s, self.advice, self.block = file, crc32s, advice, block
+        self.items = map_file(file, dtype)
+        self._is_checked = np.zeros(0 if crc32s is None else len(crc32s), bool)
+
+    def read(self, items: slice | np.ndarray) -> np.ndarray:
+        """Return items by their indices, after checking each of their blocks that is read for the first time.
+
+        An array of indices is for items none of which lies in two blocks.
+
+        Raises:
+            ConfigError: a block differs from its checksum.
+        """
+        if self.crc32s is not None:
+            size = self.items.itemsize
+            if isinstance(items, slice):
+                touched = np.arange(items.start * size // self.block, -(-items.stop * size // self.block))
+            else:
+                touched = np.unique(items * size // self.block)
+            for block in touched[~self._is_checked[touched]].tolist():
+                if where := self._changed_range(block):
+                    raise ConfigError([f"{self.file} has changed since it was written, {where}: {self.advice}"])
+                self._is_checked[block] = True
+        return self.items[items]
+
+    def first_changed_range(self) -> str:
+        """Return where the file first differs from its checksums, to continue a message; "" if nowhere.
+
+        Such as ", first between bytes 0 and 65,536".
+        """
+        ranges = (self._changed_range(block) for block in range(len(self._is_checked)))
+        return next((f", first {where}" for where in ranges if where), "")
+
+    def _changed_range(self, block: int) -> str:
+        """Return the byte range of a block as text if it differs from its checksum; else ""."""
+        first = block * self.block
+        data = self.items.view(np.uint8)[first : first + self.block]
+        is_equal = zlib.crc32(data) == self.crc32s[block]
+        return "" if is_equal else f"between bytes {first:,} and {first + len(data):,}"
+
+
 class ShardDocuments:
     """The documents of a folder of token shards. Implements titanmoe.data.documents.Documents.
 
@@ -150,6 +215,7 @@ class ShardDocuments:
         manifest = read_manifest(folder)
         try:
             self.dtype = DTYPES[manifest["dtype"]]
+            self._dtypes = OTHER_DTYPES | {"tokens": self.dtype}
             self.vocab_size: int = manifest["vocab_size"]
             self.tokenizer: dict[str, Any] = manifest["tokenizer"]
             digests = dict(manifest.get("tokenizer_files", {}))
@@ -189,12 +255,10 @@ class ShardDocuments:
         """Log-probabilities under the reference model; set once it is known which model that is."""
         self.stored_teacher_log_probs: TokenLogProbs | None = None
         """Top-k scores of the teacher; set if the recipe distils from stored scores."""
-        self._maps: dict[tuple[int, str], np.ndarray] = {}
-        self._checked: dict[tuple[int, str], np.ndarray] = {}
-        """Whether each block of a file has been compared with its checksum."""
+        self._files: dict[tuple[int, str], CheckedFile] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": {}, "_checked": {}}
+        return self.__dict__ | {"_files": {}}
 
     def __len__(self) -> int:
         return int(self._first_document[-1])
@@ -218,13 +282,13 @@ class ShardDocuments:
         Raises:
             ConfigError: a block differs from its checksum, or a token is beyond the vocabulary.
         """
-        return self._read("tokens", self.dtype, start, stop)
+        return self._read("tokens", start, stop)
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
-        return self._read("counted", np.dtype(bool), start, stop) if self.has_label_mask else None
+        return self._read("counted", start, stop) if self.has_label_mask else None
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
-        return self._read("weights", WEIGHTS, start, stop) if self.has_label_weights else None
+        return self._read("weights", start, stop) if self.has_label_weights else None
 
     def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
         return self.stored_reference_log_probs.read(start, stop) if self.stored_reference_log_probs else None
@@ -235,91 +299,36 @@ class ShardDocuments:
     def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return [(start, stop)]
 
-    def _read(self, extension: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
+    def _read(self, extension: str, start: int, stop: int) -> np.ndarray:
         arrays = []
         for shard, begin, end in split_by_shard(self.first_token, start, stop):
-            array = self._read_items(shard, extension, dtype, slice(begin, end))
+            file = self.open_file(shard, extension)
+            array = file.read(slice(begin, end))
             if extension == "tokens" and int(array.max()) >= self.vocab_size:
                 at = begin + int(array.argmax())
                 raise ConfigError(
                     [
-                        f"{self._file(shard, extension)} has token {array.max()} at position {at:,}, beyond the "
+                        f"{file.file} has token {array.max()} at position {at:,}, beyond the "
                         f"vocabulary of {self.vocab_size} in {self.folder / MANIFEST}: make the shards again"
                     ]
                 )
             arrays.append(array)
         if len(arrays) == 1:
             return arrays[0]
-        return np.concatenate(arrays) if arrays else np.empty(0, dtype)
+        return np.concatenate(arrays) if arrays else np.empty(0, self._dtypes[extension])
 
-    def _read_items(self, shard: int, extension: str, dtype: np.dtype, items: slice | np.ndarray) -> np.ndarray:
-        """Return items of one file of a shard, after checking each of their blocks that is read for the first time.
-
-        `items` are their indices in the file.
-
-        Raises:
-            ConfigError: a block differs from its checksum.
-        """
-        mapped = self._map(shard, extension, dtype)
-        if "sums" in self._sizes[shard]:
-            per_block = BLOCK // dtype.itemsize
-            if isinstance(items, slice):
-                touched = np.arange(items.start // per_block, count_blocks(items.stop * dtype.itemsize))
-            else:
-                touched = np.unique(items // per_block)
-            size = self._sizes[shard][extension]
-            checked = self._checked.setdefault((shard, extension), np.zeros(count_blocks(size), bool))
-            for block in touched[~checked[touched]].tolist():
-                self._check_block(shard, extension, block)
-                checked[block] = True
-        return mapped[items]
-
-    def first_changed_range(self, shard: int, extension: str) -> str:
-        """Return where a shard's file first differs from its checksums, to continue a message; "" if nowhere.
-
-        Such as ", first between bytes 0 and 65,536". Only for shards with a checksum per block.
-        """
-        for block in range(count_blocks(self._sizes[shard][extension])):
-            if where := self._changed_range(shard, extension, block):
-                return f", first {where}"
-        return ""
-
-    def _check_block(self, shard: int, extension: str, block: int) -> None:
-        if where := self._changed_range(shard, extension, block):
-            raise ConfigError(
-                [
-                    f"{self._file(shard, extension)} has changed since it was written, {where}: copy or make the "
-                    f"shards again (titanmoe data verify {self.folder} finds all that has changed)"
-                ]
-            )
-
-    def _changed_range(self, shard: int, extension: str, block: int) -> str:
-        """Return the byte range of a file's block number `block` as text if it differs from its checksum; else ""."""
-        blocks_before = 0
-        for name, size in self._sizes[shard].items():
-            if name == extension:
-                break
-            blocks_before += count_blocks(size)
-        data = self._map(shard, extension, np.dtype(np.uint8))[block * BLOCK : (block + 1) * BLOCK]
-        expected_crc32 = int(self._map(shard, "sums", np.dtype("<u4"))[blocks_before + block])
-        if zlib.crc32(data) == expected_crc32:
-            return ""
-        return f"between bytes {block * BLOCK:,} and {block * BLOCK + len(data):,}"
-
-    def _file(self, shard: int, extension: str) -> Path:
-        return self.folder / f"{self.names[shard]}.{extension}"
-
-    def _map(self, shard: int, extension: str, dtype: np.dtype) -> np.ndarray:
-        """Return a shard's file as a memory-mapped array of one dim, its bytes seen as items of `dtype`."""
-        array = self._maps.get((shard, extension))
-        if array is None:
-            import torch
-
-            # Each map of numpy or Python keeps a file open, and a process may only have about a thousand.
-            file = self._file(shard, extension)
-            mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-            array = self._maps[shard, extension] = mapped.numpy()
-        return array.view(dtype)
+    def open_file(self, shard: int, extension: str) -> CheckedFile:
+        """Return one file of a shard, mapped when it is first asked for."""
+        file = self._files.get((shard, extension))
+        if file is None:
+            crc32s, sizes = None, self._sizes[shard]
+            if "sums" in sizes and extension != "sums":
+                at, blocks = [*sizes].index(extension), [count_blocks(size) for size in sizes.values()]
+                crc32s = self.open_file(shard, "sums").items[sum(blocks[:at]) : sum(blocks[: at + 1])]
+            path = self.folder / f"{self.names[shard]}.{extension}"
+            advice = f"copy or make the shards again (titanmoe data verify {self.folder} finds all that has changed)"
+            file = self._files[shard, extension] = CheckedFile(path, self._dtypes[extension], crc32s, advice)
+        return file
 
 
 class Starts:
@@ -369,7 +378,7 @@ class Starts:
 
         `items` are indices of the documents in the shard.
         """
-        return self._documents._read_items(int(shard), "starts", np.dtype("<u8"), items)
+        return self._documents.open_file(int(shard), "starts").read(items)
 
 
 def split_by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -415,9 +424,7 @@ def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
             if top >= documents.vocab_size:
                 problems.append(f"{file} contains token {top}, beyond the vocabulary of {documents.vocab_size}")
             if crc32 != expected_crc32:
-                where = (
-                    documents.first_changed_range(number, extension) if "sums" in shard and extension != "sums" else ""
-                )
+                where = documents.open_file(number, extension).first_changed_range()
                 problems.append(
                     f"{file} has changed since it was written{where}: checksum {crc32:08x}, not {expected_crc32:08x}"
                 )
