@@ -26,52 +26,20 @@ def split_held_out(documents: Documents, every: int, min_tokens: int) -> tuple[D
     """
     total, size = int(documents.starts[len(documents)]), documents.completions_per_prompt
     if size == 1 and len(documents) < every and total // every >= min_tokens:
-        source = DocumentsWithSplit(documents, total - total // every)
-        first, border, end = np.array([[0], [source.document], [len(source)]])
-        which = f"the last {every}th of the tokens"
-        return DocumentSubset(source, first, border, f"without {which}"), DocumentSubset(source, border, end, which)
+        starts, split_token = np.asarray(documents.starts[:]).astype(np.int64), total - total // every
+        document = int(np.searchsorted(starts, split_token))  # split in two, so that the second begins there
+        starts, which = np.insert(starts, document, split_token), f"the last {every}th of the tokens"
+        first, border, end = np.array([[0], [document], [len(starts) - 1]])
+        return (
+            DocumentSubset(documents, first, border, f"without {which}", starts),
+            DocumentSubset(documents, border, end, which, starts),
+        )
     held_out = np.arange(every - 1, len(documents) // size, every) * size
     first, end = np.append(0, held_out + size), np.append(held_out, len(documents))
     nonempty = end > first
     return DocumentSubset(documents, first[nonempty], end[nonempty], f"without every {every}th"), DocumentSubset(
         documents, held_out, held_out + size, f"every {every}th"
     )
-
-
-class DocumentsWithSplit:
-    """View of a source in which one document is split in two, so that the second begins at token `split_token`.
-
-    Implements `Documents`. Copies all starts, so it is for sources of few documents.
-    """
-
-    def __init__(self, parent: Documents, split_token: int):
-        self.parent, self.name, self.vocab_size = parent, parent.name, parent.vocab_size
-        self.completions_per_prompt = parent.completions_per_prompt
-        self.fingerprint, self.description = parent.fingerprint, parent.description
-        starts = np.asarray(parent.starts[np.arange(len(parent) + 1)]).astype(np.int64)
-        self.document = int(np.searchsorted(starts, split_token))
-        self.starts = np.insert(starts, self.document, split_token)
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        return self.parent.read(start, stop)
-
-    def label_mask(self, start: int, stop: int) -> np.ndarray | None:
-        return self.parent.label_mask(start, stop)
-
-    def label_weights(self, start: int, stop: int) -> np.ndarray | None:
-        return self.parent.label_weights(start, stop)
-
-    def reference_log_probs(self, start: int, stop: int) -> np.ndarray | None:
-        return self.parent.reference_log_probs(start, stop)
-
-    def teacher_log_probs(self, start: int, stop: int) -> np.ndarray | None:
-        return self.parent.teacher_log_probs(start, stop)
-
-    def stored_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        return self.parent.stored_ranges(start, stop)
 
 
 class DocumentSubset:
@@ -82,17 +50,19 @@ class DocumentSubset:
         first_R: first document of each range.
         end_R: one past the last document of each range.
         selection: text that says which documents these are, for the fingerprint and the description.
+        starts: `Documents.starts` of the documents that the ranges count; None for the source's own.
     """
 
-    def __init__(self, parent: Documents, first_R: np.ndarray, end_R: np.ndarray, selection: str):
+    def __init__(self, parent: Documents, first_R: np.ndarray, end_R: np.ndarray, selection: str, starts: Any = None):
         if not len(first_R):  # no documents: one empty range
             first_R = end_R = np.zeros(1, np.int64)
         self.parent, self.name, self.vocab_size = parent, parent.name, parent.vocab_size
         self.completions_per_prompt, self.first_R = parent.completions_per_prompt, first_R
         self.fingerprint, self.description = f"{parent.fingerprint} {selection}", f"{parent.description}, {selection}"
         self.document_R = _cumulative_counts(end_R - first_R)
-        self.start_R = np.asarray(parent.starts[first_R]).astype(np.int64)
-        self.token_R = _cumulative_counts(np.asarray(parent.starts[end_R]).astype(np.int64) - self.start_R)
+        self.parent_starts = parent.starts if starts is None else starts
+        self.start_R = np.asarray(self.parent_starts[first_R]).astype(np.int64)
+        self.token_R = _cumulative_counts(np.asarray(self.parent_starts[end_R]).astype(np.int64) - self.start_R)
 
     def __len__(self) -> int:
         return int(self.document_R[-1])
@@ -160,7 +130,7 @@ class _Starts:
         # The end of the last document belongs to the last range.
         range_N = np.searchsorted(subset.document_R[:-1], document_N, side="right") - 1
         inner_N = subset.first_R[range_N] + document_N - subset.document_R[range_N]
-        start_N = np.asarray(subset.parent.starts[inner_N]).astype(np.int64)
+        start_N = np.asarray(subset.parent_starts[inner_N]).astype(np.int64)
         start_N += subset.token_R[range_N] - subset.start_R[range_N]
         return start_N if isinstance(which, np.ndarray | list) else int(start_N[0])
 
