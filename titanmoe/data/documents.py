@@ -23,8 +23,6 @@ class Documents(Protocol):
     """Digest of the contents; a resumed run compares it."""
     description: str
     """One line for people: where the documents come from, and how many documents and tokens there are."""
-    vocab_size: int
-    """One above the largest token id that may occur."""
     completions_per_prompt: int
     """2 for preference data: documents 2 i and 2 i + 1 are a prompt with its chosen and its rejected completion. Else
     1."""
@@ -84,7 +82,6 @@ class MemoryDocuments:
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, label_mask: np.ndarray | None = None):
         self.name, self.tokens, self.starts, self._label_mask = name, tokens, starts, label_mask
         self.description = f"{name}, {len(starts) - 1:,} documents, {len(tokens):,} tokens"
-        self.vocab_size = int(tokens.max()) + 1 if len(tokens) else 0
         digest = hashlib.blake2b(np.ascontiguousarray(tokens), digest_size=8)
         digest.update(np.ascontiguousarray(starts))
         if label_mask is not None:

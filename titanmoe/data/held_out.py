@@ -56,7 +56,7 @@ class DocumentSubset:
     def __init__(self, parent: Documents, first_R: np.ndarray, end_R: np.ndarray, selection: str, starts: Any = None):
         if not len(first_R):  # no documents: one empty range
             first_R = end_R = np.zeros(1, np.int64)
-        self.parent, self.name, self.vocab_size = parent, parent.name, parent.vocab_size
+        self.parent, self.name = parent, parent.name
         self.completions_per_prompt, self.first_R = parent.completions_per_prompt, first_R
         self.fingerprint, self.description = f"{parent.fingerprint} {selection}", f"{parent.description}, {selection}"
         self.document_R = _cumulative_counts(end_R - first_R)
