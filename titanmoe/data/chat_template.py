@@ -243,8 +243,8 @@ def serve() -> None:
         _send(sys.stdout.buffer, json.dumps(response).encode())
 
 
-class _GuardedDict(dict):
-    """A dict in a message that templates may index or write as JSON, but not write as text."""
+class _Guarded:
+    """Base of a dict or list in a message that templates may index or write as JSON, but not write as text."""
 
     where = ""
 
@@ -254,15 +254,12 @@ class _GuardedDict(dict):
     __repr__ = __str__
 
 
-class _GuardedList(list):
-    """A list in a message that templates may index or write as JSON, but not write as text."""
+class _GuardedDict(_Guarded, dict):
+    pass
 
-    where = ""
 
-    def __str__(self) -> str:
-        raise NotText(self.where)
-
-    __repr__ = __str__
+class _GuardedList(_Guarded, list):
+    pass
 
 
 def _guard(value: Any, name: str) -> Any:
