@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sized
 from typing import Any
 
 from titanmoe.config.component_kinds import ComponentError, ComponentKind
@@ -137,15 +136,15 @@ def _tokenize(args: argparse.Namespace) -> int:
         label_weights=args.label_weights,
     )
     plan = plan_shards(job)
-    size = sum(source.bytes for source in plan.sources)
-    print(f"{_count_noun(plan.sources, 'file')}, " + (f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"))
+    files, size = _count_noun(len(plan.sources), "file"), sum(source.bytes for source in plan.sources)
+    print(f"{files}, " + (f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"))
     for line in summarize(args.out, tokenize(plan, args.workers)):
         print(line)
     return 0
 
 
-def _count_noun(things: Sized, name: str) -> str:
-    return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
+def _count_noun(count: int, name: str) -> str:
+    return f"{count:,} {name}{'s' * (count != 1)}"
 
 
 def describe_layout(manifest: dict[str, Any]) -> str:
@@ -159,11 +158,9 @@ def summarize(out: str, manifest: dict[str, Any]) -> list[str]:
     `out` is their folder, `manifest` its manifest.
     """
     tokens, assistant_tokens = manifest["tokens"], manifest["counted"]
-    documents = f"{manifest['documents']:,} document{'s' * (manifest['documents'] != 1)}"
-    has_pairs = completions_in_manifest(manifest) > 1
-    if has_pairs:
-        documents = f"{manifest['documents'] // 2:,} preference pair{'s' * (manifest['documents'] != 2)}"
-    lines = [f"{out}: {tokens:,} tokens in {documents} and {_count_noun(manifest['shards'], 'shard')}"]
+    has_pairs, count = completions_in_manifest(manifest) > 1, manifest["documents"]
+    documents = _count_noun(count // 2, "preference pair") if has_pairs else _count_noun(count, "document")
+    lines = [f"{out}: {tokens:,} tokens in {documents} and {_count_noun(len(manifest['shards']), 'shard')}"]
     if assistant_tokens is not None:
         whose = "the completions'" if has_pairs else "the assistant's"
         lines.append(f"{whose}: {assistant_tokens:,} tokens, {assistant_tokens / tokens:.1%}")
