@@ -17,7 +17,6 @@ import os
 import shutil
 import socket
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -199,16 +198,6 @@ def open_teacher_log_probs(documents: ShardDocuments, name: str, top_k: TopK, se
     if problems:
         raise ConfigError(problems)
     return scores
-
-
-def iterate_scores(documents: ShardDocuments) -> Iterator[StoredScores]:
-    """Yield the stored scores of every model in the folder of these shards, by the name of their folder.
-
-    Raises:
-        ConfigError: scores are of other shards, incomplete or malformed.
-    """
-    for file in sorted((documents.folder / SCORES).glob(f"[!.]*/{MANIFEST}")):
-        yield StoredScores(file.parent, documents)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def _verify_folder(folder: Path) -> list[str]:
     """Return a message for each file of a folder of token shards that has changed; print a line if none has."""
-    from titanmoe.data.token_scores import iterate_scores
-    from titanmoe.data.token_shards import ShardDocuments, verify
+    from titanmoe.data.token_scores import SCORES, StoredScores
+    from titanmoe.data.token_shards import MANIFEST, ShardDocuments, verify
 
     documents, problems, last_shown = ShardDocuments(folder), [], time.monotonic()
     for number, (_, shard_problems) in enumerate(verify(folder), 1):
@@ -58,8 +58,8 @@ def _verify_folder(folder: Path) -> list[str]:
         if time.monotonic() - last_shown > EVERY_S:
             last_shown = time.monotonic()
             print(f"{folder}: {number} of {documents.shards} shards read", file=sys.stderr, flush=True)
-    for scores in iterate_scores(documents):
-        problems += scores.find_changed_files()
+    for manifest in sorted((folder / SCORES).glob(f"[!.]*/{MANIFEST}")):
+        problems += StoredScores(manifest.parent, documents).find_changed_files()
     try:
         documents.stored_tokenizer.files()
     except ConfigError as error:
