@@ -15,6 +15,7 @@ from typing import Any
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import ChatEncoder, ChatError
 from titanmoe.generate.loop import Prompt
+from titanmoe.generate.prompts import with_begin
 
 WAIT_MESSAGE_S = 10
 """Seconds between messages while rank 0 waits for input; shorter than any timeout of a collective."""
@@ -75,16 +76,13 @@ def read_lines() -> Iterator[str | None]:
             yield text
 
 
-def turns(
-    conversation: Conversation, begin: list[int], first: bool, broadcast: Callable[[Any], Any]
-) -> Iterator[tuple[str, Prompt]]:
+def turns(conversation: Conversation, first: bool, broadcast: Callable[[Any], Any]) -> Iterator[tuple[str, Prompt]]:
     """Yield each line that the user types and the prompt made from it, on every rank. Collective over the world.
 
     The caller adds each assistant message to `conversation`, on rank 0, before the next turn. Ends with the input.
 
     Args:
         conversation: the messages so far; used on rank 0.
-        begin: the begin-of-sequence token, put before a prompt that lacks it; [] if there is none.
         first: whether this is rank 0, which reads standard input.
         broadcast: gets a value of any type, and returns rank 0's on all ranks; collective.
 
@@ -98,8 +96,7 @@ def turns(
             message = "wait"
         elif first and text:
             try:
-                ids = conversation.ask(text)
-                message = text, ids if ids[: len(begin)] == begin else begin + ids
+                message = text, with_begin(conversation.ask(text), conversation.chat.tokenizer)
             except ConfigError as error:
                 message = error
         message = broadcast(message)

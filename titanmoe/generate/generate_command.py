@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.config.load import ConfigError
-from titanmoe.generate.prompts import begin_tokens, continuation, with_begin
+from titanmoe.generate.prompts import continuation, with_begin
 from titanmoe.train.launch_messages import exit_code_of, is_rank_0
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ class _Speaker:
         from titanmoe.generate.conversation import turns
 
         count, number, seconds = 0, 0, 0.0
-        for text, prompt in turns(conversation, begin_tokens(self.tokenizer), self.first, self._broadcast):
+        for text, prompt in turns(conversation, self.first, self._broadcast):
             self._note_length(len(prompt.ids))
             stream = _Stream("", prompt, self.tokenizer) if self.first and not self.args.json else None
             start = time.monotonic()
