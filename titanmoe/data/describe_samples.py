@@ -18,7 +18,7 @@ from titanmoe.data.documents import find_documents, is_masked
 from titanmoe.data.loader import Loader
 from titanmoe.data.source_mix import Sample, SourceMix
 from titanmoe.data.token_shards import StoredTokenizer
-from titanmoe.data.tokenizer import FILE, ByteTokenizer, JsonTokenizer, Tokenizer
+from titanmoe.data.tokenizer import FILE, ByteTokenizer, Tokenizer
 from titanmoe.tokens import IGNORE
 
 BRACKETS, GREEN = ("[", "]"), ("\x1b[32m", "\x1b[0m")
@@ -45,10 +45,9 @@ def explain_marks(marks: tuple[str, str]) -> str:
 
 def open_stored_tokenizer(stored: StoredTokenizer | None) -> Tokenizer | None:
     """Return the tokenizer of token shards; None if it is unknown or cannot be opened here."""
-    if stored is not None and stored.identity == ByteTokenizer.identity:
-        return ByteTokenizer()
-    with suppress(ConfigError, ImportError, KeyError):
-        return JsonTokenizer(stored.files()[FILE]) if stored is not None else None
+    if stored is not None and (FILE in stored.digests or stored.identity == ByteTokenizer.identity):
+        with suppress(ConfigError, ImportError):
+            return stored.open(ByteTokenizer.identity)
     return None
 
 

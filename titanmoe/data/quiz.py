@@ -24,7 +24,7 @@ from titanmoe.data.batch import Batch
 from titanmoe.data.loader import BatchLayout
 from titanmoe.data.pack import empty_arrays, pack_best_fit
 from titanmoe.data.token_shards import StoredTokenizer
-from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
+from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
 
 CHOICE = "choice"
 """Extra field of a batch: the number, among all choices, of the one that a position belongs to; -1 for padding."""
@@ -129,19 +129,6 @@ def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[E
     return encoded
 
 
-def open_run_tokenizer(config: Config, stored: StoredTokenizer | None) -> Tokenizer:
-    """Open the tokenizer that made the training data's tokens.
-
-    `stored` is the tokenizer of the token shards that are read; None if there are none.
-
-    Raises:
-        ConfigError: it cannot be opened, or its stored files have changed.
-    """
-    if stored is not None and FILE in stored.digests:
-        return open_tokenizer(str(stored.files()[FILE]))
-    return open_tokenizer("bytes" if config.data.source == "stdlib" else config.data.tokenizer)
-
-
 class QuizSet:
     """The batches of all multiple-choice questions for one data rank, a list of microbatches per step.
 
@@ -155,7 +142,9 @@ class QuizSet:
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int, stored: StoredTokenizer | None):
         options, self.layout, self.tasks = config.validation.quiz, BatchLayout(config, data_rank, data_ranks), []
-        tokenizer, problems = open_run_tokenizer(config, stored), []
+        name = "bytes" if config.data.source == "stdlib" else config.data.tokenizer
+        tokenizer = open_tokenizer(name) if stored is None else stored.open(name)
+        problems: list[str] = []
         self.encoded: list[EncodedChoice] = []
         for path in options.paths:
             try:

@@ -25,7 +25,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.data.documents import TokenLogProbs
 from titanmoe.data.formats.format import completions_in_manifest
-from titanmoe.data.tokenizer import FILE, OTHER_FILES
+from titanmoe.data.tokenizer import FILE, OTHER_FILES, Tokenizer, open_tokenizer
 
 MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
 FORMAT, VERSION = "titanmoe token shards", 1
@@ -132,6 +132,14 @@ class StoredTokenizer(NamedTuple):
         if problems:
             raise ConfigError(problems)
         return files
+
+    def open(self, otherwise: str) -> Tokenizer:
+        """Open the tokenizer from its stored files, or the one named `otherwise` if there are none.
+
+        Raises:
+            ConfigError: a file is missing or has changed, or the tokenizer cannot be opened.
+        """
+        return open_tokenizer(str(self.files()[FILE]) if FILE in self.digests else otherwise)
 
 
 def digest_file(file: Path) -> str:

@@ -228,7 +228,7 @@ def _tokenizer_of_data(config: Config) -> tuple[Tokenizer, bool]:
         ConfigError: it cannot be opened, or is another than the one that made the run's token shards.
     """
     from titanmoe.data.token_shards import ShardDocuments, is_shards
-    from titanmoe.data.tokenizer import FILE, open_tokenizer
+    from titanmoe.data.tokenizer import open_tokenizer
 
     data = config.data
     if data.source == "stdlib":
@@ -239,7 +239,7 @@ def _tokenizer_of_data(config: Config) -> tuple[Tokenizer, bool]:
     if not shards:
         return open_tokenizer(data.tokenizer), of_chats
     stored = shards[0].stored_tokenizer
-    tokenizer = open_tokenizer(str(stored.files()[FILE]) if FILE in stored.digests else data.tokenizer)
+    tokenizer = stored.open(data.tokenizer)
     if tokenizer.identity != stored.identity:
         raise ConfigError(
             [
