@@ -261,7 +261,7 @@ def _open_source(config: Config, path: str, field: str) -> Documents:
                 'use data.source = "files" with data.paths'
             ]
         )
-    tokens = [tokenizer.document(_read_file(file)).numpy() for file in files]
+    tokens = [tokenizer.document(_read_file(file)) for file in files]
     documents = MemoryDocuments(
         STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(file_tokens) for file_tokens in tokens]))
     )

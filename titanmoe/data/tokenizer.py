@@ -8,15 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-
-if TYPE_CHECKING:  # the processes of `titanmoe tokenize` do not need torch
-    from torch import Tensor
 
 FILE, SETTINGS, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 OTHER_FILES = (
@@ -49,9 +46,6 @@ class ByteTokenizer:
     def files(self) -> dict[str, Path]:
         return {}
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
-
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
@@ -73,15 +67,9 @@ class ByteTokenizer:
             token, chr(token) if token < 128 else f"\\x{token:02x}"
         )
 
-    def document(self, data: bytes) -> Tensor:
-        """Return the tokens of a text file's bytes with BOS and EOS, as an int16 tensor, to save memory."""
-        import torch
-
-        tokens = torch.empty(len(data) + 2, dtype=torch.int16)
-        tokens[0], tokens[-1] = self.bos, self.eos
-        if data:
-            tokens[1:-1] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return tokens
+    def document(self, data: bytes) -> np.ndarray:
+        """Return the tokens of a text file's bytes with BOS and EOS, as int16, to save memory."""
+        return np.concatenate(([self.bos], np.frombuffer(data, np.uint8), [self.eos]), dtype=np.int16)
 
 
 class JsonTokenizer:
