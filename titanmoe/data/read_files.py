@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from titanmoe.config import ConfigError
@@ -37,11 +38,8 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
     inputs: list[InputFile] = []
     problems: list[str] = []
     for name in paths:
-        if is_url(name):
-            inputs += _find_remote_inputs(name, format, problems)
-            continue
-        if is_hub_dataset(name):
-            inputs += _find_hub_inputs(name, format, problems)
+        if is_url(name) or is_hub_dataset(name):
+            inputs += _find_elsewhere(name, format, problems)
             continue
         path = Path(name).expanduser()
         if path.is_file():
@@ -71,41 +69,28 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
     return inputs
 
 
-def _find_remote_inputs(url: str, format: str, problems: list[str]) -> list[InputFile]:
-    """Return the input files at a URL: a file, folder or glob on a server or object store; [] if there are none.
+def _find_elsewhere(name: str, format: str, problems: list[str]) -> list[InputFile]:
+    """Return the input files at a URL, or of a data set on the hub, fetched if need be; [] if there are none.
 
-    Why is then appended to `problems` as messages. With the format "auto" each file's extension chooses its format.
+    The URL is a file, folder or glob on a server or object store. Why there are none is appended to `problems` as
+    messages. With the format "auto" each file's extension chooses its format.
     """
     spec = FORMATS.look_up(format)
     try:
-        by_extension = [(file, _uncompressed_extension(Path(file.url))) for file in find_remote_files(url)]
+        if is_url(name):
+            candidates = [(InputFile(f.url, "", f.bytes, f.version), f.matched) for f in find_remote_files(name)]
+        else:
+            candidates = [
+                (InputFile(str(f.path), "", f.path.stat().st_size, 0, f.identity), False) for f in fetch_files(name)
+            ]
     except ConfigError as error:
         problems += error.problems
         return []
-    taken = [(file, extension) for file, extension in by_extension if file.matched or spec.accepts(extension)]
+    by_extension = [(file, matched, _uncompressed_extension(Path(file.file))) for file, matched in candidates]
+    taken = [(file, extension) for file, matched, extension in by_extension if matched or spec.accepts(extension)]
     if not taken:
-        problems.append(f"{url!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
-    return [InputFile(f.url, spec.file_format(extension) or format, f.bytes, f.version) for f, extension in taken]
-
-
-def _find_hub_inputs(name: str, format: str, problems: list[str]) -> list[InputFile]:
-    """Return the files of a data set on the hub, fetched if need be; [] if that fails or none is of the format.
-
-    Why is then appended to `problems` as messages.
-    """
-    spec = FORMATS.look_up(format)
-    try:
-        by_extension = [(file, _uncompressed_extension(file.path)) for file in fetch_files(name)]
-    except ConfigError as error:
-        problems += error.problems
-        return []
-    taken = [(file, extension) for file, extension in by_extension if spec.accepts(extension)]
-    if not taken:
-        problems.append(f"{name!r} contains no files of format {format}")
-    return [
-        InputFile(str(f.path), spec.file_format(extension) or format, f.path.stat().st_size, 0, f.identity)
-        for f, extension in taken
-    ]
+        problems.append(f"{name!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
+    return [replace(file, kind=spec.file_format(extension) or format) for file, extension in taken]
 
 
 def walk(root: Path, skipped: Collection[str] = ()) -> list[Path]:
