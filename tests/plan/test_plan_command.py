@@ -17,6 +17,7 @@ from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
+from titanmoe.plan import plan_command
 from titanmoe.plan.candidates import Candidates
 from titanmoe.plan.communicators import communicators, nccl_bytes
 from titanmoe.plan.devices import read_device
@@ -115,12 +116,16 @@ def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture) ->
     assert says in capsys.readouterr().err
 
 
-def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(("most", "says"), [(8, "8 GPUs are enough"), (4, "nor are 4 GPUs enough")])
+def test_a_model_that_fits_nowhere(
+    most: int, says: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_command, "MOST_GPUS", most)
     words = ["--ranks", "2", "--training.global_batch_size", "8", "--hardware", "a100"]
     assert main(["plan", "--config", "train_configs/mixtral_8x7b.toml", *words]) == 2
     message = capsys.readouterr().err
     assert "no mapping of 2 a100 fits" in message and "on pipeline rank" in message and "too much" in message
-    assert "of single changes --ranks 4 helps most" in message and "GPUs are enough" in message
+    assert "of single changes --ranks 4 helps most" in message and f"which is still too much: {says}" in message
 
 
 def test_the_table_lists_different_mappings() -> None:

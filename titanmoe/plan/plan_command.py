@@ -193,7 +193,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
 
-    training, generation, gpus = config.training, config.generation, args.ranks
+    training, generation = config.training, config.generation
     smaller = (
         f"--training.seq_len {training.seq_len // 2}",
         replace(training, seq_len=training.seq_len // 2),
@@ -231,9 +231,10 @@ def _too_large(config: Config, args: argparse.Namespace, device: Device, nearest
     if best and excess(mappings[best]) < excess(nearest):
         helps = f"; of single changes {best} helps most, to {format_bytes(mappings[best].peak)}"
         if excess(mappings[best]) > 0:
-            while gpus < MOST_GPUS and ((mapping := smallest(config, gpus)) is None or excess(mapping) > 0):
+            gpus = 4 * args.ranks
+            while gpus <= MOST_GPUS and ((mapping := smallest(config, gpus)) is None or excess(mapping) > 0):
                 gpus *= 2
-            enough = f"{gpus} GPUs are enough" if gpus < MOST_GPUS else f"nor are {MOST_GPUS:,} GPUs enough"
+            enough = f"{gpus} GPUs are enough" if gpus <= MOST_GPUS else f"nor are {MOST_GPUS:,} GPUs enough"
             helps += f", which is still too much: {enough}"
     rank = nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.__getitem__)
