@@ -100,7 +100,7 @@ def test_explaining_what_does_not_fit_exits_1(capsys: pytest.CaptureFixture) -> 
         (["--ranks", "4", "--hardware", "h900"], "h900 is not known"),
         (["--ranks", "4", "--what-if", "ranks=2,4"], "titanmoe plan once for each value"),
         (["--ranks", "4", "--imbalance", "0.5"], "is below 1"),
-        (["--ranks", "4", "--imbalance", "1e30", *SMALL], "the busiest rank has 4 times the mean: use at most that"),
+        (["--ranks", "4", "--imbalance", "1e30", *SMALL], "the busiest expert has 4 times the mean: use at most that"),
         (["--ranks", "4", "--imbalance", "5", "--explain", *SMALL], "takes the same 2 of 8 experts"),
         (["--ranks", "4", "--explain", "--write", "x"], "leave out --write"),
         (

@@ -122,6 +122,9 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "--all-ranks checks" in refused(capsys, "--ranks", "4", "--all-ranks", "--hardware", "cpu")
     assert "--steps = 0 is not a number of steps" in refused(capsys, "--ranks", "4", "--steps", "0")
     assert "--imbalance = 0.5 is below 1" in refused(capsys, "--ranks", "4", "--imbalance", "0.5")
+    assert "the busiest expert has 4 times the mean: use at most that" in refused(
+        capsys, "--ranks", "4", "--imbalance", "4.5"
+    )
     assert "3 % 2 = 1: use tp in 1, 3" in refused(capsys, "--ranks", "3")  # the laws' own
     assert "no.toml" in refused(capsys, "--ranks", "4", config=str(tmp_path / "no.toml"))
     assert "training.stps" in refused(capsys, "--ranks", "4", "--training.stps", "3")

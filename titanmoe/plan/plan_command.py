@@ -122,8 +122,8 @@ def _plan(args: argparse.Namespace, device: Device) -> Plan:
             "left out: what kernels for CPUs save for backward: memory is that of the kernels for GPUs",
             *(notes or [""]),
         ]
+    check_imbalance(config, args.imbalance)
     if args.explain:
-        _check_imbalance(config, args.imbalance)
         mapping = evaluate(config, args.ranks, device, Factors(), **_assumptions(args))
         lines = [*notes, *explanation(mapping, device)]
         budget_lines = budget(mapping, args.tokens, device) if args.tokens else []
@@ -146,14 +146,14 @@ def _assumptions(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in ("imbalance", "stack", "reference", "lengths")}
 
 
-def _check_imbalance(config: Config, imbalance: float) -> None:
+def check_imbalance(config: Config, imbalance: float) -> None:
     """Raise ConfigError for an imbalance that routing cannot reach: a token goes to an expert once."""
     experts, top_k = config.model.num_experts, config.model.top_k
     if imbalance > experts / top_k:
         raise ConfigError(
             [
                 f"--imbalance = {imbalance:g} cannot be: where every token takes the same {top_k} of {experts} "
-                f"experts, the busiest rank has {experts / top_k:g} times the mean: use at most that"
+                f"experts, the busiest expert has {experts / top_k:g} times the mean: use at most that"
             ]
         )
 
@@ -162,13 +162,12 @@ def _search(config: Config, args: argparse.Namespace, device: Device) -> Search:
     """Search for the fastest mappings; return a Search that found at least one that fits.
 
     Raises:
-        ConfigError: no mapping is legal, none fits, or routing cannot reach --imbalance.
+        ConfigError: no mapping is legal, or none fits.
     """
     from titanmoe.fold.legality import violations
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
 
-    _check_imbalance(config, args.imbalance)
     result = search(config, args.ranks, device, Factors(), count=args.top, **_assumptions(args))
     if result.best:
         return result

@@ -13,6 +13,7 @@ from pathlib import Path
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import add_ranks, world_of
+from titanmoe.plan.plan_command import check_imbalance
 from titanmoe.text_report import Report, print_report
 
 
@@ -95,6 +96,7 @@ def _report(args: argparse.Namespace) -> Report:
     config = recipe_to_rehearse(args.overrides, world, args.hardware, args.node)
     if args.relayout is not None:
         return _report_relayout(args, config, world)
+    check_imbalance(config, args.imbalance)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not (args.all_roles or args.all_ranks):
         rehearsals = [
