@@ -248,7 +248,6 @@ class BlockCosts(AttentionCosts):
         mode: str,
         sample_ranks: int,
         samples: int,
-        tp: int,
         ep: int,
         etp: int,
         choice: DispatchChoice,
@@ -262,7 +261,6 @@ class BlockCosts(AttentionCosts):
             forward: cost of the layer's forward.
             mode: mode of recomputation: "full", "full_except_dispatch" or "moe".
             sample_ranks: ranks that a sample is divided among, tp x cp.
-            tp: not used.
             choice: the dispatcher, and what overlaps with it.
         """
         chunks = choice.chunks if ep * etp > 1 else 1
@@ -327,7 +325,7 @@ class BlockCosts(AttentionCosts):
             total = total._replace(dispatch=total.dispatch - hidden + self.links.exposed(hidden, hidden))
         recomputed = Cost() if mode == "moe" else attention[0]
         if mode in ("moe", "full", "full_except_dispatch") and has_experts(self.model, layer):
-            degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
+            degrees = fold.tp * fold.cp, samples, fold.ep, fold.etp
             return total + recomputed + self.recomputed_experts(ffn[0], mode, *degrees, choice)
         if mode in FULL:
             return total + recomputed + ffn[0]

@@ -85,11 +85,11 @@ class TotalsByMode:
             tp: matters to the shared expert only.
             choice: the dispatcher, and what overlaps with it.
         """
-        totals, messages, degrees = [0.0] * len(RECOMPUTE_MODES), 0.0, (sample_ranks, samples, tp, ep, etp)
+        totals, messages = [0.0] * len(RECOMPUTE_MODES), 0.0
+        modes, batch = ("moe", *RECOMPUTE_MODES[3:]), (sample_ranks, samples)
         for factor, count in self.moe_layers.items():
-            forward, backward = self.costs.experts(*degrees, choice, factor)
-            modes = ("moe", *RECOMPUTE_MODES[3:])
-            recomputed = {mode: self.costs.recomputed_experts(forward, mode, *degrees, choice) for mode in modes}
+            forward, backward = self.costs.experts(*batch, tp, ep, etp, choice, factor)
+            recomputed = {mode: self.costs.recomputed_experts(forward, mode, *batch, ep, etp, choice) for mode in modes}
             totals = _add(self.costs, totals, count, forward, backward, recomputed)
             messages += count * sum(cost.dispatch for cost in (forward, backward))
         return tuple(totals), messages
