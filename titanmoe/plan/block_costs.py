@@ -53,6 +53,8 @@ class BlockCosts(AttentionCosts):
         self.imbalance, self.stack = imbalance, stack
         self.links = Links(device, factors)
         self.w = WIDTHS[config.training.mixed_precision_param]
+        self.reduced_width = max(self.w, WIDTHS[config.training.mixed_precision_reduce])
+        """Bytes of a gradient while it is summed over ranks and microbatches."""
         self.routed_token_bytes = config.model.dim * self.w
         self.peak = device.peak(config.training.mixed_precision_param)
         self.expert_peak = device.peak("fp8") if config.moe.expert_dtype == "fp8" else self.peak

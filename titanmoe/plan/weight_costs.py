@@ -35,7 +35,6 @@ class WeightCosts(BlockCosts):
             config: recipe, with the sharding options of the mapping.
             sizes: weight units of the rank under `fold`.
         """
-        reduced = max(self.w, WIDTHS[self.config.training.mixed_precision_reduce])
         gather = reduce = last = 0.0
         units = [
             (
@@ -53,8 +52,8 @@ class WeightCosts(BlockCosts):
             count = unit.trained.full_size
             if not count:
                 continue
-            reduce += self.links.gather(group, count * reduced)
-            over_replicas = 2 * self.links.gather(replicas, count / group.size * reduced)
+            reduce += self.links.gather(group, count * self.reduced_width)
+            over_replicas = 2 * self.links.gather(replicas, count / group.size * self.reduced_width)
             if unit is units[0][0] or not self.leaves_out_experts(config, fold):
                 reduce += over_replicas
             else:
@@ -70,18 +69,14 @@ class WeightCosts(BlockCosts):
         """
         if not self.stack.fsdp2:
             return None
-        training = config.training
-        reduced = max(self.w, WIDTHS[training.mixed_precision_reduce])
-        often = self.gathers_often(config, fold)
-        accumulated, once = config.moe.accumulate_weight_gradients, not self.reduces_often(config, fold)
         return WeightCopies(
-            stored=WIDTHS[training.dtype],
+            stored=WIDTHS[config.training.dtype],
             computed=self.w,
-            reduced=reduced,
-            each_microbatch=often,
-            pipelined=once,
+            reduced=self.reduced_width,
+            each_microbatch=self.gathers_often(config, fold),
+            pipelined=not self.reduces_often(config, fold),
             microbatches=m,
-            accumulated=accumulated,
+            accumulated=config.moe.accumulate_weight_gradients,
         )
 
     def block_copies(
@@ -165,11 +160,9 @@ class WeightCosts(BlockCosts):
             gather, reduce, last = (
                 x + count * seconds for x, seconds in zip((gather, reduce, last), times, strict=True)
             )
-        ends = sizes.head.full_size
         group = LinkGroup(fsdp(fold), fold.tp)
-        gather += self.links.gather(group, ends * self.w)
-        trained = sizes.head.trained.full_size
-        reduce += self.links.gather(group, trained * max(self.w, WIDTHS[config.training.mixed_precision_reduce]))
+        gather += self.links.gather(group, sizes.head.full_size * self.w)
+        reduce += self.links.gather(group, sizes.head.trained.full_size * self.reduced_width)
         behind = busy.matrix + busy.attention + busy.memory
         if fold.tp * fold.cp <= self.device.domain < group.size * fold.tp:
             behind += busy.tp + busy.cp  # those are on the other link
