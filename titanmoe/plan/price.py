@@ -22,7 +22,7 @@ from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.muon_work import muon_work
 from titanmoe.plan.schedule_cost import schedule_cost, shared_idle
-from titanmoe.plan.sizes import Sizes, fsdp, vocabulary_ranks
+from titanmoe.plan.sizes import Sizes, fsdp, microbatches, vocabulary_ranks
 from titanmoe.plan.training_stacks import TITANMOE, Stack
 from titanmoe.plan.weight_costs import WeightCosts
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
@@ -92,14 +92,6 @@ def blocks_of_rank(
             for kind, (count, _) in stage.items():
                 counts[kind] = counts.get(kind, 0) + count
     return counts
-
-
-def microbatches(config: Config, fold: Fold) -> int:
-    """Return the microbatches of a step on each data rank, rounded down; at least 1.
-
-    `config` must have a global batch size.
-    """
-    return max(1, config.training.global_batch_size // (config.training.local_batch_size * fold.dp))
 
 
 class Pricer(WeightCosts):

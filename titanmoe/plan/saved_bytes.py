@@ -22,7 +22,7 @@ from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.mixers.mixer_spec import LocalBatch
 from titanmoe.models.tensors import Tuning
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
-from titanmoe.plan.sizes import ModelKey, Sizes, vocabulary_ranks
+from titanmoe.plan.sizes import ModelKey, Sizes, microbatches, vocabulary_ranks
 
 
 class SavedBytes(NamedTuple):
@@ -52,7 +52,7 @@ class Widths:
         self.R = static.receive_slots or round(self.T * model.top_k * fold.etp * imbalance)
         self.receive_buffers = static.buffer_slots * (model.dim * self.w + max(self.w, WIDTHS[config.moe.router_dtype]))
         self.F = model.expert_hidden // fold.etp
-        self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
+        self.microbatches = microbatches(config, fold)
         self.sizes = Sizes(model, fold, Tuning.of(config), vocabulary_ranks(config, fold))
         self.drops_inputs = config.lora.rank > 0 and config.lora.dropout > 0
         self.mixers = ModelKey.of(model).mixers

@@ -262,6 +262,14 @@ def fsdp(fold: Fold) -> int:
     return fold.dp_shard * fold.cp
 
 
+def microbatches(config: Config, fold: Fold) -> int:
+    """Return the microbatches of a step on each data rank, rounded down; at least 1.
+
+    `config` must have a global batch size.
+    """
+    return max(1, config.training.global_batch_size // (config.training.local_batch_size * fold.dp))
+
+
 # ---- adapters
 
 ADDED, KERNELS = 6, (4, 6)
