@@ -245,10 +245,8 @@ class GeneratorCosts:
         from titanmoe.generate.cache import cache_bytes
 
         config, rl, generation = self._config(parallelism), self.config.rl, self.config.generation
-        fold, weights = (
-            derive(self.world, config.parallelism),
-            generator_weights(config, derive(self.world, config.parallelism)),
-        )
+        fold = derive(self.world, config.parallelism)
+        weights = generator_weights(config, fold)
         prompts = ceil(rl.prompts_per_step * rl.updates / fold.dp)
         at_once = min(prompts, generation.batch_size // rl.completions)
         rounds, texts = ceil(prompts / at_once), at_once * rl.completions
@@ -343,12 +341,8 @@ class GeneratorCosts:
             token: bytes that a rank caches of a token.
             text: bytes that a rank caches of each text in addition, whatever its length.
         """
-        model, sizes, layers, moe = (
-            self.model,
-            generator_sizes(config, fold),
-            self.model.num_layers,
-            moe_layers(self.model),
-        )
+        model, sizes = self.model, generator_sizes(config, fold)
+        layers, moe = model.num_layers, moe_layers(model)
 
         def products(weights: float, multiplied: float) -> float:
             return max(weights * self.w / self.bandwidth, 2 * multiplied / self.rate)
