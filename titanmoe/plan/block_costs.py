@@ -181,16 +181,16 @@ class BlockCosts(AttentionCosts):
             host = chunks * self.factors.block * 2 / 9 * factor
             cost = Cost((chunks * products + router) * times, 0.0, memory, host) + adapted[direction]
             if choice.halves:
-                cost = cost + self.cost_of_halves(self.expert_weights(ep, etp), T, direction, times)
+                weights = 3 * model.num_experts / ep * D * model.expert_hidden / etp  # before edp shards them
+                cost = cost + self.cost_of_halves(weights, T, direction, times)
             shared_cost = Cost() if shared_expert is None else shared_expert[direction]
-            shared_seconds = self.seconds_beside_messages(shared_cost.matrix)
             messages = self.routed_message_seconds(
                 choice,
                 T * self.imbalance,
                 ep=ep,
                 etp=etp,
                 products=products * times,
-                shared_seconds=shared_seconds,
+                shared_seconds=shared_cost.matrix * self.stack.hides_behind_shared,
                 between=between[direction],
             )
             cost = cost._replace(dispatch=messages)

@@ -155,10 +155,6 @@ class DispatchCosts:
         exposed = 2 * unhidden - hop + end - shared_seconds - (chunks - 1) * between - chunks * products
         return exposed + self.links.message_fraction * (all_messages - exposed)
 
-    def expert_weights(self, ep: int, etp: int) -> float:
-        """Return the elements of one MoE layer's expert weights on a rank: divided by ep and etp, not yet by edp."""
-        return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
-
     def cost_of_halves(self, weights: float, T: float, direction: int, times: float) -> Cost:
         """Return the cost that splitting a microbatch into halves adds, without launches.
 
@@ -190,10 +186,6 @@ class DispatchCosts:
         saved = hidden * (1 - self.links.message_fraction) * message_seconds
         pays = not choice.halves and not spec.cannot_overlap and NEAR * (seconds - saved) < seconds
         return (choice._replace(hidden=hidden), seconds - saved) if pays else (choice, seconds)
-
-    def seconds_beside_messages(self, products: float) -> float:
-        """Return the seconds of the shared expert's `products` that run beside messages: all, or 0 in some stacks."""
-        return products if self.stack.hides_behind_shared else 0.0
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
         """Return the seconds to dispatch and combine T tokens in forward, not overlapped. Backward sends as much.
