@@ -80,12 +80,14 @@ def time_cells(label: str, mapping: PricedMapping, device: Device) -> tuple[str,
 def option_cells(label: str, mapping: PricedMapping) -> tuple[str, ...]:
     """Return the cells of a mapping under OPTIONS_HEAD and with [rl] GENERATOR_HEAD."""
     config, fold = mapping.config, mapping.fold
+    schedule = config.pipeline.schedule + " in pairs" * (config.moe.overlap == "pairs")
+    schedule += " with vocab" * (config.parallelism.vocab == "pipeline")
     return (
         label,
         *(str(n) for n in (stages_per_rank(config), fold.dp_replicate, config.training.local_batch_size)),
         config.activation_checkpoint.mode,
         config.parallelism.reshard_after_forward,
-        _schedule_text(config) if fold.pp > 1 else "-",
+        schedule if fold.pp > 1 else "-",
         config.moe.dispatcher + " in halves" * (config.moe.overlap == "halves"),
         *_generator_cells(mapping.generator),
     )
@@ -96,12 +98,6 @@ def _generator_cells(generator: GeneratorPlan | None) -> tuple[str, ...]:
         return ()
     degrees = " ".join(f"{name} {n}" for name, n in vars(generator.parallelism).items() if n > 1)
     return f"{generator.seconds:.3g} s", degrees or "dp"
-
-
-def _schedule_text(config: Config) -> str:
-    """Return the name of the schedule, and what else pipeline stages do together."""
-    shared = " with vocab" * (config.parallelism.vocab == "pipeline")
-    return config.pipeline.schedule + " in pairs" * (config.moe.overlap == "pairs") + shared
 
 
 def stages_per_rank(config: Config) -> int:
@@ -252,14 +248,9 @@ def explanation(mapping: PricedMapping, device: Device) -> list[str]:
 
 def budget(mapping: PricedMapping, tokens: float, device: Device) -> list[str]:
     """Return the lines on the days and US dollars of training on `tokens` tokens, at the device's price."""
-    days, cost = days_and_cost(mapping, tokens, device)
-    return ["", f"{tokens:.3g} tokens: {days:,.1f} days, {cost:,.0f} US dollars at {device.price:g} per GPU and hour."]
-
-
-def days_and_cost(mapping: PricedMapping, tokens: float, device: Device) -> tuple[float, float]:
-    """Return the days and US dollars of training on `tokens` tokens with all ranks, at the device's price."""
     hours = tokens / (mapping.price.tokens * mapping.fold.world) / 3600
-    return hours / 24, hours * mapping.fold.world * device.price
+    days, cost = hours / 24, hours * mapping.fold.world * device.price
+    return ["", f"{tokens:.3g} tokens: {days:,.1f} days, {cost:,.0f} US dollars at {device.price:g} per GPU and hour."]
 
 
 def as_json(mapping: PricedMapping) -> dict[str, Any]:
