@@ -189,16 +189,6 @@ def _router(s: Widths, trained: bool) -> int:
     return product + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
-def _saved_of_recomputed(s: Widths, with_routed: bool) -> int:
-    """Return the bytes that a recomputed MoE layer saves of a microbatch besides its input: places of routed tokens.
-
-    Args:
-        with_routed: whether the routed tokens that arrived are saved too, with their weights ("full_except_dispatch").
-    """
-    order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
-    return s.T * s.model.top_k * s.fold.etp * 2 * 8 + s.R * (order + with_routed * (s.model.dim * s.w + s.W))
-
-
 def mode_of(config: Config, layer: int) -> str:
     """Return the layer's mode of recomputation: "none" unless `every` selects the layer."""
     options = config.activation_checkpoint
@@ -263,7 +253,11 @@ def saved_bytes(s: Widths, layer: int, mode: str = "") -> SavedBytes:
             ffn += model.shared_gate * T * (D + 2) * w * flow.into_ffn
     if mode in ("full", "full_except_dispatch", "moe"):
         with_routed = mode == "full_except_dispatch" and experts
-        saved = (T * D * w + (_saved_of_recomputed(s, with_routed) if experts else 0)) * flow.out_of_ffn
+        saved = T * D * w
+        if experts:  # places of routed tokens, and with_routed those that arrived, with their weights
+            order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
+            saved += T * model.top_k * s.fold.etp * 2 * 8 + s.R * (order + with_routed * (D * w + W))
         recomputed = ffn - with_routed * s.R * D * w * (flow.ffn_weights and shared)
-        return SavedBytes(attention if mode == "moe" else T * D * w * flow.attention, saved, 0, recomputed)
+        attention = attention if mode == "moe" else T * D * w * flow.attention
+        return SavedBytes(attention, saved * flow.out_of_ffn, 0, recomputed)
     return SavedBytes(attention, ffn, routed, 0)
