@@ -91,15 +91,14 @@ class PeakMoments:
         self.shards_experts = not experts_are_unsharded(config.parallelism, config.training, s.fold.edp)
         self.hidden = s.T * model.dim * s.w
         has_last_stage = any(stage.is_last for stage in stages)
-        self.blocks = [i for stage in stages for i in stage.layers]
-        self.blocks += range(model.num_layers, model.num_layers + model.mtp_depth * has_last_stage)
+        self.blocks = [i for stage in stages for i in stage.blocks(model)]
         self.saved = {i: saved_bytes(s, i) for i in self.blocks}
         # Gathered weights of a block and of the one before it, which is prefetched.
         self.two_blocks = min(2, len(self.blocks)) * sizes.block(self.blocks[-1]).full_size * s.w * self.reshards
         self.shared = shared_vocabulary(config, sizes)
         self.has_head = bool(self.shared) or has_last_stage
         self.edge = sizes.head if self.has_head else sizes.embedding
-        self.dense = [unit for stage in stages for unit in units_of_stage(config, sizes, *stage)[0]] + self.shared
+        self.dense = [unit for stage in stages for unit in units_of_stage(config, sizes, stage)] + self.shared
         self.experts = [sizes.experts_of(i) for i in self.blocks if has_experts(model, i)]
 
         units = [(unit, fsdp(s.fold)) for unit in self.dense] + [(unit, s.fold.edp) for unit in self.experts]
@@ -115,7 +114,9 @@ class PeakMoments:
         self.interleaves = config.pipeline.schedule not in FORWARDS_FIRST and s.microbatches > EARLIER_FORWARDS
         self.held_logits = self._scored_bytes() * (bool(self.shared) and self.interleaves)
         self.saved_by_stage = [self._saved_of(stage) for stage in stages]
-        self.gradients_by_stage = [self._gradients_of(stage) for stage in stages]
+        self.gradients_by_stage = [
+            self._gradients_of(units_of_stage(config, sizes, stage), stage.blocks(model)) for stage in stages
+        ]
         self.gradients_by_stage[-1] += sum(unit.trained.full_size for unit in self.shared)
         self.tokens = s.microbatches * s.X * 24
         if self.shared and model.mtp_depth and has_last_stage:  # embeddings of next tokens, sent by the first stage
@@ -165,21 +166,17 @@ class PeakMoments:
     def _saved_of(self, stage: StageLayers) -> float:
         """Return the bytes that one microbatch in flight has saved in a stage."""
         s, model = self.s, self.s.model
-        extra = range(model.num_layers, model.num_layers + model.mtp_depth * stage.is_last)
         # Every stage but the first has its input in a receive buffer, and the pipeline holds every output but the loss.
         edges = self.hidden * (stage.is_first - (stage.is_last and not self.shared))
         # Multi-token prediction: inputs of norms and projection, scales, and hidden states for the head of all stages.
-        mtp = len(extra) * (self.hidden * (4 + bool(self.shared)) + 3 * s.T * s.W)
+        mtp = model.mtp_depth * stage.is_last * (self.hidden * (4 + bool(self.shared)) + 3 * s.T * s.W)
         rope = 2 * s.X * rotary_width(model) * 4
-        return sum(self.saved[i].attention + self.saved[i].ffn for i in [*stage.layers, *extra]) + rope + edges + mtp
+        return sum(self.saved[i].attention + self.saved[i].ffn for i in stage.blocks(model)) + rope + edges + mtp
 
-    def _gradients_of(self, stage: StageLayers) -> int:
-        """Return the elements of a stage's gradients on a rank before data ranks shard them."""
-        s, model = self.s, self.s.model
-        extra = range(model.num_layers, model.num_layers + model.mtp_depth * stage.is_last)
-        units = units_of_stage(s.config, s.sizes, *stage)[0]
-        units += [s.sizes.experts_of(i) for i in (*stage.layers, *extra) if has_experts(model, i)]
-        return sum(unit.trained.full_size for unit in units)
+    def _gradients_of(self, units: list[WeightUnit], blocks: list[int]) -> int:
+        """Return the elements of the gradients of units and of blocks' experts, before data ranks shard them."""
+        experts = [self.s.sizes.experts_of(i) for i in blocks if has_experts(self.s.model, i)]
+        return sum(unit.trained.full_size for unit in units + experts)
 
     def _loads(self, rank: int) -> list[BackwardLoad]:
         """Return the microbatches in flight and gradients begun in the rank's backward passes that may be the peak."""
@@ -236,8 +233,8 @@ class PeakMoments:
         finished = self.blocks[index + 1 :] if index + 1 else []
         is_first_backward = not load.begun[-1]
         if self.is_pipelined:
-            sent = self.edge.trained.full_size * self.has_head + sum(map(self._gradients_of_block, finished))
-            shards, sent = 0, sent * is_first_backward
+            units = [self.edge] * self.has_head + [self.s.sizes.block(i) for i in finished]
+            shards, sent = 0, self._gradients_of(units, finished) * is_first_backward
         else:
             shards = 0
             if not self.accumulated:
@@ -255,11 +252,6 @@ class PeakMoments:
             sent_gradients=sent * self.reduced_width,
             is_first_backward=is_first_backward,
         )
-
-    def _gradients_of_block(self, layer: int) -> int:
-        """Return the elements of a block's gradients on a rank before data ranks shard them."""
-        experts = self.s.sizes.experts_of(layer).trained.full_size if has_experts(self.s.model, layer) else 0
-        return self.s.sizes.block(layer).trained.full_size + experts
 
     def _stored_of_block(self, layer: int) -> int:
         """Return the bytes of a rank's shard of a block's trained weights."""

@@ -212,31 +212,27 @@ class StageLayers(NamedTuple):
     is_last: bool
     """Whether it has the head, and so the blocks of multi-token prediction."""
 
+    def blocks(self, model: Model) -> list[int]:
+        """Return the indices of the stage's blocks, those of multi-token prediction included."""
+        return [*self.layers, *range(model.num_layers, model.num_layers + model.mtp_depth * self.is_last)]
 
-def units_of_stage(
-    config: Config, sizes: Sizes, layers: range, first: bool, last: bool
-) -> tuple[list[WeightUnit], int]:
-    """Return the weight units of a stage without experts, and the number of its blocks with experts.
 
-    The last stage has the blocks of multi-token prediction too. A tied head's matrix is left out if the stage has the
-    embedding, and so is a vocabulary that all stages share (`shared_vocabulary`).
+def units_of_stage(config: Config, sizes: Sizes, stage: StageLayers) -> list[WeightUnit]:
+    """Return the weight units of a stage without experts.
 
-    Args:
-        first: whether the stage has the embedding.
-        last: whether the stage has the head.
+    A tied head's matrix is left out if the stage has the embedding, and so is a vocabulary that all stages share
+    (`shared_vocabulary`).
     """
-    model = config.model
-    numbers = [*layers, *range(model.num_layers, model.num_layers + model.mtp_depth * last)]
-    units = [sizes.block(layer) for layer in numbers]
-    shared = config.parallelism.vocab == "pipeline"
-    if last and model.mtp_depth:
-        units += [sizes.multi_token] + [sizes.embedding] * (not first and not shared)
-    if first and not shared:
+    model, shared = config.model, config.parallelism.vocab == "pipeline"
+    units = [sizes.block(layer) for layer in stage.blocks(model)]
+    if stage.is_last and model.mtp_depth:
+        units += [sizes.multi_token] + [sizes.embedding] * (not stage.is_first and not shared)
+    if stage.is_first and not shared:
         units.append(sizes.embedding)
-    if last:
-        tied = shared or (model.tie_embeddings and first)
+    if stage.is_last:
+        tied = shared or (model.tie_embeddings and stage.is_first)
         units.append(WeightUnit(((model.dim,),), (0,), (), sizes.head.frozen[:1]) if tied else sizes.head)
-    return units, sum(has_experts(model, layer) for layer in numbers)
+    return units
 
 
 def shared_vocabulary(config: Config, sizes: Sizes) -> list[WeightUnit]:
@@ -358,7 +354,7 @@ def _units_without(
     """
     model, tuning = config.model, Tuning((*config.training.freeze, *patterns))
     sizes = Sizes(model, fold, tuning, vocabulary_ranks(config, fold))
-    dense = [unit for stage in stages for unit in units_of_stage(config, sizes, *stage)[0]]
+    dense = [unit for stage in stages for unit in units_of_stage(config, sizes, stage)]
     dense += shared_vocabulary(config, sizes)
     experts = [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
     return [(unit, fsdp(fold)) for unit in dense] + experts
