@@ -9,10 +9,10 @@ Matmuls count two FLOPs for each multiply-add, like torch's own counter; element
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from titanmoe.rehearse.code_site import CodeSite
 
+Key = TypeVar("Key")
 PLAIN = (FakeTensor, Tensor)
 NO_KERNEL = frozenset(
     ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "_unsafe_view")
@@ -87,11 +88,11 @@ class Operations(Counter[Operation]):
             inputs[0] = outputs[0]
         self[Operation(name, site, flops(func, args, kwargs, out), sum(map(stored_bytes, inputs)), written)] += 1
 
-    def totals_by(self, field: str) -> dict[str, OperationCost]:
-        """Return {value: total cost} for a field of CodeSite: "file", "line", "layer", "region" or "phase"."""
-        totals: dict[str, OperationCost] = {}
+    def totals_by(self, key: Callable[[Operation], Key]) -> dict[Key, OperationCost]:
+        """Return the total cost of the operations that have each value of `key`."""
+        totals: dict[Key, OperationCost] = {}
         for operation, count in self.items():
-            totals.setdefault(getattr(operation.site, field), OperationCost()).__iadd__(cost_of(operation) * count)
+            totals.setdefault(key(operation), OperationCost()).__iadd__(cost_of(operation) * count)
         return totals
 
     def total(self) -> OperationCost:

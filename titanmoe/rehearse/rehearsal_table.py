@@ -16,7 +16,7 @@ from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.memory_over_step import Memory
 from titanmoe.rehearse.message_order import Verdict
 from titanmoe.rehearse.message_recorder import Message
-from titanmoe.rehearse.operation_costs import Operation, OperationCost, Operations, cost_of
+from titanmoe.rehearse.operation_costs import Operation, OperationCost, Operations
 from titanmoe.rehearse.rehearsal import NamedGroup, Rehearsal
 from titanmoe.text_report import columns
 
@@ -300,7 +300,7 @@ def costs_as_json(operations: Operations) -> dict[str, Any]:
             }
             for operation, layers in counts_by_layer(operations).items()
         ],
-        "by_layer": {name: asdict(cost) for name, cost in operations.totals_by("layer").items() if name},
+        "by_layer": {name: asdict(cost) for name, cost in operations.totals_by(lambda x: x.site.layer).items() if name},
         "by_region": {
             name: {phase: asdict(cost) for phase, cost in phases.items()}
             for name, phases in _costs_by_region(operations).items()
@@ -311,9 +311,8 @@ def costs_as_json(operations: Operations) -> dict[str, Any]:
 def _costs_by_region(operations: Operations) -> dict[str, dict[str, OperationCost]]:
     """Return the costs by region, then by phase; operations outside any region are under ""."""
     totals: dict[str, dict[str, OperationCost]] = {}
-    for operation, count in operations.items():
-        phases = totals.setdefault(operation.site.region, {})
-        phases.setdefault(operation.site.phase, OperationCost()).__iadd__(cost_of(operation) * count)
+    for (region, phase), cost in operations.totals_by(lambda x: (x.site.region, x.site.phase)).items():
+        totals.setdefault(region, {})[phase] = cost
     return totals
 
 
@@ -336,10 +335,7 @@ def cost_lines(operations: Operations) -> list[str]:
                 body.append((region or "(none)", phase, *counts, format_bytes(cost.written)))
     lines += columns(body, right=(2, 3, 4, 5))
     lines += ["", f"The {SHOWN_OPERATIONS} operations that move the most bytes:", ""]
-    moved: dict[tuple, OperationCost] = {}
-    for operation, count in operations.items():
-        key = operation.name, operation.site.region, operation.site.phase, str(operation.site)
-        moved.setdefault(key, OperationCost()).__iadd__(cost_of(operation) * count)
+    moved = operations.totals_by(lambda x: (x.name, x.site.region, x.site.phase, str(x.site)))
     body = [("operation", "region", "pass", "kernels", "FLOPs", "bytes", "of all", "line")]
     for (name, region, phase, line), cost in sorted(moved.items(), key=lambda x: -x[1].moved)[:SHOWN_OPERATIONS]:
         fraction = f"{cost.moved / max(total.moved, 1):.1%}"
