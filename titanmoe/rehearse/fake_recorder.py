@@ -128,28 +128,21 @@ class FakeRecorder(Recorder):
         with disable_modes():
             return torch.zeros(x.shape).tolist()
 
-    def agree_on_shapes(self, x: Tensor) -> None:
-        """Set a received integer tensor to ones, with which pipeline stages tell each other that shapes are known.
-
-        Does nothing to floating-point tensors.
-        """
-        if not x.dtype.is_floating_point:
-            with disable_modes():
-                known_integers.set_known(x, torch.ones(x.shape, dtype=x.dtype))
-
     def after_message(self, func: Any, args: tuple, out: Any) -> None:
-        site = self.sites.current_site()
+        name, site = func._overloadpacket.__name__, self.sites.current_site()
         self.ledger.note(out, site)
         if func.namespace == "titanmoe":  # an exchange copies out of the receive buffer
             self.operations.add(func, args, {}, out, site)
-        if func._overloadpacket.__name__ == "_reduce_scatter_base_" and not self.on_gpu:
+        if name == "_reduce_scatter_base_" and not self.on_gpu:
             # gloo sums all that is sent, in a copy, and takes this rank's shard of it.
             self.ledger.note(torch.empty_like(args[1]), site)
-        if func._overloadpacket.__name__ == "recv_":
-            self.agree_on_shapes(*args[0])
+        if name == "recv_" and not (x := args[0][0]).dtype.is_floating_point:
+            # Pipeline stages send each other ones to say that shapes are known.
+            with disable_modes():
+                known_integers.set_known(x, torch.ones(x.shape, dtype=x.dtype))
         if not isinstance(out, FakeTensor) or out.dtype.is_floating_point:
             return
-        if func._overloadpacket.__name__ == "wait_tensor":
+        if name == "wait_tensor":
             if (value := known_integers.known_values(args[0])) is not None:
                 known_integers.set_known(out, value)
         elif self.dispatching.exchange is not None and self.sites.is_in_region("dispatch"):
