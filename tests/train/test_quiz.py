@@ -16,6 +16,7 @@ from tests.train.test_validation import MAPPINGS, recipe, trained
 from titanmoe.config import ConfigError
 from titanmoe.data.batch import Batch
 from titanmoe.data.quiz import Question, QuizSet, encode_choices
+from titanmoe.data.token_shards import StoredTokenizer
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.report.read_run import read_runs
 from titanmoe.tokens import IGNORE
@@ -177,6 +178,14 @@ def test_bad_questions_are_refused_all_at_once(asked: dict[str, Any], tmp_path: 
     ]
     assert len(refused.value.problems) == len(ends)
     assert all(end in problem for end, problem in zip(ends, refused.value.problems, strict=True))
+
+
+def test_a_tokenizer_that_did_not_make_the_training_data_is_refused(asked: dict[str, Any]) -> None:
+    stored = StoredTokenizer("another", Path("shards/tokenizer"), {})
+    with pytest.raises(
+        ConfigError, match=r"shards was made with the tokenizer another, which is not beside its shards"
+    ):
+        QuizSet(parity.read(asked, 1), 0, 1, stored)
 
 
 @pytest.mark.parametrize(

@@ -136,9 +136,19 @@ class StoredTokenizer(NamedTuple):
         """Open the tokenizer from its stored files, or the one named `otherwise` if there are none.
 
         Raises:
-            ConfigError: a file is missing or has changed, or the tokenizer cannot be opened.
+            ConfigError: a file is missing or has changed, or the tokenizer cannot be opened or did not make the shards.
         """
-        return open_tokenizer(str(self.files()[FILE]) if FILE in self.digests else otherwise)
+        if FILE in self.digests:
+            return open_tokenizer(str(self.files()[FILE]))
+        tokenizer = open_tokenizer(otherwise)
+        if tokenizer.identity != self.identity:
+            raise ConfigError(
+                [
+                    f"{self.folder.parent} was made with the tokenizer {self.identity}, which is not beside its shards,"
+                    f" and data.tokenizer = {otherwise!r} is {tokenizer.identity}: set it to the one that made them"
+                ]
+            )
+        return tokenizer
 
 
 def digest_file(file: Path) -> str:
