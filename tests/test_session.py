@@ -286,6 +286,7 @@ def misuse(changes: dict[str, Any]) -> list[str]:
     refused(lambda: session.forward_backward(batch, "distillation"))
     refused(lambda: session.forward_backward(batch, weighted, counts=session.count(batch)))
     refused(lambda: session.log_probs(batch, temperature=0.0))
+    refused(lambda: session.forward_backward(batch, temperature=0.0))
     refused(lambda: session.count(batch, divisor=0))
     assert session.step == 0
     session.forward_backward(batch)
@@ -298,6 +299,7 @@ def misuse(changes: dict[str, Any]) -> list[str]:
     for unlike in ({"temperature": 0.5}, {}):
         refused(lambda: session.log_probs(batch, **unlike))  # noqa: B023
         session.ids = IDS
+    refused(lambda: session.forward_backward(batch, squares, temperature=2.0, entropy=True))
     return messages
 
 
@@ -310,11 +312,11 @@ def test_misuse_is_refused_with_what_to_do() -> None:
         "dpo2",
         'set training.objective = "distillation"',
         "counts has no objective",
-        "temperature = 0.0",
+        *["temperature = 0.0"] * 2,
         "divisor = 0 divides the loss",
         "total = run.count(a) + run.count(b)",
         "a step is open: call optim_step before save",
-        *['the head of objective "distillation" returns neither entropies'] * 2,
+        *['the head of objective "distillation" returns neither entropies'] * 3,
     ]
     for message, part in zip(messages, wanted, strict=True):
         assert part in message

@@ -304,9 +304,9 @@ class Session:
         counts = counts or self._count(local, objective)
         if objective not in counts.divisors:
             raise ConfigError([f"counts has no objective {objective!r}: add run.count(batch, objective)"])
-        if self._counts is None:
-            self._begin_step(counts)
-        with self._head_options(temperature, entropy):
+        with self._head_options(temperature, entropy):  # a call that it refuses begins no step
+            if self._counts is None:
+                self._begin_step(counts)
             result = self._run(local, computed, counts.divisors[objective], log_probs or entropy, routes)
         sums = result.sums
         self._samples += local.samples
