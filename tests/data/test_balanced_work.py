@@ -6,7 +6,7 @@ import pytest
 from tests.support.case_features import MODELS
 from titanmoe.config.schema import Model, Own
 from titanmoe.data.balanced_work import DocumentWork, assign_samples
-from titanmoe.models.count import forward_flops_per_token
+from titanmoe.models.count import flops_per_token
 from titanmoe.models.families import family_of
 
 
@@ -19,7 +19,7 @@ def test_one_document_of_a_whole_sequence_costs_what_the_model_costs(name):
     model = Model(**fields)
     work, length = DocumentWork(model), 4096
     norms = 0.02  # counted there as matrix rows
-    assert work(np.array([length])) == pytest.approx(length * forward_flops_per_token(model, length), rel=norms)
+    assert work(np.array([length])) == pytest.approx(length * flops_per_token(model, length) / 3, rel=norms)
     halves = work(np.array([length // 2] * 2))
     assert halves < work(np.array([length]))
 

@@ -16,7 +16,6 @@ from titanmoe.config.schema import Model
 from titanmoe.models.__main__ import renew
 from titanmoe.models.count import (
     flops_per_token,
-    forward_flops_per_token,
     layer_flops,
     parameters,
     training_work,
@@ -240,8 +239,7 @@ def test_flops_by_hand():
     # wq 4x4, wk and wv 2x4, wo 4x4; router 3x4; one expert 3x(5x4); three norms of 4; head 10x4
     weights = 48 + 12 + 60 + 12 + 40
     attention = 2 * (2 * 2) * 6  # 2 (scores, values) x 2 FLOPs x 4 wide x half of 6 positions
-    assert forward_flops_per_token(m, 6) == 2 * weights + attention == 392
-    assert flops_per_token(m, 6) == 3 * 392
+    assert flops_per_token(m, 6) == 3 * (2 * weights + attention) == 3 * 392
     # A tied head is multiplied too.
     assert flops_per_token(replace(m, tie_embeddings=True), 6) == 3 * 392
 
@@ -250,9 +248,9 @@ def test_flops_with_frozen_weights_by_hand():
     """Forward 2 for each weight, its gradient 2 if it is trained, its input's 2 if anything before it is."""
     m = Model(vocab_size=10, dim=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, num_experts=3, top_k=1)
     m = replace(m, expert_hidden=5)
-    assert flops_per_token(m, 6, Tuning(("nothing",))) == 3 * forward_flops_per_token(m, 6)
     qkv, scores, wo, router, w, norm, head = 32, 48, 16, 12, 20, 4, 40
     forward = 2 * (qkv + wo + router + 3 * w + 3 * norm + head) + scores
+    assert flops_per_token(m, 6, Tuning(("nothing",))) == 3 * forward
     # Frozen in the middle: no gradients of weights.
     assert flops_per_token(m, 6, Tuning(("*.attention.*",))) == 3 * forward - 2 * (qkv + wo)
     # Only w2 is trained: before it nothing, after it two norms' and the head's inputs.
@@ -283,10 +281,10 @@ def test_flops_of_latent_attention_by_hand():
     # wq 12x4, wkv_a 5x4, its norm, wkv_b 24x3, wo 4x16; router 3x4; one expert 3x(5x4); three norms of 4; head 10x4
     weights = 48 + 20 + 3 + 72 + 64 + 12 + 60 + 12 + 40
     attention = 2 * (2 * 6 + 2 * 8) * 6 // 2  # 2 FLOPs x (scores 12 wide, values 16 wide) x half of 6 positions
-    assert forward_flops_per_token(m, 6) == 2 * weights + attention
+    assert flops_per_token(m, 6) == 3 * (2 * weights + attention)
     assert layer_flops(m, 6) == ([2 * (weights - 40 - 12 - 3) + attention], 2 * 40)
     # A query latent of 7: 7x4, its norm, 12x7 instead of 12x4.
-    assert forward_flops_per_token(replace(m, q_lora_rank=7), 6) == 2 * (weights - 48 + 28 + 7 + 84) + attention
+    assert flops_per_token(replace(m, q_lora_rank=7), 6) == 3 * (2 * (weights - 48 + 28 + 7 + 84) + attention)
 
 
 def test_multi_token_prediction_costs_a_block_a_projection_and_a_head():
@@ -296,7 +294,7 @@ def test_multi_token_prediction_costs_a_block_a_projection_and_a_head():
     norms = 2 * (2 * 7168 + 1536 + 512 + 3 * 7168)  # counted like matrix rows; layer_flops leaves them out
     layers, behind = layer_flops(more, 4096)
     assert (len(layers), behind - head) == (61, block + head + 2 * 2 * 7168 * 7168)
-    assert forward_flops_per_token(more, 4096) - forward_flops_per_token(m, 4096) == behind - head + norms
+    assert flops_per_token(more, 4096) - flops_per_token(m, 4096) == 3 * (behind - head + norms)
     # README_WEIGHTS.md of the checkpoint: 11.5 billion in addition to the shared embedding and head.
     assert abs((parameters(more).total - parameters(m).total) / 1e9 - 11.5) < 0.15
 
@@ -306,11 +304,11 @@ def test_flops_of_a_window_by_hand():
     m = model("mixtral", "debug", num_layers=4)
     narrow = replace(m, sliding_window=6, full_attention_every=2)
     saved = 2 * (9 - 5) * 2 * 2 * m.num_heads * m.head_dim  # blocks, positions, scores and values, 2 FLOPs each
-    assert forward_flops_per_token(m, 18) - forward_flops_per_token(narrow, 18) == saved
+    assert flops_per_token(m, 18) - flops_per_token(narrow, 18) == 3 * saved
     assert sum(layer_flops(m, 18)[0]) - sum(layer_flops(narrow, 18)[0]) == saved
     assert [window(narrow, layer) for layer in range(4)] == [6, 0, 6, 0]
     assert [window(replace(narrow, full_attention_every=0), layer) for layer in range(4)] == [6] * 4
-    assert forward_flops_per_token(replace(narrow, sliding_window=99), 18) == forward_flops_per_token(m, 18)
+    assert flops_per_token(replace(narrow, sliding_window=99), 18) == flops_per_token(m, 18)
 
 
 def test_flops_of_mixtral_8x7b_by_hand():

@@ -108,16 +108,6 @@ def head_flops(model: Model) -> int:
     return (1 + model.mtp_depth) * 2 * model.vocab_size * model.dim
 
 
-def forward_flops_per_token(model: Model, seq_len: int) -> int:
-    """Return the FLOPs of one token's forward pass, averaged over a causal sequence of `seq_len` tokens.
-
-    Multi-token prediction is included.
-    """
-    count = parameters(model)
-    multiplied = count.active - count.embedding + (1 + model.mtp_depth) * model.vocab_size * model.dim
-    return 2 * multiplied + sum(mixer.flops(model, i, seq_len) for i, mixer in enumerate(mixers(model)))
-
-
 def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) -> int:
     """Return the FLOPs to train on one token, forward and backward, averaged over a sequence of `seq_len` tokens.
 
@@ -125,9 +115,7 @@ def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) ->
     Dropped tokens count. A frozen weight costs 4 FLOPs instead of 6, or 2 if nothing before it is trained. `tuning`
     says which parameters are trained; None for all.
     """
-    if tuning is None or tuning.trains_all:
-        return 3 * forward_flops_per_token(model, seq_len)
-    blocks, ends = training_flops(model, seq_len, tuning)
+    blocks, ends = training_flops(model, seq_len, tuning or Tuning())
     return sum(flops.forward + flops.backward for some in (*blocks, (ends,)) for flops in some)
 
 
