@@ -68,20 +68,13 @@ class Capacity(nn.Module):
         chosen_NK, order_N, scope_N = (all_gather(x, 0, group) for x in (chosen_TK, tokens.index_T, scope_T))
         weight_NK = None
         if self.options.drop_policy == "probability":
-            weight_NK = sortable(all_gather(weights_TK.detach().to(torch.bfloat16), 0, group))
+            # Weights of equal tokens differ by rounding, in a different way under each mapping. In the 8 significant
+            # bits of bfloat16 they are equal, so that positions decide. Viewed as integers, which sort as they do,
+            # because a compiler may remove a rounding to bfloat16 that is undone later.
+            weight_NK = all_gather(weights_TK.detach().to(torch.bfloat16), 0, group).view(torch.int16)
         over_NK = over_capacity(chosen_NK, weight_NK, order_N, scope_N, self.model.num_experts, self.limit(positions))
         over_TK = over_NK[group.rank * own_tokens : (group.rank + 1) * own_tokens]
         return chosen_TK.masked_fill(over_TK, self.model.num_experts)
-
-
-def sortable(weights: Tensor) -> Tensor:
-    """View non-negative bfloat16 weights as int16 numbers that sort in the same order.
-
-    The weights of equal tokens differ by rounding, in a different way under each mapping. In the 8 significant bits of
-    bfloat16 they are equal, so that positions decide. They are integers because a compiler may remove a rounding to
-    bfloat16 that is undone later.
-    """
-    return weights.view(torch.int16)
 
 
 def over_capacity(
@@ -91,8 +84,8 @@ def over_capacity(
 
     Args:
         chosen_NK: each token's chosen experts; `num_experts` for a choice of no expert, which is never in the mask.
-        weights_NK: if given, as `sortable` returns them, choices of higher weight come first, then those of lower
-            order_N; if None, order_N alone decides.
+        weights_NK: if given, choices of higher weight come first, then those of lower order_N; if None, order_N alone
+            decides.
         order_N: the global positions of the tokens.
         scope_N: the number of the set of tokens that each token is counted in, such as its sample.
     """

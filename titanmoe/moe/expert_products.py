@@ -10,7 +10,7 @@ Shapes: R routed tokens sorted by local expert, e local experts, D model, F this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -310,13 +310,9 @@ def _through(products: ExpertProducts, name: str, grads: list[Tensor], weights: 
     `name` is the projection, "up" or "down", for the keys under which 8-bit weights are cached.
     """
     across = [products.weight_factor(f"{name} {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
-    return _total(products.product(products.token_factor(g), w) for g, w in zip(grads, across, strict=True))
-
-
-def _total(summands: Iterator[Tensor]) -> Tensor:
-    """Add tensors to the first, in place, and return it. At least one; only two of them exist at a time."""
+    summands = (products.product(products.token_factor(g), w) for g, w in zip(grads, across, strict=True))
     out = next(summands)
-    for summand in summands:
+    for summand in summands:  # only two exist at a time
         out += summand
     return out
 

@@ -60,10 +60,6 @@ class TracedProducts:
             groups.append(count_e.to("cpu"))  # on GPUs the host waits
         return TracedProducts(groups=groups, method=method, clamped=clamped, kernels=kernels)
 
-    @property
-    def grouped(self) -> bool:
-        return self.method == "grouped"
-
     def width_multiple(self, dtype: torch.dtype) -> int:
         """Return the number of elements that each width of a product of this dtype has to be a multiple of."""
         return width_multiple(self.method, dtype)

@@ -274,12 +274,9 @@ def _rotary_dim(config: Json, fraction: Any, partial_rotary: bool) -> dict[str, 
 
 def _write_rope(model: Model, default: Json, rotary_fraction: float) -> dict[str, object]:
     factor = {"partial_rotary_factor": (model.rotary_dim or model.head_dim) / model.head_dim} if rotary_fraction else {}
-    return factor | _write_scaling(model, default)
-
-
-def _write_scaling(model: Model, default: Json) -> dict[str, object]:
+    keys = factor | {"rope_theta": model.rope_theta}
     if model.rope_scaling == "none":
-        return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "default"} if default else None}
+        return keys | {"rope_scaling": {"rope_type": "default"} if default else None}
     scaling = {
         "type": "yarn",
         "rope_type": "yarn",
@@ -287,7 +284,7 @@ def _write_scaling(model: Model, default: Json) -> dict[str, object]:
         "truncate": model.rope_truncate,
         **{theirs: getattr(model, ours) for ours, theirs in _ROPE.items() if getattr(model, ours)},
     }
-    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    return keys | {"rope_scaling": scaling}
 
 
 def rope(theta: float, default: Json | None = None, rotary_fraction: float = 0.0) -> Conversion:
