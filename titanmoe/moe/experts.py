@@ -62,6 +62,7 @@ class Experts(nn.Module):
         """
         self.etp_rank = etp_rank
 
+    # Replaced for halves of a microbatch, compilation and recomputation: so all run inside the hooks of the module.
     @named("experts")
     def forward(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         """Return each routed token's output of its expert, times the token's routing weight: (R, D).
