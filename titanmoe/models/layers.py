@@ -122,12 +122,12 @@ def local_rows(parameter: nn.Parameter, rows: slice | None) -> Tensor:
     return to_local(parameter) if rows is None else to_local(parameter)[rows]
 
 
-def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros, of the shape of `index`, as initial values of those elements of a parameter; `key` is not used.
+def constant(value: float) -> Callable[[int, Tensor, torch.dtype], Tensor]:
+    """Return a function that returns `value` as the initial value of each element of a parameter.
 
     A module's `initial` has such functions by parameter name; `materialize` calls them.
     """
-    return torch.zeros(index.shape, dtype=dtype, device=index.device)
+    return lambda key, index, dtype: torch.full_like(index, value, dtype=dtype)
 
 
 class RMSNorm(nn.Module):
@@ -153,7 +153,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
         self.eps, self.adds_one, self.kernels = eps, adds_one, kernels
-        self.initial = {"weight": zeros} if adds_one else {}
+        self.initial = {"weight": constant(0)} if adds_one else {}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x / rms(x) times the weight, or one plus the weight, in x's dtype."""
@@ -161,7 +161,10 @@ class RMSNorm(nn.Module):
             from titanmoe.ops.kernels.rms_norm import rms_norm
 
             return rms_norm(x, self.factor(), self.eps)
-        return norm(x, self.factor(), self.eps)
+        factor = self.factor()
+        if factor.dtype == x.dtype:  # a single kernel on GPUs, which needs both in one dtype
+            return F.rms_norm(x, factor.shape, factor, self.eps)
+        return plain_norm(x, factor, self.eps)
 
     def by_triton(self, x: Tensor) -> bool:
         """Return whether the Triton kernel, and not torch, computes the norm of x.
@@ -175,13 +178,6 @@ class RMSNorm(nn.Module):
     def factor(self) -> Tensor:
         """Return the vector that x / rms(x) is multiplied by, in the weight's dtype: the weight, or one plus it."""
         return 1 + to_local(self.weight) if self.adds_one else to_local(self.weight)
-
-
-def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight, computed in float32 at least, in x's dtype."""
-    if weight_D.dtype == x.dtype:  # a single kernel on GPUs, which needs both in one dtype
-        return F.rms_norm(x, weight_D.shape, weight_D, eps)
-    return plain_norm(x, weight_D, eps)
 
 
 def plain_norm(x: Tensor, weight_D: Tensor, eps: float, tp: Group = NO_GROUP) -> Tensor:
@@ -338,7 +334,7 @@ def rotate_both(
         from titanmoe.ops.kernels.rotate import Rotate
 
         return apply_function(Rotate, q_BSHh, k_BSGh, *rope)
-    return rotate(q_BSHh, rope, kernels), rotate(k_BSGh, rope, kernels)
+    return plain_rotate(q_BSHh, rope), plain_rotate(k_BSGh, rope)
 
 
 def plain_rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

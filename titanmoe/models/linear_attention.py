@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import NO_GROUP, all_gather_autograd, reduce_scatter_autograd, to_local
 from titanmoe.config.schema import Model
 from titanmoe.mask import Mask
-from titanmoe.models.layers import Linear, RMSNorm, promote, swiglu, use_recomputable
+from titanmoe.models.layers import Linear, RMSNorm, constant, promote, swiglu, use_recomputable
 from titanmoe.models.mixers.gated_delta import GLA_RANK, Heads
 from titanmoe.models.sequence_segments import SequenceSegments
 from titanmoe.ops import counter_rng, gated_delta_rule
@@ -40,11 +40,6 @@ def log_of_uniform(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
         index: indices of the elements in the full parameter, row-major.
     """
     return torch.log(0.01 + 15.99 * counter_rng.uniform(key, index, torch.float64)).to(dtype)
-
-
-def ones(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ones, of the shape of `index`, as initial values of those elements of a parameter; `key` is not used."""
-    return torch.ones(index.shape, dtype=dtype, device=index.device)
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -81,7 +76,7 @@ class GatedDelta(nn.Module):
     """The linear attention layer of a block: gated delta rule, or gated linear attention."""
 
     recomputable_methods = ("convolve", "down")
-    initial = {"dt_bias": ones, "A_log": log_of_uniform}
+    initial = {"dt_bias": constant(1), "A_log": log_of_uniform}
 
     def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
         super().__init__()

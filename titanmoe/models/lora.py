@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import to_local
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.models.layers import Linear, local_rows, zeros
+from titanmoe.models.layers import Linear, constant, local_rows
 from titanmoe.models.lora_dropout import CurrentTokens, InputDropout, send_indices, take_indices, tell_tokens
 from titanmoe.models.lora_spec import adapter_names, adapter_splits, divisor
 from titanmoe.models.tensors import Tuning
@@ -50,7 +50,7 @@ def add_adapters(model: Transformer, config: Config, tp_rank: int = 0) -> None:
         if not (rank := tuning.rank_of(name)):
             continue
         adapters = adapter_splits(name, (tuple(parameter.shape), None), rank)
-        initial = partial(normal, inputs=parameter.shape[-1]), zeros
+        initial = partial(normal, inputs=parameter.shape[-1]), constant(0)
         for (adapter, (shape, _)), values in zip(adapters.items(), initial, strict=True):
             path, _, last = adapter.rpartition(".")
             module = model.get_submodule(path)
