@@ -166,8 +166,8 @@ def compare(schedule: str, pp: int, virtual: int, microbatches: int, message_tim
     }
 
 
-def cases(pp: int, stages: Iterable[int]) -> list[tuple[str, int]]:
-    """Return (schedule, stages per rank) of each case: with each of `stages` where any is allowed. `pp` is not used."""
+def cases(stages: Iterable[int]) -> list[tuple[str, int]]:
+    """Return (schedule, stages per rank) of each case: with each of `stages` where any is allowed."""
     several = [(name, v) for v in stages for name in ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")]
     fixed = [(name, s.stages_per_rank) for name, s in SCHEDULES.items() if s.v_shape or s.stages_per_rank == 1]
     return several + fixed
@@ -184,7 +184,7 @@ if __name__ == "__main__":
     print("a step's time, over that of its computation, with communicators")
     print("| schedule | stages per rank |", *(f"{name} |" for name in COMMUNICATORS))
     print("|---|---|" + "---|" * len(COMMUNICATORS))
-    for schedule, v in cases(options.pp, options.stages):
+    for schedule, v in cases(options.stages):
         times = compare(schedule, options.pp, v, options.microbatches, options.message)
         busy = 3 * v * options.microbatches
         print(f"| {schedule} | {v} |", *(f"{time / busy:.3f} |" for time in times.values()))

@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from titanmoe.checkpoint import move_in_blocks, weight_digest
-from titanmoe.checkpoint.checkpoint_folder import Checkpoint, write_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf import convert_command  # noqa: F401 (what a conversion imports is not its growth)
 from titanmoe.checkpoint.hf.convert import to_hf  # noqa: F401
@@ -34,11 +34,10 @@ from titanmoe.checkpoint.hf.safetensors_folder import FilePlan, Shape, write_fil
 from titanmoe.checkpoint.hf.tensor_map import TensorMap, our_shapes
 from titanmoe.checkpoint.hf.upcycle import UpcycledWeights  # noqa: F401
 from titanmoe.checkpoint.hf.weight_sources import open_weights
-from titanmoe.checkpoint.write_tensors import LazyTensor, TensorShard
+from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main as titanmoe
 from titanmoe.config.fields import to_tables
-from titanmoe.config.schema import Checkpoint as Options
-from titanmoe.config.schema import Config, LoRA, Model, Training
+from titanmoe.config.schema import Checkpoint, Config, LoRA, Model, Training
 from titanmoe.models import tensors as names
 from titanmoe.models.families import preset, shipped
 from titanmoe.models.lora_spec import is_adapter
@@ -88,7 +87,7 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
     """Write a checkpoint of random LoRA adapters of experts to `path`, for the weights of a Hugging Face folder."""
     under, begin, lora = (
         open_weights(str(folder)),
-        Options(initial_hf=str(folder)),
+        Checkpoint(initial_hf=str(folder)),
         LoRA(rank=1, experts_rank=rank, alpha=16, targets=["*experts*"]),
     )
     config = Config(model=under.model, lora=lora, checkpoint=begin, training=Training(seq_len=32))
@@ -106,13 +105,6 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
     }
     digest = weight_digest.combine_digests(None, lambda: total)
     write_checkpoint(path, tensors, {"step": 1, "config": to_tables(config), "base": digest})
-
-
-def as_one_rank_saves(path: Path, out: Path) -> None:
-    """Copy the checkpoint `path` to `out` so that each tensor is one block, as a run of one rank saves it."""
-    saved = Checkpoint(path)
-    tensors = {n: TensorShard(saved.read(n), (0,) * len(shape), shape) for n, (shape, _) in saved.tensors.items()}
-    write_checkpoint(out, tensors, saved.record)
 
 
 def one_expert(model: Model) -> int:

@@ -385,15 +385,8 @@ def measure_one(args: argparse.Namespace) -> None:
     tell(tokens_per_step=tokens, head=6 * config.model.dim * config.model.vocab_size / flops)
     rehearsed = None if peer else RehearsedPeak(options, rehearsed_as(device))
     try:
-        steps(
-            name,
-            side,
-            config=config,
-            runtime=runtime,
-            device=device,
-            args=args,
-            at_peak=tokens * flops / peak if peak else None,
-        )
+        at_peak = tokens * flops / peak if peak else None
+        steps(side, config=config, runtime=runtime, device=device, args=args, at_peak=at_peak)
         if rehearsed:
             tell(**rehearsed.result())
     except torch.OutOfMemoryError as error:
@@ -411,12 +404,11 @@ def measure_one(args: argparse.Namespace) -> None:
 
 
 def steps(
-    name: str, side: str, *, config: Any, runtime: Any, device: Any, args: argparse.Namespace, at_peak: float | None
+    side: str, *, config: Any, runtime: Any, device: Any, args: argparse.Namespace, at_peak: float | None
 ) -> None:
     """Time full steps with balanced, then with learned routing, and print the figures as lines of JSON.
 
     Args:
-        name: The model, a key of SHAPES; not used.
         side: The implementation, a key of SIDES.
         config: The config.
         runtime: The rank's runtime; None for TorchTitan.
