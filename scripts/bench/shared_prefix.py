@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -73,18 +72,12 @@ def measure(layout: str, text: int, pairs: int, steps: int) -> None:
 
     `text` and `pairs` are those of `batch`; every step repeats the batch, and one more, the first, is not timed.
     """
-    import os
-
     from titanmoe.components import COMPONENTS
     from titanmoe.train.build import build_training
     from titanmoe.train.launch import read_config
     from titanmoe.train.runtime import start, stop
     from titanmoe.train.trainer import Trainer
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     given = batch(text, pairs, layout)
     sizes = ["--training.seq_len", str(given.tokens_BS.shape[1]), "--training.local_batch_size", "1"]
     config = read_config([*SHAPE.split(), *sizes, "--training.global_batch_size", "1"], 1, COMPONENTS)
