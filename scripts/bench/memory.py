@@ -100,7 +100,7 @@ def experts(rounds: int, scale: int) -> Iterator[Row]:
     yield from compare(
         variants,
         rounds,
-        lambda variant: (saved_bytes(variant, [x_RD, weight_R1, *made.parameters()]) + x_RD.nbytes) / tokens,
+        lambda variant: (bytes_after_forward(variant, [x_RD, weight_R1, *made.parameters()]) + x_RD.nbytes) / tokens,
     )
 
 
@@ -129,7 +129,7 @@ def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
         f"activation_checkpoint.mode = {mode}": lambda made=made: made(x_BSD, rope, CAUSAL)
         for mode, made in modes.items()
     }
-    yield from compare(variants, rounds, lambda variant: saved_bytes(variant, known) / (samples * length))
+    yield from compare(variants, rounds, lambda variant: bytes_after_forward(variant, known) / (samples * length))
 
 
 def loss(rounds: int, scale: int) -> Iterator[Row]:
@@ -164,8 +164,8 @@ def init(module: nn.Module) -> nn.Module:
     return module
 
 
-def saved_bytes(variant: Variant, but: Iterable[Tensor]) -> int:
-    """Return the bytes that a forward pass saves for backward, without its output and the known tensors `but`."""
+def bytes_after_forward(variant: Variant, but: Iterable[Tensor]) -> int:
+    """Return the bytes that a forward pass leaves in use, without its output and the known tensors `but`."""
     with LiveBytes(but) as live:
         out = variant()
         return live.now - out.nbytes
