@@ -40,7 +40,6 @@ from read_results import (  # noqa: E402
     read_layers,
     read_lines,
     read_ncu,
-    read_nothing,
     read_pytest,
     read_rows,
     read_sanitizer,
@@ -160,9 +159,9 @@ GPU = [
 ]
 PRETEND = [
     Part("ceilings", "scripts/gpu/ceilings.py --device cpu --json {json}", 30, read_rows, figures=True),
-    Part("crash", "-c 'raise SystemExit(5)'", 20, read_nothing, "side by side"),
-    Part("hang", "-c 'import time; time.sleep(60)'", 8, read_nothing, "side by side"),
-    Part("noise", "-c 'for _ in range(60000): print(_, \"x\" * 80)'", 20, read_nothing, "side by side"),
+    Part("crash", "-c 'raise SystemExit(5)'", 20, read_rows, "side by side"),
+    Part("hang", "-c 'import time; time.sleep(60)'", 8, read_rows, "side by side"),
+    Part("noise", "-c 'for _ in range(60000): print(_, \"x\" * 80)'", 20, read_rows, "side by side"),
     Part("plain run", f"{TRAIN} --training.device cpu --training.steps 3", 60, read_training),
     Part("GPU tests", "-m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py", 60, read_pytest),
     Part(

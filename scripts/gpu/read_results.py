@@ -77,11 +77,6 @@ def read_lines(log: str, results: str) -> list[Row]:
     return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:45], 1)]
 
 
-def read_nothing(log: str, results: str) -> list[Row]:
-    """Return no rows."""
-    return []
-
-
 def read_training(log: str, results: str) -> list[Row]:
     """Return a row with the last line of the log that names a step of training; a failed one if none does."""
     steps = re.findall(r"^.*\bstep \d+/.*$", log, re.MULTILINE)
